@@ -1,0 +1,19 @@
+"""Collectives over ``torch.distributed`` process groups, with accounting and a divergence check.
+
+A :class:`Communicator` wraps one process group (or one axis of a ``DeviceMesh``) and offers the few collectives that
+training systems are built from. It adds three things to torch's own functions:
+
+* **accounting**: a :class:`CommsLog` counts, per operation, calls, message bytes, wire bytes and time;
+* **a transport per backend**: on gloo, all-gather and reduce-scatter go as direct pairwise messages, which move the
+  bandwidth-optimal number of bytes without staging copies and add in rank order; elsewhere the backend's own
+  collectives are used;
+* **a check** (``check=True``): before each collective the ranks agree on a fingerprint of it, and the error names the
+  ranks that differ instead of hanging.
+"""
+
+from zoo.comm.check import CollectiveMismatchError
+from zoo.comm.communicator import Communicator, init_distributed
+from zoo.comm.log import CommsLog, OpStats
+from zoo.comm.transport import DONE, Handle
+
+__all__ = ["DONE", "CollectiveMismatchError", "Communicator", "CommsLog", "Handle", "OpStats", "init_distributed"]

@@ -1,0 +1,47 @@
+"""The fingerprint check: do all ranks of a group issue the same collective?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class CollectiveMismatchError(ValueError):
+    """The ranks of a group called different collectives at the same position of their sequence."""
+
+
+def fingerprint(description: str) -> int:
+    """A signed 63-bit integer that differs for different descriptions (up to hash collisions)."""
+    return int.from_bytes(hashlib.blake2b(description.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def verify(group: Any, description: str, device: torch.device) -> None:
+    """Raise :class:`CollectiveMismatchError` on every rank unless all ranks of ``group`` pass the same description.
+
+    Costs one all-gather of 8 bytes a rank; only when the fingerprints differ are the descriptions themselves
+    exchanged, so that the error can name who called what.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mine = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
+    everyone = torch.empty(size, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    if bool((everyone == mine).all()):
+        # A rank that differs from rank 0 sees it here itself: all leave this branch together or none does.
+        return
+    said: list[Any] = [None] * size
+    dist.all_gather_object(said, description, group=group)
+    callers: dict[str, list[int]] = defaultdict(list)
+    for r, text in enumerate(said):
+        callers[text].append(r)
+    listing = "; ".join(
+        f"rank{'s' if len(rs) > 1 else ''} {', '.join(map(str, rs))} called {text}" for text, rs in callers.items()
+    )
+    raise CollectiveMismatchError(
+        f"The ranks of this group disagree about their next collective (seen on rank {rank}): {listing}. "
+        "Every rank must issue the same collectives in the same order; look for a branch that depends on the rank or "
+        "on the data, or for a module that only some ranks run."
+    )

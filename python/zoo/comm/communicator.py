@@ -1,0 +1,164 @@
+"""The communicator: collectives on one process group, counted and, on request, checked."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zoo.comm.check import verify
+from zoo.comm.log import CommsLog, OpStats
+from zoo.comm.transport import DONE, Handle, choose_transport
+
+
+class _Timed:
+    """A handle that adds its span to a row of the log when it completes."""
+
+    __slots__ = ("_inner", "_row", "_start")
+
+    def __init__(self, inner: Handle, row: OpStats) -> None:
+        self._inner, self._row = inner, row
+        self._start = time.perf_counter()
+
+    def wait(self) -> None:
+        self._inner.wait()
+        if self._start:
+            self._row.time_s += time.perf_counter() - self._start
+            self._start = 0.0
+
+
+class Communicator:
+    """Collectives on one process group.
+
+    Args:
+        group: a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None for the default group. Without an
+            initialised default group, None means a world of one rank, in which every collective is local.
+        log: where operations are counted; a fresh :class:`CommsLog` if not given.
+        check: agree on a fingerprint before every collective (one extra small collective each); the error names the
+            ranks that differ.
+
+    Attributes:
+        rank, size: this process's rank in the group, and the number of ranks.
+        backend: name of the group's backend, "local" for a world of one without a group.
+
+    All buffers are flat and contiguous. Chunk r of a full buffer (N*n,) belongs to group rank r.
+    """
+
+    def __init__(self, group: Any = None, *, log: CommsLog | None = None, check: bool = False) -> None:
+        if hasattr(group, "get_group") and hasattr(group, "mesh"):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"Communicator got a DeviceMesh with {group.ndim} dimensions {group.mesh_dim_names}; it works on "
+                    "one axis: pass mesh['axis_name'] or mesh.get_group('axis_name')."
+                )
+            group = group.get_group()
+        self.group = group
+        self.log = log if log is not None else CommsLog()
+        self.check = check
+        self._sequence = 0
+        if group is None and not dist.is_initialized():
+            self.rank, self.size, self.backend = 0, 1, "local"
+        else:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self.backend = str(dist.get_backend(group))
+        if self.rank < 0:
+            raise ValueError("Communicator got a process group that this rank is not a member of.")
+        self._transport = choose_transport(group, self.backend) if self.size > 1 else None
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Handle:
+        """``full[r*n:(r+1)*n] = shard of rank r``, for every r. In place when ``shard`` is this rank's chunk.
+
+        Args:
+            full: (N*n,) output.
+            shard: (n,) input of the same dtype; must not change until the handle completes.
+        """
+        if self._transport is None:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return DONE
+        self._agree("all_gather", full)
+        return self._timed("all_gather", full, self._transport.all_gather(full, shard))
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> Handle:
+        """``out = scale * sum_r full_r[rank*n:(rank+1)*n]``, added in rank order on gloo and simulated ranks.
+
+        Args:
+            full: (N*n,) input, which must not change until the handle completes.
+            out: (n,) output; may be this rank's chunk of ``full``.
+            scale: a factor applied after the sum (1/N makes it a mean).
+        """
+        if self._transport is None:
+            if full.data_ptr() != out.data_ptr():
+                out.copy_(full)
+            if scale != 1.0:
+                out.mul_(scale)
+            return DONE
+        self._agree("reduce_scatter", full)
+        return self._timed("reduce_scatter", full, self._transport.reduce_scatter(full, out, scale))
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
+        """``tensor = op over ranks`` in place; ``op`` is "sum", "max" or "min"."""
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op)
+        if reduce_op is None:
+            raise ValueError(f"all_reduce got op={op!r}; allowed are 'sum', 'max' and 'min'.")
+        if self.size == 1:
+            return DONE
+        self._agree(f"all_reduce[{op}]", tensor)
+        work = dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True)
+        return self._timed("all_reduce", tensor, work)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
+        """Every rank's ``tensor`` becomes that of group rank ``src``, in place."""
+        if not 0 <= src < self.size:
+            raise ValueError(f"broadcast got src={src}; the group has ranks 0 to {self.size - 1}.")
+        if self.size == 1:
+            return DONE
+        self._agree(f"broadcast[src={src}]", tensor)
+        root = src if self.group is None else dist.get_global_rank(self.group, src)
+        work = dist.broadcast(tensor, root, group=self.group, async_op=True)
+        return self._timed("broadcast", tensor, work)
+
+    def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
+        """Raise :class:`~zoo.comm.CollectiveMismatchError` on all ranks unless all pass the same ``value``."""
+        if self.size > 1:
+            verify(self.group, f"{what} {value}", device or torch.device("cpu"))
+
+    def _agree(self, op: str, tensor: torch.Tensor) -> None:
+        if self.check:
+            self._sequence += 1
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            verify(self.group, f"{op} of {tensor.numel()} {dtype} as its collective number {self._sequence}",
+                   tensor.device)
+
+    def _timed(self, op: str, tensor: torch.Tensor, handle: Any) -> Handle:
+        row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size)
+        return _Timed(handle, row)
+
+
+def init_distributed(*, backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
+    """Join the process group that torchrun's environment describes, if there is one and it is not joined yet.
+
+    Args:
+        backend: "nccl", "gloo", …; by default nccl when CUDA is available, else gloo.
+        timeout_s: after this long without an answer from a peer an operation fails instead of waiting on.
+
+    Returns:
+        (rank, world size); (0, 1) when no launcher set RANK and WORLD_SIZE.
+    """
+    if timeout_s <= 0:
+        raise ValueError(f"init_distributed got timeout_s={timeout_s}; it must be a positive number of seconds.")
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return 0, 1
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank(), dist.get_world_size()

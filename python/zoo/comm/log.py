@@ -1,0 +1,72 @@
+"""The comms log: what a communicator moved, by operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class OpStats:
+    """Totals of one kind of operation on one rank.
+
+    ``message_bytes`` is the size of the whole logical buffer (the gathered tensor, the tensor to reduce);
+    ``wire_bytes`` is what this rank has to send with a bandwidth-optimal algorithm, the convention of nccl-tests'
+    "bus bandwidth": with N ranks, (N-1)/N of the message for all-gather, reduce-scatter and all-to-all, 2(N-1)/N for
+    all-reduce, the message itself for broadcast. ``time_s`` runs from issuing an operation to its completion, so for
+    overlapped operations it includes the computation they hide behind.
+    """
+
+    count: int = 0
+    message_bytes: int = 0
+    wire_bytes: int = 0
+    time_s: float = 0.0
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Wire bytes per second, 0.0 before anything was timed."""
+        return self.wire_bytes / self.time_s if self.time_s > 0 else 0.0
+
+
+WIRE_FACTOR = {
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "broadcast": lambda n: 1.0 if n > 1 else 0.0,
+}
+
+
+@dataclass
+class CommsLog:
+    """Byte and time accounting of a communicator; cheap enough to be always on."""
+
+    ops: dict[str, OpStats] = field(default_factory=dict)
+
+    def issued(self, op: str, message_bytes: int, group_size: int) -> OpStats:
+        """Count one call of ``op``; returns the row so that the caller can add the time when it completes."""
+        row = self.ops.get(op)
+        if row is None:
+            row = self.ops[op] = OpStats()
+        row.count += 1
+        row.message_bytes += message_bytes
+        row.wire_bytes += round(message_bytes * WIRE_FACTOR[op](group_size))
+        return row
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes this rank had to send, over all operations."""
+        return sum(row.wire_bytes for row in self.ops.values())
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self.ops.clear()
+
+    def table(self) -> str:
+        """The log as text: a header line, then one line an operation."""
+        lines = [f"{'op':<16}{'count':>10}{'message MB':>14}{'wire MB':>12}{'time ms':>12}{'bus GB/s':>12}"]
+        for op, row in sorted(self.ops.items()):
+            lines.append(
+                f"{op:<16}{row.count:>10}{row.message_bytes / 1e6:>14.3f}{row.wire_bytes / 1e6:>12.3f}"
+                f"{row.time_s * 1e3:>12.2f}{row.bus_bandwidth / 1e9:>12.3f}"
+            )
+        return "\n".join(lines)
