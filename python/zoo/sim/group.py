@@ -88,7 +88,7 @@ class SimGroup(dist.ProcessGroup):
     def name(self) -> str:
         return BACKEND
 
-    def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
+    def getBackendName(self) -> str:  # the name that C++ looks for
         return BACKEND
 
     @property
@@ -213,7 +213,7 @@ class SimGroup(dist.ProcessGroup):
         root = opts if isinstance(opts, int) else opts.rootRank
         return self._issue(self._same("broadcast", _listed(tensors), root=root), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:  # type: ignore[override]
         self._counted("reduce_scatter", inputs[0])
         mine = inputs[0][self._index]
         if outputs[0].numel() != mine.numel() or outputs[0].dtype != mine.dtype:
@@ -228,7 +228,7 @@ class SimGroup(dist.ProcessGroup):
         call = self._same("reduce_scatter_tensor", [whole], [output], reduce_op=_reduce_op(opts))
         return self._issue(call, opts)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base: Any = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
         for whole, part in zip(inputs, outputs, strict=True):
@@ -236,7 +236,7 @@ class SimGroup(dist.ProcessGroup):
         call = self._same("reduce_scatter_tensor_coalesced", inputs, outputs, reduce_op=_reduce_op(opts))
         return self._issue(call, opts)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     # -- gathers and scatters ---------------------------------------------------------------------------------------
 
@@ -255,16 +255,16 @@ class SimGroup(dist.ProcessGroup):
         self._sized("all_gather_into_tensor", output, part)
         return self._issue(self._same("all_gather_into_tensor", [part], [output]), opts)
 
-    _allgather_base = all_gather_single
+    _allgather_base: Any = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
         for whole, part in zip(outputs, inputs, strict=True):
             self._sized("all_gather_into_tensor_coalesced", whole, part)
         return self._issue(self._same("all_gather_into_tensor_coalesced", inputs, outputs), opts)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:  # type: ignore[override]
         targets = outputs[0] if outputs and self._index == opts.rootRank else []
         if self._index == opts.rootRank:
             self._counted("gather", targets)
@@ -276,9 +276,9 @@ class SimGroup(dist.ProcessGroup):
             self._sized("gather_into_tensor", output, part)
         return self._issue(self._same("gather_into_tensor", [part], [output], root=opts.rootRank), opts)
 
-    gather_into_tensor = gather_single
+    gather_into_tensor: Any = gather_single
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:  # type: ignore[override]
         sources = inputs[0] if inputs and self._index == opts.rootRank else []
         if self._index == opts.rootRank:
             self._counted("scatter", sources)
@@ -300,7 +300,7 @@ class SimGroup(dist.ProcessGroup):
         call.out_splits = self._splits("output", output, output_splits)
         return self._issue(call, opts)
 
-    alltoall_base = all_to_all_single
+    alltoall_base: Any = all_to_all_single
 
     def _splits(self, side: str, tensor: torch.Tensor, splits: Any) -> list[int]:
         rows, size = tensor.shape[0], self.size()
@@ -329,9 +329,9 @@ class SimGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimWork:
         return self._issue(self._call("recv", [], tensors, tensors, peer=None, tag=tag))
 
-    recvAnysource = recv_anysource  # noqa: N815 - the name that C++ looks for
+    recvAnysource = recv_anysource  # the name that C++ looks for
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> SimWork:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> SimWork:  # type: ignore[override]
         del timeout
         return self._issue(self._call("barrier", [], [], []), opts)
 

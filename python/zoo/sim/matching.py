@@ -73,15 +73,17 @@ class GroupState:
             call.finish(self._lost_error(call))
             return
         slot = self.slots.setdefault(place, [None] * len(self.ranks))
-        others = [other for other in slot if other is not None]
-        if others and (others[0].op, others[0].agree) != (call.op, call.agree):
-            self.scheduler.abort(_divergence(call, others))
-            raise Stop
         slot[call.group_rank] = call
         calls = [other for other in slot if other is not None]
-        if len(calls) == len(self.ranks):
-            del self.slots[place]
-            self.scheduler.make_ready(CallMatch(self.scheduler, calls), max(other.delay for other in calls))
+        if len(calls) < len(self.ranks):
+            return
+        # Only now: with all calls there the report can say who is the odd one out.
+        error = _divergence(calls)
+        if error is not None:
+            self.scheduler.abort(error)
+            raise Stop
+        del self.slots[place]
+        self.scheduler.make_ready(CallMatch(self.scheduler, calls), max(other.delay for other in calls))
 
     # -- send and receive -------------------------------------------------------------------------------------------
 
@@ -159,8 +161,19 @@ class GroupState:
                 return ranks_text(rank for rank, there in zip(self.ranks, slot, strict=True) if there is None)
         return "its completion"
 
+    def divergence(self) -> DivergenceError | None:
+        """Among collectives that not all members have come to: one on which those who came disagree already."""
+        for _, slot in sorted(self.slots.items()):
+            error = _divergence([call for call in slot if call is not None])
+            if error is not None:
+                return error
+        return None
+
     def unmatched(self) -> DivergenceError | None:
         """At the end of a run: a call that some member made and another never did."""
+        error = self.divergence()
+        if error is not None:
+            return error
         for slot in self.slots.values():
             calls = [call for call in slot if call is not None]
             absent = [rank for rank, call in zip(self.ranks, slot, strict=True) if call is None]
@@ -178,17 +191,22 @@ class GroupState:
 
 
 def _fit(send: Call, recv: Call) -> bool:
-    return (
-        send.peer == recv.group_rank and recv.peer in (None, send.group_rank) and send.tag == recv.tag
-    )
+    return send.peer == recv.group_rank and recv.peer in (None, send.group_rank) and send.tag == recv.tag
 
 
-def _divergence(call: Call, others: list[Call]) -> DivergenceError:
-    where = ranks_text(other.rank for other in others)
+def _divergence(calls: list[Call]) -> DivergenceError | None:
+    """None if the calls agree; else an error that tells the odd ones first and the majority last."""
+    kinds: dict[tuple[object, ...], list[Call]] = {}
+    for call in calls:
+        kinds.setdefault((call.op, call.agree), []).append(call)
+    if len(kinds) == 1:
+        return None
+    parts = sorted(kinds.values(), key=lambda same: (len(same), -same[0].rank))
+    told = [f"{ranks_text(call.rank for call in same)} called {same[0].describe()}" for same in parts]
     return DivergenceError(
-        f"rank {call.rank} called {call.describe()} where {where} called {others[0].describe()} "
-        f"(the same place in the sequence of the group of {ranks_text(call.group.ranks)})",
-        tuple(sorted({call.rank, *(other.rank for other in others)})),
+        f"{', '.join(told[:-1])} where {told[-1]} "
+        f"(the same place in the sequence of the group of {ranks_text(calls[0].group.ranks)})",
+        tuple(sorted(call.rank for same in parts[:-1] for call in same)),
     )
 
 

@@ -109,7 +109,8 @@ def _run_ranks(scheduler: Scheduler, fn: Callable[[int], Any], timeout_s: float)
         _unwind(scheduler)
         raise
     for rank in scheduler.ranks:
-        rank.thread.join()
+        if rank.thread is not None:
+            rank.thread.join()
 
 
 def _watch(scheduler: Scheduler, timeout_s: float) -> None:
@@ -168,7 +169,8 @@ def _rank_main(scheduler: Scheduler, me: Rank, fn: Callable[[int], Any], stores:
 def _body(scheduler: Scheduler, me: Rank, fn: Callable[[int], Any], stores: Any) -> None:
     # Backward in the calling thread on all devices: hooks that communicate must be on the rank's thread.
     with torch.autograd.set_multithreading_enabled(False):
-        dist.init_process_group(group.BACKEND, rank=me.index, world_size=len(scheduler.ranks), store=stores(me))
+        store = stores(me)  # kept here: C++ holds only its own half of a store written in python
+        dist.init_process_group(group.BACKEND, rank=me.index, world_size=len(scheduler.ranks), store=store)
         me.result = fn(me.index)
         me.deliver()
 
@@ -195,10 +197,8 @@ def _rank_error(scheduler: Scheduler, me: Rank, error: BaseException) -> RankErr
 
 def _outcome(scheduler: Scheduler) -> list[Any]:
     error = scheduler.error
-    if error is None and not any(rank.dead for rank in scheduler.ranks):
-        error = next((e for e in (state.unmatched() for state in scheduler.groups.values()) if e is not None), None)
+    if error is None and not any(rank.dead for rank in scheduler.ranks):  # a crash leaves calls without partners
+        error = scheduler.first_complaint("unmatched")
     if error is not None:
         raise error
     return [scheduler.plan.crashes[rank.index] if rank.dead else rank.result for rank in scheduler.ranks]
-
-

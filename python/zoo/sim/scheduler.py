@@ -203,7 +203,7 @@ class Scheduler:
                 if self.ready:  # only delayed ones: nothing else can happen before the first of them
                     self.step = min(match.not_before for match in self.ready)
                     continue
-                self.abort(self._deadlock())
+                self.abort(self.first_complaint("divergence") or self._deadlock())
                 continue
             self.step += 1
             choice = int(self.random.random() * count)
@@ -213,6 +213,11 @@ class Scheduler:
             self.ready.remove(match)
             self.idle_polls = 0
             match.complete()
+
+    def first_complaint(self, kind: str) -> BaseException | None:
+        """The first error that a group finds when asked for its ``divergence()`` or ``unmatched()``."""
+        found = (getattr(group, kind)() for group in self.groups.values())
+        return next((error for error in found if error is not None), None)
 
     def _deadlock(self) -> DeadlockError:
         blocked = [rank for rank in self.ranks if not rank.finished]
@@ -245,4 +250,3 @@ def ranks_text(ranks: Any) -> str:
         else:
             runs.append([rank, rank])
     return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-

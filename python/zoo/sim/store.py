@@ -70,12 +70,12 @@ class SimStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._data.pop(key, None) is not None
 
-    deleteKey = delete_key  # noqa: N815 - the name that C++ looks for
+    deleteKey = delete_key  # the name that C++ looks for
 
     def num_keys(self) -> int:
         return len(self._data)
 
-    getNumKeys = num_keys  # noqa: N815 - the name that C++ looks for
+    getNumKeys = num_keys  # the name that C++ looks for
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         del timeout  # time does not pass in a simulation
