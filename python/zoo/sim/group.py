@@ -204,7 +204,7 @@ class SimGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimWork:
         return self._issue(self._same("all_reduce_coalesced", tensors, reduce_op=_reduce_op(opts)), opts)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> SimWork:
+    def reduce(self, tensors: Any, opts: Any = None) -> SimWork:  # type: ignore[override]
         call = self._same("reduce", _listed(tensors), reduce_op=_reduce_op(opts), root=opts.rootRank)
         return self._issue(call, opts)
 

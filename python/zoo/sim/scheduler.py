@@ -27,7 +27,10 @@ _MAX_IDLE_POLLS = 2000  # is_completed() calls in a row, with nothing else happe
 class Waitable(Protocol):
     """What a rank can be blocked on; the scheduler reads ``done``, the deadlock report calls ``waiting_for``."""
 
-    done: bool
+    @property
+    def done(self) -> bool:
+        """Whether the rank can go on."""
+        ...
 
     def waiting_for(self) -> str:
         """One line: the operation, its payload and place, and who has to act."""

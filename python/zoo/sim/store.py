@@ -31,7 +31,7 @@ class _KeysWait:
         return f"the store at {self._where}; waiting for any rank to set {missing}"
 
 
-class SimStore(dist.Store):
+class SimStore(dist.Store):  # type: ignore[name-defined,misc]
     """One rank's view of the data that all ranks of a run share."""
 
     def __init__(self, scheduler: Scheduler, me: Rank) -> None:

@@ -124,5 +124,5 @@ class SimWork(dist.Work):
             if error is None:
                 self._future.set_result(self._outputs)
             elif isinstance(error, Exception):
-                self._future.set_exception(error)  # type: ignore[no-untyped-call]
+                self._future.set_exception(error)
         return True
