@@ -18,7 +18,7 @@ def internal(module: Any, name: str) -> Any:
     except AttributeError:
         raise NotImplementedError(
             f"zoo.sim needs {getattr(module, '__name__', module)}.{name}, which torch {torch.__version__} does not "
-            "have; it is known to be there in torch 2.6 and newer"
+            "have; zoo.sim is meant for torch 2.6 and newer: use one of those, or mend zoo/sim/_guards.py's caller"
         ) from None
 
 

@@ -59,7 +59,7 @@ def premul_factor(op: Any) -> Any:
     """The factor of a PREMUL_SUM, on any torch that tells it."""
     if hasattr(op, "factor"):
         return op.factor
-    state = op.__getstate__()  # torch before 2.8 shows the factor only here: (kind, factor)
+    state = op.__getstate__()  # older torch shows the factor only here: (kind, factor)
     if isinstance(state, tuple) and len(state) == 2:
         return state[1]
     raise NotImplementedError(f"this torch ({torch.__version__}) does not tell the factor of a PREMUL_SUM")
