@@ -1,0 +1,43 @@
+"""The few internal names of torch that the simulator stands on, each with a clear error where a torch lacks it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["graph_task_running", "internal", "quiet"]
+
+
+def internal(module: Any, name: str) -> Any:
+    """``module.name``, or an error that says which internal name this torch does not have."""
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise NotImplementedError(
+            f"zoo.sim needs {getattr(module, '__name__', module)}.{name}, which torch {torch.__version__} does not "
+            "have; zoo.sim is meant for torch 2.6 and newer: use one of those, or mend zoo/sim/_guards.py's caller"
+        ) from None
+
+
+def graph_task_running() -> bool:
+    """Whether this thread is inside ``backward``."""
+    current: Callable[[], int] = internal(torch._C, "_current_graph_task_id")
+    return current() != -1
+
+
+@contextlib.contextmanager
+def _disabled() -> Any:
+    from torch.utils import _python_dispatch
+
+    with internal(_python_dispatch, "_disable_current_modes")():
+        yield
+
+
+def quiet() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no dispatch mode of the current thread sees the simulator's own tensor work."""
+    if internal(torch._C, "_len_torch_dispatch_stack")() > 0:
+        return _disabled()
+    return contextlib.nullcontext()

@@ -1,0 +1,282 @@
+"""Which calls belong together: collectives by their place in the group's sequence, sends and receives by their tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zoo.sim._guards import quiet
+from zoo.sim.calls import Call
+from zoo.sim.errors import DivergenceError, PeerLostError, Stop
+from zoo.sim.movers import MOVERS
+from zoo.sim.scheduler import Scheduler, ranks_text
+
+__all__ = ["GroupState"]
+
+
+class CallMatch:
+    """The calls of one collective in group-rank order, or one send and its receive."""
+
+    def __init__(self, scheduler: Scheduler, calls: list[Call]) -> None:
+        self.scheduler = scheduler
+        self.calls = calls
+        self.not_before = 0
+
+    def complete(self) -> None:
+        """Move the data, in whichever thread the scheduler runs, and mark the calls done."""
+        error: BaseException | None = None
+        try:
+            check_pairs(self.calls)
+            move(self.calls)
+        except DivergenceError as found:
+            self.scheduler.abort(found)
+            return
+        except Exception as found:
+            error = found
+        for call in self.calls:
+            call.finish(error)
+
+
+def move(calls: list[Call]) -> None:
+    """Run the mover of these calls, unseen by autograd and by the modes of the current thread."""
+    on_cuda = any(tensor.is_cuda for call in calls for tensor in (*call.inputs, *call.outputs))
+    with torch.no_grad(), quiet():
+        if on_cuda:  # the data may come from any stream of any rank's thread
+            torch.cuda.synchronize()
+        MOVERS[calls[0].op](calls)
+        if on_cuda:
+            torch.cuda.synchronize()
+
+
+class GroupState:
+    """What the members of one process group share: the sequence of its collectives and its mail."""
+
+    def __init__(self, scheduler: Scheduler, name: str, ranks: tuple[int, ...]) -> None:
+        self.scheduler = scheduler
+        self.name = name
+        self.ranks = ranks
+        self.issued = [0] * len(ranks)
+        self.slots: dict[int, list[Call | None]] = {}
+        self.sends: list[Call] = []
+        self.recvs: list[Call] = []
+        self.lost: set[int] = set()
+        scheduler.on_death.append(self.lose)
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    def collective(self, call: Call) -> None:
+        """Take the next place in the sequence for this rank's call; it is ready when all members have come."""
+        place = self.issued[call.group_rank]
+        self.issued[call.group_rank] += 1
+        if self.lost:
+            call.finish(self._lost_error(call))
+            return
+        slot = self.slots.setdefault(place, [None] * len(self.ranks))
+        slot[call.group_rank] = call
+        calls = [other for other in slot if other is not None]
+        if len(calls) < len(self.ranks):
+            return
+        # Only now: with all calls there the report can say who is the odd one out.
+        error = _divergence(calls)
+        if error is not None:
+            self.scheduler.abort(error)
+            raise Stop
+        del self.slots[place]
+        self.scheduler.make_ready(CallMatch(self.scheduler, calls), max(other.delay for other in calls))
+
+    # -- send and receive -------------------------------------------------------------------------------------------
+
+    def send(self, call: Call) -> None:
+        """Match with the oldest fitting receive, or wait for one (a send is a rendezvous: it keeps no copy)."""
+        if self.ranks[call.peer or 0] in self.lost:
+            call.finish(self._lost_error(call))
+            return
+        for recv in self.recvs:
+            if _fit(call, recv):
+                self.recvs.remove(recv)
+                self._pair(call, recv)
+                return
+        self.sends.append(call)
+
+    def recv(self, call: Call) -> None:
+        """Match with a waiting send; from anyone: the choice among senders is the scheduler's."""
+        fitting: dict[int, Call] = {}
+        for send in self.sends:
+            if _fit(send, call):
+                fitting.setdefault(send.group_rank, send)  # of one sender the oldest, always
+        if fitting:
+            senders = sorted(fitting)
+            send = fitting[senders[int(self.scheduler.random.random() * len(senders)) if len(senders) > 1 else 0]]
+            self.sends.remove(send)
+            self._pair(send, call)
+        elif self._hopeless(call):
+            call.finish(self._lost_error(call))
+        else:
+            self.recvs.append(call)
+
+    def _pair(self, send: Call, recv: Call) -> None:
+        recv.source = send.group_rank
+        self.scheduler.make_ready(CallMatch(self.scheduler, [send, recv]), max(send.delay, recv.delay))
+
+    def _hopeless(self, recv: Call) -> bool:
+        if recv.peer is not None:
+            return self.ranks[recv.peer] in self.lost
+        others = {rank for rank in self.ranks if rank != recv.rank}
+        return bool(others) and others <= self.lost
+
+    # -- death of a member ------------------------------------------------------------------------------------------
+
+    def lose(self, rank: int) -> None:
+        """Member ``rank`` has died: fail whatever still needs it."""
+        if rank not in self.ranks:
+            return
+        self.lost.add(rank)
+        for slot in self.slots.values():
+            for call in slot:
+                if call is not None:
+                    call.finish(self._lost_error(call))
+        self.slots.clear()
+        for send in [s for s in self.sends if self.ranks[s.peer or 0] == rank or s.rank == rank]:
+            self.sends.remove(send)
+            send.finish(self._lost_error(send))
+        for recv in [r for r in self.recvs if r.rank == rank or self._hopeless(r)]:
+            self.recvs.remove(recv)
+            recv.finish(self._lost_error(recv))
+
+    def _lost_error(self, call: Call) -> PeerLostError:
+        dead = tuple(sorted(self.lost))
+        return PeerLostError(f"{ranks_text(dead)} died; rank {call.rank} needs it for {call.describe()}", dead)
+
+    # -- reports ----------------------------------------------------------------------------------------------------
+
+    def missing(self, call: Call) -> str:
+        """Who has to act before ``call`` can complete."""
+        if call.op in ("send", "recv"):
+            verb = "receive it" if call.op == "send" else "send"
+            who = f"rank {self.ranks[call.peer]}" if call.peer is not None else "any rank"
+            return f"{who} to {verb}"
+        for slot in self.slots.values():
+            if call in slot:
+                return ranks_text(rank for rank, there in zip(self.ranks, slot, strict=True) if there is None)
+        return "its completion"
+
+    def divergence(self) -> DivergenceError | None:
+        """Among collectives that not all members have come to: one on which those who came disagree already."""
+        for _, slot in sorted(self.slots.items()):
+            error = _divergence([call for call in slot if call is not None])
+            if error is not None:
+                return error
+        return None
+
+    def unmatched(self) -> DivergenceError | None:
+        """At the end of a run: a call that some member made and another never did."""
+        error = self.divergence()
+        if error is not None:
+            return error
+        for slot in self.slots.values():
+            calls = [call for call in slot if call is not None]
+            absent = [rank for rank, call in zip(self.ranks, slot, strict=True) if call is None]
+            return DivergenceError(
+                f"{ranks_text(call.rank for call in calls)} called {calls[0].describe()}, but {ranks_text(absent)} "
+                "returned without making that call",
+                tuple(sorted(absent)),
+            )
+        for call in (*self.sends, *self.recvs):
+            return DivergenceError(
+                f"rank {call.rank} called {call.describe()}, and no other side came before all ranks had returned",
+                (call.rank,),
+            )
+        return None
+
+
+def _fit(send: Call, recv: Call) -> bool:
+    return send.peer == recv.group_rank and recv.peer in (None, send.group_rank) and send.tag == recv.tag
+
+
+def _divergence(calls: list[Call]) -> DivergenceError | None:
+    """None if the calls agree; else an error that tells the odd ones first and the majority last."""
+    kinds: dict[tuple[object, ...], list[Call]] = {}
+    for call in calls:
+        kinds.setdefault((call.op, call.agree), []).append(call)
+    if len(kinds) == 1:
+        return None
+    parts = sorted(kinds.values(), key=lambda same: (len(same), -same[0].rank))
+    told = [f"{ranks_text(call.rank for call in same)} called {same[0].describe()}" for same in parts]
+    return DivergenceError(
+        f"{', '.join(told[:-1])} where {told[-1]} "
+        f"(the same place in the sequence of the group of {ranks_text(calls[0].group.ranks)})",
+        tuple(sorted(call.rank for same in parts[:-1] for call in same)),
+    )
+
+
+# -- sizes that may differ between ranks, but must fit pairwise -----------------------------------------------------
+
+
+def check_pairs(calls: list[Call]) -> None:
+    """Where ranks may give different sizes: what one gives must be what the other expects, or both are named."""
+    check = _PAIR_CHECKS.get(calls[0].op)
+    if check is not None:
+        check(calls)
+
+
+def _demand(given: int, expected: int, giver: Call, taker: Call, unit: str = "elements") -> None:
+    if given != expected:
+        raise DivergenceError(
+            f"rank {giver.rank} gives {given} {unit} to rank {taker.rank}, which expects {expected}: "
+            f"rank {giver.rank} called {giver.describe()}, rank {taker.rank} called {taker.describe()}",
+            tuple(sorted({giver.rank, taker.rank})),
+        )
+
+
+def _check_all_gather(calls: list[Call]) -> None:
+    for taker in calls:
+        for index, giver in enumerate(calls):
+            for item, tensor in enumerate(giver.inputs):
+                _demand(tensor.numel(), taker.outputs[item * len(calls) + index].numel(), giver, taker)
+
+
+def _check_all_to_all(calls: list[Call]) -> None:
+    for target, taker in enumerate(calls):
+        for source, giver in enumerate(calls):
+            _demand(giver.inputs[target].numel(), taker.outputs[source].numel(), giver, taker)
+
+
+def _check_all_to_all_single(calls: list[Call]) -> None:
+    for target, taker in enumerate(calls):
+        for source, giver in enumerate(calls):
+            _demand((giver.in_splits or [])[target], (taker.out_splits or [])[source], giver, taker, "rows")
+
+
+def _check_gather(calls: list[Call]) -> None:
+    root = calls[calls[0].root or 0]
+    for giver, target in zip(calls, root.outputs, strict=True):
+        _demand(giver.inputs[0].numel(), target.numel(), giver, root)
+
+
+def _check_scatter(calls: list[Call]) -> None:
+    root = calls[calls[0].root or 0]
+    for taker, tensor in zip(calls, root.inputs, strict=True):
+        _demand(tensor.numel(), taker.outputs[0].numel(), root, taker)
+
+
+def _check_p2p(calls: list[Call]) -> None:
+    send, recv = calls
+    _demand(send.inputs[0].numel(), recv.outputs[0].numel(), send, recv)
+    if send.dtype() != recv.dtype():
+        raise DivergenceError(
+            f"rank {send.rank} called {send.describe()}, and rank {recv.rank} called {recv.describe()}: "
+            "the dtypes differ",
+            tuple(sorted({send.rank, recv.rank})),
+        )
+
+
+_PAIR_CHECKS: dict[str, Callable[[list[Call]], None]] = {
+    "all_gather": _check_all_gather,
+    "all_gather_coalesced": _check_all_gather,
+    "all_to_all": _check_all_to_all,
+    "all_to_all_single": _check_all_to_all_single,
+    "gather": _check_gather,
+    "scatter": _check_scatter,
+    "send": _check_p2p,
+}

@@ -1,0 +1,204 @@
+"""``run``: start the ranks, watch the clock, gather what they return."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zoo.sim import group
+from zoo.sim.errors import Died, RankError, SimTimeoutError, Stop
+from zoo.sim.faults import Crash, Fault, FaultPlan
+from zoo.sim.rng import RngStates
+from zoo.sim.scheduler import Rank, Scheduler, ranks_text
+from zoo.sim.store import SimStore
+from zoo.sim.trace import Trace
+from zoo.sim.world import Place, enter, installed, place
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+_GRACE_S = 5.0  # for a rank to unwind after it was told to stop
+_one_run = threading.Lock()  # the world switch and the random number generators belong to the process
+
+
+def run(
+    world_size: int,
+    fn: Callable[[int], T],
+    *,
+    seed: int = 0,
+    faults: Iterable[Fault] = (),
+    timeout_s: float = 120.0,
+    trace: Trace | list[Any] | None = None,
+) -> list[T | Crash]:
+    """``[fn(0), ..., fn(world_size - 1)]``, run as the ranks of one simulated job.
+
+    Each rank is a thread with its own ``torch.distributed`` world, whose default group (backend ``"zoo_sim"``) is
+    initialised before ``fn`` is called. Exactly one rank runs at a time; ``random.Random(seed)`` chooses the next at
+    each communication, and with it when each operation in flight moves its data. The same seed gives the same run.
+
+    world_size: number of ranks, 1 or more.
+    fn: called with the rank, in the rank's thread.
+    seed: of the scheduler. A correct program computes the same for every seed.
+    faults: ``Crash`` and ``Delay`` objects.
+    timeout_s: the wall-clock seconds for which a rank may compute without communicating.
+    trace: a ``Trace`` or a list, which gets one ``Event`` for each operation a rank issues.
+
+    Every rank starts from the random number generator states (torch CPU, ``random``, numpy if imported) that the
+    caller has, as processes seeded alike would; the caller's states are as before when ``run`` returns.
+
+    Where a ``Crash`` happened and the survivors caught their ``PeerLostError`` and returned, the result holds the
+    ``Crash`` object in the place of the dead rank.
+
+    Errors: ``ValueError`` for wrong arguments, or inside a simulated rank. ``RankError`` when ``fn`` raised,
+    ``DeadlockError``, ``DivergenceError``, ``SimTimeoutError``. In each case all ranks have been stopped and joined.
+    """
+    world_size, seed = _check(world_size, fn, seed, timeout_s)
+    plan = FaultPlan(faults, world_size)
+    with _one_run:
+        group.register()
+        caller = RngStates.capture()
+        scheduler = Scheduler(world_size, seed, plan, trace, caller)
+        try:
+            with installed():
+                _run_ranks(scheduler, fn, timeout_s)
+        finally:
+            caller.install()
+    return _outcome(scheduler)
+
+
+def _check(world_size: Any, fn: Any, seed: Any, timeout_s: Any) -> tuple[int, int]:
+    where = place()
+    if where is not None:
+        raise ValueError(
+            f"zoo.sim.run was called inside simulated rank {where.rank.index}; runs do not nest: call it from outside"
+        )
+    try:
+        world_size, seed = operator.index(world_size), operator.index(seed)
+    except TypeError:
+        raise ValueError(f"world_size is {world_size!r} and seed is {seed!r}; both must be ints") from None
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; give 1 or more ranks")
+    if not callable(fn):
+        raise ValueError(f"fn is {fn!r}; give a function of the rank")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s!r}; give a number of seconds above 0")
+    return world_size, seed
+
+
+def _run_ranks(scheduler: Scheduler, fn: Callable[[int], Any], timeout_s: float) -> None:
+    stores = SimStore.for_run(scheduler)
+    for rank in scheduler.ranks:
+        rank.thread = threading.Thread(
+            target=_rank_main, args=(scheduler, rank, fn, stores), name=f"zoo.sim rank {rank.index}", daemon=True
+        )
+        rank.thread.start()
+    scheduler.start()
+    try:
+        _watch(scheduler, timeout_s)
+    except BaseException as interrupt:  # KeyboardInterrupt of the caller: stop the ranks, then let it go on
+        scheduler.abort(interrupt)
+        _unwind(scheduler)
+        raise
+    for rank in scheduler.ranks:
+        if rank.thread is not None:
+            rank.thread.join()
+
+
+def _watch(scheduler: Scheduler, timeout_s: float) -> None:
+    """Wait for the end; stop a rank that holds the baton for too long."""
+    while not scheduler.done.wait(max(0.01, scheduler.baton_since + timeout_s - time.monotonic())):
+        rank = scheduler.running
+        if rank is None or time.monotonic() - scheduler.baton_since < timeout_s:
+            continue
+        frame = sys._current_frames().get(rank.thread.ident or 0) if rank.thread is not None else None
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (no stack)\n"
+        message = f"rank {rank.index} has computed for {timeout_s} s without communicating; it is at\n{stack}"
+        scheduler.abort(SimTimeoutError(message, (rank.index,)))
+        if not _unwind(scheduler):
+            stuck = scheduler.running
+            raise SimTimeoutError(
+                f"{message}rank {stuck.index if stuck else rank.index} could not be stopped either (it is not in "
+                "python code); its thread is left behind",
+                (rank.index,),
+            )
+        return
+
+
+def _unwind(scheduler: Scheduler) -> bool:
+    """Raise ``Stop`` in whichever rank runs, until all have unwound; False if one does not within the grace."""
+    told: set[int] = set()
+    deadline = time.monotonic() + _GRACE_S
+    while not scheduler.done.wait(0.01):
+        rank = scheduler.running
+        if rank is not None and rank.thread is not None and rank.index not in told:
+            told.add(rank.index)
+            deadline = time.monotonic() + _GRACE_S
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rank.thread.ident or 0), ctypes.py_object(Stop))
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _rank_main(scheduler: Scheduler, me: Rank, fn: Callable[[int], Any], stores: Any) -> None:
+    me.lock.acquire()
+    where = Place(scheduler, me)
+    enter(where)
+    try:
+        if not scheduler.stopping:
+            _body(scheduler, me, fn, stores)
+    except (Stop, Died):
+        pass
+    except BaseException as error:  # a Stop that went through C++ may come back as something else
+        if not scheduler.stopping and not me.dead:
+            scheduler.abort(_rank_error(scheduler, me, error))
+    finally:
+        me.waiting = None
+        _leave()
+        scheduler.finish(me)
+
+
+def _body(scheduler: Scheduler, me: Rank, fn: Callable[[int], Any], stores: Any) -> None:
+    # Backward in the calling thread on all devices: hooks that communicate must be on the rank's thread.
+    with torch.autograd.set_multithreading_enabled(False):
+        store = stores(me)  # kept here: C++ holds only its own half of a store written in python
+        dist.init_process_group(group.BACKEND, rank=me.index, world_size=len(scheduler.ranks), store=store)
+        me.result = fn(me.index)
+        me.deliver()
+
+
+def _leave() -> None:
+    """Drop the rank's groups, from torch's registries as well. Only while the switch of worlds is in place."""
+    c10d = dist.distributed_c10d
+    if type(c10d._world).__name__ == "_Worlds":
+        torch._C._distributed_c10d._unregister_all_process_groups()
+    enter(None)
+
+
+def _rank_error(scheduler: Scheduler, me: Rank, error: BaseException) -> RankError:
+    text = f"rank {me.index} raised {type(error).__name__}: {error}"
+    ranks: tuple[int, ...] = (me.index,)
+    dead = tuple(rank.index for rank in scheduler.ranks if rank.dead)
+    if dead:
+        text = f"{ranks_text(dead)} crashed ({', '.join(str(scheduler.plan.crashes[rank]) for rank in dead)}); {text}"
+        ranks = dead + ranks
+    found = RankError(text, ranks)
+    found.__cause__ = error
+    return found
+
+
+def _outcome(scheduler: Scheduler) -> list[Any]:
+    error = scheduler.error
+    if error is None and not any(rank.dead for rank in scheduler.ranks):  # a crash leaves calls without partners
+        error = scheduler.first_complaint("unmatched")
+    if error is not None:
+        raise error
+    return [scheduler.plan.crashes[rank.index] if rank.dead else rank.result for rank in scheduler.ranks]
