@@ -1,0 +1,8 @@
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Subpackage:
+    name: str
+    version: str
+    summary: str
