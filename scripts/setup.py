@@ -179,7 +179,8 @@ def install():
         with open(made_from, "w") as file:
             file.write(asked)
     if not os.path.exists(os.path.join(BIN, "uv")):
-        command = [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"]
+        # A shared folder may hold a uv of its own, but not in .venv/bin.
+        command = [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--ignore-installed", "uv"]
         if subprocess.call(command) != 0:
             stop("pip could not install uv for the reason above; `%s` repeats it." % " ".join(command))
     say("installing requirements-dev.txt into .venv")
