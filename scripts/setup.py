@@ -5,7 +5,7 @@
     python3 scripts/setup.py install   .venv, torch unless there is one to share, requirements-dev.txt
     python3 scripts/setup.py native    build the Rust extension again
 
-Standard library only, and in the syntax of old Pythons, so that an old Python reads it far enough to say that it is too old.
+Standard library only, and in the syntax of old Pythons, so that an old Python can read it and say that it is too old.
 """
 
 import os
@@ -56,12 +56,14 @@ def python_version(command):
 
 
 def choose_python():
-    """The Python that .venv is made from: $PYTHON, or python3, or the newest of python3.13 to python3.10 on the PATH."""
+    """The Python that .venv is made from: $PYTHON, or python3, or the newest of python3.13 to python3.10."""
     asked = os.environ.get("PYTHON")
     if asked:
         version = python_version(asked)
         if version is None:
-            stop("PYTHON=%s does not run; give the path of a Python %s to %s." % (asked, dotted(OLDEST), dotted(NEWEST)))
+            stop(
+                "PYTHON=%s does not run; give the path of a Python %s to %s." % (asked, dotted(OLDEST), dotted(NEWEST))
+            )
         if not OLDEST <= version <= NEWEST:
             stop(
                 "PYTHON=%s is Python %s; zoo needs Python %s to %s."
@@ -73,7 +75,7 @@ def choose_python():
         version = python_version(name)
         if version and OLDEST <= version <= NEWEST:
             return name
-    stop(
+    return stop(
         "Python %s to %s is missing (looked for %s); install one, or name it with `make PYTHON=/path/to/python ...`."
         % (dotted(OLDEST), dotted(NEWEST), ", ".join(names))
     )
@@ -91,7 +93,10 @@ def check_compiler():
 def check_cargo():
     text = output("cargo", "--version")
     if text is None:
-        stop("cargo is missing (it builds the Rust extension zoo.io._native); install Rust %s or newer." % dotted(OLDEST_CARGO))
+        stop(
+            "cargo is missing (it builds the Rust extension zoo.io._native); install Rust %s or newer."
+            % dotted(OLDEST_CARGO)
+        )
     if numbers(text) < OLDEST_CARGO:
         stop("%s is too old; zoo needs Rust %s or newer." % (text, dotted(OLDEST_CARGO)))
 
@@ -124,7 +129,10 @@ def shared_torch(python):
         return None
     version, folders = text.splitlines()[0], text.splitlines()[1:]
     if numbers(version) < OLDEST_TORCH:
-        say("torch %s of %s is too old to share (zoo needs %s); installing one." % (version, python, dotted(OLDEST_TORCH)))
+        say(
+            "torch %s of %s is too old to share (zoo needs %s); installing one."
+            % (version, python, dotted(OLDEST_TORCH))
+        )
         return None
     return version, folders
 
@@ -134,7 +142,10 @@ def make_venv(python):
         shutil.rmtree(VENV)
     say("making .venv from %s" % python)
     if subprocess.call([python, "-m", "venv", VENV]) != 0:
-        stop("%s cannot make a virtual environment; install its venv module (the package python3-venv on Debian)." % python)
+        stop(
+            "%s cannot make a virtual environment; install its venv module (the package python3-venv on Debian)."
+            % python
+        )
     torch = shared_torch(python)
     if torch is None:
         return
@@ -151,7 +162,7 @@ def make_venv(python):
     with open(os.path.join(BIN, "torchrun"), "w") as file:
         file.write("#!%s\nimport sys\n\nfrom torch.distributed.run import main\n\nsys.exit(main())\n" % VENV_PYTHON)
     os.chmod(os.path.join(BIN, "torchrun"), 0o755)
-    # uv looks at .venv's own folder only and would install a second torch; this override takes torch out of what it resolves.
+    # uv looks at .venv's own folder only and would install a second torch; this takes torch out of what it resolves.
     with open(os.path.join(VENV, "overrides.txt"), "w") as file:
         file.write("torch; python_version < '0'\n")
 
@@ -161,7 +172,7 @@ def uv(*arguments):
     environment.setdefault("UV_HTTP_TIMEOUT", "300")
     overrides = os.path.join(VENV, "overrides.txt")
     extra = ["--override", overrides] if os.path.exists(overrides) else []
-    command = [os.path.join(BIN, "uv"), "pip", "install", "--quiet"] + extra + list(arguments)
+    command = [os.path.join(BIN, "uv"), "pip", "install", "--quiet", *extra, *arguments]
     if subprocess.call(command, cwd=ROOT, env=environment) != 0:
         stop("the installation failed for the reason above; `%s` repeats it." % " ".join(command))
 
@@ -180,13 +191,23 @@ def install():
             file.write(asked)
     if not os.path.exists(os.path.join(BIN, "uv")):
         # A shared folder may hold a uv of its own, but not in .venv/bin.
-        command = [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--ignore-installed", "uv"]
+        command = [
+            VENV_PYTHON,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--ignore-installed",
+            "uv",
+        ]
         if subprocess.call(command) != 0:
             stop("pip could not install uv for the reason above; `%s` repeats it." % " ".join(command))
     say("installing requirements-dev.txt into .venv")
-    # An editable build leaves the Rust extension in the source tree, so a build remembered from an earlier clone is of no use.
+    # An editable build leaves the Rust extension in the source tree: one remembered from an earlier clone is of no use.
     uv("--reinstall-package", "zoo-core", "-r", "requirements-dev.txt")
-    say("ready: " + (output(VENV_PYTHON, "-c", "import sys, torch; print('Python %d.%d, torch %s' % (*sys.version_info[:2], torch.__version__))") or "torch does not import"))
+    versions = "import sys, torch; print('Python %d.%d, torch %s' % (*sys.version_info[:2], torch.__version__))"
+    say("ready: " + (output(VENV_PYTHON, "-c", versions) or "but `import torch` fails in .venv"))
 
 
 def native():

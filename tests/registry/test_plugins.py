@@ -57,7 +57,7 @@ def test_two_distributions_with_one_name_break_that_name_only(site: Path) -> Non
 def test_a_plug_in_may_not_take_a_name_of_the_table(site: Path) -> None:
     install(site, "taker", {"voice.mine": "json:dumps"})
     registry = Registry({"voice": {"mine": "json:loads"}}, origin="house", discover=installed)
-    with pytest.raises(DuplicateError, match="from house and by json:dumps from taker 1.2"):
+    with pytest.raises(DuplicateError, match=r"from house and by json:dumps from taker 1\.2"):
         registry.get("voice", "mine")
 
 
@@ -80,7 +80,10 @@ def test_broken_entry_points_hurt_only_those_who_ask_for_them(site: Path) -> Non
 
 
 def test_importing_the_registry_imports_nothing_heavy() -> None:
-    code = "import sys, zoo.registry as r; r.kinds(); r.problems(); print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, zoo.registry as r; r.kinds(); r.problems(); "
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 

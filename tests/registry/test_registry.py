@@ -51,7 +51,9 @@ def line(slope: float, offset: float = 0.0) -> tuple[float, float]:
 
 @pytest.fixture
 def registry() -> Registry:
-    return Registry({"average": {"ema": Ema}, "optimizer": {"sgd": Sgd, "json": "json:JSONDecoder"}, "curve": {"line": line}})
+    return Registry(
+        {"average": {"ema": Ema}, "optimizer": {"sgd": Sgd, "json": "json:JSONDecoder"}, "curve": {"line": line}}
+    )
 
 
 @given(st.dictionaries(st.tuples(KINDS, NAMES), st.integers(), max_size=8))
@@ -139,7 +141,9 @@ def test_strings_are_imported_only_when_asked_for() -> None:
     assert registry.names("poem") == ["half", "lost", "zen"]
     assert "this" not in sys.modules
     assert registry.get("poem", "zen").startswith("Gur Mra")
-    with pytest.raises(LoadError, match=r"poem 'lost' \(zoo_no_such_module:x from table\) cannot be loaded: ModuleNotFound"):
+    with pytest.raises(
+        LoadError, match=r"poem 'lost' \(zoo_no_such_module:x from table\) cannot be loaded: ModuleNotFound"
+    ):
         registry.get("poem", "lost")
     with pytest.raises(LoadError, match="AttributeError"):
         registry.get("poem", "half")
@@ -158,7 +162,13 @@ def test_build_validates_the_config_and_passes_runtime_by_keyword(registry: Regi
 @pytest.mark.parametrize(
     ("kind", "name", "config", "runtime", "said"),
     [
-        ("average", "ema", {"dcay": 1}, {"params": []}, r"unknown key 'dcay'; did you mean 'decay'\? known: decay, steps"),
+        (
+            "average",
+            "ema",
+            {"dcay": 1},
+            {"params": []},
+            r"unknown key 'dcay'; did you mean 'decay'\? known: decay, steps",
+        ),
         ("average", "ema", {"steps": "x"}, {"params": []}, r"steps: .*\(given 'x'\)"),
         ("average", "ema", 3, {"params": []}, "allowed is a mapping or an instance of"),
         ("average", "ema", {}, {}, "missing a required .*'params'"),

@@ -11,9 +11,6 @@ __version__ = "0.1.0"
 ABOUT = Subpackage(
     name="compression",
     version=__version__,
-    summary=(
-        "Model compression: quantisation, pruning and distillation schedules; "
-        "the folder holds no component yet."
-    ),
+    summary=("Model compression: quantisation, pruning and distillation schedules; the folder holds no component yet."),
 )
 """What the registry tells about this distribution, under the kind "subpackage"."""

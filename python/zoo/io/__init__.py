@@ -14,7 +14,7 @@ __all__ = ["AlignedSplit", "native_version", "split_aligned"]
 
 
 class AlignedSplit(NamedTuple):
-    """A byte range in three parts that lie end to end; ``len(part)`` is its size in bytes and any of them may be empty."""
+    """A byte range in three parts that lie end to end; ``len(part)`` is its size in bytes, any may be empty."""
 
     head: range
     """Bytes before the first block boundary, always fewer than a block."""

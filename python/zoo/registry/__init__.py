@@ -1,7 +1,8 @@
 """Named components by kind: every one can be swapped by name, for one experiment, from any package.
 
-Vocabulary. *Kind*: what a component can stand for ("optimizer"). *Name*: which one ("adamw"). *Component*: a class with its
-own small ``Config``. *Origin*: who registered it: a distribution, a file or an override. *Contested*: claimed by two origins.
+Vocabulary. *Kind*: what a component can stand for ("optimizer"). *Name*: which one ("adamw"). *Component*: a class
+with its own small ``Config``. *Origin*: who registered it: a distribution, a file or an override. *Contested*:
+claimed by two origins.
 
 The functions here speak to one default `Registry`; tests and embedders make their own.
 """

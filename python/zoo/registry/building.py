@@ -1,8 +1,8 @@
 """From a name's config and runtime arguments to an object.
 
-A component is a class with its own small ``Config`` (a pydantic model or a dataclass) whose constructor takes that config
-first and everything that only exists at run time (parameters, process groups, devices) by keyword. A component without a
-``Config`` (a function, a class from elsewhere) receives its config as keyword arguments.
+A component is a class with its own small ``Config`` (a pydantic model or a dataclass) whose constructor takes that
+config first and everything that only exists at run time (parameters, process groups, devices) by keyword. A component
+without a ``Config`` (a function, a class from elsewhere) receives its config as keyword arguments.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Registry:
     """Components by kind and name.
 
     Nothing is imported before a name is asked for: entry points and tables hold ``"module:attribute"`` strings. Entry
-    points are read once, at the first question. All methods may be called from several threads; overrides are seen by all
-    of them (ranks of one process must agree) and must end in the reverse order in which they began.
+    points are read once, at the first question. All methods may be called from several threads; overrides are seen by
+    all of them (ranks of one process must agree) and must end in the reverse order in which they began.
 
     Args:
         table: kind → name → component or ``"module:attribute"``.
