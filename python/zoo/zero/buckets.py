@@ -184,8 +184,8 @@ class Bucket:
         """Start gathering the parameters, if they are neither here nor on their way."""
         if self.live or self._handle is not None:
             return
-        self._storage.resize_(self.num_bytes)
         self._guard.open()
+        self._storage.resize_(self.num_bytes)
         self._handle = self._comm.all_gather(self.full, self.shard)
 
     def wait(self) -> None:

@@ -164,7 +164,8 @@ def release(parameter: Any) -> None:
 
 def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
     """Set the gradient that autograd accumulates into."""
-    _GRAD.__set__(parameter, value)
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, value)
 
 
 def refuse_storage(address: int, message: str) -> None:
