@@ -100,6 +100,7 @@ class Runtime:
         self._in_flight: deque[Callable[[], None]] = deque()
         self._kept: dict[Bucket, None] = {}
         self._kept_bytes = 0
+        self._early: dict[Bucket, None] = {}  # prefetched in this forward, not used yet
         self._orders = Orders()
         self._tape: Tape | None = None
         self._visited: list[Tape] = []
@@ -118,7 +119,7 @@ class Runtime:
                 by_unit[name].append(bucket)
         for spec in specs:
             unit = Unit(spec, by_unit[spec.name])
-            if not unit.recorded:
+            if not unit.recorded and spec.name:
                 continue
             self._hooks.append(spec.module.register_forward_pre_hook(partial(self._enter, unit)))
             self._hooks.append(spec.module.register_forward_hook(partial(self._exit, unit), always_call=True))
@@ -164,6 +165,7 @@ class Runtime:
             if bucket in self._kept:
                 del self._kept[bucket]
                 self._kept_bytes -= bucket.num_bytes
+            self._early.pop(bucket, None)
             bucket.gather()
             self._orders.advance(bucket.index)
         ahead = 0
@@ -172,7 +174,9 @@ class Runtime:
             ahead += bucket.num_bytes
             if ahead > self._prefetch_bytes:
                 break
-            bucket.gather()
+            if not bucket.live:
+                self._early[bucket] = None
+                bucket.gather()
         for bucket in unit.partitioned:
             bucket.wait()
 
@@ -227,9 +231,9 @@ class Runtime:
         if self._has_partitioned:
             self._orders.end()
             # Prefetched and not used: the prediction was wrong.
-            for bucket in self._buckets:
-                if bucket.partitioned and not bucket.active and bucket not in self._kept:
-                    bucket.release()
+            for bucket in self._early:
+                bucket.release()
+            self._early.clear()
 
     # Backward --------------------------------------------------------------------------------------------------------
 
@@ -337,6 +341,7 @@ class Runtime:
     def _release_all(self) -> None:
         if self._has_partitioned:
             self._kept.clear()
+            self._early.clear()
             self._kept_bytes = 0
             for bucket in self._buckets:
                 if bucket.partitioned and not bucket.active:

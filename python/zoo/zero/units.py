@@ -36,7 +36,8 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
             blocks (children of a container of which there are at least two of one class), and outside of them every
             module that holds parameters directly.
 
-    Every parameter is owned by exactly one unit; units that own nothing are left out, except those that were asked for.
+    Every parameter is owned by exactly one unit; units that own nothing are left out, except the model itself, whose
+    forward marks where a pass begins and ends.
 
     Raises:
         ValueError: a chosen module is not part of the model, or has no forward of its own that would be called.
@@ -45,7 +46,7 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
     units = {name: UnitSpec(name, module) for name, module in model.named_modules() if name == "" or name in chosen}
     for name, (parameter, holders) in _holders(model).items():
         units[_owner(holders, units)].parameters[name] = parameter
-    return [u for u in units.values() if u.parameters or (choice is not None and u.name)]
+    return [u for u in units.values() if u.parameters or u.name == ""]
 
 
 def _default(model: nn.Module) -> set[str]:
