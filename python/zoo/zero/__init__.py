@@ -1,7 +1,7 @@
 """ZeRO: training state split over the data-parallel ranks, in the PyTorch way of training.
 
-``Stage1Optimizer``, ``Stage2Optimizer`` and ``Stage3Optimizer`` are one implementation (:class:`ZeroOptimizer`) with three
-placements; stage 0, plain data parallelism, is the fourth.
+``Stage1Optimizer``, ``Stage2Optimizer`` and ``Stage3Optimizer`` are one implementation (:class:`ZeroOptimizer`) with
+three placements; stage 0, plain data parallelism, is the fourth.
 """
 
 from zoo.zero.config import ZeroConfig

@@ -3,8 +3,8 @@
 Legend: N ranks, P elements of a bucket's flat buffer (padding included), n = P / N the length of a shard.
 
 A bucket's layout does not depend on the ZeRO stage, so that every stage sums and updates the same chunks in the same
-order and all stages compute the same bits. What the stage decides is the :class:`Placement`: which of a bucket's buffers
-exist whole on every rank and which only as the rank's shard.
+order and all stages compute the same bits. What the stage decides is the :class:`Placement`: which of a bucket's
+buffers exist whole on every rank and which only as the rank's shard.
 """
 
 from __future__ import annotations
@@ -320,17 +320,17 @@ class Bucket:
         """Raise if a gradient arrived after the reduction had begun: it would be lost."""
         if self.reduced and not self._accumulating and self.grads._version != self._version:
             raise PartitionedAccessError(
-                f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before its "
-                "unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at the "
-                "end of backward."
+                f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before "
+                "its unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at "
+                "the end of backward."
             )
 
     def _free_grads(self) -> None:
         self._grad_storage.resize_(0)
         refuse_storage(
             self._grad_storage._cdata,
-            f"the gradient of a parameter of {self.label} was touched outside of backward: it is partitioned (ZeRO stages 2 "
-            "and 3), or nothing of its unit's output led to the loss in a way that the optimizer could see.",
+            f"the gradient of a parameter of {self.label} was touched outside of backward: it is partitioned (ZeRO "
+            "stages 2 and 3), or nothing of its unit's output led to the loss in a way that the optimizer could see.",
         )
 
     def drop_grads(self) -> None:
@@ -359,11 +359,11 @@ class Bucket:
             return self._grad_views[slot]
         if not self.reduced:
             return None
-        if self.placement.shard_optimizer and self._comm.size > 1 or not self._grads_here:
+        if (self.placement.shard_optimizer and self._comm.size > 1) or not self._grads_here:
             raise PartitionedAccessError(
                 f"the gradient of {self.spec.names[slot]!r} is partitioned: this rank holds a shard of the mean. Use "
-                "clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, optimizer.zero_grad() "
-                "to drop it."
+                "clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "
+                "optimizer.zero_grad() to drop it."
             )
         return self._grad_views[slot]
 
@@ -372,7 +372,9 @@ class Bucket:
         tensor, offset = self.layout.tensors[slot], self.layout.offsets[slot]
         if not self.spec.trainable:
             if value is not None:
-                raise ValueError(f"{tensor.name!r} was frozen when the optimizer was constructed; it takes no gradient.")
+                raise ValueError(
+                    f"{tensor.name!r} was frozen when the optimizer was constructed; it takes no gradient."
+                )
             return
         if value is None:
             if self._grads_here and (self._accumulating or self.reduced):

@@ -13,7 +13,7 @@ class ZeroConfig(Section):
     """Options of the ZeRO optimizers. Sizes are numbers of elements, as in ds_config files."""
 
     stage: int = Field(default=0, ge=0, le=3)
-    """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 
     reduce_bucket_size: int | None = Field(default=None, ge=1)
     """Units are coalesced into buckets, one collective each, up to this many elements; the smaller of this and
@@ -29,8 +29,8 @@ class ZeroConfig(Section):
     """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: one bucket."""
 
     max_live_parameters: int | None = Field(default=None, ge=0, alias="stage3_max_live_parameters")
-    """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units first.
-    Default: two buckets. More means less communication and more memory."""
+    """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units
+    first. Default: two buckets. More means less communication and more memory."""
 
     param_persistence_threshold: int = Field(default=100_000, ge=0, alias="stage3_param_persistence_threshold")
     """Stage 3: parameters of at most this many elements stay whole on every rank."""

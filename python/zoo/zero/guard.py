@@ -1,13 +1,13 @@
 """What a model's parameters become under a ZeRO optimizer, and how touching one at the wrong time is caught.
 
-Every bucket has a subclass of ``nn.Parameter`` of its own, and its parameters become instances of it (the objects stay the
-same). Two things hang on the class, so that they cost the same for one parameter as for a thousand:
+Every bucket has a subclass of ``nn.Parameter`` of its own, and its parameters become instances of it (the objects stay
+the same). Two things hang on the class, so that they cost the same for one parameter as for a thousand:
 
 * ``grad`` is a property: the gradient lives in the bucket's flat buffer, and ``p.grad = None`` empties it there;
 * while the bucket is partitioned, ``__torch_function__`` refuses every operation except reading metadata, by name.
 
-Tensors made from a parameter earlier (a transpose kept by somebody) share its storage; the storage itself is then told to
-refuse access. Without either, reading freed storage would end the process.
+Tensors made from a parameter earlier (a transpose kept by somebody) share its storage; the storage itself is then told
+to refuse access. Without either, reading freed storage would end the process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 _PROPERTIES = (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-    "is_quantized", "names", "grad_fn", "itemsize", "nbytes", "_version", "output_nr", "retains_grad", "is_nested",
-    "_backward_hooks",
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "names", "grad_fn", "itemsize", "nbytes", "_version", "output_nr", "retains_grad",
+    "is_nested", "_backward_hooks",
 )  # fmt: skip
 _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
@@ -46,7 +46,7 @@ _METHODS = (
 def _allowed() -> frozenset[Any]:
     # Hashing a slot wrapper is stable: torch passes these very objects to __torch_function__.
     found: list[Any] = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
-    found.append(torch.Tensor.requires_grad.__set__)
+    found.append(_REQUIRES_GRAD.__set__)
     found += [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name) and name != "__bool__"]
     return frozenset(found)
 
@@ -54,17 +54,15 @@ def _allowed() -> frozenset[Any]:
 _ALLOWED = _allowed()
 
 
-def _refuse(
-    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     if func in _ALLOWED:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     names = sorted({p._zoo_name for p in _partitioned_in((args, kwargs or {}))})
     raise PartitionedAccessError(
-        f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its unit's "
-        "forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the forward of the "
-        "module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
+        f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
+        "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
+        "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
         "(param_persistence_threshold), or read it inside `with optimizer.gathered():`."
     )
 
@@ -95,8 +93,8 @@ def _set_requires_grad(self: Any, value: bool) -> None:
     # Freezing for a while is fine: the gradient of these steps is zero. The other way round there is no place for one.
     if value and not type(self)._zoo_bucket.spec.trainable:
         raise ValueError(
-            f"parameter {self._zoo_name!r} was frozen when the ZeRO optimizer was constructed and has no place for a gradient. "
-            "Set requires_grad before constructing the optimizer, or close() it and construct a new one."
+            f"parameter {self._zoo_name!r} was frozen when the ZeRO optimizer was constructed and has no place for a "
+            "gradient. Set requires_grad before constructing the optimizer, or close() it and construct a new one."
         )
     _REQUIRES_GRAD.__set__(self, value)
 
@@ -111,14 +109,14 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
     copy = memo.get(id(self))
     if copy is None:
         copy = memo[id(self)] = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
-    return copy  # type: ignore[no-any-return]
+    return copy
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    return nn.Parameter(torch.clone(self.detach()), self.requires_grad).__reduce_ex__(protocol)
+    return nn.Parameter(torch.clone(self.detach()), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-_REFUSE = classmethod(_refuse)
+_REFUSE: Any = classmethod(_refuse)
 
 
 class Guard:

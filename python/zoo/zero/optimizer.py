@@ -22,7 +22,7 @@ from zoo.zero.config import ZeroConfig
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
-from zoo.zero.segments import Segment, check_elementwise, cut_segments, in_pieces
+from zoo.zero.segments import check_elementwise, cut_segments, in_pieces
 from zoo.zero.units import UnitChoice, check_parameters, find_units
 
 
@@ -43,11 +43,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: the module to train. Its parameter objects stay; their memory moves to flat buffers, and the values of
             rank 0 are broadcast.
         stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
-        optimizer: a ``torch.optim`` class, or anything with the same interface, whose update is elementwise; or the name of
-            one in the registry (kind "optimizer").
+        optimizer: a ``torch.optim`` class, or anything with the same interface, whose update is elementwise; or the
+            name of one in the registry (kind "optimizer").
         group: process group or one-dimensional DeviceMesh of the data-parallel ranks; None for the default group.
         params: parameter groups as for ``torch.optim``; by default one group of all trainable parameters.
-        units: which modules are gathered as one (classes, modules, or a predicate); see :func:`~zoo.zero.units.find_units`.
+        units: which modules are gathered as one (classes, modules, or a predicate); see
+            :func:`~zoo.zero.units.find_units`.
         clip_norm: clip the global gradient norm to this before each step; 0 for no clipping.
         loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
         reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
@@ -162,7 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._runtime.sync = before
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, update this rank's segments, and bring the new parameters to every rank that keeps them whole.
 
         With loss scaling a step whose gradients are not finite on some rank is skipped on all (``skipped``).
@@ -211,7 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return float(mine.double().square().sum().sqrt())
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients so that their global norm is at most ``max_norm``; returns the norm before. Collective."""
+        """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
         self._settle()
         if not self._runtime.reduced:
             return 0.0
@@ -282,7 +283,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Full copies of all parameters on the CPU of every rank, by name. Collective; one bucket is whole at a time."""
+        """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
         found: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
             was_live = bucket.live
@@ -351,8 +352,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.scaler.load(mine)
 
     def _make_states(self) -> None:
-        # A step on zero gradients makes the entries that the optimizer keeps; load_state overwrites all their values, and
-        # the parameters.
+        # A step on zero gradients makes the entries that the optimizer keeps; load_state overwrites all their values,
+        # and the parameters.
         for segment in self._segments:
             segment.tensor.grad = torch.zeros_like(segment.tensor)
         self.inner.step()
@@ -362,8 +363,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
 
-        Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can be
-        read under another placement use :meth:`state_slices`.
+        Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
+        be read under another placement use :meth:`state_slices`.
         """
         held = state_io.slices_of(self._segments, self.inner.state, self._buckets, owned=False)
         slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}
@@ -376,8 +377,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         where = (state_dict.get("rank"), state_dict.get("world_size"))
         if where != (self.comm.rank, self.comm.size):
             raise ValueError(
-                f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {self.comm.rank} of {self.comm.size} at "
-                f"stage {self.config.stage}. load_state() with the slices of all ranks reads any placement into any other."
+                f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {self.comm.rank} of "
+                f"{self.comm.size} at stage {self.config.stage}. load_state() with the slices of all ranks "
+                f"reads any placement into any other."
             )
         slices = state_dict["slices"]
 
@@ -429,13 +431,13 @@ def _resolve_config(config: ZeroConfig | None, stage: int | None, options: dict[
 
 def _find_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, str):
-        from zoo.registry import registry
+        from zoo import registry
 
         optimizer = registry.get("optimizer", optimizer)
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise ValueError(
-            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass the class (optimizer=torch.optim.AdamW) and its "
-            "arguments (lr=3e-4), so that it can be built on this rank's part of the parameters."
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass the class (optimizer=torch.optim.AdamW) "
+            "and its arguments (lr=3e-4), so that it can be built on this rank's part of the parameters."
         )
     return optimizer
 
@@ -455,14 +457,16 @@ def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[s
         group["params"] = [p for p in members if p.requires_grad]
         for p in group["params"]:
             if id(p) not in trainable:
-                raise ValueError(f"params= group {i} holds a tensor of shape {tuple(p.shape)} that is not in the model.")
+                raise ValueError(
+                    f"params= group {i} holds a tensor of shape {tuple(p.shape)} that is not in the model."
+                )
             if id(p) in seen:
                 raise ValueError(f"params= holds {trainable[id(p)]!r} more than once.")
             seen.add(id(p))
     missing = [name for key, name in trainable.items() if key not in seen]
     if missing:
         raise ValueError(
-            f"{len(missing)} trainable parameter(s) are in no group of params=: {', '.join(missing[:5])}. Add them to a "
-            "group, or freeze them (requires_grad=False)."
+            f"{len(missing)} trainable parameter(s) are in no group of params=: {', '.join(missing[:5])}. Add them to "
+            "a group, or freeze them (requires_grad=False)."
         )
     return groups

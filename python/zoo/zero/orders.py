@@ -1,8 +1,8 @@
 """Recorded orders: in which sequence a forward pass needs the partitioned buckets, and what comes next.
 
 Orders are recorded as they happen and kept by mode (training or evaluation, with or without gradients). A pass that
-leaves the order it was predicted to follow switches to another recorded order with the same beginning, or is recorded as
-a new one; nothing is ever invalidated, and a wrong prediction costs an early gather, never a wrong result.
+leaves the order it was predicted to follow switches to another recorded order with the same beginning, or is recorded
+as a new one; nothing is ever invalidated, and a wrong prediction costs an early gather, never a wrong result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Orders:
         seen, expected = self._seen, self._expected
         position = len(seen)
         seen.append(index)
-        if position < len(expected) and expected[position] != index or position >= len(expected) > 0:
+        if (position < len(expected) and expected[position] != index) or position >= len(expected) > 0:
             self._expected = next((o for o in self._known[self._mode] if o[: position + 1] == seen), [])
 
     def upcoming(self) -> Iterator[int]:

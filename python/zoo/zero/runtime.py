@@ -1,14 +1,14 @@
 """What happens when: the hooks that gather, release and reduce buckets while the user's model runs.
 
-Forward: when a unit starts, its partitioned buckets are gathered and the next ones of the recorded order are prefetched;
-when it ends they are released, up to a budget of bytes that stays for the backward soon to come. With gradients enabled
-each call is written on a *tape*: a plain list of units.
+Forward: when a unit starts, its partitioned buckets are gathered and the next ones of the recorded order are
+prefetched; when it ends they are released, up to a budget of bytes that stays for the backward soon to come. With
+gradients enabled each call is written on a *tape*: a plain list of units.
 
-Backward: the one hook on a unit's output runs right before the unit's own backward. The autograd engine runs nodes in the
-reverse order of their creation, so at that moment everything recorded later on the tape is finished; the tape is walked
-back to this entry, which gathers what this and the skipped units need, releases and reduces what is finished, in an order
-that depends on the tape alone. So every rank issues the same collectives in the same order even when a part of the model
-gets a gradient on some ranks only. What no hook reached is walked at the end of backward.
+Backward: the one hook on a unit's output runs right before the unit's own backward. The autograd engine runs nodes in
+the reverse order of their creation, so at that moment everything recorded later on the tape is finished; the tape is
+walked back to this entry, which gathers what this and the skipped units need, releases and reduces what is finished, in
+an order that depends on the tape alone. So every rank issues the same collectives in the same order even when a part of
+the model gets a gradient on some ranks only. What no hook reached is walked at the end of backward.
 
 All of it is a constant number of Python operations a unit; nothing is done by parameter, and nothing is polled.
 """
@@ -48,8 +48,8 @@ class Unit:
 class Tape:
     """The unit calls of one forward pass that backward will come back to.
 
-    ``units[i]`` is the unit of call i, in the order in which the calls ended; ``order`` holds (i, bucket) where call i is
-    the first that may use the bucket: when backward is past i, the bucket is finished.
+    ``units[i]`` is the unit of call i, in the order in which the calls ended; ``order`` holds (i, bucket) where call i
+    is the first that may use the bucket: when backward is past i, the bucket is finished.
     """
 
     __slots__ = ("cursor", "order", "serial", "spent", "units")
@@ -212,7 +212,7 @@ class Runtime:
         if node is not None:
             node.register_prehook(function)
         elif tensor.requires_grad:
-            tensor.register_hook(function)
+            tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
     def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
         if not keep or bucket.num_bytes > self._keep_bytes:
@@ -246,8 +246,8 @@ class Runtime:
     def _on_output_grad(self, tape: Tape, index: int, grads: Any) -> None:
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in flat buffers, "
-                "which a second derivative cannot pass through."
+                "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in flat "
+                "buffers, which a second derivative cannot pass through."
             )
         self._begin_backward()
         if tape.spent:

@@ -28,8 +28,8 @@ class LossScaler:
     def __post_init__(self) -> None:
         if not self.scale > 0 or not self.min_scale > 0 or self.window < 1 or self.hysteresis < 1:
             raise ValueError(
-                f"a loss scaler needs scale > 0, min_scale > 0, window >= 1 and hysteresis >= 1; got scale={self.scale}, "
-                f"min_scale={self.min_scale}, window={self.window}, hysteresis={self.hysteresis}."
+                f"a loss scaler needs scale > 0, min_scale > 0, window >= 1 and hysteresis >= 1; got "
+                f"scale={self.scale}, min_scale={self.min_scale}, window={self.window}, hysteresis={self.hysteresis}."
             )
         if self.lives < 0:
             self.lives = self.hysteresis

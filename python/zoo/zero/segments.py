@@ -1,8 +1,9 @@
 """Segments: what the optimizer inside updates.
 
 A segment is the part of one chunk of one bucket that belongs to one parameter group: a flat tensor. Its length and its
-place do not depend on the stage; a stage decides which chunks a rank updates. The wrapped optimizer sees segments in the
-place of parameters, so it may be any optimizer whose update of an element looks at that element's gradient and state only.
+place do not depend on the stage; a stage decides which chunks a rank updates. The wrapped optimizer sees segments in
+the place of parameters, so it may be any optimizer whose update of an element looks at that element's gradient and
+state only.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> 
     generator = torch.Generator().manual_seed(0)
     values, *grads = (torch.randn(24, generator=generator) for _ in range(3))
     results = []
-    for cuts, shape in (((12, 12), (3, 4)), ((7, 17), (-1,))):
-        tensors = [part.clone().view(shape).requires_grad_() for part in values.split(cuts)]
+    for cuts, shape in (([12, 12], (3, 4)), ([7, 17], (-1,))):
+        tensors = [part.clone().view(shape).requires_grad_() for part in torch.split(values, cuts)]
         optimizer = build(tensors)
         try:
             for grad in grads:
-                for tensor, part in zip(tensors, grad.split(cuts), strict=True):
+                for tensor, part in zip(tensors, torch.split(grad, cuts), strict=True):
                     tensor.grad = part.clone().view(shape)
                 optimizer.step()
         except Exception as error:
@@ -106,6 +107,6 @@ def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> 
         results.append(torch.cat([t.detach().flatten() for t in tensors]))
     if not torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-7):
         raise NotImplementedError(
-            f"{name} cannot run under a ZeRO optimizer: its update of an element depends on other elements of the tensor, "
-            "which may be on other ranks. Use an elementwise one: SGD, Adam, AdamW, Adagrad, RMSprop, …"
+            f"{name} cannot run under a ZeRO optimizer: its update of an element depends on other elements of the "
+            "tensor, which may be on other ranks. Use an elementwise one: SGD, Adam, AdamW, Adagrad, RMSprop, …"
         )

@@ -1,7 +1,7 @@
 """The training state of a ZeRO optimizer as logical slices: what a checkpoint is made of.
 
-Every element of every logical tensor is owned by exactly one rank, whatever the stage, so the slices of all ranks together
-are the state of the run, and any other placement can be filled from them.
+Every element of every logical tensor is owned by exactly one rank, whatever the stage, so the slices of all ranks
+together are the state of the run, and any other placement can be filled from them.
 """
 
 from __future__ import annotations
@@ -108,16 +108,17 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
             found.add(True)
             tensor[piece.offset : piece.offset + piece.length].copy_(value)
     for role in scalar_states(state, segment):
-        values = {scalars.get(f"{role}/{piece.name}") for piece in pieces}
-        found |= {v is not None for v in values}
-        if len(values) > 1:
+        numbers = {scalars.get(f"{role}/{piece.name}") for piece in pieces}
+        found |= {v is not None for v in numbers}
+        if len(numbers) > 1:
             raise ValueError(
                 f"the state {role!r} differs between parameters that share an optimizer segment "
-                f"({', '.join(p.name for p in pieces)}: {sorted(map(str, values))}); give them parameter groups of their own."
+                f"({', '.join(p.name for p in pieces)}: {sorted(map(str, numbers))}); give them parameter groups "
+                f"of their own."
             )
-        value = values.pop()
-        if value is not None:
-            state[role] = torch.full_like(state[role], value) if isinstance(state[role], torch.Tensor) else value
+        number = numbers.pop()
+        if number is not None:
+            state[role] = torch.full_like(state[role], number) if isinstance(state[role], torch.Tensor) else number
     if len(found) > 1:
         raise ValueError(f"the source holds only part of the optimizer state of {', '.join(p.name for p in pieces)}.")
     return found != {False}

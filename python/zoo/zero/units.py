@@ -83,8 +83,8 @@ def _chosen(model: nn.Module, choice: UnitChoice) -> set[str]:
     for name in names:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"units= chose {name!r}, a {type(modules[name]).__name__}: it is never called itself, so its parameters "
-                "would never be gathered. Choose its elements."
+                f"units= chose {name!r}, a {type(modules[name]).__name__}: it is never called itself, so its "
+                "parameters would never be gathered. Choose its elements."
             )
     return names
 
@@ -124,13 +124,19 @@ def check_parameters(model: nn.Module) -> None:
                 "Construct the optimizer from the original model, once, and before any other wrapper."
             )
         if parameter.layout is not torch.strided or parameter.is_complex() or parameter.is_quantized:
-            raise ValueError(f"parameter {name!r} is {parameter.layout} of {parameter.dtype}; only dense real ones work.")
+            raise ValueError(
+                f"parameter {name!r} is {parameter.layout} of {parameter.dtype}; only dense real ones work."
+            )
         if parameter.device.type == "meta":
-            raise ValueError(f"parameter {name!r} is on the meta device: it has no values yet. Materialise the model first.")
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: it has no values yet. Materialise the model first."
+            )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(f"parameter {name!r} of {parameter.dtype} requires a gradient; only floating point can.")
         devices[parameter.device] += 1
     if len(devices) > 1:
-        raise ValueError(f"the parameters live on {len(devices)} devices ({', '.join(map(str, devices))}); move them to one.")
+        raise ValueError(
+            f"the parameters live on {len(devices)} devices ({', '.join(map(str, devices))}); move them to one."
+        )
     if not devices:
         raise ValueError("the model has no parameters.")
