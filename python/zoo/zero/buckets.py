@@ -166,7 +166,7 @@ class Bucket:
         self._grad_views = self._views(self.grads)
         self.grad_shard: torch.Tensor | None = None
         self.reduced = False
-        self._accumulating = False
+        self._accumulating = self._launched = False
         self._version = 0
         for parameter, view in zip(self.spec.parameters, self._grad_views, strict=True):
             raw_grad(parameter, view)
@@ -260,6 +260,8 @@ class Bucket:
         """Make the flat gradient ready to be accumulated into; zero it if this starts a new sum."""
         if self._accumulating:
             return
+        if self._launched:
+            raise self._late()
         if not self._grads_here:
             allow_storage(self._grad_storage._cdata)
             self._grad_storage.resize_(self.num_bytes)
@@ -278,7 +280,7 @@ class Bucket:
         gradients are sharded.
         """
         self.open_grads()
-        self._accumulating = False
+        self._accumulating, self._launched = False, True
         self._version = self.grads._version
         low, high = self.own_range()
         chunk = self.grads_raw[low:high]
@@ -318,12 +320,20 @@ class Bucket:
 
     def check_late(self) -> None:
         """Raise if a gradient arrived after the reduction had begun: it would be lost."""
-        if self.reduced and not self._accumulating and self.grads._version != self._version:
-            raise PartitionedAccessError(
-                f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before "
-                "its unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at "
-                "the end of backward."
-            )
+        if self._launched and self.grads._version != self._version:
+            raise self._late()
+
+    def _late(self) -> PartitionedAccessError:
+        return PartitionedAccessError(
+            f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before its "
+            "unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at the end "
+            "of backward."
+        )
+
+    def settle(self) -> None:
+        """The backward that reduced this bucket is over."""
+        self.check_late()
+        self._launched = False
 
     def _free_grads(self) -> None:
         self._grad_storage.resize_(0)

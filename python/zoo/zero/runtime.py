@@ -110,6 +110,7 @@ class Runtime:
         self._visited: list[Tape] = []
         self._serial = 0
         self._depth = 0
+        self._pass_grad = False
         self._in_backward = False
         self._hold = False  # reduce nothing before the end of this backward
         self._hooks: list[Any] = []
@@ -149,7 +150,8 @@ class Runtime:
         self._depth += 1
         unit.depth += 1
         tape = self._tape
-        if tape is not None and torch.is_grad_enabled():
+        # Without gradients inside of a pass with them: re-entrant checkpointing, which comes back in backward.
+        if tape is not None and (self._pass_grad or torch.is_grad_enabled()):
             serial, start = tape.serial, len(tape.units)
             for bucket in unit.recorded:
                 if bucket.tape_serial != serial:
@@ -162,8 +164,9 @@ class Runtime:
     def _begin_pass(self, module: nn.Module) -> None:
         self._serial += 1
         self._tape = Tape(self._serial)
+        self._pass_grad = torch.is_grad_enabled()
         if self._has_partitioned:
-            self._orders.begin((module.training, torch.is_grad_enabled()))
+            self._orders.begin((module.training, self._pass_grad))
 
     def _acquire(self, unit: Unit) -> None:
         for bucket in unit.partitioned:
@@ -350,7 +353,7 @@ class Runtime:
         while self._in_flight:
             self._in_flight.popleft()()
         for bucket in self._to_reduce:
-            bucket.check_late()
+            bucket.settle()
         self.unreduced, self.reduced = False, True
 
     def _release_all(self) -> None:
