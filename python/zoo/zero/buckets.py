@@ -188,16 +188,22 @@ class Bucket:
         self._storage.resize_(self.num_bytes)
         self._handle = self._comm.all_gather(self.full, self.shard)
 
+    @property
+    def coming(self) -> bool:
+        """A gather is under way."""
+        return self._handle is not None
+
     def wait(self) -> None:
         """Gather if needed, and wait until the parameters are whole."""
         if not self.live:
-            self.gather()
+            if self._handle is None:
+                self.gather()
             self._finish_gather()
 
     def _finish_gather(self) -> None:
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
         self.live = True
 
     def release(self) -> None:

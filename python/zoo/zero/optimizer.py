@@ -139,7 +139,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._buckets,
             reduce_dtype=dtype,
             overlap=cfg.overlap_comm,
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest),
+            # One rank gathers by copying its own shard: there is nothing to overlap.
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if self.comm.size > 1 else 0,
             keep_bytes=budget(cfg.max_live_parameters, 2 * largest),
         )
 

@@ -171,12 +171,20 @@ class Runtime:
     def _acquire(self, unit: Unit) -> None:
         for bucket in unit.partitioned:
             bucket.active += 1
-            if bucket in self._kept:
-                del self._kept[bucket]
-                self._kept_bytes -= bucket.num_bytes
-            self._early.pop(bucket, None)
-            bucket.gather()
+            if bucket.live or bucket.coming:
+                if bucket in self._kept:
+                    del self._kept[bucket]
+                    self._kept_bytes -= bucket.num_bytes
+                self._early.pop(bucket, None)
+            else:
+                bucket.gather()
             self._orders.advance(bucket.index)
+        if self._prefetch_bytes:
+            self._prefetch()
+        for bucket in unit.partitioned:
+            bucket.wait()
+
+    def _prefetch(self) -> None:
         ahead = 0
         for index in self._orders.upcoming():
             bucket = self._buckets[index]
@@ -186,8 +194,6 @@ class Runtime:
             if not bucket.live:
                 self._early[bucket] = None
                 bucket.gather()
-        for bucket in unit.partitioned:
-            bucket.wait()
 
     def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.depth == 0:  # its forward did not get as far as our first hook
@@ -224,7 +230,7 @@ class Runtime:
             tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
     def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
-        if bucket.index in islice(self._orders.upcoming(), REUSE_WINDOW):
+        if len(bucket.spec.units) > 1 and bucket.index in islice(self._orders.upcoming(), REUSE_WINDOW):
             self._early[bucket] = None  # the next unit of the same bucket is about to start
             return
         if not keep or bucket.num_bytes > self.keep_bytes:
