@@ -50,8 +50,8 @@ def cases(draw: st.DrawFn, max_world: int = 8, dtype: torch.dtype = torch.float3
     world = draw(st.integers(1, max_world))
     num_blocks = draw(st.integers(1, 3))
     recompute = draw(st.sampled_from(["none", "none", "non_reentrant", "reentrant"]))
-    # torch's re-entrant checkpointing passes gradients only through tensors and tuples of them, and a block that it does
-    # not recompute on some ranks is not gathered there: at stage 3 that is a divergence of the ranks' programs.
+    # torch's re-entrant checkpointing passes gradients only through tensors and tuples of them, and a block that it
+    # does not recompute on some ranks is not gathered there: at stage 3 that is a divergence of the ranks' programs.
     kinds = ["tensor", "tuple"] if recompute == "reentrant" else ["tensor", "tuple", "dict", "dataclass"]
     silent = draw(st.sets(st.integers(0, world - 1), max_size=world))
     return Case(
