@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,7 +52,7 @@ def test_memory_and_traffic_are_as_forecast(
 
     def fn(rank: int) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]).to(dtype)
+        model = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)]).to(dtype)
         if frozen and len(model) > 1:
             model[1].requires_grad_(False)
         optimizer = ZeroOptimizer(

@@ -129,6 +129,7 @@ class Bucket:
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
+        self._parameters_label = f"parameters of {self.label}"
         self.live, self.pending, self.active, self.tape_serial = True, 0, 0, -1
         self._handle: Handle | None = None
         self._lay_out_parameters()
@@ -186,7 +187,7 @@ class Bucket:
             return
         self._guard.open()
         self._storage.resize_(self.num_bytes)
-        self._handle = self._comm.all_gather(self.full, self.shard)
+        self._handle = self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
 
     @property
     def coming(self) -> bool:
@@ -222,7 +223,11 @@ class Bucket:
         if self.partitioned:
             self.release()
             return None
-        return self._comm.all_gather(self.full, self.shard) if self.placement.shard_optimizer else None
+        return (
+            self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
+            if self.placement.shard_optimizer
+            else None
+        )
 
     @property
     def num_chunks(self) -> int:
@@ -300,7 +305,7 @@ class Bucket:
             out = self.grad_shard
         else:
             out = chunk
-        handle = self._comm.reduce_scatter(sent, out, scale=1.0 / self._comm.size)
+        handle = self._comm.reduce_scatter(sent, out, scale=1.0 / self._comm.size, label=f"gradients of {self.label}")
         self.reduced = True
         return lambda: self._finish_reduce(handle, out, chunk, fresh)
 

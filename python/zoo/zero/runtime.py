@@ -282,9 +282,10 @@ class Runtime:
     def _walk(self, tape: Tape, index: int) -> None:
         """Go back to call ``index``, through every call after it that backward has not visited.
 
-        Each call is treated alike whether its hook fired or not, so that the sequence of collectives depends on the tape
-        alone. A call is skipped when its output is the very tensor that another unit returned (a model returns what its
-        last layer does), or when on this rank nothing of it led to the loss; other ranks may need it all the same.
+        Each call is treated alike whether its hook fired or not, so that the sequence of collectives depends on the
+        tape alone. A call is skipped when its output is the very tensor that another unit returned (a model returns
+        what its last layer does), or when on this rank nothing of it led to the loss; other ranks may need it all the
+        same.
         """
         while tape.cursor > index:
             tape.cursor -= 1
