@@ -1,0 +1,91 @@
+# The two commands:   make train      train the byte model of examples/bytes under ZeRO on RANKS processes
+#                     make test       every test that is not marked slow
+# Each of them sets up .venv by itself (scripts/setup.py) and does nothing twice. PYTHON=/path/to/python chooses the Python.
+
+RANKS ?= 2
+ARGS ?=
+export PYTHON
+
+BIN := .venv/bin
+FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
+	  if "$$p" -c '' 2>/dev/null; then exec "$$p" scripts/setup.py $(1); fi; \
+	done; \
+	echo "zoo: Python 3.10 to 3.13 is missing (looked for python3 and python3.13 to python3.10); install one, or name it with \`make PYTHON=/path/to/python ...\`." >&2; exit 1
+
+# What decides the set of installed packages, and what decides the Rust extension.
+MANIFESTS := requirements-dev.txt pyproject.toml $(wildcard */pyproject.toml) scripts/setup.py
+RUST := Cargo.toml Cargo.lock $(shell find crates -name '*.rs' -o -name Cargo.toml)
+
+export PATH := $(PATH):$(HOME)/.cargo/bin
+# One interpreter for every cargo command, so that none of them rebuilds what another has built.
+export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check bench schema clean again
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+	@echo "also: setup test-slow lint format types contracts kernels-check bench schema clean"
+
+# PYTHON= names another Python than the one that .venv was made from: install again.
+ifneq ($(PYTHON),)
+ifneq ($(PYTHON),$(shell cat .venv/made-from 2>/dev/null))
+AGAIN := again
+endif
+endif
+
+.venv/installed: $(MANIFESTS) $(RUST) $(AGAIN)
+	@$(call FIND_PYTHON,$(if $(wildcard $@),$(if $(filter-out $(RUST),$?),install,native),install))
+	@touch $@
+
+setup: .venv/installed
+
+train: setup
+	@$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) -m zoo.cli train examples/bytes/config.json $(ARGS)
+
+test: test-rust test-python
+
+test-rust: setup
+	@$(call FIND_PYTHON,check)
+	@if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace --status-level fail; \
+	else cargo test --workspace --quiet; fi
+
+test-python: setup
+	@$(BIN)/python -m pytest -q -n auto -m "not slow" $(ARGS)
+
+test-slow: setup
+	@$(BIN)/python -m pytest -q -n auto -m slow $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@cargo fmt --check
+	@cargo clippy --quiet --workspace --all-targets -- -D warnings
+
+format: setup
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+	@cargo fmt
+
+types: setup
+	@$(BIN)/mypy
+
+contracts: setup
+	@$(BIN)/lint-imports
+
+kernels-check: setup
+	@$(BIN)/python scripts/kernels_check.py
+
+schema: setup
+	@$(BIN)/python scripts/schema.py
+
+bench: setup
+	@if ls benchmarks/*/run.py >/dev/null 2>&1; then \
+	  for run in benchmarks/*/run.py; do echo "== $$run"; $(BIN)/python "$$run" || exit 1; done; \
+	else echo "zoo: there is no benchmark yet (benchmarks/<topic>/run.py)"; fi
+
+clean:
+	rm -rf .venv target build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find python cuda moe compression tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find python -name '_native*.so' -delete

@@ -1,0 +1,28 @@
+//! Python bindings of `zoo-io`: arguments in, results and errors out.
+#![deny(unsafe_op_in_unsafe_fn)]
+
+/// The module `zoo.io._native`.
+#[pyo3::pymodule]
+mod _native {
+    use pyo3::exceptions::PyValueError;
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)]
+    const __version__: &str = zoo_io::VERSION;
+
+    /// `(start, stop)` of the head, the middle and the tail.
+    type Parts = ((u64, u64), (u64, u64), (u64, u64));
+
+    /// Cut the `num_bytes` bytes at `offset` at multiples of `alignment`.
+    #[pyfunction]
+    fn split_aligned(offset: u64, num_bytes: u64, alignment: u64) -> PyResult<Parts> {
+        let parts = zoo_io::align::split(offset, num_bytes, alignment)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok((
+            (parts.head.start, parts.head.end),
+            (parts.middle.start, parts.middle.end),
+            (parts.tail.start, parts.tail.end),
+        ))
+    }
+}

@@ -1,0 +1,221 @@
+"""The sections that belong to nobody else, and `Config`, the root that holds all sections.
+
+Names and defaults are those of a ds_config document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PrivateAttr, create_model, field_validator
+
+from zoo.config.explain import explain
+from zoo.config.section import Section
+
+__all__ = ["CORE_SECTIONS", "Bf16", "Comm", "CommsLogger", "Config", "Fp16", "Optimizer", "Scheduler", "config_class"]
+
+
+class Optimizer(Section):
+    """Which optimizer, by its name in the registry."""
+
+    type: str
+    """Name of the optimizer, such as "AdamW"."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Its own options, checked by the optimizer when it is built."""
+
+
+class Scheduler(Section):
+    """Which learning-rate schedule, by its name in the registry."""
+
+    type: str
+    """Name of the schedule, such as "WarmupLR"."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Its own options, checked by the schedule when it is built."""
+
+
+class Fp16(Section):
+    """Training in float16 with a loss scale, fixed or dynamic."""
+
+    enabled: bool = False
+    loss_scale: float = Field(default=0.0, ge=0)
+    """Fixed loss scale; 0 means dynamic."""
+    initial_scale_power: int = Field(default=16, ge=0, le=126)
+    """A dynamic scale starts at 2 to this power."""
+    loss_scale_window: int = Field(default=1000, gt=0)
+    """Steps without overflow after which a dynamic scale doubles."""
+    hysteresis: int = Field(default=2, ge=1)
+    """Overflows to sit out before a dynamic scale halves."""
+    consecutive_hysteresis: bool = False
+    """Whether a step without overflow starts the count of overflows anew."""
+    min_loss_scale: float = Field(default=1.0, gt=0)
+    """A dynamic scale never falls below this."""
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        if self.enabled and config.bf16.enabled:
+            yield "fp16.enabled and bf16.enabled are both true; a model trains in one of the two, disable the other"
+        if self.loss_scale == 0 and self.min_loss_scale > 2.0**self.initial_scale_power:
+            yield (
+                f"fp16.min_loss_scale = {self.min_loss_scale:g} is above the first scale, "
+                f"2**fp16.initial_scale_power = {2.0**self.initial_scale_power:g}; lower the one or raise the other"
+            )
+
+
+class Bf16(Section):
+    """Training in bfloat16 with float32 master weights."""
+
+    enabled: bool = False
+
+
+class CommsLogger(Section):
+    """Counting and timing of collectives."""
+
+    enabled: bool = False
+    verbose: bool = False
+    """Whether every collective is logged when it happens."""
+    prof_all: bool = True
+    """Whether all operations are recorded; if not, those of prof_ops."""
+    debug: bool = False
+    """Whether the calling function stands beside each record."""
+    prof_ops: list[str] = Field(default_factory=list)
+    """Operations to record when prof_all is false."""
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        if self.prof_all and self.prof_ops:
+            yield (
+                f"comms_logger.prof_ops = {self.prof_ops} has no effect while comms_logger.prof_all is true; "
+                "set prof_all to false or remove prof_ops"
+            )
+
+
+class Comm(Section):
+    """How collectives are run."""
+
+    check: bool = False
+    """Whether ranks compare what they are about to do before each collective, so that a divergence names its ranks."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds after which a collective that nobody joins is an error."""
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    schema.pop("default", None)
+
+
+def _batch_field() -> Any:
+    # The value is always set before validation (zoo.config.batch); the default only keeps the key optional.
+    return Field(default=1, gt=0, json_schema_extra=_without_default)
+
+
+class Config(Section):
+    """A whole configuration. Sections of other packages are attributes too: ``config.zero_optimization.stage``."""
+
+    train_batch_size: int = _batch_field()
+    """Samples in one optimizer step, over all ranks."""
+    train_micro_batch_size_per_gpu: int = _batch_field()
+    """Samples in one forward and backward pass of one rank."""
+    gradient_accumulation_steps: int = _batch_field()
+    """Passes of each rank in one optimizer step."""
+    steps_per_print: int | None = Field(default=10, gt=0)
+    """Optimizer steps between progress lines; null for none."""
+    gradient_clipping: float = Field(default=0.0, ge=0)
+    """Largest allowed norm of all gradients; 0 for no clipping."""
+    prescale_gradients: bool = False
+    """Whether gradients are divided by the number of ranks before they are added up, not after."""
+    gradient_predivide_factor: float = Field(default=1.0, gt=0)
+    """Divide by this before adding up and by the rest after."""
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    """Type in which gradients travel; null for the type they have."""
+    seed: int = Field(default=1234, ge=0)
+    """Seed of every random number that zoo draws."""
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+    fp16: Fp16 = Field(default_factory=Fp16)
+    bf16: Bf16 = Field(default_factory=Bf16, alias="bfloat16")
+    comms_logger: CommsLogger = Field(default_factory=CommsLogger)
+    comm: Comm = Field(default_factory=Comm)
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _sections: dict[str, tuple[type[Section], bool]] = PrivateAttr(default_factory=dict)
+    _world_size: int = PrivateAttr(default=1)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def _never(cls, value: Any) -> Any:
+        # Other tools switch the progress line off by writing infinity.
+        return None if isinstance(value, float) and math.isinf(value) and value > 0 else value
+
+    @field_validator("communication_data_type", mode="before")
+    @classmethod
+    def _spelling(cls, value: Any) -> Any:
+        return "bf16" if value in ("bfp16", "bfloat16") else value
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        if self.prescale_gradients and self.gradient_predivide_factor != 1:
+            yield (
+                f"gradient_predivide_factor = {self.gradient_predivide_factor:g} has no effect while "
+                "prescale_gradients is true (all of the division happens before); remove one of the two"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks for which the batch sizes were solved."""
+        return self._world_size
+
+    def source(self, path: str) -> str:
+        """Where the value at a dotted path came from: a file, a dict, an override, "derived …" or "default"."""
+        return self._sources.get(path, "default")
+
+    def explain(self) -> str:
+        """Every value with where it came from, one a line."""
+        return explain(self, self._sources)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by their own names, ready for JSON."""
+        return self.model_dump(mode="json")
+
+    def __eq__(self, other: object) -> bool:
+        """Same sections and same values, wherever they came from."""
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __reduce__(self) -> tuple[Callable[..., Config], tuple[Any, ...]]:
+        # The class is made for the sections at hand, so pickle has to make it again.
+        return make_config, (self._sections, self._given, self._sources, self._world_size)
+
+
+CORE_SECTIONS = frozenset(Config.model_fields)
+"""Keys of the root that no other package may take."""
+
+
+def config_class(sections: Mapping[str, tuple[type[Section], bool]]) -> type[Config]:
+    """`Config` with further sections: name → (class, must it be given when it has keys without default?)."""
+    return _config_class(tuple(sections.items()))
+
+
+@lru_cache(maxsize=32)
+def _config_class(sections: tuple[tuple[str, tuple[type[Section], bool]], ...]) -> type[Config]:
+    # One class per set of sections: two configurations of the same kind compare equal.
+    fields: dict[str, Any] = {}
+    for name, (section, demanded) in sections:
+        if not any(field.is_required() for field in section.model_fields.values()):
+            fields[name] = (section, Field(default_factory=section))
+        elif demanded:
+            fields[name] = (section, ...)
+        else:
+            fields[name] = (section | None, None)
+    return create_model("Config", __base__=Config, __module__=__name__, **fields)
+
+
+def make_config(
+    sections: dict[str, tuple[type[Section], bool]], given: dict[str, Any], sources: dict[str, str], world_size: int
+) -> Config:
+    """Validate given values and remember where they came from; raises pydantic's ValidationError."""
+    config = config_class(sections).model_validate(given)
+    config._sections, config._given, config._sources, config._world_size = sections, given, sources, world_size
+    return config

@@ -1,0 +1,18 @@
+"""`ConfigError`: everything that is wrong with a configuration, in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["ConfigError"]
+
+
+class ConfigError(ValueError):
+    """All problems of one document (``problems``): one sentence each, beginning with the dotted path of its key."""
+
+    def __init__(self, problems: Iterable[str], where: str = "configuration") -> None:
+        self.problems = list(problems)
+        self.where = where
+        head = self.problems[0] if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        rest = "" if len(self.problems) == 1 else "".join(f"\n  - {problem}" for problem in self.problems)
+        super().__init__(f"{where}: {head}{rest}")

@@ -1,0 +1,29 @@
+"""Every value of a configuration beside where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+__all__ = ["explain"]
+
+
+def explain(config: BaseModel, sources: Mapping[str, str]) -> str:
+    """Lines ``path = value  (source)``; a path without a source has its default value."""
+    rows = [(f"{path} = {value!r}", sources.get(path, "default")) for path, value in _leaves(config, "")]
+    width = min(max((len(text) for text, _ in rows), default=0), 64)
+    return "\n".join(f"{text:<{width}}  ({source})" for text, source in rows)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, BaseModel):
+        items = [(name, getattr(value, name)) for name in type(value).model_fields]
+    elif isinstance(value, Mapping) and value:
+        items = list(value.items())
+    else:
+        yield path, value
+        return
+    for name, item in items:
+        yield from _leaves(item, f"{path}.{name}" if path else str(name))

@@ -1,0 +1,121 @@
+"""From a file, a mapping or ``key=value`` strings to nested dicts; nothing here knows what a key means."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zoo.config.errors import ConfigError
+
+__all__ = ["nest", "parse_value", "read_overrides", "read_source"]
+
+
+def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The document and what to call it: ``file ds_config.json`` or ``dict``.
+
+    Raises:
+        ConfigError: not a mapping, a syntax error, a key given twice, or a file name that ends in neither .json nor
+            .yaml nor .yml.
+        FileNotFoundError: no such file.
+    """
+    if isinstance(source, Mapping):
+        return dict(source), "dict"
+    if not isinstance(source, str | Path):
+        raise ConfigError([f"a configuration is a path or a mapping, not {source!r} ({type(source).__name__})"])
+    path = Path(source)
+    name = f"file {path.name}"
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError([f"{path} ends in {path.suffix or 'nothing'!r}; allowed are .json, .yaml and .yml"])
+    text = path.read_text(encoding="utf-8")
+    try:
+        value = _json(text) if path.suffix == ".json" else yaml.load(text, Loader=_StrictYaml)
+    except (json.JSONDecodeError, yaml.YAMLError, _DuplicateKeyError) as error:
+        raise ConfigError([" ".join(str(error).split())], name) from None
+    if not isinstance(value, dict):
+        raise ConfigError([f"the document is {type(value).__name__}; allowed is an object of keys and values"], name)
+    return value, name
+
+
+def read_overrides(overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
+    """Nested dicts from ``{"a.b": 1}`` or from ``["a.b=1"]``, whose values are read as JSON if they are JSON.
+
+    Raises:
+        ConfigError: a string without ``=``, an empty part in a path, or one path below another's value.
+    """
+    if isinstance(overrides, Mapping):
+        pairs = list(overrides.items())
+    else:
+        pairs = []
+        for text in overrides:
+            path, equals, value = text.partition("=")
+            if not equals:
+                raise ConfigError([f"override {text!r} is not of the form key.path=value"], "overrides")
+            pairs.append((path.strip(), parse_value(value.strip())))
+    return nest(pairs, "overrides")
+
+
+def nest(pairs: Iterable[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """``[("a.b", 1)]`` → ``{"a": {"b": 1}}``; a later value of the same path wins."""
+    tree: dict[str, Any] = {}
+    for path, value in pairs:
+        *parents, last = path.split(".")
+        if not all([*parents, last]):
+            raise ConfigError([f"{path!r} is not a dotted path such as zero_optimization.stage"], where)
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError([f"{path!r} lies below {parent!r}, which another override sets to {node!r}"], where)
+        node[last] = value
+    return tree
+
+
+def parse_value(text: str) -> Any:
+    """A command-line value: JSON (``1e-3``, ``true``, ``[1, 2]``, ``"1"``), ``True``/``None``, else a string."""
+    words = {"True": True, "False": False, "None": None}
+    if text in words:
+        return words[text]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        pass
+    try:
+        return float(text)  # .5 and 1_000.0 are numbers to a Python programmer
+    except ValueError:
+        return text
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _json(text: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise _DuplicateKeyError(f"key {key!r} is given twice, as {seen[key]!r} and as {value!r}; remove one")
+            seen[key] = value
+        return seen
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+class _StrictYaml(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise _DuplicateKeyError(f"key {key!r} is given twice{node.start_mark}; remove one")
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 1e-4 for a string because it has no dot; everybody who writes it in a configuration means the number.
+_StrictYaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

@@ -1,0 +1,113 @@
+"""`Section`: the base class of every part of a configuration.
+
+A subpackage describes its options as one frozen class::
+
+    class ZeroConfig(Section):
+        stage: int = Field(default=0, ge=0, le=3, description="which roles are sharded")
+        prefetch_bucket_size: int = Field(default=50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
+
+An alias is a second spelling of a key: either may be used, both at once are an error.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from zoo.config.core import Config
+
+__all__ = ["Section", "allows_auto", "fields_by_key", "section_of"]
+
+
+def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """An editor must accept the second spelling too."""
+    properties = schema.get("properties", {})
+    for name, field in model.model_fields.items():
+        for alias in _aliases(field):
+            if name in properties:
+                properties[alias] = {**properties[name], "description": f"Another name of {name}."}
+
+
+class Section(BaseModel):
+    """Options that belong together: frozen, no unknown keys, no silent conversion between kinds of values."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        json_schema_extra=_add_aliases,
+    )
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        """Sentences about values that are fine alone and wrong together; `load` calls it with the whole tree."""
+        return ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_silent_conversion(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would read "3" as 3, True as 1 and 1 as True. In a configuration each of these is a mistake.
+        # Whole floats stay welcome where an integer is wanted, because 5e8 is how bucket sizes are written.
+        accepted = set(_leaf_types(cls.model_fields[info.field_name or ""].annotation))
+        plain = accepted <= {int, float, bool, types.NoneType}
+        wrong = plain and (
+            isinstance(value, str)
+            or (isinstance(value, bool) and bool not in accepted)
+            or (isinstance(value, int | float) and not isinstance(value, bool) and not accepted & {int, float})
+        )
+        if wrong:
+            names = sorted("null" if leaf is types.NoneType else leaf.__name__ for leaf in accepted)
+            raise PydanticCustomError("zoo_type", "{names}", {"names": " or ".join(names)})
+        return value
+
+
+def fields_by_key(section: type[BaseModel]) -> dict[str, str]:
+    """Every spelling of every key of a section → the field's name."""
+    keys = {name: name for name in section.model_fields}
+    for name, field in section.model_fields.items():
+        for alias in _aliases(field):
+            keys.setdefault(alias, name)
+    return keys
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class in an annotation such as ``ZeroConfig`` or ``Offload | None``; None for plain values."""
+    found = [leaf for leaf in _leaf_types(annotation) if isinstance(leaf, type) and issubclass(leaf, Section)]
+    return found[0] if len(found) == 1 else None
+
+
+def allows_auto(annotation: Any) -> bool:
+    """Is ``"auto"`` one of the values that the field itself lists?"""
+    if get_origin(annotation) is Literal:
+        return "auto" in get_args(annotation)
+    return any(allows_auto(part) for part in get_args(annotation))
+
+
+def _aliases(field: FieldInfo) -> Iterator[str]:
+    seen = set()
+    for alias in (field.alias, field.validation_alias):
+        spellings = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        for spelling in spellings:
+            if isinstance(spelling, str) and spelling not in seen:
+                seen.add(spelling)
+                yield spelling
+
+
+def _leaf_types(annotation: Any) -> Iterator[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _leaf_types(get_args(annotation)[0])
+    elif origin is Union or origin is types.UnionType:
+        for part in get_args(annotation):
+            yield from _leaf_types(part)
+    elif origin is Literal:
+        yield from {type(value) for value in get_args(annotation)}
+    else:
+        yield origin or annotation

@@ -1,0 +1,126 @@
+"""From a name's config and runtime arguments to an object.
+
+A component is a class with its own small ``Config`` (a pydantic model or a dataclass) whose constructor takes that
+config first and everything that only exists at run time (parameters, process groups, devices) by keyword. A component
+without a ``Config`` (a function, a class from elsewhere) receives its config as keyword arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from zoo.registry.errors import BuildError, nearest
+
+__all__ = ["config_class", "config_values", "make_config", "run"]
+
+
+def config_class(factory: Any) -> type[Any] | None:
+    """The ``Config`` that belongs to a component, or None."""
+    found = getattr(factory, "Config", None)
+    return found if isinstance(found, type) else None
+
+
+def make_config(what: str, schema: type[Any], config: Any) -> Any:
+    """An instance of ``schema`` from a mapping, from None (all defaults) or from itself.
+
+    Raises:
+        BuildError: unknown keys (with the nearest known one), wrong or missing values.
+    """
+    if isinstance(config, schema):
+        return config
+    if config is None:
+        config = {}
+    if not isinstance(config, Mapping):
+        raise BuildError(
+            f"{what}: config is {config!r} ({type(config).__name__}); "
+            f"allowed is a mapping or an instance of {schema.__qualname__}"
+        )
+    known = _known_keys(schema)
+    problems = []
+    if known is not None:
+        problems = [_unknown(key, known) for key in config if key not in known]
+    if not problems:
+        try:
+            if issubclass(schema, BaseModel):
+                return schema.model_validate(dict(config))
+            return TypeAdapter(schema).validate_python(dict(config))
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                path = ".".join(str(part) for part in item["loc"]) or "config"
+                given = "" if item["type"] == "missing" else f" (given {item['input']!r})"
+                problems.append(f"{path}: {item['msg']}{given}")
+    raise BuildError(f"{what}: " + "; ".join(problems))
+
+
+def run(what: str, factory: Callable[..., Any], config: Any, runtime: Mapping[str, Any]) -> Any:
+    """Call the component; arguments that do not fit its signature are named before anything runs.
+
+    Raises:
+        BuildError: see `make_config`; also missing, unknown or doubly given arguments.
+    """
+    schema = config_class(factory)
+    positional: tuple[Any, ...] = ()
+    keywords = dict(runtime)
+    if schema is not None:
+        positional = (make_config(what, schema, config),)
+    elif config is not None:
+        if not isinstance(config, Mapping):
+            raise BuildError(f"{what}: it has no Config, so its config must be a mapping of arguments, not {config!r}")
+        twice = sorted(set(config) & set(runtime))
+        if twice:
+            raise BuildError(f"{what}: {', '.join(twice)} given both in the config and at run time; give each once")
+        keywords.update(config)
+    _check_call(what, factory, positional, keywords)
+    return factory(*positional, **keywords)
+
+
+def config_values(factory: Any, what: str, config: Any) -> list[tuple[str, Any, bool]]:
+    """``(name, value, given)`` of every config value, defaults filled in, in the order of declaration."""
+    schema = config_class(factory)
+    given = set(config) if isinstance(config, Mapping) else set()
+    if schema is None:
+        return [(str(name), value, True) for name, value in config.items()] if isinstance(config, Mapping) else []
+    built = make_config(what, schema, config)
+    if isinstance(built, BaseModel):
+        names = list(type(built).model_fields)
+        given = set(built.model_fields_set)
+    elif dataclasses.is_dataclass(built):
+        names = [field.name for field in dataclasses.fields(built)]
+    else:
+        names = sorted(vars(built))
+    return [(name, getattr(built, name), name in given) for name in names]
+
+
+def _known_keys(schema: type[Any]) -> list[str] | None:
+    """Keys that a mapping for ``schema`` may have; None when it says that any may come."""
+    if issubclass(schema, BaseModel):
+        if schema.model_config.get("extra") == "allow":
+            return None
+        keys = list(schema.model_fields)
+        keys += [field.alias for field in schema.model_fields.values() if field.alias]
+        return keys
+    if dataclasses.is_dataclass(schema):
+        return [field.name for field in dataclasses.fields(schema) if field.init]
+    return None
+
+
+def _unknown(key: object, known: list[str]) -> str:
+    guess = nearest(str(key), known)
+    hint = f"did you mean {guess!r}? " if guess else ""
+    return f"unknown key {key!r}; {hint}known: {', '.join(known) or 'none'}"
+
+
+def _check_call(what: str, factory: Any, positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return  # some classes written in C have no signature; the call itself will speak
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise BuildError(f"{what}: {error}; its signature is {signature}") from None

@@ -1,0 +1,89 @@
+"""Files and command-line values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zoo.config import ConfigError, load
+from zoo.config.reading import parse_value, read_overrides, read_source
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
+    first = write(tmp_path, "a.json", '{"train_batch_size": 4, "optimizer": {"type": "A", "params": {"lr": 1e-4}}}')
+    second = write(tmp_path, "a.yaml", "train_batch_size: 4\noptimizer: {type: A, params: {lr: 1e-4}}\n")
+    assert load(first, world_size=1) == load(str(second), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '{"fp16": {"enabled": true, "enabled": false}}', "file a.json: key 'enabled' is given twice"),
+        ("a.yml", "seed: 1\nseed: 2\n", "file a.yml: key 'seed' is given twice"),
+        ("a.json", '{"seed": }', "file a.json: Expecting value: line 1"),
+        ("a.yaml", "a: [", "file a.yaml: while parsing"),
+        ("a.json", "[1]", "the document is list"),
+        ("a.toml", "", "allowed are .json, .yaml and .yml"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, name, text))
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_and_a_wrong_source(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="a path or a mapping"):
+        read_source(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("1e-3", 1e-3),
+        (".5", 0.5),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("[1, 2]", [1, 2]),
+        ('"1"', "1"),
+        ("cpu", "cpu"),
+        ("a=b", "a=b"),
+    ],
+)
+def test_command_line_values(text: str, value: object) -> None:
+    assert parse_value(text) == value
+    assert type(parse_value(text)) is type(value)
+    assert read_overrides([f"x.y={text}"]) == {"x": {"y": value}}
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[a-z]{1,3}", fullmatch=True), st.integers() | st.booleans() | st.none(), max_size=4)
+)
+def test_overrides_as_strings_and_as_values_agree(values: dict[str, object]) -> None:
+    assert read_overrides([f"a.{key}={value}" for key, value in values.items()]) == read_overrides(
+        {f"a.{key}": value for key, value in values.items()}
+    )
+
+
+@pytest.mark.parametrize("path", ["", ".", "a..b", "a."])
+def test_paths_with_holes(path: str) -> None:
+    with pytest.raises(ConfigError, match="not a dotted path"):
+        read_overrides({path: 1})
+
+
+def test_a_path_below_a_value() -> None:
+    with pytest.raises(ConfigError, match="lies below 'a'"):
+        read_overrides(["a=1", "a.b=2"])

@@ -1,0 +1,79 @@
+"""The house itself: one namespace, no hidden imports, documents that are current."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_zoo_is_a_namespace_without_init() -> None:
+    import zoo
+
+    assert getattr(zoo, "__file__", None) is None
+    assert not [
+        folder for folder in ("python", "cuda", "moe", "compression") if (ROOT / folder / "zoo/__init__.py").exists()
+    ]
+
+
+def test_the_schema_in_docs_is_current() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts/schema.py", "--check"], check=True)
+
+
+def test_every_dependency_is_named_with_its_reason() -> None:
+    page = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8")
+    manifests = [ROOT / "requirements-dev.txt", *ROOT.glob("pyproject.toml"), *ROOT.glob("*/pyproject.toml")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in manifests)
+    names = {
+        name.lower() for name in re.findall(r"^([A-Za-z][\w-]*)(?:[<>=].*)?$", manifests[0].read_text(), re.MULTILINE)
+    }
+    names |= {name.lower() for name in re.findall(r'"([A-Za-z][\w-]*)[<>=]=?[^"]*"', text)}
+    for crate in ROOT.glob("crates/*/Cargo.toml"):
+        names |= set(re.findall(r"^(\w[\w-]*) = [\"{]", crate.read_text().partition("[dependencies]")[2], re.MULTILINE))
+    missing = sorted(name for name in names if f"`{name}`" not in page)
+    assert {"torch", "pydantic", "maturin", "pytest", "thiserror", "pyo3"} <= names
+    assert missing == []
+
+
+def test_every_subpackage_has_a_readme() -> None:
+    packages = [
+        path.parent
+        for top in ("python", "cuda", "moe", "compression")
+        for path in ROOT.glob(f"{top}/zoo/*/__init__.py")
+    ]
+    assert packages
+    assert [str(path) for path in packages if not (path / "README.md").exists()] == []
+
+
+def test_importing_the_foundations_does_not_import_torch() -> None:
+    names = [name for name in ("registry", "config", "layout") if (ROOT / "python/zoo" / name / "__init__.py").exists()]
+    code = (
+        f"import sys, importlib as i; [i.import_module('zoo.' + n) for n in {names}]; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
+    # A portion of the namespace in front of the real one: zoo.layout importing upwards and torch; a feature, another.
+    files = {
+        "zoo/layout/__init__.py": "",
+        "zoo/layout/bad.py": "import torch\nimport zoo.io\n",
+        "zoo/zero/__init__.py": "import zoo.optim\n",
+        "zoo/optim/__init__.py": "import zoo.moe\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    code = "from importlinter.cli import lint_imports_command as run; run()"
+    command = [sys.executable, "-c", code, "--no-cache", "--config", str(ROOT / ".importlinter")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    for importer, imported in (("layout", "zoo.io"), ("zero", "zoo.optim"), ("optim", "zoo.moe")):
+        assert f"zoo.{importer} is not allowed to import {imported}" in result.stdout
+    assert "zoo.layout.bad -> torch" in result.stdout
