@@ -16,4 +16,4 @@ from zoo.comm.communicator import Communicator, init_distributed
 from zoo.comm.log import CommsLog, OpStats
 from zoo.comm.transport import DONE, Handle
 
-__all__ = ["DONE", "CollectiveMismatchError", "Communicator", "CommsLog", "Handle", "OpStats", "init_distributed"]
+__all__ = ["DONE", "CollectiveMismatchError", "CommsLog", "Communicator", "Handle", "OpStats", "init_distributed"]

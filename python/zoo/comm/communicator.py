@@ -134,8 +134,9 @@ class Communicator:
         if self.check:
             self._sequence += 1
             dtype = str(tensor.dtype).removeprefix("torch.")
-            verify(self.group, f"{op} of {tensor.numel()} {dtype} as its collective number {self._sequence}",
-                   tensor.device)
+            verify(
+                self.group, f"{op} of {tensor.numel()} {dtype} as its collective number {self._sequence}", tensor.device
+            )
 
     def _timed(self, op: str, tensor: torch.Tensor, handle: Any) -> Handle:
         row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size)

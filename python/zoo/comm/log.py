@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -27,7 +28,7 @@ class OpStats:
         return self.wire_bytes / self.time_s if self.time_s > 0 else 0.0
 
 
-WIRE_FACTOR = {
+WIRE_FACTOR: dict[str, Callable[[int], float]] = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,

@@ -82,7 +82,7 @@ class PairwiseTransport:
     """Direct messages between every two ranks: for gloo on CPU tensors."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group if group is not None else dist.group.WORLD
+        self._group: Any = group if group is not None else dist.group.WORLD
         self._rank = dist.get_rank(self._group)
         self._size = dist.get_world_size(self._group)
         # Everyone starts with another peer, so that no rank is asked by all the others at once.

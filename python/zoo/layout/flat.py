@@ -23,7 +23,7 @@ class LogicalTensor:
     role: str = "parameter"
 
     def __post_init__(self) -> None:
-        if any(not isinstance(d, int) or d < 0 for d in self.shape):
+        if any(d < 0 for d in self.shape):
             raise ValueError(f"{self.name!r} has shape {self.shape}; every dim must be an integer >= 0.")
 
     @property

@@ -41,8 +41,8 @@ class Mesh:
 class Sharding:
     """A flat layout cut over ``axes`` of a mesh and replicated over the mesh's other axes.
 
-    The shard of a rank has index = its coordinates on ``axes`` read as a mixed-radix number, first axis slowest. No axes
-    means every rank holds the whole buffer (stage 0); all of them means every rank holds a part of its own.
+    The shard of a rank has index = its coordinates on ``axes`` read as a mixed-radix number, first axis slowest. No
+    axes means every rank holds the whole buffer (stage 0); all of them means every rank holds a part of its own.
     """
 
     layout: FlatLayout
@@ -52,7 +52,9 @@ class Sharding:
     def __post_init__(self) -> None:
         unknown = [a for a in self.axes if a not in self.mesh.axes]
         if unknown or len(set(self.axes)) != len(self.axes):
-            raise ValueError(f"cannot shard over {self.axes}: the mesh has the axes {self.mesh.axes}, each usable once.")
+            raise ValueError(
+                f"cannot shard over {self.axes}: the mesh has the axes {self.mesh.axes}, each usable once."
+            )
         self.layout.shard_range(0, self.num_shards)
 
     @property

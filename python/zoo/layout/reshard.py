@@ -70,6 +70,8 @@ def _fill(dst: int, wanted: Slice, pieces: list[tuple[Slice, int]], holders: dic
         ranks = holders[index]
         src = dst if dst in ranks else ranks[dst % len(ranks)]
         copies.append(
-            Copy(dst, wanted.offset + low - wanted.start, src, piece.offset + low - piece.start, high - low, wanted.name)
+            Copy(
+                dst, wanted.offset + low - wanted.start, src, piece.offset + low - piece.start, high - low, wanted.name
+            )
         )
     return copies

@@ -1,0 +1,390 @@
+"""Buckets: parameters that share one flat buffer and travel in one collective.
+
+Legend: N ranks, P elements of a bucket's flat buffer (padding included), n = P / N the length of a shard.
+
+A bucket's layout does not depend on the ZeRO stage, so that every stage sums and updates the same chunks in the same
+order and all stages compute the same bits. What the stage decides is the :class:`Placement`: which of a bucket's
+buffers exist whole on every rank and which only as the rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator, Handle
+from zoo.layout import FlatLayout, LogicalTensor
+from zoo.zero.guard import Guard, PartitionedAccessError, allow_storage, raw_grad, refuse_storage
+from zoo.zero.units import UnitSpec
+
+_ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What is split over the data-parallel ranks. The four ZeRO stages are four of these."""
+
+    shard_optimizer: bool
+    shard_gradients: bool
+    shard_parameters: bool
+
+
+STAGES = {
+    0: Placement(shard_optimizer=False, shard_gradients=False, shard_parameters=False),
+    1: Placement(shard_optimizer=True, shard_gradients=False, shard_parameters=False),
+    2: Placement(shard_optimizer=True, shard_gradients=True, shard_parameters=False),
+    3: Placement(shard_optimizer=True, shard_gradients=True, shard_parameters=True),
+}
+
+
+@dataclass(eq=False)
+class BucketSpec:
+    """The plan of a bucket: which parameters, in which order."""
+
+    dtype: torch.dtype
+    trainable: bool
+    resident: bool
+    names: list[str]
+    parameters: list[nn.Parameter]
+    groups: list[int]
+    units: list[str]
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return sum(p.numel() for p in self.parameters)
+
+
+def plan_buckets(
+    units: Sequence[UnitSpec],
+    *,
+    bucket_size: int,
+    persistence_threshold: int,
+    model_persistence_threshold: int,
+    group_of: Callable[[nn.Parameter], int],
+) -> list[BucketSpec]:
+    """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
+
+    A unit is never split, so a bucket is larger than ``bucket_size`` when a unit alone is. Parameters of at most
+    ``persistence_threshold`` elements are *resident* (whole on every rank at stage 3 too) until
+    ``model_persistence_threshold`` elements are. A unit that contains other units has buckets of its own: it is open
+    while they run, and would keep what it shares a bucket with gathered.
+    """
+    buckets: list[BucketSpec] = []
+    still_open: dict[tuple[torch.dtype, bool, bool], BucketSpec] = {}
+    budget = model_persistence_threshold
+    for unit in units:
+        own: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in unit.parameters.items():
+            resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
+            budget -= parameter.numel() if resident else 0
+            own.setdefault((parameter.dtype, parameter.requires_grad, resident), []).append((name, parameter))
+        alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
+        for key, members in own.items():
+            size = sum(p.numel() for _, p in members)
+            spec = still_open.get(key)
+            if alone or spec is None or spec.numel + size > bucket_size:
+                spec = BucketSpec(*key, names=[], parameters=[], groups=[], units=[])
+                buckets.append(spec)
+                if not alone:
+                    still_open[key] = spec
+            spec.units.append(unit.name)
+            for name, parameter in members:
+                spec.names.append(name)
+                spec.parameters.append(parameter)
+                spec.groups.append(group_of(parameter))
+    for spec in buckets:
+        # Parameters of one group lie together, so that the optimizer sees one tensor a group, not one a parameter.
+        order = sorted(range(len(spec.names)), key=lambda i: spec.groups[i])
+        spec.names = [spec.names[i] for i in order]
+        spec.parameters = [spec.parameters[i] for i in order]
+        spec.groups = [spec.groups[i] for i in order]
+    return buckets
+
+
+class Bucket:
+    """The buffers of one bucket on this rank.
+
+    Attributes:
+        full: (P,) parameters. At stage 3, unless resident, its storage is empty between ``gather`` and ``release``.
+        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned.
+        grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
+        grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
+        live: ``full`` holds valid parameters.
+        pending: number of recorded forwards that still have to come back to this bucket in backward.
+        active: number of running forwards of units that use it.
+    """
+
+    def __init__(self, index: int, spec: BucketSpec, placement: Placement, comm: Communicator) -> None:
+        self.index, self.spec, self.placement, self._comm = index, spec, placement, comm
+        align = max(_ALIGN_BYTES // spec.dtype.itemsize, 1)
+        tensors = [
+            LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
+            for name, p in zip(spec.names, spec.parameters, strict=True)
+        ]
+        self.layout = FlatLayout.pack(tensors, align=align, multiple=align * comm.size)
+        self.num_bytes = self.layout.size * spec.dtype.itemsize
+        self.partitioned = placement.shard_parameters and not spec.resident
+        self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
+        self.live, self.pending, self.active, self.tape_serial = True, 0, 0, -1
+        self._handle: Handle | None = None
+        self._lay_out_parameters()
+        if spec.trainable:
+            self._lay_out_gradients()
+
+    def _lay_out_parameters(self) -> None:
+        spec = self.spec
+        self.full = torch.zeros(self.layout.size, dtype=spec.dtype, device=spec.parameters[0].device)
+        self._storage = self.full.untyped_storage()
+        self._guard = Guard(
+            self, self._storage, f"a parameter of {self.label} (or a view of one) was touched while it is partitioned "
+            "(ZeRO stage 3): only inside its unit's forward and backward is it whole.",
+        )  # fmt: skip
+        views = self._views(self.full)
+        for slot, (name, parameter, view) in enumerate(zip(spec.names, spec.parameters, views, strict=True)):
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = None
+            self._guard.adopt(parameter, name, slot)
+        self._comm.broadcast(self.full).wait()
+        low, high = self.own_range()
+        if self.partitioned:
+            self.shard = self.full[low:high].clone()
+            self.release()
+        else:
+            self.shard = self.full[low:high]
+
+    def _lay_out_gradients(self) -> None:
+        self.grads = torch.empty(self.layout.size, dtype=self.spec.dtype, device=self.full.device)
+        # The same memory behind a version counter of its own: `grads._version` then counts only what autograd (or the
+        # user) does to the gradients, and a gradient that arrives after the reduction shows as a change of it.
+        self.grads_raw = self.grads.data
+        self._grad_storage = self.grads.untyped_storage()
+        self._grad_views = self._views(self.grads)
+        self.grad_shard: torch.Tensor | None = None
+        self.reduced = False
+        self._accumulating = False
+        self._version = 0
+        for parameter, view in zip(self.spec.parameters, self._grad_views, strict=True):
+            raw_grad(parameter, view)
+        self._free_grads()
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat[offset : offset + tensor.numel].view(tensor.shape)
+            for tensor, offset in zip(self.layout.tensors, self.layout.offsets, strict=True)
+        ]
+
+    # Parameters ------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Start gathering the parameters, if they are neither here nor on their way."""
+        if self.live or self._handle is not None:
+            return
+        self._guard.open()
+        self._storage.resize_(self.num_bytes)
+        self._handle = self._comm.all_gather(self.full, self.shard)
+
+    def wait(self) -> None:
+        """Gather if needed, and wait until the parameters are whole."""
+        if not self.live:
+            self.gather()
+            self._finish_gather()
+
+    def _finish_gather(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        self.live = True
+
+    def release(self) -> None:
+        """Free the gathered parameters; this rank keeps its shard."""
+        if not self.partitioned:
+            return
+        if self._handle is not None:
+            self._finish_gather()
+        if self.live:
+            self._storage.resize_(0)
+            self._guard.close()
+            self.live = False
+
+    def publish(self) -> Handle | None:
+        """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
+        if self.partitioned:
+            self.release()
+            return None
+        return self._comm.all_gather(self.full, self.shard) if self.placement.shard_optimizer else None
+
+    @property
+    def num_chunks(self) -> int:
+        """N: the layout is cut into one chunk a rank at every stage."""
+        return self._comm.size
+
+    def own_range(self) -> tuple[int, int]:
+        """[start, stop) of this rank's chunk in the flat buffer."""
+        return self.layout.shard_range(self._comm.rank, self._comm.size)
+
+    def owns(self, chunk: int) -> bool:
+        """Whether checkpoints take this chunk from this rank."""
+        return chunk == self._comm.rank
+
+    def updated_chunks(self) -> Sequence[int]:
+        """The chunks this rank's optimizer updates."""
+        return [self._comm.rank] if self.placement.shard_optimizer else range(self._comm.size)
+
+    def chunk_parameters(self, index: int) -> torch.Tensor:
+        """(n,) the parameters of chunk ``index``; only this rank's own where parameters are partitioned."""
+        if index == self._comm.rank:
+            return self.shard
+        low, high = self.layout.shard_range(index, self._comm.size)
+        return self.full[low:high]
+
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters on this rank now."""
+        return self._storage.nbytes() + (self.shard.nbytes if self.partitioned else 0)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients on this rank now."""
+        return self._grad_storage.nbytes() + (self.grad_shard.nbytes if self.grad_shard is not None else 0)
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _grads_here(self) -> bool:
+        return self._grad_storage.nbytes() > 0
+
+    def open_grads(self) -> None:
+        """Make the flat gradient ready to be accumulated into; zero it if this starts a new sum."""
+        if self._accumulating:
+            return
+        if not self._grads_here:
+            allow_storage(self._grad_storage._cdata)
+            self._grad_storage.resize_(self.num_bytes)
+        elif self.reduced:
+            # A further backward before the step: what is reduced already is kept aside and added to afterwards.
+            low, high = self.own_range()
+            self.grad_shard = self.grads_raw[low:high].clone()
+        self.grads_raw.zero_()
+        self._accumulating = True
+        self._version = self.grads._version
+
+    def start_reduce(self, reduce_dtype: torch.dtype | None) -> Callable[[], None]:
+        """Issue the reduction of the flat gradient; the result is in place after calling what is returned.
+
+        mean_r(g_r), added to what earlier backwards of the same step left. The flat gradient is freed afterwards when
+        gradients are sharded.
+        """
+        self.open_grads()
+        self._accumulating = False
+        self._version = self.grads._version
+        low, high = self.own_range()
+        chunk = self.grads_raw[low:high]
+        sent = self.grads_raw if reduce_dtype is None else self.grads_raw.to(reduce_dtype)
+        fresh = not self.reduced
+        if reduce_dtype is not None and reduce_dtype != chunk.dtype:
+            out = torch.empty(chunk.numel(), dtype=reduce_dtype, device=chunk.device)
+        elif self.placement.shard_gradients and fresh:
+            if self.grad_shard is None:
+                self.grad_shard = torch.empty_like(chunk)
+            out = self.grad_shard
+        else:
+            out = chunk
+        handle = self._comm.reduce_scatter(sent, out, scale=1.0 / self._comm.size)
+        self.reduced = True
+        return lambda: self._finish_reduce(handle, out, chunk, fresh)
+
+    def _finish_reduce(self, handle: Handle, out: torch.Tensor, chunk: torch.Tensor, fresh: bool) -> None:
+        handle.wait()
+        self.check_late()
+        if self.placement.shard_gradients:
+            if self.grad_shard is None:
+                self.grad_shard = torch.empty_like(chunk)
+            if not fresh:
+                self.grad_shard.add_(out)
+            elif out is not self.grad_shard:
+                self.grad_shard.copy_(out)
+            self._free_grads()
+            return
+        if out is not chunk:
+            chunk.copy_(out)
+        if not fresh and self.grad_shard is not None:
+            chunk.add_(self.grad_shard)
+        self.grad_shard = None
+        if not self.placement.shard_optimizer:
+            self._comm.all_gather(self.grads_raw, chunk).wait()
+
+    def check_late(self) -> None:
+        """Raise if a gradient arrived after the reduction had begun: it would be lost."""
+        if self.reduced and not self._accumulating and self.grads._version != self._version:
+            raise PartitionedAccessError(
+                f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before "
+                "its unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at "
+                "the end of backward."
+            )
+
+    def _free_grads(self) -> None:
+        self._grad_storage.resize_(0)
+        refuse_storage(
+            self._grad_storage._cdata,
+            f"the gradient of a parameter of {self.label} was touched outside of backward: it is partitioned (ZeRO "
+            "stages 2 and 3), or nothing of its unit's output led to the loss in a way that the optimizer could see.",
+        )
+
+    def drop_grads(self) -> None:
+        """Forget the gradient: the next backward starts a new sum."""
+        self.reduced = self._accumulating = False
+        if self.placement.shard_gradients:
+            if self._grads_here:
+                self._free_grads()
+        else:
+            self.grad_shard = None
+
+    def reduced_chunk(self, index: int) -> torch.Tensor:
+        """(n,) the reduced gradient of chunk ``index``; only this rank's own where gradients or states are sharded."""
+        if self.placement.shard_gradients:
+            if self.grad_shard is None or index != self._comm.rank:
+                raise AssertionError(f"rank {self._comm.rank}: no reduced gradient of chunk {index} of {self.label}.")
+            return self.grad_shard
+        low, high = self.layout.shard_range(index, self._comm.size)
+        return self.grads_raw[low:high]
+
+    def visible_grad(self, slot: int) -> torch.Tensor | None:
+        """What ``parameter.grad`` shows: this rank's gradient before the reduction, the mean after it at stage 0."""
+        if not self.spec.trainable:
+            return None
+        if self._accumulating:
+            return self._grad_views[slot]
+        if not self.reduced:
+            return None
+        if (self.placement.shard_optimizer and self._comm.size > 1) or not self._grads_here:
+            raise PartitionedAccessError(
+                f"the gradient of {self.spec.names[slot]!r} is partitioned: this rank holds a shard of the mean. Use "
+                "clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "
+                "optimizer.zero_grad() to drop it."
+            )
+        return self._grad_views[slot]
+
+    def assign_grad(self, slot: int, value: torch.Tensor | None) -> None:
+        """What ``parameter.grad = value`` does: None empties the gradient of this parameter, a tensor replaces it."""
+        tensor, offset = self.layout.tensors[slot], self.layout.offsets[slot]
+        if not self.spec.trainable:
+            if value is not None:
+                raise ValueError(
+                    f"{tensor.name!r} was frozen when the optimizer was constructed; it takes no gradient."
+                )
+            return
+        if value is None:
+            if self._grads_here and (self._accumulating or self.reduced):
+                self.grads_raw[offset : offset + tensor.numel].zero_()
+            if self.grad_shard is not None and self.reduced:
+                low, _ = self.own_range()
+                start, stop = max(offset - low, 0), max(offset + tensor.numel - low, 0)
+                self.grad_shard[start:stop].zero_()
+            return
+        if self.placement.shard_gradients or self.reduced:
+            raise PartitionedAccessError(f"the gradient of {tensor.name!r} is partitioned; it cannot be assigned.")
+        self.open_grads()
+        self._grad_views[slot].copy_(value)

@@ -1,0 +1,49 @@
+"""The ``zero_optimization`` section of a configuration."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import Field
+
+from zoo.config import Section
+
+
+class ZeroConfig(Section):
+    """Options of the ZeRO optimizers. Sizes are numbers of elements, as in ds_config files."""
+
+    stage: int = Field(default=0, ge=0, le=3)
+    """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
+
+    reduce_bucket_size: int | None = Field(default=None, ge=1)
+    """Units are coalesced into buckets, one collective each, up to this many elements; the smaller of this and
+    allgather_bucket_size counts. Default: 2**20. A unit is never split."""
+
+    allgather_bucket_size: int | None = Field(default=None, ge=1)
+    """See reduce_bucket_size: parameters and gradients share their buckets."""
+
+    overlap_comm: bool = True
+    """Reduce gradients during backward. Otherwise all of them at its end."""
+
+    prefetch_bucket_size: int | None = Field(default=None, ge=0, alias="stage3_prefetch_bucket_size")
+    """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: one bucket."""
+
+    max_live_parameters: int | None = Field(default=None, ge=0, alias="stage3_max_live_parameters")
+    """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units
+    first. Default: two buckets. More means less communication and more memory."""
+
+    param_persistence_threshold: int = Field(default=100_000, ge=0, alias="stage3_param_persistence_threshold")
+    """Stage 3: parameters of at most this many elements stay whole on every rank."""
+
+    model_persistence_threshold: int = Field(default=sys.maxsize, ge=0, alias="stage3_model_persistence_threshold")
+    """Stage 3: at most this many elements stay whole because of param_persistence_threshold."""
+
+    sub_group_size: int = Field(default=2**24, ge=1)
+    """Low-precision parameters are updated in pieces of about this many elements, so that only one piece's gradient
+    exists in fp32 at a time."""
+
+    @property
+    def bucket_size(self) -> int:
+        """The size up to which units are coalesced, in elements."""
+        given = [size for size in (self.reduce_bucket_size, self.allgather_bucket_size) if size is not None]
+        return min(given, default=2**20)

@@ -1,0 +1,178 @@
+"""What a model's parameters become under a ZeRO optimizer, and how touching one at the wrong time is caught.
+
+Every bucket has a subclass of ``nn.Parameter`` of its own, and its parameters become instances of it (the objects stay
+the same). Two things hang on the class, so that they cost the same for one parameter as for a thousand:
+
+* ``grad`` is a property: the gradient lives in the bucket's flat buffer, and ``p.grad = None`` empties it there;
+* while the bucket is partitioned, ``__torch_function__`` refuses every operation except reading metadata, by name.
+
+Tensors made from a parameter earlier (a transpose kept by somebody) share its storage; the storage itself is then told
+to refuse access. Without either, reading freed storage would end the process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from zoo.zero.buckets import Bucket
+
+
+class PartitionedAccessError(RuntimeError, ValueError):
+    """A parameter or gradient was touched while only a shard of it is on this rank."""
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+_SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_CLEAR_ERROR = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+_GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "names", "grad_fn", "itemsize", "nbytes", "_version", "output_nr", "retains_grad",
+    "is_nested", "_backward_hooks",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "storage_offset", "ndimension",
+    "get_device", "is_same_size", "__len__", "is_inference", "__bool__",
+)  # fmt: skip
+
+
+def _allowed() -> frozenset[Any]:
+    # Hashing a slot wrapper is stable: torch passes these very objects to __torch_function__.
+    found: list[Any] = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    found.append(_REQUIRES_GRAD.__set__)
+    found += [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name) and name != "__bool__"]
+    return frozenset(found)
+
+
+_ALLOWED = _allowed()
+
+
+def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    if func in _ALLOWED:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    names = sorted({p._zoo_name for p in _partitioned_in((args, kwargs or {}))})
+    raise PartitionedAccessError(
+        f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
+        "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
+        "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
+        "(param_persistence_threshold), or read it inside `with optimizer.gathered():`."
+    )
+
+
+def _partitioned_in(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value] if getattr(type(value), "_zoo_bucket", None) is not None else []
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return [p for item in value for p in _partitioned_in(item)]
+    return []
+
+
+def _get_grad(self: Any) -> torch.Tensor | None:
+    return type(self)._zoo_bucket.visible_grad(self._zoo_slot)  # type: ignore[no-any-return]
+
+
+def _set_grad(self: Any, value: torch.Tensor | None) -> None:
+    type(self)._zoo_bucket.assign_grad(self._zoo_slot, value)
+
+
+def _get_requires_grad(self: Any) -> bool:
+    return _REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+
+
+def _set_requires_grad(self: Any, value: bool) -> None:
+    # Freezing for a while is fine: the gradient of these steps is zero. The other way round there is no place for one.
+    if value and not type(self)._zoo_bucket.spec.trainable:
+        raise ValueError(
+            f"parameter {self._zoo_name!r} was frozen when the ZeRO optimizer was constructed and has no place for a "
+            "gradient. Set requires_grad before constructing the optimizer, or close() it and construct a new one."
+        )
+    _REQUIRES_GRAD.__set__(self, value)
+
+
+def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    _set_requires_grad(self, requires_grad)
+    return self
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
+    # A copy (an averaged model, say) is a parameter of its own: it belongs to no bucket.
+    copy = memo.get(id(self))
+    if copy is None:
+        copy = memo[id(self)] = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
+    return copy
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    return nn.Parameter(torch.clone(self.detach()), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_REFUSE: Any = classmethod(_refuse)
+
+
+class Guard:
+    """Makes one bucket's parameters instances of a class of their own, and opens and closes that class."""
+
+    def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: str) -> None:
+        body = {
+            "_zoo_bucket": bucket,
+            "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
+            "requires_grad": property(_get_requires_grad, _set_requires_grad),
+            "requires_grad_": _requires_grad_,
+            "__torch_function__": _DISABLED,
+            "__deepcopy__": _deepcopy,
+            "__reduce_ex__": _reduce_ex,
+        }
+        self._class: Any = type("ZeroParameter", (nn.Parameter,), body)
+        self._address = storage._cdata
+        self._message = message
+
+    def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
+        """Make ``parameter`` an instance of the bucket's class."""
+        parameter.__class__ = self._class
+        parameter._zoo_name = name  # type: ignore[attr-defined]
+        parameter._zoo_slot = slot  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """From now on the bucket is partitioned: refuse its parameters and everything that shares their storage."""
+        self._class.__torch_function__ = _REFUSE
+        refuse_storage(self._address, self._message)
+
+    def open(self) -> None:
+        """The bucket is whole again."""
+        self._class.__torch_function__ = _DISABLED
+        allow_storage(self._address)
+
+
+def release(parameter: Any) -> None:
+    """Make an adopted parameter an ordinary ``nn.Parameter`` again, without a gradient."""
+    parameter.__class__ = nn.Parameter
+    del parameter._zoo_name, parameter._zoo_slot
+    parameter.grad = None
+
+
+def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Set the gradient that autograd accumulates into."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, value)
+
+
+def refuse_storage(address: int, message: str) -> None:
+    """Make every access to this storage's data raise ``message`` (where torch offers it)."""
+    if _SET_ERROR is not None and _CLEAR_ERROR is not None:
+        _SET_ERROR(address, message)
+
+
+def allow_storage(address: int) -> None:
+    """Undo :func:`refuse_storage`."""
+    if _CLEAR_ERROR is not None:
+        _CLEAR_ERROR(address)

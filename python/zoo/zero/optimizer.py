@@ -1,0 +1,472 @@
+"""The ZeRO optimizers: one implementation, a placement for each stage.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5 and 7.
+Symbols: Ψ parameters, N data-parallel ranks, K bytes of optimizer state a parameter. Bytes of model states a rank with
+16-bit parameters: stage 0 (2+2+K)Ψ, stage 1 (2+2+K/N)Ψ, stage 2 (2+(2+K)/N)Ψ, stage 3 (2+2+K)Ψ/N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator
+from zoo.zero import state as state_io
+from zoo.zero.buckets import STAGES, Bucket, plan_buckets
+from zoo.zero.config import ZeroConfig
+from zoo.zero.guard import release as release_parameter
+from zoo.zero.runtime import Runtime
+from zoo.zero.scaler import LossScaler, make_scaler
+from zoo.zero.segments import check_elementwise, cut_segments, in_pieces
+from zoo.zero.units import UnitChoice, check_parameters, find_units
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Trains a model data-parallel, with its training state split over the ranks as the stage says.
+
+    After each backward of every rank the gradient is g = 1/N Σ_r g_r, and ``step`` applies the wrapped optimizer to it
+    exactly as one process would that sees the mean of the ranks' losses. At one world size all stages compute the same
+    bits in fp32. Use it the PyTorch way::
+
+        optimizer = Stage3Optimizer(model, optimizer=torch.optim.AdamW, lr=3e-4)
+        loss = model(batch).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        model: the module to train. Its parameter objects stay; their memory moves to flat buffers, and the values of
+            rank 0 are broadcast.
+        stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
+        optimizer: a ``torch.optim`` class, or anything with the same interface, whose update is elementwise; or the
+            name of one in the registry (kind "optimizer").
+        group: process group or one-dimensional DeviceMesh of the data-parallel ranks; None for the default group.
+        params: parameter groups as for ``torch.optim``; by default one group of all trainable parameters.
+        units: which modules are gathered as one (classes, modules, or a predicate); see
+            :func:`~zoo.zero.units.find_units`.
+        clip_norm: clip the global gradient norm to this before each step; 0 for no clipping.
+        loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
+        reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
+        check: agree on a fingerprint of each collective before it, for debugging.
+        config: a :class:`~zoo.zero.ZeroConfig`; single options of it may be given as keywords instead.
+        options: options of ``ZeroConfig``, and the wrapped optimizer's own arguments.
+
+    Parameters in bf16 or fp16 get an fp32 master copy, which is what the optimizer updates. A trainable parameter that
+    receives no gradient counts as having a zero gradient, as with torch's ``zero_grad(set_to_none=False)``.
+
+    Raises:
+        ValueError: options or parameters that cannot work; the message says what to change.
+        NotImplementedError: the optimizer's update is not elementwise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stage: int | None = None,
+        optimizer: Any = torch.optim.AdamW,
+        group: Any = None,
+        params: Iterable[Any] | None = None,
+        units: UnitChoice | None = None,
+        clip_norm: float = 0.0,
+        loss_scale: float | str | LossScaler | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        check: bool = False,
+        config: ZeroConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = _resolve_config(config, stage, options)
+        if not clip_norm >= 0:
+            raise ValueError(f"clip_norm={clip_norm}; it must be a norm > 0, or 0 for no clipping.")
+        check_parameters(model)
+        optimizer = _find_optimizer(optimizer)
+        self.model, self.clip_norm, self.scaler = model, clip_norm, make_scaler(loss_scale)
+        self.comm = Communicator(group, check=check)
+        self.grad_norm: float | None = None
+        self.skipped, self.num_skipped = False, 0
+        groups = _param_groups(model, params)
+        check_elementwise(lambda tensors: optimizer(tensors, **options), getattr(optimizer, "__name__", str(optimizer)))
+        self._build(model, groups, units, reduce_dtype)
+        inner = [{**{k: v for k, v in g.items() if k != "params"}, "params": []} for g in groups]
+        for segment in self._segments:
+            inner[segment.group]["params"].append(segment.tensor)
+        self.inner = optimizer(inner, **options)
+        self._sealed = False
+        super().__init__(groups, self.inner.defaults)
+        self._sealed = True
+        self.state = self.inner.state
+
+    def _build(
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], units: UnitChoice | None, dtype: torch.dtype | None
+    ) -> None:
+        cfg = self.config
+        group_of = {id(p): i for i, g in enumerate(groups) for p in g["params"]}
+        specs = find_units(model, units)
+        plan = plan_buckets(
+            specs,
+            bucket_size=cfg.bucket_size,
+            persistence_threshold=cfg.param_persistence_threshold,
+            model_persistence_threshold=cfg.model_persistence_threshold,
+            group_of=lambda p: group_of.get(id(p), -1),
+        )
+        described = [(b.names, [tuple(p.shape) for p in b.parameters], str(b.dtype), b.groups) for b in plan]
+        digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
+        device = plan[0].parameters[0].device
+        self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
+        placement = STAGES[cfg.stage]
+        self._buckets = [Bucket(i, spec, placement, self.comm) for i, spec in enumerate(plan)]
+        self._trainable = [b for b in self._buckets if b.spec.trainable]
+        self._segments = [s for b in self._trainable for s in cut_segments(b)]
+        mixed = any(s.target is not None for s in self._segments)
+        self._pieces = in_pieces(self._segments, cfg.sub_group_size) if mixed else [self._segments]
+        largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
+        itemsize = plan[0].dtype.itemsize
+
+        def budget(elements: int | None, default: int) -> int:
+            return default if elements is None else elements * itemsize
+
+        self._runtime = Runtime(
+            specs,
+            self._buckets,
+            reduce_dtype=dtype,
+            overlap=cfg.overlap_comm,
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest),
+            keep_bytes=budget(cfg.max_live_parameters, 2 * largest),
+        )
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor :meth:`backward` multiplies the loss by; 1.0 without loss scaling."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``(loss * loss_scale).backward()``. Without loss scaling plain ``loss.backward()`` is the same."""
+        (loss * self.loss_scale if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate on each rank without communicating; the next one outside reduces the sum.
+
+        At stages 2 and 3 the whole local gradient exists meanwhile. All ranks must do it for the same backwards.
+        """
+        before, self._runtime.sync = self._runtime.sync, False
+        try:
+            yield
+        finally:
+            self._runtime.sync = before
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip, update this rank's segments, and bring the new parameters to every rank that keeps them whole.
+
+        With loss scaling a step whose gradients are not finite on some rank is skipped on all (``skipped``).
+        Does nothing when there was no backward since ``zero_grad``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.skipped = False
+        self._settle()
+        if not self._runtime.reduced:
+            return loss
+        factor = 1.0 / self.loss_scale
+        if self.clip_norm or self.scaler is not None:
+            norm = self._norm() * factor
+            self.grad_norm = norm
+            finite = norm == norm and norm != float("inf")
+            if self.scaler is not None:
+                self.scaler.update(overflow=not finite)
+                if not finite:
+                    self.skipped = True
+                    self.num_skipped += 1
+                    return loss
+            if self.clip_norm:
+                factor *= min(self.clip_norm / (norm + 1e-6), 1.0)
+        self._update(factor)
+        self._publish()
+        return loss
+
+    def _settle(self) -> None:
+        if self._runtime.unreduced:
+            self._runtime.reduce_all()
+
+    def _norm(self) -> float:
+        """sqrt(Σ g²) over the whole mean gradient, summed bucket by bucket and chunk by chunk at every stage."""
+        partials = [
+            torch.stack([torch.linalg.vector_norm(b.reduced_chunk(c), dtype=torch.float32) for b in self._trainable])
+            for c in self._trainable[0].updated_chunks()
+        ]
+        mine = torch.cat(partials)
+        if len(partials) < self.comm.size:
+            everyone = mine.new_empty(self.comm.size * mine.numel())
+            self.comm.all_gather(everyone, mine).wait()
+            mine = everyone
+        return float(mine.double().square().sum().sqrt())
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
+        self._settle()
+        if not self._runtime.reduced:
+            return 0.0
+        norm = self._norm() / self.loss_scale
+        factor = min(max_norm / (norm + 1e-6), 1.0)
+        for bucket in self._trainable:
+            for chunk in bucket.updated_chunks():
+                bucket.reduced_chunk(chunk).mul_(factor)
+        return norm
+
+    def _update(self, factor: float) -> None:
+        inner = self.inner
+        for outer, group in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update({k: v for k, v in outer.items() if k != "params"})
+        whole = [group["params"] for group in inner.param_groups]
+        for piece in self._pieces:
+            if len(self._pieces) > 1:
+                for group in inner.param_groups:
+                    group["params"] = []
+                for segment in piece:
+                    inner.param_groups[segment.group]["params"].append(segment.tensor)
+            for segment in piece:
+                gradient = segment.gradient()
+                if segment.target is not None:
+                    gradient = gradient.float()
+                segment.tensor.grad = gradient.mul_(factor) if factor != 1.0 else gradient
+            inner.step()
+            for segment in piece:
+                segment.tensor.grad = None
+                if segment.target is not None:
+                    segment.target.copy_(segment.tensor)
+        for group, tensors in zip(inner.param_groups, whole, strict=True):
+            group["params"] = tensors
+
+    def _publish(self) -> None:
+        handles = [bucket.publish() for bucket in self._trainable]
+        self._runtime.reset()
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
+        self._runtime.reduced = self._runtime.unreduced = False
+        for bucket in self._trainable:
+            bucket.drop_grads()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only construction adds groups: buckets are laid out once."""
+        if getattr(self, "_sealed", False):
+            raise NotImplementedError("a ZeRO optimizer takes all its parameter groups at construction (params=...).")
+        super().add_param_group(param_group)
+
+    # Looking inside --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
+        for bucket in self._buckets:
+            bucket.active += 1
+            bucket.wait()
+        try:
+            yield
+        finally:
+            for bucket in self._buckets:
+                bucket.active -= 1
+            self._runtime.reset()
+
+    @torch.no_grad()
+    def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
+        found: dict[str, torch.Tensor] = {}
+        for bucket in self._buckets:
+            was_live = bucket.live
+            bucket.wait()
+            for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
+                found[name] = parameter.detach().to("cpu", dtype, copy=True)
+            if not was_live:
+                bucket.release()
+        return {name: found[name] for name, _ in self.model.named_parameters()}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of model states on this rank now, by role: parameters, gradients, optimizer, total."""
+        optimizer = sum(s.tensor.nbytes for s in self._segments if s.target is not None)
+        for state in self.inner.state.values():
+            optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+        parameters = sum(b.parameter_bytes() for b in self._buckets)
+        gradients = sum(b.gradient_bytes() for b in self._trainable)
+        total = parameters + gradients + optimizer
+        return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
+
+    def close(self) -> None:
+        """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
+        self._runtime.remove()
+        for bucket in self._buckets:
+            bucket.wait()
+            for parameter in bucket.spec.parameters:
+                release_parameter(parameter)
+                parameter.data = parameter.data.clone()
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def state_slices(self) -> list[state_io.StateSlice]:
+        """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
+        return state_io.slices_of(self._segments, self.inner.state, self._buckets)
+
+    def state_scalars(self) -> dict[str, float]:
+        """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
+        found = state_io.scalars_of(self._segments, self.inner.state)
+        if self.scaler is not None:
+            found |= {f"zero/{key}": value for key, value in self.scaler.state().items()}
+        return found
+
+    @torch.no_grad()
+    def load_state(self, read: state_io.Reader, scalars: Mapping[str, float]) -> None:
+        """Continue from the state that ``read`` and ``scalars`` give, saved at any world size and stage. Collective.
+
+        Args:
+            read: ``read(name, role, start, length)`` returns these elements as a 1-D tensor, or raises KeyError when
+                there is no such state (nothing but parameters exists before the first step).
+            scalars: the union of :meth:`state_scalars` of all ranks that saved.
+        """
+        self.zero_grad()
+        self._make_states()
+        for segment in self._segments:
+            state = self.inner.state[segment.tensor]
+            if not state_io.fill_segment(segment, state, read, scalars):
+                del self.inner.state[segment.tensor]
+            if segment.target is not None:
+                segment.target.copy_(segment.tensor)
+        for bucket in self._buckets:
+            if not bucket.spec.trainable:
+                state_io.fill_frozen(bucket, read)
+        self._publish()
+        mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
+        if self.scaler is not None and mine:
+            self.scaler.load(mine)
+
+    def _make_states(self) -> None:
+        # A step on zero gradients makes the entries that the optimizer keeps; load_state overwrites all their values,
+        # and the parameters.
+        for segment in self._segments:
+            segment.tensor.grad = torch.zeros_like(segment.tensor)
+        self.inner.step()
+        for segment in self._segments:
+            segment.tensor.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
+
+        Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
+        be read under another placement use :meth:`state_slices`.
+        """
+        held = state_io.slices_of(self._segments, self.inner.state, self._buckets, owned=False)
+        slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        return {"slices": slices, "scalars": self.state_scalars(), "param_groups": groups, "rank": self.comm.rank,
+                "world_size": self.comm.size}  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned on this rank."""
+        where = (state_dict.get("rank"), state_dict.get("world_size"))
+        if where != (self.comm.rank, self.comm.size):
+            raise ValueError(
+                f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {self.comm.rank} of "
+                f"{self.comm.size} at stage {self.config.stage}. load_state() with the slices of all ranks "
+                f"reads any placement into any other."
+            )
+        slices = state_dict["slices"]
+
+        def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+            found: torch.Tensor = slices[f"{role}|{name}|{start}"]
+            return found
+
+        self.load_state(read, state_dict["scalars"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+
+
+class Stage0Optimizer(ZeroOptimizer):
+    """Plain data parallelism: nothing is split, gradients are all-reduced. See :class:`ZeroOptimizer`."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, stage=0, **options)
+
+
+class Stage1Optimizer(ZeroOptimizer):
+    """Optimizer states are split over the ranks (P_os). See :class:`ZeroOptimizer`."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, stage=1, **options)
+
+
+class Stage2Optimizer(ZeroOptimizer):
+    """Optimizer states and gradients are split over the ranks (P_os+g). See :class:`ZeroOptimizer`."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, stage=2, **options)
+
+
+class Stage3Optimizer(ZeroOptimizer):
+    """Optimizer states, gradients and parameters are split over the ranks (P_os+g+p). See :class:`ZeroOptimizer`."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, stage=3, **options)
+
+
+def _resolve_config(config: ZeroConfig | None, stage: int | None, options: dict[str, Any]) -> ZeroConfig:
+    """Take the ZeRO options out of ``options`` and put them over ``config``."""
+    given = {key: options.pop(key) for key in list(options) if key in ZeroConfig.model_fields}
+    if stage is not None:
+        given["stage"] = stage
+    base = config.model_dump() if config is not None else {}
+    return ZeroConfig.model_validate({**base, **given})
+
+
+def _find_optimizer(optimizer: Any) -> Any:
+    if isinstance(optimizer, str):
+        from zoo import registry
+
+        optimizer = registry.get("optimizer", optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise ValueError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass the class (optimizer=torch.optim.AdamW) "
+            "and its arguments (lr=3e-4), so that it can be built on this rank's part of the parameters."
+        )
+    return optimizer
+
+
+def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Parameter groups as lists of dicts, each trainable parameter of the model in exactly one."""
+    trainable = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
+    if params is None:
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    given = list(params)
+    groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    seen: set[int] = set()
+    for i, group in enumerate(groups):
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        group["params"] = [p for p in members if p.requires_grad]
+        for p in group["params"]:
+            if id(p) not in trainable:
+                raise ValueError(
+                    f"params= group {i} holds a tensor of shape {tuple(p.shape)} that is not in the model."
+                )
+            if id(p) in seen:
+                raise ValueError(f"params= holds {trainable[id(p)]!r} more than once.")
+            seen.add(id(p))
+    missing = [name for key, name in trainable.items() if key not in seen]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} trainable parameter(s) are in no group of params=: {', '.join(missing[:5])}. Add them to "
+            "a group, or freeze them (requires_grad=False)."
+        )
+    return groups

@@ -1,0 +1,367 @@
+"""What happens when: the hooks that gather, release and reduce buckets while the user's model runs.
+
+Forward: when a unit starts, its partitioned buckets are gathered and the next ones of the recorded order are
+prefetched; when it ends they are released, up to a budget of bytes that stays for the backward soon to come. With
+gradients enabled each call is written on a *tape*: a plain list of units.
+
+Backward: the one hook on a unit's output runs right before the unit's own backward. The autograd engine runs nodes in
+the reverse order of their creation, so at that moment everything recorded later on the tape is finished; the tape is
+walked back to this entry, which gathers what this and the skipped units need, releases and reduces what is finished, in
+an order that depends on the tape alone. So every rank issues the same collectives in the same order even when a part of
+the model gets a gradient on some ranks only. What no hook reached is walked at the end of backward.
+
+All of it is a constant number of Python operations a unit; nothing is done by parameter, and nothing is polled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from zoo.zero.buckets import Bucket
+from zoo.zero.orders import Orders
+from zoo.zero.units import UnitSpec
+
+_graph_task = torch._C._current_graph_task_id
+
+
+class Unit:
+    """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
+
+    __slots__ = ("depth", "name", "partitioned", "recorded", "trainable")
+
+    def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
+        self.name = spec.name
+        self.partitioned = tuple(b for b in buckets if b.partitioned)
+        self.trainable = tuple(b for b in buckets if b.spec.trainable)
+        self.recorded = tuple(b for b in buckets if b.partitioned or b.spec.trainable)
+        self.depth = 0
+
+
+class Tape:
+    """The unit calls of one forward pass that backward will come back to.
+
+    ``units[i]`` is the unit of call i, in the order in which the calls ended; ``order`` holds (i, bucket) where call i
+    is the first that may use the bucket: when backward is past i, the bucket is finished.
+    """
+
+    __slots__ = ("cursor", "order", "serial", "spent", "units")
+
+    def __init__(self, serial: int) -> None:
+        self.serial = serial
+        self.spent = False  # a backward has been through
+        self.units: list[Unit] = []
+        self.order: list[tuple[int, Bucket]] = []
+        self.cursor = -1  # calls [cursor, len) are done; -1 before backward first comes here
+
+    def __del__(self) -> None:
+        # A forward whose outputs were dropped: its buckets wait for it no longer.
+        for _, bucket in self.order:
+            bucket.pending -= 1
+
+
+class Runtime:
+    """Hooks the units of a model to their buckets.
+
+    Args:
+        reduce_dtype: dtype in which gradients travel, None for their own.
+        overlap: reduce buckets during backward; otherwise all at its end.
+        prefetch_bytes: how far ahead of the running unit buckets are gathered.
+        keep_bytes: gathered buckets kept after a forward for the backward to come, the latest first.
+        num_in_flight: reductions under way before the oldest is waited for.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        buckets: Sequence[Bucket],
+        *,
+        reduce_dtype: torch.dtype | None,
+        overlap: bool,
+        prefetch_bytes: int,
+        keep_bytes: int,
+        num_in_flight: int = 2,
+    ) -> None:
+        self.sync = True
+        self.unreduced = False  # some backward accumulated without reducing
+        self.reduced = False  # there is a reduced gradient to step with
+        self._reduce_dtype, self._overlap = reduce_dtype, overlap
+        self._prefetch_bytes, self._keep_bytes, self._num_in_flight = prefetch_bytes, keep_bytes, num_in_flight
+        self._buckets = list(buckets)
+        self._to_reduce = [b for b in reversed(self._buckets) if b.spec.trainable]
+        self._next_reduce = 0
+        self._in_flight: deque[Callable[[], None]] = deque()
+        self._kept: dict[Bucket, None] = {}
+        self._kept_bytes = 0
+        self._early: dict[Bucket, None] = {}  # prefetched in this forward, not used yet
+        self._orders = Orders()
+        self._tape: Tape | None = None
+        self._visited: list[Tape] = []
+        self._serial = 0
+        self._depth = 0
+        self._in_backward = False
+        self._hold = False  # reduce nothing before the end of this backward
+        self._hooks: list[Any] = []
+        self._has_partitioned = any(b.partitioned for b in self._buckets)
+        self._install(units)
+
+    def _install(self, specs: Sequence[UnitSpec]) -> None:
+        by_unit: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
+        for bucket in self._buckets:
+            for name in dict.fromkeys(bucket.spec.units):
+                by_unit[name].append(bucket)
+        for spec in specs:
+            unit = Unit(spec, by_unit[spec.name])
+            if not unit.recorded and spec.name:
+                continue
+            self._hooks.append(spec.module.register_forward_pre_hook(partial(self._enter, unit)))
+            self._hooks.append(spec.module.register_forward_hook(partial(self._exit, unit), always_call=True))
+
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if _graph_task() != -1:  # recomputation inside backward
+            self._begin_backward()
+            unit.depth += 1
+            for bucket in unit.partitioned:
+                bucket.wait()
+            return
+        if self._depth == 0:
+            self._begin_pass(module)
+        self._depth += 1
+        unit.depth += 1
+        tape = self._tape
+        if tape is not None and torch.is_grad_enabled():
+            serial, start = tape.serial, len(tape.units)
+            for bucket in unit.recorded:
+                if bucket.tape_serial != serial:
+                    bucket.tape_serial = serial
+                    bucket.pending += 1
+                    tape.order.append((start, bucket))
+        if unit.partitioned:
+            self._acquire(unit)
+
+    def _begin_pass(self, module: nn.Module) -> None:
+        self._serial += 1
+        self._tape = Tape(self._serial)
+        if self._has_partitioned:
+            self._orders.begin((module.training, torch.is_grad_enabled()))
+
+    def _acquire(self, unit: Unit) -> None:
+        for bucket in unit.partitioned:
+            bucket.active += 1
+            if bucket in self._kept:
+                del self._kept[bucket]
+                self._kept_bytes -= bucket.num_bytes
+            self._early.pop(bucket, None)
+            bucket.gather()
+            self._orders.advance(bucket.index)
+        ahead = 0
+        for index in self._orders.upcoming():
+            bucket = self._buckets[index]
+            ahead += bucket.num_bytes
+            if ahead > self._prefetch_bytes:
+                break
+            if not bucket.live:
+                self._early[bucket] = None
+                bucket.gather()
+        for bucket in unit.partitioned:
+            bucket.wait()
+
+    def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit.depth == 0:  # its forward did not get as far as our first hook
+            return
+        unit.depth -= 1
+        if _graph_task() != -1:
+            if torch.is_grad_enabled():
+                for tensor in _tensors(output):
+                    self._hook(tensor, partial(self._on_late, unit))
+            return
+        self._depth -= 1
+        tape = self._tape
+        if tape is not None:
+            recorded = False
+            for tensor in (output,) if type(output) is torch.Tensor else _tensors(output):
+                if tensor.requires_grad:
+                    if not recorded:
+                        recorded = True
+                        tape.units.append(unit)
+                    self._hook(tensor, partial(self._on_output_grad, tape, len(tape.units) - 1))
+        for bucket in unit.partitioned:
+            bucket.active -= 1
+            if bucket.active == 0:
+                self._set_aside(bucket, keep=torch.is_grad_enabled())
+        if self._depth == 0:
+            self._end_pass()
+
+    @staticmethod
+    def _hook(tensor: torch.Tensor, function: Callable[..., None]) -> None:
+        node = tensor.grad_fn
+        if node is not None:
+            node.register_prehook(function)
+        elif tensor.requires_grad:
+            tensor.register_hook(function)  # type: ignore[no-untyped-call]
+
+    def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
+        if not keep or bucket.num_bytes > self._keep_bytes:
+            bucket.release()
+            return
+        self._kept[bucket] = None
+        self._kept_bytes += bucket.num_bytes
+        while self._kept_bytes > self._keep_bytes:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._kept_bytes -= oldest.num_bytes
+            oldest.release()
+
+    def _end_pass(self) -> None:
+        self._tape = None
+        if self._has_partitioned:
+            self._orders.end()
+            # Prefetched and not used: the prediction was wrong.
+            for bucket in self._early:
+                bucket.release()
+            self._early.clear()
+
+    # Backward --------------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward, self._hold = True, False
+            self._next_reduce = 0
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _on_output_grad(self, tape: Tape, index: int, grads: Any) -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in flat "
+                "buffers, which a second derivative cannot pass through."
+            )
+        self._begin_backward()
+        if tape.spent:
+            # A second backward through a retained graph: the tape no longer tells what is finished.
+            self._hold = True
+            self._open(tape.units[index])
+            return
+        if tape.cursor < 0:
+            tape.cursor = len(tape.units)
+            self._visited.append(tape)
+        if index < tape.cursor:
+            self._walk(tape, index)
+
+    def _walk(self, tape: Tape, index: int) -> None:
+        order = tape.order
+        while tape.cursor > index:
+            tape.cursor -= 1
+            while order and order[-1][0] > tape.cursor:
+                self._finished(order.pop()[1])
+            unit = tape.units[tape.cursor]
+            for bucket in unit.partitioned:
+                bucket.gather()
+        if unit.partitioned:
+            ahead, position = 0, tape.cursor - 1
+            while position >= 0 and ahead < self._prefetch_bytes:
+                for bucket in tape.units[position].partitioned:
+                    ahead += bucket.num_bytes
+                    if ahead <= self._prefetch_bytes:
+                        bucket.gather()
+                position -= 1
+        self._open(unit)
+        if self._overlap and self.sync and not self._hold:
+            self._launch_ready()
+
+    def _open(self, unit: Unit) -> None:
+        for bucket in unit.partitioned:
+            bucket.wait()
+        for bucket in unit.trainable:
+            bucket.open_grads()
+
+    def _on_late(self, unit: Unit, grads: Any) -> None:
+        # A unit that was run inside backward (re-entrant checkpointing) and now gets its own, nested backward.
+        self._begin_backward()
+        self._open(unit)
+
+    def _finished(self, bucket: Bucket) -> None:
+        bucket.pending -= 1
+        if bucket.pending == 0 and bucket.partitioned:
+            if bucket in self._kept:
+                del self._kept[bucket]
+                self._kept_bytes -= bucket.num_bytes
+            bucket.release()
+
+    def _launch_ready(self) -> None:
+        waiting = self._to_reduce
+        while self._next_reduce < len(waiting) and waiting[self._next_reduce].pending == 0:
+            self._launch(waiting[self._next_reduce])
+            self._next_reduce += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= self._num_in_flight:
+            self._in_flight.popleft()()
+        self._in_flight.append(bucket.start_reduce(self._reduce_dtype))
+
+    def _end_backward(self) -> None:
+        for tape in self._visited:
+            if tape.cursor > 0:
+                self._walk(tape, 0)
+            while tape.order:
+                self._finished(tape.order.pop()[1])
+            tape.spent = True
+        self._visited.clear()
+        self._in_backward = False
+        if self.sync:
+            self.reduce_all()
+        else:
+            self.unreduced = True
+        self._release_all()
+
+    def reduce_all(self) -> None:
+        """Reduce every bucket that this backward has not reduced yet, and wait for all of it."""
+        for bucket in self._to_reduce[self._next_reduce :]:
+            self._launch(bucket)
+        self._next_reduce = 0
+        while self._in_flight:
+            self._in_flight.popleft()()
+        for bucket in self._to_reduce:
+            bucket.check_late()
+        self.unreduced, self.reduced = False, True
+
+    def _release_all(self) -> None:
+        if self._has_partitioned:
+            self._kept.clear()
+            self._early.clear()
+            self._kept_bytes = 0
+            for bucket in self._buckets:
+                if bucket.partitioned and not bucket.active:
+                    bucket.release()
+
+    def reset(self) -> None:
+        """Drop gathered parameters: an update made them stale."""
+        self._release_all()
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a module's output: nested tuples, lists, dicts and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for member in dataclasses.fields(output):
+            yield from _tensors(getattr(output, member.name))

@@ -1,0 +1,142 @@
+"""Units: the modules whose parameters are gathered and reduced together, and who owns which parameter.
+
+A unit is a module; its parameters are needed from the start of its forward to the end, and again in its backward. Units
+may contain units. A parameter belongs to the innermost unit that contains every module holding it, so a tied weight
+belongs to a unit that is open during all of its uses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+UnitChoice = Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(eq=False)
+class UnitSpec:
+    """One unit: its module, the module's path in the model, and the parameters it owns, by their first full name."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitSpec]:
+    """The units of a model in the order of ``named_modules``; the first is the model itself.
+
+    Args:
+        choice: classes and modules, or a predicate ``(path, module) -> bool``, naming the units. By default: repeated
+            blocks (children of a container of which there are at least two of one class), and outside of them every
+            module that holds parameters directly.
+
+    Every parameter is owned by exactly one unit; units that own nothing are left out, except the model itself, whose
+    forward marks where a pass begins and ends.
+
+    Raises:
+        ValueError: a chosen module is not part of the model, or has no forward of its own that would be called.
+    """
+    chosen = _chosen(model, choice) if choice is not None else _default(model)
+    units = {name: UnitSpec(name, module) for name, module in model.named_modules() if name == "" or name in chosen}
+    for name, (parameter, holders) in _holders(model).items():
+        units[_owner(holders, units)].parameters[name] = parameter
+    return [u for u in units.values() if u.parameters or u.name == ""]
+
+
+def _default(model: nn.Module) -> set[str]:
+    chosen: set[str] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        container = isinstance(module, _CONTAINERS)
+        classes = Counter(type(child) for child in module.children())
+        if not container and path and any(True for _ in module.parameters(recurse=False)):
+            chosen.add(path)
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            repeated = container and classes[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if repeated and any(True for _ in child.parameters()):
+                chosen.add(child_path)
+            else:
+                visit(child_path, child)
+
+    visit("", model)
+    return chosen
+
+
+def _chosen(model: nn.Module, choice: UnitChoice) -> set[str]:
+    modules = dict(model.named_modules())
+    if callable(choice) and not isinstance(choice, Sequence):
+        names = {name for name, module in modules.items() if name and choice(name, module)}
+    else:
+        classes = tuple(c for c in choice if isinstance(c, type))
+        objects = {id(c) for c in choice if isinstance(c, nn.Module)}
+        names = {n for n, m in modules.items() if n and (isinstance(m, classes) or id(m) in objects)}
+        strangers = objects - {id(m) for m in modules.values()}
+        if strangers:
+            raise ValueError(f"units= names {len(strangers)} module(s) that are not part of the model.")
+    for name in names:
+        if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"units= chose {name!r}, a {type(modules[name]).__name__}: it is never called itself, so its "
+                "parameters would never be gathered. Choose its elements."
+            )
+    return names
+
+
+def _holders(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[str]]]:
+    # By the parameter's first name: the parameter, and the paths of all modules that hold it.
+    first: dict[int, str] = {}
+    held: dict[str, tuple[nn.Parameter, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{path}.{leaf}" if path else leaf
+            name = first.setdefault(id(parameter), full)
+            held.setdefault(name, (parameter, []))[1].append(path)
+    return held
+
+
+def _owner(holders: Iterable[str], units: dict[str, UnitSpec]) -> str:
+    chains = [_enclosing(path, units) for path in holders]
+    common = [unit for unit in chains[0] if all(unit in chain for chain in chains[1:])]
+    return common[0]
+
+
+def _enclosing(path: str, units: dict[str, UnitSpec]) -> list[str]:
+    # The units that contain the module at `path`, innermost first; the model itself comes last.
+    parts = path.split(".") if path else []
+    candidates = [".".join(parts[:k]) for k in range(len(parts), 0, -1)]
+    return [c for c in candidates if c in units] + [""]
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
+    devices: Counter[torch.device] = Counter()
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
+                "Construct the optimizer from the original model, once, and before any other wrapper."
+            )
+        if parameter.layout is not torch.strided or parameter.is_complex() or parameter.is_quantized:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.layout} of {parameter.dtype}; only dense real ones work."
+            )
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: it has no values yet. Materialise the model first."
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(f"parameter {name!r} of {parameter.dtype} requires a gradient; only floating point can.")
+        devices[parameter.device] += 1
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters live on {len(devices)} devices ({', '.join(map(str, devices))}); move them to one."
+        )
+    if not devices:
+        raise ValueError("the model has no parameters.")
