@@ -23,6 +23,13 @@ class CheckpointError(ValueError):
         self.everywhere = everywhere
 
 
+class MissingStateError(CheckpointError, KeyError):
+    """The checkpoint has no such tensor, or not in that role."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would quote it
+
+
 def together(comm: Communicator, what: str, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and give everyone everyone's result, in rank order. A collective.
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zoo.checkpointing.coverage import Piece, check, group
-from zoo.checkpointing.errors import CheckpointError, together
+from zoo.checkpointing.errors import CheckpointError, MissingStateError, together
 from zoo.checkpointing.manifest import Manifest, check_directory, check_sum, read_manifest
 from zoo.checkpointing.names import check_tag, find, key_of, latest_tag, parse_key
 from zoo.checkpointing.writing import RANK_ROLE
@@ -87,11 +87,12 @@ class Checkpoint:
         """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they were saved in.
 
         Raises:
-            CheckpointError: no such tensor or role, or a range outside of it.
+            MissingStateError: no such tensor or role (also a KeyError).
+            CheckpointError: a range outside of it.
         """
         if name not in self.roles or role not in self.roles[name]:
             held = ", ".join(sorted(self.roles[name])) if name in self.roles else "no tensor of that name"
-            raise CheckpointError(f"checkpoint {self.tag!r} has no {role} of {name!r}; it has {held}")
+            raise MissingStateError(f"checkpoint {self.tag!r} has no {role} of {name!r}; it has {held}")
         numel = 1
         for dim in self.shapes[name]:
             numel *= dim

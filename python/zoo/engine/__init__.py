@@ -9,5 +9,4 @@ from zoo.engine.engine import Engine
 from zoo.engine.initialize import initialize
 from zoo.engine.loader import ShardedLoader, shuffled
 
-
 __all__ = ["Engine", "ShardedLoader", "initialize", "shuffled"]

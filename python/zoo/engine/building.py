@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.comm import Communicator
 from zoo.config import Config
 from zoo.registry import Registry, nearest
 from zoo.zero import LossScaler, ZeroOptimizer
@@ -87,9 +86,10 @@ def build_optimizer(
         stage=config.zero_optimization.stage,
         optimizer=optimizer,
         config=config.zero_optimization,
-        group=Communicator(group, check=True) if config.comm.check else group,
+        group=group,
         params=params,
-        clip_norm=config.gradient_clipping or None,
+        clip_norm=config.gradient_clipping,
+        check=config.comm.check,
         loss_scale=loss_scale(config),
         **options,
     )
@@ -103,7 +103,7 @@ def check_options(name: str, factory: Callable[..., Any], options: Mapping[str, 
         return  # written in C without a signature: the call itself will speak
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
-    known = [key for key in list(parameters)[1:]]
+    known = list(parameters)[1:]
     for key in options:
         if key not in known:
             guess = nearest(key, known)

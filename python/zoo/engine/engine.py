@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.checkpointing import load, save
+from zoo.checkpointing import load, save, together
 from zoo.config import Config
 from zoo.engine.loader import ShardedLoader
-from zoo.engine.state import buffer_slices, engine_meta, load_buffers, random_state, restore_meta, set_random_state
+from zoo.engine.state import (
+    buffer_slices,
+    check_fits,
+    engine_meta,
+    load_buffers,
+    random_state,
+    restore_meta,
+    set_random_state,
+)
 from zoo.zero import ZeroOptimizer
 
 
@@ -186,6 +194,8 @@ class Engine:
                 that it does not fit.
         """
         found = load(directory, tag, self.comm)
+        what = f"loading the checkpoint {found.tag!r} into this model"
+        together(self.comm, what, lambda: check_fits(found, self.optimizer.state_slices()))
         self.optimizer.load_state(found.read, found.scalars)
         load_buffers(self.module, found)
         restore_meta(self, found)

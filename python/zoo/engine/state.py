@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.checkpointing import Checkpoint, CheckpointError
+from zoo.checkpointing import Checkpoint, CheckpointError, StateSlice
 from zoo.comm import Communicator
 
 if TYPE_CHECKING:
@@ -52,6 +52,16 @@ def load_buffers(module: nn.Module, found: Checkpoint) -> None:
                     f"{found.shapes.get(name, 'no such buffer')}"
                 )
             buffer.copy_(found.tensor(name, BUFFER))
+
+
+def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
+    """Raise CheckpointError unless every tensor of these slices is in the checkpoint with the same shape."""
+    for item in slices:
+        if item.role == "parameter" and found.shapes.get(item.name) != tuple(item.shape):
+            raise CheckpointError(
+                f"the model's {item.name!r} has shape {tuple(item.shape)}; checkpoint {found.tag!r} has "
+                f"{found.shapes.get(item.name, 'no such tensor')}: build the model as it was when the checkpoint was written"
+            )
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ class WarmupCosineLR(Schedule):
 
         def __post_init__(self) -> None:
             check_warmup("WarmupCosineLR", self.warmup_num_steps, self.warmup_type)
-            check_total("WarmupCosineLR", self.total_num_steps, self.warmup_num_steps)
+            check_total("WarmupCosineLR", self.total_num_steps)
             for key in ("warmup_min_ratio", "cos_min_ratio"):
                 if not 0.0 <= getattr(self, key) <= 1.0:
                     raise ValueError(f"WarmupCosineLR got {key}={getattr(self, key)}; it lies between 0 and 1.")

@@ -34,7 +34,7 @@ class WarmupDecayLR(Schedule):
 
         def __post_init__(self) -> None:
             check_warmup("WarmupDecayLR", self.warmup_num_steps, self.warmup_type)
-            check_total("WarmupDecayLR", self.total_num_steps, self.warmup_num_steps)
+            check_total("WarmupDecayLR", self.total_num_steps)
 
     def __init__(self, config: Config, *, optimizer: HasParamGroups) -> None:
         self.config = config
