@@ -40,7 +40,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture()
+@pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, "train": {**TINY["train"], "out": str(tmp_path / "out")}}))
@@ -103,7 +103,10 @@ def test_options_change_the_configuration(config: Path) -> None:
 
 
 WRONG: dict[str, tuple[list[str], str]] = {
-    "unknown key": (["--set", "gradient_cliping=1"], "gradient_cliping: unknown key; did you mean 'gradient_clipping'?"),
+    "unknown key": (
+        ["--set", "gradient_cliping=1"],
+        "gradient_cliping: unknown key; did you mean 'gradient_clipping'?",
+    ),
     "unknown key below": (["--set", "train.step=1"], "train.step: unknown key; did you mean 'steps'?"),
     "wrong type": (["--set", 'train_batch_size="many"'], "train_batch_size"),
     "stage": (["--stage", "4"], "zero_optimization.stage"),
@@ -226,7 +229,9 @@ def _two_ranks(config: Path, plugin: Path, *args: str) -> tuple[list[int], list[
     command = [sys.executable, "-m", "zoo.cli", "train", str(config), *args]
     began = time.monotonic()
     ranks = [
-        subprocess.Popen(command, env={**shared, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env={**shared, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for r in range(2)
     ]
     said = [rank.communicate(timeout=90)[1] for rank in ranks]
@@ -240,7 +245,9 @@ def _two_ranks(config: Path, plugin: Path, *args: str) -> tuple[list[int], list[
         pytest.param("KeyError('x')", 1, "zoo: rank 1: KeyError: 'x'", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_fails_ends_the_run_and_is_named(config: Path, tmp_path: Path, error: str, code: int, line: str) -> None:
+def test_a_rank_that_fails_ends_the_run_and_is_named(
+    config: Path, tmp_path: Path, error: str, code: int, line: str
+) -> None:
     # As a stranger's package would bring a task of its own.
     (tmp_path / "failing_task.py").write_text(PLUGIN.format(error=error))
     info = tmp_path / "failing_task-1.0.dist-info"

@@ -278,7 +278,10 @@ def test_torchs_own_schedulers_resume(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"optimizer": {"type": "AdamV"}}, "did you mean 'Ada"),
-        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "optimizer.params.learning_rate: AdamW has no"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
+            "optimizer.params.learning_rate: AdamW has no",
+        ),
         ({"optimizer": None}, "no optimizer section"),
         ({"scheduler": {"type": "WarmUpLR"}}, "did you mean 'WarmupLR'"),
         ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "not a multiple"),

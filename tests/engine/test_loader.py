@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -45,7 +46,7 @@ def test_shuffles_look_random() -> None:
     for order in orders:
         distance = sum(abs(i - j) for i, j in enumerate(order)) / size
         assert abs(distance - size / 3) < 0.05 * size
-        rising = sum(a < b for a, b in zip(order, order[1:], strict=False))
+        rising = sum(a < b for a, b in itertools.pairwise(order))
         assert abs(rising - size / 2) < 0.05 * size
     assert len({tuple(order) for order in orders}) == 4
 

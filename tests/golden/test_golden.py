@@ -1,15 +1,16 @@
 """The first twenty losses of a small training run, written down.
 
 Everything that decides them is made here from integers and Python's own ``random``: the text, the initial weights, the
-order of the data. So they do not depend on the release of Python or on torch's random numbers, and the same twenty losses
-are expected of every ZeRO stage and every number of ranks (a step's samples are the same, only dealt out differently).
+order of the data. So they do not depend on the release of Python or on torch's random numbers, and the same twenty
+losses are expected of every ZeRO stage and every number of ranks (a step's samples are the same, only dealt out
+differently).
 
 Tolerance. What differs between stages, world sizes, processors and releases of torch is the order of float32 additions,
 each off by at most 2^-24 relative. Losses are near 5 and mean over some 250 terms, so a loss itself is good to about
-1e-6. Adam divides by sqrt(v), which lets rounding noise through at full size where a gradient is tiny: within twenty steps
-of learning rate 0.003 such noise moves a loss by some 1e-5 at most (measured over 1 to 4 ranks and stages 0 to 3: 1e-6).
-TOLERANCE is 1e-4 for other processors. A wrong scale, a missing reduction, a sample read twice moves them by more than
-1e-2.
+1e-6. Adam divides by sqrt(v), which lets rounding noise through at full size where a gradient is tiny: within twenty
+steps of learning rate 0.003 such noise moves a loss by some 1e-5 at most (measured over 1 to 4 ranks and stages 0 to 3:
+1e-6). TOLERANCE is 1e-4 for other processors. A wrong scale, a missing reduction, a sample read twice moves them by
+more than 1e-2.
 
 ``python tests/golden/test_golden.py write`` writes the file anew, on one rank at stage 0.
 """
@@ -105,7 +106,13 @@ def test_two_processes_over_gloo(stage: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(stage)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True

@@ -26,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_validation_is_the_mean_over_all_samples_at_any_number_of_ranks() -> None:
     task = ByteTask(
         ByteTask.Config(
-            layers=1, width=16, heads=2, context=16, text=str(ROOT / "LICENSE"), num_segments=3, num_validation_windows=11
+            layers=1,
+            width=16,
+            heads=2,
+            context=16,
+            text=str(ROOT / "LICENSE"),
+            num_segments=3,
+            num_validation_windows=11,
         ),
         seed=0,
     )

@@ -55,7 +55,8 @@ def _check_one(what: str, parts: list[Piece], numel: int) -> None:
         if part.start < end:
             last = min(end, part.start + part.length) - 1
             raise CheckpointError(
-                f"elements {part.start} to {last} of {what} are there twice: from rank {holder} and from rank {part.rank}"
+                f"elements {part.start} to {last} of {what} are there twice: from rank {holder} and from rank "
+                f"{part.rank}"
             )
         end, holder = part.start + part.length, part.rank
     if end != numel:

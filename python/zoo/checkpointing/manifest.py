@@ -42,7 +42,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     if not file.is_file():
-        raise CheckpointError(f"{str(path)!r} has no {MANIFEST}: it is not a checkpoint, or one that was never finished")
+        raise CheckpointError(
+            f"{str(path)!r} has no {MANIFEST}: it is not a checkpoint, or one that was never finished"
+        )
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -50,7 +52,9 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{str(file)!r} is not a manifest of the format {FORMAT!r}")
     if document.get("version") != VERSION:
-        raise CheckpointError(f"{str(file)!r} has version {document.get('version')!r}; this zoo reads version {VERSION}")
+        raise CheckpointError(
+            f"{str(file)!r} has version {document.get('version')!r}; this zoo reads version {VERSION}"
+        )
     try:
         return _parse(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -66,7 +70,8 @@ def _parse(document: dict[str, Any]) -> Manifest:
     world_size = int(document["world_size"])
     if [entry.name for entry in files] != [file_of(rank) for rank in range(world_size)]:
         raise CheckpointError(
-            f"the manifest is of {world_size} ranks and lists the files {', '.join(e.name for e in files)}; there must be "
+            f"the manifest is of {world_size} ranks and lists the files {', '.join(e.name for e in files)}; there "
+            f"must be "
             "one for each rank, in order"
         )
     shapes: dict[str, tuple[int, ...]] = {}
@@ -108,6 +113,7 @@ def check_sum(path: Path, entry: FileEntry) -> None:
     found = sha256_of(path / entry.name)
     if found != entry.sha256:
         raise CheckpointError(
-            f"the file {entry.name} has SHA-256 {found[:16]}…, the manifest says {entry.sha256[:16]}…: it was changed or "
+            f"the file {entry.name} has SHA-256 {found[:16]}…, the manifest says {entry.sha256[:16]}…: it was changed "
+            f"or "
             "damaged after it was written"
         )

@@ -45,7 +45,9 @@ def file_of(rank: int) -> str:
 def check_file(name: object) -> str:
     """``name`` if it is one that :func:`file_of` makes; a manifest can name nothing outside of its directory."""
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise CheckpointError(f"the manifest names the file {name!r}; files of a checkpoint are called {file_of(0)} and so on")
+        raise CheckpointError(
+            f"the manifest names the file {name!r}; files of a checkpoint are called {file_of(0)} and so on"
+        )
     return name
 
 
@@ -53,7 +55,8 @@ def check_tag(tag: object) -> str:
     """``tag`` if it can be the name of a directory of its own."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
         raise CheckpointError(
-            f"the checkpoint tag {tag!r} cannot be used; a tag is letters, digits and any of _ . + = - (not first), at most "
+            f"the checkpoint tag {tag!r} cannot be used; a tag is letters, digits and any of _ . + = - (not first), "
+            f"at most "
             f"200 of them, and not {LATEST!r}"
         )
     return tag

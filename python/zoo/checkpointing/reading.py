@@ -30,8 +30,8 @@ def load(
     """Open the checkpoint ``tag`` of a directory (the latest by default) on all ranks, at any world size. A collective.
 
     Before anything is read from it: the manifest is parsed, all files are there with their sizes and no others, every
-    element of every tensor is in them exactly once, and (``verify``) the checksums agree; the ranks share that last work.
-    Nothing is unpickled.
+    element of every tensor is in them exactly once, and (``verify``) the checksums agree; the ranks share that last
+    work. Nothing is unpickled.
 
     Raises:
         CheckpointError: on all ranks alike, naming what is wrong.
@@ -98,7 +98,8 @@ class Checkpoint:
             numel *= dim
         if start < 0 or length < 0 or start + length > numel:
             raise CheckpointError(
-                f"[{start}, {start + length}) lies outside of {role} {name!r}, which has {numel} elements in checkpoint "
+                f"[{start}, {start + length}) lies outside of {role} {name!r}, which has {numel} elements in "
+                f"checkpoint "
                 f"{self.tag!r}"
             )
         dtype: torch.dtype = getattr(torch, self.roles[name][role])
@@ -128,7 +129,7 @@ class Checkpoint:
 
     def _pieces(self, rank: int, file: str) -> list[Piece]:
         try:
-            handle = safe_open(self.path / file, framework="pt")
+            handle: Any = safe_open(self.path / file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"the file {file} is not in the safetensors format: {error}") from None
         self._files[rank] = handle

@@ -53,7 +53,8 @@ def save(
     Args:
         directory: made if it does not exist.
         tag: name of the checkpoint; one of the same name is replaced, and stays loadable until the new one is whole.
-        slices: this rank's part; over all ranks every element of every tensor appears exactly once in each of its roles.
+        slices: this rank's part; over all ranks every element of every tensor appears exactly once in each of its
+        roles.
         scalars: numbers by name, from any rank; ranks that give the same name must give the same value.
         meta: what JSON can hold; rank 0's is kept.
         comm: the ranks that save together; a world of one if not given.
@@ -71,7 +72,9 @@ def save(
     working = temporary_of(root, tag)
     together(comm, what, lambda: _prepare(root, check_tag(tag), comm.rank == 0))
     try:
-        found = together(comm, what, lambda: _write_rank(working, comm.rank, list(slices), scalars or {}, rank_state or {}))
+        found = together(
+            comm, what, lambda: _write_rank(working, comm.rank, list(slices), scalars or {}, rank_state or {})
+        )
         together(comm, what, lambda: _commit(root, tag, found, meta or {}) if comm.rank == 0 else None)
     except CheckpointError:
         if comm.rank == 0:
@@ -136,7 +139,9 @@ def _write_rank(
 def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> None:
     shape = tuple(int(d) for d in item.shape)
     if "|" in item.role or not item.role or item.role == RANK_ROLE:
-        raise CheckpointError(f"{item.name!r} has the role {item.role!r}; a role is not empty, not {RANK_ROLE!r}, without '|'")
+        raise CheckpointError(
+            f"{item.name!r} has the role {item.role!r}; a role is not empty, not {RANK_ROLE!r}, without '|'"
+        )
     if item.tensor.dim() != 1 or item.tensor.numel() != item.length:
         raise CheckpointError(
             f"the slice of {item.role} {item.name!r} says {item.length} elements and comes with a tensor of shape "
@@ -165,10 +170,14 @@ def _manifest(found: list[_Written], meta: Mapping[str, Any]) -> str:
     for rank, written in enumerate(found):
         for name, shape in written.shapes.items():
             if shapes.setdefault(name, shape) != shape:
-                raise CheckpointError(f"{name!r} has shape {shape} on rank {rank} and {shapes[name]} on a rank before it")
+                raise CheckpointError(
+                    f"{name!r} has shape {shape} on rank {rank} and {shapes[name]} on a rank before it"
+                )
         for key, value in written.scalars.items():
             if scalars.setdefault(key, value) != value:
-                raise CheckpointError(f"the number {key!r} is {value} on rank {rank} and {scalars[key]} on a rank before it")
+                raise CheckpointError(
+                    f"the number {key!r} is {value} on rank {rank} and {scalars[key]} on a rank before it"
+                )
     pieces = group(piece for written in found for piece in written.pieces)
     check(pieces, shapes)
     roles: dict[str, dict[str, str]] = {name: {} for name in shapes}

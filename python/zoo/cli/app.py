@@ -12,13 +12,16 @@ import typer
 
 from zoo.cli.failure import one_sentence, rank_of_launch
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models with zoo.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models with zoo."
+)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 
 Path_ = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json, .yaml or .yml file.")]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value for a key, such as optimizer.params.lr=0.001.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Another value for a key, such as optimizer.params.lr=0.001."),
 ]
 
 
@@ -38,7 +41,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    show: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     del show
 
@@ -47,7 +52,9 @@ def _root(
 def train(
     config: Path_,
     stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.", show_default="the configuration's")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in the output directory.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the latest checkpoint in the output directory.")
+    ] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="the configuration's")] = None,
     out: Annotated[str | None, typer.Option(help="Output directory.", show_default="the configuration's")] = None,
     set_: Set = None,

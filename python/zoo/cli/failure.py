@@ -28,8 +28,8 @@ def one_sentence(*, shared: bool) -> Iterator[None]:
         shared: what runs here is the same on all ranks (reading a configuration), so rank 0 speaks for all. Otherwise
             every rank that fails says so itself, except for errors that are known to be everywhere.
 
-    A rank that a launcher started leaves at once, without waiting for its peers: its connections close, which they notice
-    in their next collective, and the launcher ends the run.
+    A rank that a launcher started leaves at once, without waiting for its peers: its connections close, which they
+    notice in their next collective, and the launcher ends the run.
     """
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.checkpointing import load, save, together
+from zoo.checkpointing import StateSlice, load, save, together
 from zoo.config import Config
 from zoo.engine.loader import ShardedLoader
 from zoo.engine.state import (
@@ -32,7 +32,8 @@ class Engine:
     ``gradient_accumulation_steps`` micro-batches, the *boundary*. Or :meth:`train_batch`, which does one whole step.
 
     Attributes:
-        module: the model. config: the configuration. optimizer, lr_scheduler, dataloader: as ``initialize`` returned them.
+        module: the model. config: the configuration. optimizer, lr_scheduler, dataloader: as ``initialize`` returned
+        them.
         global_steps: steps taken, skipped ones included. skipped_steps: those skipped for an overflow.
         micro_steps: micro-batches that went through :meth:`step`.
         comm: the communicator of the data-parallel group.
@@ -78,7 +79,8 @@ class Engine:
             self.optimizer.backward(loss / self.accumulation if self.accumulation > 1 else loss)
 
     def step(self) -> None:
-        """Count the micro-batch; at the boundary, move the parameters and the learning rate, and clear the gradients."""
+        """Count the micro-batch; at the boundary, move the parameters and the learning rate, and clear the
+        gradients."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -95,11 +97,13 @@ class Engine:
         """One whole step on the next ``gradient_accumulation_steps`` micro-batches; the model returns its mean loss.
 
         Args:
-            iterator: of batches: a tuple or list becomes positional arguments of the model, a mapping keyword arguments,
-                anything else its one argument. The engine's own data loader, epoch after epoch, if not given.
+            iterator: of batches: a tuple or list becomes positional arguments of the model, a mapping keyword
+                arguments, anything else its one argument. The engine's own data loader, epoch after epoch, if not
+                given.
 
         Returns:
-            The loss, averaged over micro-batches and ranks: a float32 scalar tensor, the same on all ranks. A collective.
+            The loss, averaged over micro-batches and ranks: a float32 scalar tensor, the same on all ranks. A
+            collective.
         """
         if iterator is None:
             iterator = self._own_batches()
@@ -109,7 +113,8 @@ class Engine:
             loss = self.run(next(iterator))
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise ValueError(
-                    f"train_batch got {_kind(loss)} from the model; it must return its mean loss, a tensor of one element. "
+                    f"train_batch got {_kind(loss)} from the model; it must return its mean loss, a tensor of one "
+                    "element. "
                     "Otherwise compute the loss outside and use engine(...), engine.backward(loss), engine.step()."
                 )
             self.backward(loss)
@@ -154,7 +159,8 @@ class Engine:
     def save_checkpoint(
         self, directory: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None
     ) -> str:
-        """Write parameters, optimizer, schedule, position in the data, random numbers and ``client_state``. A collective.
+        """Write parameters, optimizer, schedule, position in the data, random numbers and ``client_state``. A
+        collective.
 
         Args:
             tag: ``global_step<N>`` if not given.
@@ -168,10 +174,11 @@ class Engine:
         """
         if self.micro_steps % self.accumulation:
             raise ValueError(
-                f"save_checkpoint was called after {self.micro_steps % self.accumulation} of {self.accumulation} micro-batches "
+                f"save_checkpoint was called after {self.micro_steps % self.accumulation} of {self.accumulation} "
+                f"micro-batches "
                 "of a step: their gradients are not part of a checkpoint. Save at the boundary."
             )
-        slices = [*self.optimizer.state_slices(), *buffer_slices(self.module, self.comm)]
+        slices: list[StateSlice] = [*self.optimizer.state_slices(), *buffer_slices(self.module, self.comm)]
         meta = {"engine": engine_meta(self), "client": dict(client_state or {})}
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         scalars = self.optimizer.state_scalars()
@@ -180,8 +187,8 @@ class Engine:
     def load_checkpoint(self, directory: str | os.PathLike[str], tag: str | None = None) -> tuple[str, dict[str, Any]]:
         """Continue from a checkpoint, written at any world size and stage. A collective.
 
-        At the world size that it was written at, everything goes on as if it had never stopped. At another one the random
-        number generators stay as they are, and the data goes on at the same sample.
+        At the world size that it was written at, everything goes on as if it had never stopped. At another one the
+        random number generators stay as they are, and the data goes on at the same sample.
 
         Args:
             tag: the latest checkpoint if not given.
@@ -190,8 +197,8 @@ class Engine:
             (the checkpoint's directory, client_state).
 
         Raises:
-            ValueError: (zoo.checkpointing.CheckpointError) what is wrong with it; or a model, an optimizer or a data set
-                that it does not fit.
+            ValueError: (zoo.checkpointing.CheckpointError) what is wrong with it; or a model, an optimizer or a data
+                set that it does not fit.
         """
         found = load(directory, tag, self.comm)
         what = f"loading the checkpoint {found.tag!r} into this model"
@@ -208,7 +215,9 @@ class Engine:
 
     def _own_batches(self) -> Iterator[Any]:
         if self.dataloader is None:
-            raise ValueError("train_batch() needs an iterator of batches, or a dataset given to initialize(dataset=...).")
+            raise ValueError(
+                "train_batch() needs an iterator of batches, or a dataset given to initialize(dataset=...)."
+            )
         if self._batches is None:
             self._batches = self.dataloader.forever()
         return self._batches

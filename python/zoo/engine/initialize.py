@@ -77,12 +77,15 @@ def initialize(
 def _configuration(source: Any, overrides: Any, group: Any, registry: Registry) -> Config:
     if isinstance(source, Config):
         if overrides:
-            raise ValueError("initialize got a loaded configuration and overrides; give the overrides to zoo.config.load.")
+            raise ValueError(
+                "initialize got a loaded configuration and overrides; give the overrides to zoo.config.load."
+            )
         init_distributed(timeout_s=source.comm.timeout_s)
         size = _world_size(group)
         if source.world_size != size:
             raise ValueError(
-                f"the configuration was loaded for {source.world_size} ranks and the process group has {size}; load it with "
+                f"the configuration was loaded for {source.world_size} ranks and the process group has {size}; load "
+                f"it with "
                 f"world_size={size}, so that the batch sizes fit."
             )
         return source

@@ -15,9 +15,9 @@ _MASK = (1 << 64) - 1
 def shuffled(index: int, size: int, seed: int) -> int:
     """Where a shuffle of ``size`` elements puts ``index``: a permutation of 0..size-1, without storing it.
 
-    A Feistel network over the smallest even number of bits that holds ``size``; results outside are sent through it again
-    until one falls inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 5).
-    Depends on the arguments only, so it is the same on every rank, Python and torch.
+    A Feistel network over the smallest even number of bits that holds ``size``; results outside are sent through it
+    again until one falls inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains",
+    section 5). Depends on the arguments only, so it is the same on every rank, Python and torch.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
@@ -41,9 +41,9 @@ def _mix(value: int, seed: int) -> int:
 class ShardedLoader(Generic[T]):
     """Micro-batches of one rank.
 
-    An epoch is one shuffle of the data set. Position p of an epoch counts samples over all ranks: the next micro-batch of
-    rank r of N holds the samples at p + r*B … p + (r+1)*B - 1, and then p grows by B*N. What is left at the end of an
-    epoch and does not fill a micro-batch on every rank is dropped.
+    An epoch is one shuffle of the data set. Position p of an epoch counts samples over all ranks: the next micro-batch
+    of rank r of N holds the samples at p + r*B … p + (r+1)*B - 1, and then p grows by B*N. What is left at the end of
+    an epoch and does not fill a micro-batch on every rank is dropped.
 
     Iterating goes on from the current position to the end of the epoch; the next iteration is the next epoch.
 
@@ -69,7 +69,8 @@ class ShardedLoader(Generic[T]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"the data set is a {type(dataset).__name__}; sharding over ranks and resuming need __len__ and __getitem__. "
+                f"the data set is a {type(dataset).__name__}; sharding over ranks and resuming need __len__ and "
+                f"__getitem__. "
                 "Give a map-style data set, or pass your own iterator to engine.train_batch(iterator)."
             )
         self.dataset, self.micro_batch_size = dataset, micro_batch_size
@@ -80,7 +81,8 @@ class ShardedLoader(Generic[T]):
         self.position = 0
         if len(self) == 0:
             raise ValueError(
-                f"the data set has {self.num_samples} samples, fewer than one micro-batch of {micro_batch_size} on each of "
+                f"the data set has {self.num_samples} samples, fewer than one micro-batch of {micro_batch_size} on "
+                f"each of "
                 f"{size} ranks ({micro_batch_size * size}); use more data, smaller micro-batches or fewer ranks."
             )
 
@@ -114,7 +116,8 @@ class ShardedLoader(Generic[T]):
         """
         if state["num_samples"] != self.num_samples:
             raise ValueError(
-                f"the loader's state is of a data set of {state['num_samples']} samples; this one has {self.num_samples}. "
+                f"the loader's state is of a data set of {state['num_samples']} samples; this one has "
+                f"{self.num_samples}. "
                 "Continue with the data set that the checkpoint was made with."
             )
         self.epoch, self.position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])

@@ -60,7 +60,8 @@ def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
         if item.role == "parameter" and found.shapes.get(item.name) != tuple(item.shape):
             raise CheckpointError(
                 f"the model's {item.name!r} has shape {tuple(item.shape)}; checkpoint {found.tag!r} has "
-                f"{found.shapes.get(item.name, 'no such tensor')}: build the model as it was when the checkpoint was written"
+                f"{found.shapes.get(item.name, 'no such tensor')}: build the model as it was when the checkpoint was "
+                f"written"
             )
 
 
@@ -109,7 +110,7 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Only what comes back from JSON as it went in; schedulers of torch keep functions and counters of warnings there too.
+    # Only what JSON can hold; schedulers of torch keep functions there too.
     kept = {}
     for key, value in values.items():
         try:

@@ -1,7 +1,7 @@
 """Learning-rate schedules, one a file: a closed form from the number of the step to the learning rate.
 
-Every schedule is a component of the kind "lr_schedule": a small ``Config`` with the field's parameter names, and a class
-built as ``Schedule(config, optimizer=optimizer)``.
+Every schedule is a component of the kind "lr_schedule": a small ``Config`` with the field's parameter names, and a
+class built as ``Schedule(config, optimizer=optimizer)``.
 """
 
 from zoo.lr_schedules.schedule import HasParamGroups, Schedule

@@ -57,12 +57,14 @@ class Schedule:
         """
         if set(state) != {"last_step", "base_rates"}:
             raise ValueError(
-                f"{type(self).__name__} got a state with the keys {sorted(state)}; it wants base_rates and last_step, as "
+                f"{type(self).__name__} got a state with the keys {sorted(state)}; it wants base_rates and last_step, "
+                f"as "
                 "its own state_dict() gives them."
             )
         if len(state["base_rates"]) != len(self.base_rates):
             raise ValueError(
-                f"{type(self).__name__} got the state of {len(state['base_rates'])} parameter groups; the optimizer has "
+                f"{type(self).__name__} got the state of {len(state['base_rates'])} parameter groups; the optimizer "
+                f"has "
                 f"{len(self.base_rates)}. Build it with the same groups as when the state was saved."
             )
         self.last_step = int(state["last_step"])
@@ -77,7 +79,8 @@ class Schedule:
 def ramp(step: int, num_steps: int, kind: str) -> float:
     """From 0 at step 0 up to 1 at step ``num_steps`` and after it.
 
-    "linear": ``k / n``. "log": ``ln(k + 1) / ln(n)``, at most 1 (it gets there at k = n - 1). n is at least 2 for "log".
+    "linear": ``k / n``. "log": ``ln(k + 1) / ln(n)``, at most 1 (it gets there at k = n - 1), with n at
+    least 2.
     """
     if step >= num_steps:
         return 1.0
@@ -109,6 +112,7 @@ def check_groups(name: str, key: str, value: float | Sequence[float], num_groups
     """Raise ValueError for a list of values that is not one per parameter group."""
     if not isinstance(value, (int, float)) and len(value) != num_groups:
         raise ValueError(
-            f"{name} got {len(value)} values for {key}; the optimizer has {num_groups} parameter groups: give one value for "
+            f"{name} got {len(value)} values for {key}; the optimizer has {num_groups} parameter groups: give one "
+            f"value for "
             "all or one for each."
         )

@@ -9,7 +9,8 @@ from zoo.lr_schedules.schedule import HasParamGroups, Schedule, check_total, che
 
 
 class WarmupCosineLR(Schedule):
-    """``lr(k) = base * f(k)`` with the optimizer's own learning rate as base, n = ``warmup_num_steps``, N = ``total_num_steps``.
+    """``lr(k) = base * f(k)`` with the optimizer's own learning rate as base, n = ``warmup_num_steps``, N =
+    ``total_num_steps``.
 
     For k < n: ``f = w + (1 - w) * r(k)``, w = ``warmup_min_ratio``, r the ramp of :class:`~zoo.lr_schedules.WarmupLR`.
     Then ``f = c + (1 - c) * (1 + cos(pi * (k - n + 1) / (N - n))) / 2`` with c = ``cos_min_ratio``, and f = c from step
@@ -42,7 +43,9 @@ class WarmupCosineLR(Schedule):
         config = self.config
         if step < config.warmup_num_steps:
             low = config.warmup_min_ratio
-            return self.base_rates[group] * (low + (1.0 - low) * ramp(step, config.warmup_num_steps, config.warmup_type))
+            return self.base_rates[group] * (
+                low + (1.0 - low) * ramp(step, config.warmup_num_steps, config.warmup_type)
+            )
         span = max(1, config.total_num_steps - config.warmup_num_steps)
         done = min(1.0, (step - config.warmup_num_steps + 1) / span)
         low = config.cos_min_ratio

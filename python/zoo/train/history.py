@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import IO, Any
 
 COLUMNS = (
-    "step", "loss", "validation_loss", "lr", "grad_norm", "skipped", "tokens_per_s", "elapsed_s", "rss_bytes", "state_bytes",
+    "step", "loss", "validation_loss", "lr", "grad_norm", "skipped", "tokens_per_s", "elapsed_s", "rss_bytes",
+    "state_bytes",
 )  # fmt: skip
 
 

@@ -62,13 +62,13 @@ class Result:
 def train(config: Config, *, resume: bool = False, registry: Registry = DEFAULT) -> Result:
     """Run the job that a configuration describes. A collective of all ranks that a launcher started.
 
-    Writes into ``train.out``: ``log.jsonl``, ``log.csv``, ``loss.png``, ``result.json``, ``sample.txt``, ``config.json`` and
-    ``checkpoints/``.
+    Writes into ``train.out``: ``log.jsonl``, ``log.csv``, ``loss.png``, ``result.json``, ``sample.txt``,
+    ``config.json`` and ``checkpoints/``.
 
     Args:
         config: from :func:`zoo.train.read_config`.
-        resume: go on from the latest checkpoint in ``train.out``, exactly as if the run had not stopped; says so and begins
-            anew when there is none.
+        resume: go on from the latest checkpoint in ``train.out``, exactly as if the run had not stopped; says so and
+            begins anew when there is none.
 
     Raises:
         ValueError: what the user can mend.
@@ -89,7 +89,8 @@ class _Job:
         choice = self.section.task
         self.task: Task = registry.build("task", choice.type, choice.params, seed=config.seed)
         self.watcher.line(
-            f"{self.size} rank{'s' if self.size > 1 else ''} with {threads} thread{'s' if threads > 1 else ''} each, ZeRO stage "
+            f"{self.size} rank{'s' if self.size > 1 else ''} with {threads} thread{'s' if threads > 1 else ''} each, "
+            f"ZeRO stage "
             f"{config.zero_optimization.stage}, torch {torch.__version__}, Python {platform.python_version()}"
         )
         if self.rank == 0:
@@ -138,7 +139,8 @@ class _Job:
             step = engine.global_steps
             if not math.isfinite(loss):
                 raise ValueError(
-                    f"the loss is {loss} at step {step}; lower the learning rate, clip gradients (gradient_clipping) or, under "
+                    f"the loss is {loss} at step {step}; lower the learning rate, clip gradients (gradient_clipping) "
+                    f"or, under "
                     "fp16, look at the loss scale."
                 )
             record: dict[str, Any] = {
@@ -179,7 +181,9 @@ class _Job:
 
     def _resume(self) -> int | None:
         if latest_tag(self.out / "checkpoints") is None:
-            self.watcher.line(f"there is no checkpoint in {self.out / 'checkpoints'} to resume from: beginning at step 0")
+            self.watcher.line(
+                f"there is no checkpoint in {self.out / 'checkpoints'} to resume from: beginning at step 0"
+            )
             return None
         path, _ = self.engine.load_checkpoint(self.out / "checkpoints")
         self.saved_at = self.engine.global_steps
@@ -216,7 +220,8 @@ class _Job:
         return text
 
     def _report(self, history: History, result: Result, sample: str, baseline: tuple[str, float] | None) -> None:
-        title = f"{self.section.task.type}: {self.num_parameters:,} parameters, ZeRO stage {result.stage}, {self.size} ranks"
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        title = f"{self.section.task.type}: {self.num_parameters:,} parameters, ZeRO stage {result.stage}, {ranks}"
         draw(history, self.out / "loss.png", unit=result.unit, baseline=baseline, title=title)
         (self.out / "result.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
         if sample:
@@ -229,7 +234,8 @@ class _Job:
         )
         self.watcher.line(f"memory: {memory}")
         self.watcher.line(
-            f"{result.tokens:,} tokens in {result.train_s:.1f} s: {result.tokens_per_s:,.0f} tokens/s; {result.total_s:.1f} s "
+            f"{result.tokens:,} tokens in {result.train_s:.1f} s: {result.tokens_per_s:,.0f} tokens/s; "
+            f"{result.total_s:.1f} s "
             "in all"
         )
         self.watcher.line(f"log, picture and checkpoints are in {self.out}")
@@ -239,8 +245,8 @@ class _Job:
 def validate(engine: Engine, dataset: Dataset[Any]) -> float:
     """Mean loss over a whole data set, the same on all ranks. A collective.
 
-    Batches of the size of a micro-batch are dealt to the ranks in turn. A rank whose turn comes after the last batch runs
-    the first once more and does not count it, because at stage 3 a forward needs all ranks.
+    Batches of the size of a micro-batch are dealt to the ranks in turn. A rank whose turn comes after the last batch
+    runs the first once more and does not count it, because at stage 3 a forward needs all ranks.
     """
     count, size = len(dataset), engine.config.train_micro_batch_size_per_gpu  # type: ignore[arg-type]
     num_batches = -(-count // size)

@@ -35,7 +35,8 @@ def draw(history: History, path: Path, *, unit: str, baseline: tuple[str, float]
 
 
 def running_mean(values: list[float], decay: float = 0.95) -> list[float]:
-    """m_k = (sum_i decay^(k-i) v_i) / (sum_i decay^(k-i)): exponential weights, without the pull towards zero at first."""
+    """m_k = (sum_i decay^(k-i) v_i) / (sum_i decay^(k-i)): exponential weights, without the pull towards zero at
+    first."""
     out, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = decay * total + value, decay * weight + 1.0

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 class Task(Protocol):
     """A model, its data, and what to compare it with.
 
-    Built on every rank as ``registry.build("task", name, params, seed=seed)``; every method must give the same on all ranks
-    (the job shards the data). Batches of the data sets, given to the model as ``zoo.engine`` unpacks them, must make it
-    return its mean loss in nats.
+    Built on every rank as ``registry.build("task", name, params, seed=seed)``; every method must give the same on all
+    ranks (the job shards the data). Batches of the data sets, given to the model as ``zoo.engine`` unpacks them, must
+    make it return its mean loss in nats.
     """
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 import sysconfig
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 # Not source text of the library itself: tests, generated tables, vendored wheels, and what some builds leave out.
 _SKIP_DIRS = frozenset(
     {
-        "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "distutils",
+        "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3",
+        "distutils",
         "encodings", "ensurepip", "pydoc_data", "tkinter", "turtledemo", "lib-dynload", "msilib",
     }
 )  # fmt: skip
@@ -25,8 +27,8 @@ _SKIP_PREFIXES = ("_sysconfigdata", "config-")
 class Corpus:
     """A text in bytes and its division.
 
-    The text is cut into ``num_segments`` equal segments; the last ``held_out`` part of each is validation text, the rest
-    is training text. Windows never cross a boundary, so no validation byte is ever seen in training.
+    The text is cut into ``num_segments`` equal segments; the last ``held_out`` part of each is validation text, the
+    rest is training text. Windows never cross a boundary, so no validation byte is ever seen in training.
 
     Attributes:
         data: (N,) uint8.
@@ -60,7 +62,7 @@ class Corpus:
     def _segments(self) -> list[tuple[int, int, int]]:
         size, count = self.data.numel(), self.num_segments
         edges = [size * i // count for i in range(count + 1)]
-        return [(a, b - max(1, int((b - a) * self.held_out)), b) for a, b in zip(edges, edges[1:], strict=False)]
+        return [(a, b - max(1, int((b - a) * self.held_out)), b) for a, b in itertools.pairwise(edges)]
 
     def training_ranges(self) -> list[tuple[int, int]]:
         """[start, stop) of every piece of training text."""
@@ -87,7 +89,7 @@ def standard_library_text(*, held_out: float = 0.05, num_segments: int = 32) -> 
     from pydoc_data.topics import topics  # in every CPython, and 700 kB: read only when asked for
 
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted((path.relative_to(root).as_posix() for path in root.rglob("*.py") if _wanted(path, root)))
+    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py") if _wanted(path, root))
     texts = [topics[name].encode() for name in sorted(topics)]
     texts += [(root / name).read_bytes() for name in files]
     source = f"help topics and standard library sources of Python {platform.python_version()}"

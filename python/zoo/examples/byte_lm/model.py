@@ -33,7 +33,8 @@ class ModelConfig:
                 raise ValueError(f"the byte model got {name}={getattr(self, name)}; it must be at least 1.")
         if self.width % self.heads:
             raise ValueError(
-                f"the byte model got width={self.width} and heads={self.heads}; the width must be a multiple of the heads."
+                f"the byte model got width={self.width} and heads={self.heads}; the width must be a multiple of the "
+                f"heads."
             )
 
 
@@ -58,7 +59,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.narrow(F.gelu(self.widen(self.norm_mlp(x)), approximate="tanh"))
+        out: torch.Tensor = x + self.narrow(F.gelu(self.widen(self.norm_mlp(x)), approximate="tanh"))
+        return out
 
 
 class ByteGPT(nn.Module):

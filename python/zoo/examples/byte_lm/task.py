@@ -42,15 +42,14 @@ class ByteTask:
         def __post_init__(self) -> None:
             if self.num_validation_windows < 1 or self.sample_bytes < 0 or not self.prompt:
                 raise ValueError(
-                    f"byte_lm got num_validation_windows={self.num_validation_windows}, sample_bytes={self.sample_bytes} and "
+                    f"byte_lm got num_validation_windows={self.num_validation_windows}, "
+                    f"sample_bytes={self.sample_bytes} and "
                     f"prompt={self.prompt!r}; it needs at least one window, no negative size and some prompt."
                 )
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.config, self.seed = config, seed
-        self.size = ModelConfig(
-            layers=config.layers, width=config.width, heads=config.heads, context=config.context
-        )
+        self.size = ModelConfig(layers=config.layers, width=config.width, heads=config.heads, context=config.context)
 
     @cached_property
     def corpus(self) -> Corpus:

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Item i is ``(x, y)``: ``context`` bytes and the bytes that follow each of them, both (context,) int64.
 
-    Windows start every ``context`` bytes inside each range, so that every byte is predicted at most once in an epoch, and
-    no window leaves its range.
+    Windows start every ``context`` bytes inside each range, so that every byte is predicted at most once in an epoch,
+    and no window leaves its range.
 
     Raises:
         ValueError: no range is as long as one window and the byte after it.
@@ -24,7 +24,8 @@ class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.starts = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)
         if not len(self.starts):
             raise ValueError(
-                f"none of the {len(ranges)} ranges of text holds a window of {context} bytes and the byte after it; use a "
+                f"none of the {len(ranges)} ranges of text holds a window of {context} bytes and the byte after it; "
+                f"use a "
                 "longer text, fewer segments or a shorter context."
             )
 
