@@ -21,7 +21,7 @@ def draw(history: History, path: Path, *, unit: str, baseline: tuple[str, float]
     at, validation = history.series("validation_loss")
     axes.plot(at, validation, color="#c0392b", marker="o", markersize=4, linewidth=1.4, label="validation")
     if validation:
-        axes.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(4, 6),
+        axes.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(4, -14),
                       ha="right", color="#c0392b")  # fmt: skip
     if baseline is not None:
         name, loss = baseline
@@ -34,7 +34,7 @@ def draw(history: History, path: Path, *, unit: str, baseline: tuple[str, float]
     figure.savefig(path)
 
 
-def running_mean(values: list[float], decay: float = 0.95) -> list[float]:
+def running_mean(values: list[float], decay: float = 0.9) -> list[float]:
     """m_k = (sum_i decay^(k-i) v_i) / (sum_i decay^(k-i)): exponential weights, without the pull towards zero at
     first."""
     out, total, weight = [], 0.0, 0.0
