@@ -131,6 +131,7 @@ class Bucket:
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
         self._parameters_label = f"parameters of {self.label}"
         self.live, self.pending, self.active, self.tape_serial = True, 0, 0, -1
+        self._hidden = False
         self._handle: Handle | None = None
         self._lay_out_parameters()
         if spec.trainable:
@@ -200,6 +201,15 @@ class Bucket:
             if self._handle is None:
                 self.gather()
             self._finish_gather()
+        if self._hidden:
+            self._guard.show()
+            self._hidden = False
+
+    def hide(self) -> None:
+        """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
+        if not self._hidden:
+            self._guard.hide()
+            self._hidden = True
 
     def _finish_gather(self) -> None:
         handle, self._handle = self._handle, None
@@ -217,6 +227,7 @@ class Bucket:
             self._storage.resize_(0)
             self._guard.close()
             self.live = False
+            self.hide()
 
     def publish(self) -> Handle | None:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
@@ -350,8 +361,9 @@ class Bucket:
         self._grad_storage.resize_(0)
         refuse_storage(
             self._grad_storage._cdata,
-            f"the gradient of a parameter of {self.label} was touched outside of backward: it is partitioned (ZeRO "
-            "stages 2 and 3), or nothing of its unit's output led to the loss in a way that the optimizer could see.",
+            f"a gradient of {self.label} arrived after it had been reduced (a parameter was used before its unit's "
+            "forward: overlap_comm=False mends it), or without its unit's output leading to the loss in a way that the "
+            "optimizer could see, or it was touched outside of backward while it is partitioned (ZeRO stages 2 and 3).",
         )
 
     def drop_grads(self) -> None:

@@ -232,10 +232,12 @@ class Runtime:
     def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
         if len(bucket.spec.units) > 1 and bucket.index in islice(self._orders.upcoming(), REUSE_WINDOW):
             self._early[bucket] = None  # the next unit of the same bucket is about to start
+            bucket.hide()
             return
         if not keep or bucket.num_bytes > self.keep_bytes:
             bucket.release()
             return
+        bucket.hide()
         self._kept[bucket] = None
         self._kept_bytes += bucket.num_bytes
         while self._kept_bytes > self.keep_bytes:
