@@ -17,7 +17,15 @@ from torch import nn
 
 from zoo.comm import Communicator, Handle
 from zoo.layout import FlatLayout, LogicalTensor
-from zoo.zero.guard import Guard, PartitionedAccessError, allow_storage, raw_grad, refuse_storage
+from zoo.zero.guard import (
+    CAN_REFUSE_STORAGE,
+    Guard,
+    PartitionedAccessError,
+    allow_storage,
+    has_raw_grad,
+    raw_grad,
+    refuse_storage,
+)
 from zoo.zero.units import UnitSpec
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
@@ -170,9 +178,12 @@ class Bucket:
         self.reduced = False
         self._accumulating = self._launched = False
         self._version = 0
+        self._attach_grads()
+        self._free_grads()
+
+    def _attach_grads(self) -> None:
         for parameter, view in zip(self.spec.parameters, self._grad_views, strict=True):
             raw_grad(parameter, view)
-        self._free_grads()
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -287,6 +298,8 @@ class Bucket:
         if not self._grads_here:
             allow_storage(self._grad_storage._cdata)
             self._grad_storage.resize_(self.num_bytes)
+            if not CAN_REFUSE_STORAGE:
+                self._attach_grads()
         elif self.reduced:
             # A further backward before the step: what is reduced already is kept aside and added to afterwards.
             low, high = self.own_range()
@@ -356,8 +369,14 @@ class Bucket:
         """The backward that reduced this bucket is over."""
         self.check_late()
         self._launched = False
+        if not CAN_REFUSE_STORAGE and not self._grads_here and any(map(has_raw_grad, self.spec.parameters)):
+            raise self._late()
 
     def _free_grads(self) -> None:
+        if not CAN_REFUSE_STORAGE:
+            # Autograd must not write into freed memory: without a gradient to add to it makes one; `settle` finds it.
+            for parameter in self.spec.parameters:
+                raw_grad(parameter, None)
         self._grad_storage.resize_(0)
         refuse_storage(
             self._grad_storage._cdata,

@@ -28,6 +28,8 @@ class PartitionedAccessError(RuntimeError, ValueError):
 _DISABLED = torch._C._disabled_torch_function_impl
 _SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _CLEAR_ERROR = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+# Newer torch can make a storage refuse access, and take that back.
+CAN_REFUSE_STORAGE = _SET_ERROR is not None and _CLEAR_ERROR is not None
 _GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
@@ -171,6 +173,12 @@ def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
     """Set the gradient that autograd accumulates into."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(parameter, value)
+
+
+def has_raw_grad(parameter: nn.Parameter) -> bool:
+    """Whether autograd would accumulate into something, or has just made it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(parameter) is not None
 
 
 def refuse_storage(address: int, message: str) -> None:
