@@ -110,17 +110,17 @@ def sections(raw: Raw) -> list[tuple[str, str, str, list[Target]]]:
     if "host" in measured:
         text = (
             "World 1, one thread, 200 x Linear(64, 64), every module a unit of its own, one row of input, under "
-            "no_grad: CPU time of a forward, less that of the plain model's, divided by 200. Every contender is checked "
-            "to have no whole unit before and after a forward, a whole one in every unit's forward, and the plain "
-            "model's output, bit for bit."
+            "no_grad: CPU time of a forward, less that of the plain model's, divided by 200. Every contender is "
+            "checked to have no whole unit before and after a forward, a whole one in every unit's forward, and the "
+            "plain model's output, bit for bit."
         )
         found.append(("1. Host time of gather and release", text, host_section(raw), host_targets(raw)))
     steps = [s for s in STEP_TITLES if s in measured]
     if steps:
         text = (
             "Forward, backward, AdamW step and zero_grad; one thread a rank, gloo; CPU time of all threads of a rank, "
-            "mean of the ranks. Beside world 2 the unsharded line is two independent processes at once. Every rank does "
-            "the work of the unsharded process on data of its own."
+            "mean of the ranks. Beside world 2 the unsharded line is two independent processes at once. Every rank "
+            "does the work of the unsharded process on data of its own."
         )
         tables = "\n\n".join(f"{STEP_TITLES[s]}:\n\n{step_section(raw, s)}" for s in steps)
         found.append(("2. Step time", text, tables, step_targets(raw)))
@@ -132,10 +132,11 @@ def sections(raw: Raw) -> list[tuple[str, str, str, list[Target]]]:
         found.append(("3. Growth of the resident set", text, rss_section(raw), rss_targets(raw)))
     if "states" in measured:
         text = (
-            f"A GPT of 48 layers x 256 in bf16 with context {STATES_CONTEXT}, 38.0 million parameters Ψ, N = 2, K = 12, "
-            'no persistent parameters. The peak over three steps of `optimizer.memory()["total"]`, looked at after every '
-            "change of a storage's size, in hooks of every block and in the wrapped optimizer's step. The last column is "
-            "measured from outside and holds everything else too: the model before it is split, activations, temporaries."
+            f"A GPT of 48 layers x 256, bf16, context {STATES_CONTEXT}, 38.0 million parameters Ψ, N = 2, K = 12, "
+            'no persistent parameters. The peak over three steps of `optimizer.memory()["total"]`, looked at after '
+            "every change of a storage's size, in hooks of every block and in the wrapped optimizer's step. The last "
+            "column is measured from outside and holds everything else too: the model before it is split, activations, "
+            "temporaries of the step."
         )
         found.append(("4. Model states against the formula", text, states_section(raw), states_targets(raw)))
     return found
@@ -174,7 +175,7 @@ def write_page(raw: Raw) -> Path:
     settings = [[c.label, c.setting] for c in CONTENDERS.values()]
     lines += ["## Settings of sections 2 and 3", "", table(["contender", "setting"], settings), ""]
     lines += [
-        "All use `torch.optim.AdamW(lr=1e-3)` with default flags, the same initial model and the same batches.",
+        "All use `torch.optim.AdamW(lr=1e-3)`, flags default, the same initial model and the same batches.",
         "",
     ]
     PAGE.write_text("\n".join(lines) + "\n" + _remarks())
