@@ -176,7 +176,7 @@ CONTENDERS: dict[str, Contender] = {
     **{
         f"ds{s}": Contender(
             label=f"DeepSpeed stage {s}", load=lambda s=s: _deepspeed(s), stage=s, peer=True, needs="deepspeed",
-            setting=f"deepspeed.initialize, stage {s}, fp32, torch.optim.AdamW, gradient_clipping 0 (some versions clip by default), rest default",
+            setting=f"deepspeed.initialize, stage {s}, fp32, torch AdamW, gradient_clipping 0, rest default",
         )
         for s in (1, 2, 3)
     },
