@@ -72,27 +72,29 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Handle:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:
         """``full[r*n:(r+1)*n] = shard of rank r``, for every r. In place when ``shard`` is this rank's chunk.
 
         Args:
             full: (N*n,) output.
             shard: (n,) input of the same dtype; must not change until the handle completes.
+            label: what this is, for the check: ranks that gather different things of one size are told apart by it.
         """
         if self._transport is None:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return DONE
-        self._agree("all_gather", full)
+        self._agree("all_gather", full, label)
         return self._timed("all_gather", full, self._transport.all_gather(full, shard))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> Handle:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
         """``out = scale * sum_r full_r[rank*n:(rank+1)*n]``, added in rank order on gloo and simulated ranks.
 
         Args:
             full: (N*n,) input, which must not change until the handle completes.
             out: (n,) output; may be this rank's chunk of ``full``.
             scale: a factor applied after the sum (1/N makes it a mean).
+            label: see :meth:`all_gather`.
         """
         if self._transport is None:
             if full.data_ptr() != out.data_ptr():
@@ -100,7 +102,7 @@ class Communicator:
             if scale != 1.0:
                 out.mul_(scale)
             return DONE
-        self._agree("reduce_scatter", full)
+        self._agree("reduce_scatter", full, label)
         return self._timed("reduce_scatter", full, self._transport.reduce_scatter(full, out, scale))
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
@@ -130,13 +132,12 @@ class Communicator:
         if self.size > 1:
             verify(self.group, f"{what} {value}", device or torch.device("cpu"))
 
-    def _agree(self, op: str, tensor: torch.Tensor) -> None:
+    def _agree(self, op: str, tensor: torch.Tensor, label: str = "") -> None:
         if self.check:
             self._sequence += 1
             dtype = str(tensor.dtype).removeprefix("torch.")
-            verify(
-                self.group, f"{op} of {tensor.numel()} {dtype} as its collective number {self._sequence}", tensor.device
-            )
+            what = f"{op} of {tensor.numel()} {dtype}{' (' + label + ')' if label else ''}"
+            verify(self.group, f"{what} as its collective number {self._sequence}", tensor.device)
 
     def _timed(self, op: str, tensor: torch.Tensor, handle: Any) -> Handle:
         row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size)

@@ -129,7 +129,9 @@ class Bucket:
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
+        self._parameters_label = f"parameters of {self.label}"
         self.live, self.pending, self.active, self.tape_serial = True, 0, 0, -1
+        self._hidden = False
         self._handle: Handle | None = None
         self._lay_out_parameters()
         if spec.trainable:
@@ -166,7 +168,7 @@ class Bucket:
         self._grad_views = self._views(self.grads)
         self.grad_shard: torch.Tensor | None = None
         self.reduced = False
-        self._accumulating = False
+        self._accumulating = self._launched = False
         self._version = 0
         for parameter, view in zip(self.spec.parameters, self._grad_views, strict=True):
             raw_grad(parameter, view)
@@ -186,18 +188,33 @@ class Bucket:
             return
         self._guard.open()
         self._storage.resize_(self.num_bytes)
-        self._handle = self._comm.all_gather(self.full, self.shard)
+        self._handle = self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
+
+    @property
+    def coming(self) -> bool:
+        """A gather is under way."""
+        return self._handle is not None
 
     def wait(self) -> None:
         """Gather if needed, and wait until the parameters are whole."""
         if not self.live:
-            self.gather()
+            if self._handle is None:
+                self.gather()
             self._finish_gather()
+        if self._hidden:
+            self._guard.show()
+            self._hidden = False
+
+    def hide(self) -> None:
+        """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
+        if not self._hidden:
+            self._guard.hide()
+            self._hidden = True
 
     def _finish_gather(self) -> None:
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
         self.live = True
 
     def release(self) -> None:
@@ -210,13 +227,18 @@ class Bucket:
             self._storage.resize_(0)
             self._guard.close()
             self.live = False
+            self.hide()
 
     def publish(self) -> Handle | None:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
         if self.partitioned:
             self.release()
             return None
-        return self._comm.all_gather(self.full, self.shard) if self.placement.shard_optimizer else None
+        return (
+            self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
+            if self.placement.shard_optimizer
+            else None
+        )
 
     @property
     def num_chunks(self) -> int:
@@ -260,6 +282,8 @@ class Bucket:
         """Make the flat gradient ready to be accumulated into; zero it if this starts a new sum."""
         if self._accumulating:
             return
+        if self._launched:
+            raise self._late()
         if not self._grads_here:
             allow_storage(self._grad_storage._cdata)
             self._grad_storage.resize_(self.num_bytes)
@@ -278,7 +302,7 @@ class Bucket:
         gradients are sharded.
         """
         self.open_grads()
-        self._accumulating = False
+        self._accumulating, self._launched = False, True
         self._version = self.grads._version
         low, high = self.own_range()
         chunk = self.grads_raw[low:high]
@@ -292,7 +316,7 @@ class Bucket:
             out = self.grad_shard
         else:
             out = chunk
-        handle = self._comm.reduce_scatter(sent, out, scale=1.0 / self._comm.size)
+        handle = self._comm.reduce_scatter(sent, out, scale=1.0 / self._comm.size, label=f"gradients of {self.label}")
         self.reduced = True
         return lambda: self._finish_reduce(handle, out, chunk, fresh)
 
@@ -318,19 +342,28 @@ class Bucket:
 
     def check_late(self) -> None:
         """Raise if a gradient arrived after the reduction had begun: it would be lost."""
-        if self.reduced and not self._accumulating and self.grads._version != self._version:
-            raise PartitionedAccessError(
-                f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before "
-                "its unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at "
-                "the end of backward."
-            )
+        if self._launched and self.grads._version != self._version:
+            raise self._late()
+
+    def _late(self) -> PartitionedAccessError:
+        return PartitionedAccessError(
+            f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before its "
+            "unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at the end "
+            "of backward."
+        )
+
+    def settle(self) -> None:
+        """The backward that reduced this bucket is over."""
+        self.check_late()
+        self._launched = False
 
     def _free_grads(self) -> None:
         self._grad_storage.resize_(0)
         refuse_storage(
             self._grad_storage._cdata,
-            f"the gradient of a parameter of {self.label} was touched outside of backward: it is partitioned (ZeRO "
-            "stages 2 and 3), or nothing of its unit's output led to the loss in a way that the optimizer could see.",
+            f"a gradient of {self.label} arrived after it had been reduced (a parameter was used before its unit's "
+            "forward: overlap_comm=False mends it), or without its unit's output leading to the loss in a way that the "
+            "optimizer could see, or it was touched outside of backward while it is partitioned (ZeRO stages 2 and 3).",
         )
 
     def drop_grads(self) -> None:

@@ -4,7 +4,7 @@ Every bucket has a subclass of ``nn.Parameter`` of its own, and its parameters b
 the same). Two things hang on the class, so that they cost the same for one parameter as for a thousand:
 
 * ``grad`` is a property: the gradient lives in the bucket's flat buffer, and ``p.grad = None`` empties it there;
-* while the bucket is partitioned, ``__torch_function__`` refuses every operation except reading metadata, by name.
+* while no unit that owns them runs, ``__torch_function__`` refuses every operation except reading metadata, by name.
 
 Tensors made from a parameter earlier (a transpose kept by somebody) share its storage; the storage itself is then told
 to refuse access. Without either, reading freed storage would end the process.
@@ -113,7 +113,8 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    return nn.Parameter(torch.clone(self.detach()), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+    plain = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
+    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 _REFUSE: Any = classmethod(_refuse)
@@ -142,14 +143,20 @@ class Guard:
         parameter._zoo_name = name  # type: ignore[attr-defined]
         parameter._zoo_slot = slot  # type: ignore[attr-defined]
 
-    def close(self) -> None:
-        """From now on the bucket is partitioned: refuse its parameters and everything that shares their storage."""
+    def hide(self) -> None:
+        """No unit that owns the parameters is running: refuse them. Their memory may still be there."""
         self._class.__torch_function__ = _REFUSE
+
+    def show(self) -> None:
+        """A unit that owns the parameters runs."""
+        self._class.__torch_function__ = _DISABLED
+
+    def close(self) -> None:
+        """The memory is gone: refuse everything that shares it."""
         refuse_storage(self._address, self._message)
 
     def open(self) -> None:
-        """The bucket is whole again."""
-        self._class.__torch_function__ = _DISABLED
+        """There is memory again."""
         allow_storage(self._address)
 
 

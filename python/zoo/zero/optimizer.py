@@ -19,6 +19,8 @@ from zoo.comm import Communicator
 from zoo.zero import state as state_io
 from zoo.zero.buckets import STAGES, Bucket, plan_buckets
 from zoo.zero.config import ZeroConfig
+from zoo.zero.forecast import Forecast
+from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
@@ -90,7 +92,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         groups = _param_groups(model, params)
-        check_elementwise(lambda tensors: optimizer(tensors, **options), getattr(optimizer, "__name__", str(optimizer)))
+        self._states_kept = check_elementwise(
+            lambda tensors: optimizer(tensors, **options), getattr(optimizer, "__name__", str(optimizer))
+        )
         self._build(model, groups, units, reduce_dtype)
         inner = [{**{k: v for k, v in g.items() if k != "params"}, "params": []} for g in groups]
         for segment in self._segments:
@@ -135,7 +139,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._buckets,
             reduce_dtype=dtype,
             overlap=cfg.overlap_comm,
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest),
+            # One rank gathers by copying its own shard: there is nothing to overlap.
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if self.comm.size > 1 else 0,
             keep_bytes=budget(cfg.max_live_parameters, 2 * largest),
         )
 
@@ -201,7 +206,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _norm(self) -> float:
         """sqrt(Σ g²) over the whole mean gradient, summed bucket by bucket and chunk by chunk at every stage."""
         partials = [
-            torch.stack([torch.linalg.vector_norm(b.reduced_chunk(c), dtype=torch.float32) for b in self._trainable])
+            torch.stack([_norm_of(b.reduced_chunk(c)) for b in self._trainable])
             for c in self._trainable[0].updated_chunks()
         ]
         mine = torch.cat(partials)
@@ -209,7 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             everyone = mine.new_empty(self.comm.size * mine.numel())
             self.comm.all_gather(everyone, mine).wait()
             mine = everyone
-        return float(mine.double().square().sum().sqrt())
+        return float(mine.square().sum().sqrt())
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
@@ -303,6 +308,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gradients = sum(b.gradient_bytes() for b in self._trainable)
         total = parameters + gradients + optimizer
         return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
+
+    def forecast(self) -> Forecast:
+        """What a step will cost this rank, from the plan and the wrapped optimizer's states.
+
+        The order of the units is the recorded one where a training forward has run, else that of ``named_modules``.
+        Exact for models whose partitioned units do not nest.
+        """
+        per_element, per_segment = self._states_kept
+        return make_forecast(
+            self._buckets,
+            calls=self._runtime.calls(),
+            num_chunks=self.comm.size,
+            states_per_element=per_element,
+            state_scalars_bytes=per_segment * len(self._segments),
+            clips=bool(self.clip_norm or self.scaler is not None),
+            keep_bytes=self._runtime.keep_bytes,
+        )
 
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
@@ -418,6 +440,13 @@ class Stage3Optimizer(ZeroOptimizer):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, stage=3, **options)
+
+
+def _norm_of(chunk: torch.Tensor) -> torch.Tensor:
+    # 16-bit gradients are squared and added in fp32: their squares overflow fp16.
+    dtype = torch.promote_types(chunk.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(chunk, dtype=dtype)
+    return norm.double()
 
 
 def _resolve_config(config: ZeroConfig | None, stage: int | None, options: dict[str, Any]) -> ZeroConfig:

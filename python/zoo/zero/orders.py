@@ -55,5 +55,10 @@ class Orders:
         known.append(seen)
         del known[:-_MAX_ORDERS]
 
+    def latest(self, mode: Hashable) -> list[int] | None:
+        """The order last seen in a mode."""
+        known = self._known.get(mode)
+        return known[-1] if known else None
+
     def __len__(self) -> int:
         return sum(len(orders) for orders in self._known.values())

@@ -19,6 +19,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from torch.autograd import Variable
 from zoo.zero.buckets import Bucket
 from zoo.zero.orders import Orders
 from zoo.zero.units import UnitSpec
+
+# A bucket that one of the next acquisitions of the recorded order needs again is not released in between.
+REUSE_WINDOW = 4
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -93,7 +97,7 @@ class Runtime:
         self.unreduced = False  # some backward accumulated without reducing
         self.reduced = False  # there is a reduced gradient to step with
         self._reduce_dtype, self._overlap = reduce_dtype, overlap
-        self._prefetch_bytes, self._keep_bytes, self._num_in_flight = prefetch_bytes, keep_bytes, num_in_flight
+        self._prefetch_bytes, self.keep_bytes, self._num_in_flight = prefetch_bytes, keep_bytes, num_in_flight
         self._buckets = list(buckets)
         self._to_reduce = [b for b in reversed(self._buckets) if b.spec.trainable]
         self._next_reduce = 0
@@ -106,9 +110,11 @@ class Runtime:
         self._visited: list[Tape] = []
         self._serial = 0
         self._depth = 0
+        self._pass_grad = False
         self._in_backward = False
         self._hold = False  # reduce nothing before the end of this backward
         self._hooks: list[Any] = []
+        self._units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self._buckets)
         self._install(units)
 
@@ -119,6 +125,7 @@ class Runtime:
                 by_unit[name].append(bucket)
         for spec in specs:
             unit = Unit(spec, by_unit[spec.name])
+            self._units.append(unit)
             if not unit.recorded and spec.name:
                 continue
             self._hooks.append(spec.module.register_forward_pre_hook(partial(self._enter, unit)))
@@ -143,7 +150,8 @@ class Runtime:
         self._depth += 1
         unit.depth += 1
         tape = self._tape
-        if tape is not None and torch.is_grad_enabled():
+        # Without gradients inside of a pass with them: re-entrant checkpointing, which comes back in backward.
+        if tape is not None and (self._pass_grad or torch.is_grad_enabled()):
             serial, start = tape.serial, len(tape.units)
             for bucket in unit.recorded:
                 if bucket.tape_serial != serial:
@@ -156,18 +164,27 @@ class Runtime:
     def _begin_pass(self, module: nn.Module) -> None:
         self._serial += 1
         self._tape = Tape(self._serial)
+        self._pass_grad = torch.is_grad_enabled()
         if self._has_partitioned:
-            self._orders.begin((module.training, torch.is_grad_enabled()))
+            self._orders.begin((module.training, self._pass_grad))
 
     def _acquire(self, unit: Unit) -> None:
         for bucket in unit.partitioned:
             bucket.active += 1
-            if bucket in self._kept:
-                del self._kept[bucket]
-                self._kept_bytes -= bucket.num_bytes
-            self._early.pop(bucket, None)
-            bucket.gather()
+            if bucket.live or bucket.coming:
+                if bucket in self._kept:
+                    del self._kept[bucket]
+                    self._kept_bytes -= bucket.num_bytes
+                self._early.pop(bucket, None)
+            else:
+                bucket.gather()
             self._orders.advance(bucket.index)
+        if self._prefetch_bytes:
+            self._prefetch()
+        for bucket in unit.partitioned:
+            bucket.wait()
+
+    def _prefetch(self) -> None:
         ahead = 0
         for index in self._orders.upcoming():
             bucket = self._buckets[index]
@@ -177,8 +194,6 @@ class Runtime:
             if not bucket.live:
                 self._early[bucket] = None
                 bucket.gather()
-        for bucket in unit.partitioned:
-            bucket.wait()
 
     def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.depth == 0:  # its forward did not get as far as our first hook
@@ -215,12 +230,17 @@ class Runtime:
             tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
     def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
-        if not keep or bucket.num_bytes > self._keep_bytes:
+        if len(bucket.spec.units) > 1 and bucket.index in islice(self._orders.upcoming(), REUSE_WINDOW):
+            self._early[bucket] = None  # the next unit of the same bucket is about to start
+            bucket.hide()
+            return
+        if not keep or bucket.num_bytes > self.keep_bytes:
             bucket.release()
             return
+        bucket.hide()
         self._kept[bucket] = None
         self._kept_bytes += bucket.num_bytes
-        while self._kept_bytes > self._keep_bytes:
+        while self._kept_bytes > self.keep_bytes:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._kept_bytes -= oldest.num_bytes
@@ -262,25 +282,32 @@ class Runtime:
             self._walk(tape, index)
 
     def _walk(self, tape: Tape, index: int) -> None:
-        order = tape.order
+        """Go back to call ``index``, through every call after it that backward has not visited.
+
+        Each call is treated alike whether its hook fired or not, so that the sequence of collectives depends on the
+        tape alone. A call is skipped when its output is the very tensor that another unit returned (a model returns
+        what its last layer does), or when on this rank nothing of it led to the loss; other ranks may need it all the
+        same.
+        """
         while tape.cursor > index:
             tape.cursor -= 1
-            while order and order[-1][0] > tape.cursor:
-                self._finished(order.pop()[1])
+            while tape.order and tape.order[-1][0] > tape.cursor:
+                self._finished(tape.order.pop()[1])
             unit = tape.units[tape.cursor]
-            for bucket in unit.partitioned:
-                bucket.gather()
-        if unit.partitioned:
-            ahead, position = 0, tape.cursor - 1
-            while position >= 0 and ahead < self._prefetch_bytes:
-                for bucket in tape.units[position].partitioned:
-                    ahead += bucket.num_bytes
-                    if ahead <= self._prefetch_bytes:
-                        bucket.gather()
-                position -= 1
-        self._open(unit)
-        if self._overlap and self.sync and not self._hold:
-            self._launch_ready()
+            self._open(unit)
+            if unit.partitioned:
+                self._prefetch_before(tape)
+            if self._overlap and self.sync and not self._hold:
+                self._launch_ready()
+
+    def _prefetch_before(self, tape: Tape) -> None:
+        ahead, position = 0, tape.cursor - 1
+        while position >= 0 and ahead < self._prefetch_bytes:
+            for bucket in tape.units[position].partitioned:
+                ahead += bucket.num_bytes
+                if ahead <= self._prefetch_bytes:
+                    bucket.gather()
+            position -= 1
 
     def _open(self, unit: Unit) -> None:
         for bucket in unit.partitioned:
@@ -335,7 +362,7 @@ class Runtime:
         while self._in_flight:
             self._in_flight.popleft()()
         for bucket in self._to_reduce:
-            bucket.check_late()
+            bucket.settle()
         self.unreduced, self.reduced = False, True
 
     def _release_all(self) -> None:
@@ -346,6 +373,13 @@ class Runtime:
             for bucket in self._buckets:
                 if bucket.partitioned and not bucket.active:
                     bucket.release()
+
+    def calls(self) -> list[tuple[Bucket, ...]]:
+        """The partitioned buckets of each unit call of the latest training forward, or of all units in turn."""
+        recorded = self._orders.latest((True, True))
+        if recorded is not None:
+            return [(self._buckets[index],) for index in recorded]
+        return [unit.partitioned for unit in self._units if unit.partitioned]
 
     def reset(self) -> None:
         """Drop gathered parameters: an update made them stale."""

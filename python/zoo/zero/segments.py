@@ -22,8 +22,8 @@ from zoo.zero.buckets import Bucket
 class Segment:
     """Elements [start, stop) of chunk ``chunk`` of a bucket, all of parameter group ``group``.
 
-    ``tensor`` is what the optimizer updates: the parameters themselves in fp32, an fp32 master copy otherwise.
-    ``target`` is where a master is written back to, None in fp32.
+    ``tensor`` is what the optimizer updates: an fp32 master copy of 16-bit parameters, otherwise the parameters
+    themselves. ``target`` is where a master is written back to, None without one.
     """
 
     bucket: Bucket
@@ -55,7 +55,7 @@ def cut_segments(bucket: Bucket) -> list[Segment]:
             start, stop = max(low - base, 0), min(high - base, length)
             if start < stop:
                 part = values[start:stop]
-                master = part if part.dtype == torch.float32 else part.float()
+                master = part.float() if part.dtype.itemsize < 4 else part
                 target = None if master is part else part
                 segments.append(Segment(bucket, chunk, group, start, stop, master.detach().requires_grad_(), target))
     return segments
@@ -83,10 +83,14 @@ def in_pieces(segments: Sequence[Segment], limit: int) -> list[list[Segment]]:
     return pieces
 
 
-def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> None:
+def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> tuple[int, int]:
     """Raise NotImplementedError unless the optimizer updates every element by itself.
 
     Tries it: two small tensors are updated twice, whole and laid flat and cut elsewhere; the results must agree.
+
+    Returns:
+        What the optimizer keeps: the number of states that have one element for each of a tensor's, and the bytes of
+        those that are one tensor element for all of it.
     """
     generator = torch.Generator().manual_seed(0)
     values, *grads = (torch.randn(24, generator=generator) for _ in range(3))
@@ -110,3 +114,6 @@ def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> 
             f"{name} cannot run under a ZeRO optimizer: its update of an element depends on other elements of the "
             "tensor, which may be on other ranks. Use an elementwise one: SGD, Adam, AdamW, Adagrad, RMSprop, …"
         )
+    kept = [v for v in optimizer.state[tensors[0]].values() if isinstance(v, torch.Tensor)]
+    whole = [v for v in kept if v.shape == tensors[0].shape]
+    return len(whole), sum(v.nbytes for v in kept) - sum(v.nbytes for v in whole)

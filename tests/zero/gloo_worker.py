@@ -1,0 +1,132 @@
+"""Run by test_gloo.py in real processes: ``gloo_worker RANK WORLD STORE OUT JOB``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from zoo.zero import ZeroOptimizer
+
+NUM_STEPS = 20
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Embedding(32, 24)]
+    for _ in range(4):
+        layers += [nn.Linear(24, 24), nn.LayerNorm(24), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(24, 32))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 32, (16,), generator=generator), torch.randint(0, 32, (16,), generator=generator)
+
+
+def train_ddp(rank: int) -> dict[str, torch.Tensor]:
+    model = make_model()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(NUM_STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def train_zoo(rank: int, stage: int, check: bool) -> dict[str, torch.Tensor]:
+    model = make_model()
+    optimizer = ZeroOptimizer(
+        model, stage=stage, lr=1e-3, clip_norm=1.0, param_persistence_threshold=100, reduce_bucket_size=700, check=check
+    )
+    for step in range(NUM_STEPS):
+        x, y = batch(rank, step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.consolidated_parameters()
+
+
+def equality(rank: int) -> dict[str, float]:
+    """The largest difference of any parameter between DDP and each stage, after 20 steps."""
+    expected = train_ddp(rank)
+    found = {}
+    for stage in range(4):
+        got = train_zoo(rank, stage, check=stage % 2 == 1)
+        found[str(stage)] = max(float((got[n] - expected[n]).abs().max()) for n in expected)
+    return found
+
+
+def dies(rank: int) -> dict[str, float]:
+    """Rank 1 dies in the middle of a step; the other reports how soon it noticed."""
+    model = make_model()
+    optimizer = ZeroOptimizer(model, stage=3, lr=1e-3, param_persistence_threshold=0)
+    for step in range(3):
+        x, y = batch(rank, step)
+        loss = F.cross_entropy(model(x), y)
+        if rank == 1 and step == 1:
+            os._exit(9)
+        start = time.monotonic()
+        try:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except RuntimeError:
+            return {"noticed_s": time.monotonic() - start}
+    return {"noticed_s": float("inf")}
+
+
+def stalls(rank: int) -> dict[str, float]:
+    """Rank 1 stops answering without dying."""
+    model = make_model()
+    optimizer = ZeroOptimizer(model, stage=2, lr=1e-3)
+    x, y = batch(rank, 0)
+    loss = F.cross_entropy(model(x), y)
+    if rank == 1:
+        time.sleep(15)
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        loss.backward()
+        optimizer.step()
+    except RuntimeError:
+        return {"noticed_s": time.monotonic() - start}
+    return {"noticed_s": float("inf")}
+
+
+def mismatch(rank: int) -> dict[str, str]:
+    """With check=True ranks that run different modules get an error instead of waiting for each other."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 5)
+    model = nn.ModuleList([first, second])
+    optimizer = ZeroOptimizer(model, stage=3, lr=1e-3, param_persistence_threshold=0, reduce_bucket_size=1, check=True)
+    try:
+        (first if rank == 0 else second)(torch.ones(1, 3))
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": f"none on rank {rank} of {optimizer.comm.size}"}
+
+
+def main() -> None:
+    rank, world, store, out, job = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=5 if job == "stalls" else 60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    result = {"equality": equality, "dies": dies, "stalls": stalls, "mismatch": mismatch}[job](rank)
+    (out / f"{rank}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Real processes on gloo, as confirmation of what simulated ranks show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("gloo_worker.py")
+
+
+def run(job: str, out: Path, world: int = 2) -> dict[int, Any]:
+    """What each rank that lived to the end wrote."""
+    processes = [
+        subprocess.Popen([sys.executable, str(WORKER), str(rank), str(world), str(out / "store"), str(out), job])
+        for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            process.wait(timeout=100)
+    finally:
+        for process in processes:
+            process.kill()
+    return {int(f.stem): json.loads(f.read_text()) for f in out.glob("*.json")}
+
+
+def test_all_stages_equal_ddp_after_20_steps(tmp_path: Path) -> None:
+    found = run("equality", tmp_path)
+    assert sorted(found) == [0, 1]
+    for rank, differences in found.items():
+        for stage, difference in differences.items():
+            assert difference <= 1e-6, f"rank {rank} stage {stage} differs from DDP by {difference}"
+
+
+def test_a_dead_peer_is_noticed(tmp_path: Path) -> None:
+    found = run("dies", tmp_path)
+    assert list(found) == [0]
+    assert found[0]["noticed_s"] < 30
+
+
+def test_a_peer_that_stops_answering_is_noticed_within_the_timeout(tmp_path: Path) -> None:
+    found = run("stalls", tmp_path)
+    assert found[0]["noticed_s"] < 12  # the group's timeout is 5 s
+
+
+def test_the_check_names_the_ranks_that_differ(tmp_path: Path) -> None:
+    found = run("mismatch", tmp_path)
+    for rank in (0, 1):
+        assert "rank 0 called all_gather of 32 float32 (parameters of '0')" in found[rank]["error"]
+        assert "rank 1 called all_gather of 32 float32 (parameters of '1')" in found[rank]["error"]
+
+
+@pytest.mark.slow
+def test_all_stages_equal_ddp_on_three_ranks(tmp_path: Path) -> None:
+    found = run("equality", tmp_path, world=3)
+    for differences in found.values():
+        assert max(differences.values()) <= 1e-6

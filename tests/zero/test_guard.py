@@ -1,0 +1,224 @@
+"""Touching what is partitioned is an error that names it, never a crash and never a wrong number."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from zoo import sim
+from zoo.zero import PartitionedAccessError, Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def partitioned(model: nn.Module) -> Stage3Optimizer:
+    return Stage3Optimizer(model, lr=0.01, param_persistence_threshold=0)
+
+
+TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
+    "sum": lambda p: p.sum(),
+    "matmul": lambda p: torch.ones(1, 6) @ p,
+    "index": lambda p: p[0],
+    "item": lambda p: p[0, 0].item(),
+    "clone": lambda p: p.clone(),
+    "copy": lambda p: p.data.copy_(torch.zeros(6, 4)),
+    "numpy": lambda p: p.detach().numpy().sum(),
+    "linear": lambda p: nn.functional.linear(torch.ones(1, 4), p),
+    "in place": lambda p: p.data.add_(1.0),
+    "cat": lambda p: torch.cat([p, p]),
+    "keyword": lambda p: torch.mul(input=torch.ones(6, 4), other=p),
+    "out": lambda p: torch.zeros(6, 4, out=p.data),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "pickle": lambda p: pickle.dumps(p),
+    "save": lambda p: p.tolist(),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_touching_a_partitioned_parameter_raises(touch: str) -> None:
+    model = small()
+    partitioned(model)
+    with pytest.raises((PartitionedAccessError, RuntimeError)) as caught:
+        TOUCHES[touch](model[0].weight)
+    text = str(caught.value)
+    assert "'0.weight'" in text or "'0'" in text or "0.weight" in text
+
+
+def test_a_view_kept_from_forward_raises_too() -> None:
+    model = small()
+    kept = []
+    model[0].register_forward_hook(lambda m, a, o: kept.append(m.weight.detach().t()))
+    Stage3Optimizer(model, lr=0.01, param_persistence_threshold=0, max_live_parameters=0)
+    model(torch.ones(1, 4))
+    with pytest.raises(RuntimeError, match="partitioned"):
+        kept[0].sum()
+
+
+def test_metadata_stays_readable() -> None:
+    model = small()
+    partitioned(model)
+    p = model[0].weight
+    assert (p.shape, p.dtype, p.numel(), p.requires_grad, p.is_leaf) == ((6, 4), torch.float32, 24, True, True)
+    assert p.device.type == "cpu"
+    assert p.size(0) == 6
+    assert p in {p}
+    assert isinstance(p, nn.Parameter)
+    assert sum(q.numel() for q in model.parameters()) == 58
+    assert p.grad is None
+
+
+def test_a_parameter_used_by_another_module_raises_by_name() -> None:
+    class Thief(nn.Module):
+        def __init__(self, owner: nn.Linear) -> None:
+            super().__init__()
+            self.owner = [owner]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.owner[0].weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.thief = Thief(self.inner)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.thief(self.inner(x))
+
+    model = Model()
+    partitioned(model)
+    with pytest.raises(PartitionedAccessError, match=r"inner\.weight.*outside of its unit"):
+        model(torch.ones(1, 4))
+
+
+def test_gathered_makes_everything_readable() -> None:
+    model = small()
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = partitioned(model)
+    with optimizer.gathered():
+        for name, p in model.named_parameters():
+            assert torch.equal(p.detach(), expected[name])
+        again = copy.deepcopy(model[0].weight)
+    assert type(again) is nn.Parameter
+    with pytest.raises(PartitionedAccessError):
+        model[0].weight.sum()
+    assert {n: v.tolist() for n, v in optimizer.consolidated_parameters().items()} == {
+        n: v.tolist() for n, v in expected.items()
+    }
+
+
+def test_close_gives_an_ordinary_model_back() -> None:
+    model = small()
+    optimizer = partitioned(model)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    expected = optimizer.consolidated_parameters()
+    optimizer.close()
+    for name, p in model.named_parameters():
+        assert type(p) is nn.Parameter
+        assert torch.equal(p, expected[name])
+        assert p.grad is None
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("cls", [Stage1Optimizer, Stage2Optimizer, Stage3Optimizer])
+def test_a_reduced_gradient_is_not_shown_as_if_it_were_whole(cls: type) -> None:
+    def fn(rank: int) -> None:
+        model = small()
+        optimizer = cls(model, lr=0.01)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(PartitionedAccessError, match=r"0\.weight.*clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.zero_grad()
+        assert model[0].weight.grad is None
+
+    sim.run(2, fn)
+
+
+def test_stage_0_shows_the_mean_gradient() -> None:
+    def fn(rank: int) -> torch.Tensor:
+        model = small()
+        Stage0Optimizer(model, lr=0.01)
+        model(torch.full((2, 4), float(rank + 1))).sum().backward()
+        assert model[0].weight.grad is not None
+        return model[0].weight.grad.clone()
+
+    expected = []
+    for rank in range(3):
+        model = small()
+        model(torch.full((2, 4), float(rank + 1))).sum().backward()
+        expected.append(model[0].weight.grad)
+    for got in sim.run(3, fn):
+        torch.testing.assert_close(got, torch.stack(expected).mean(0))
+
+
+def test_grad_can_be_dropped_by_assigning_none() -> None:
+    model = small()
+    optimizer = Stage0Optimizer(model, lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    model[0].weight.grad = None
+    assert model[0].weight.grad is not None
+    assert float(model[0].weight.grad.abs().sum()) == 0.0
+    assert float(model[2].weight.grad.abs().sum()) > 0.0
+    optimizer.zero_grad()
+    model.zero_grad()
+
+
+def test_gradients_survive_model_zero_grad_of_the_next_step() -> None:
+    # torch's own loop calls model.zero_grad(); autograd must go on accumulating into the flat buffer.
+    model, plain = small(), small()
+    optimizer = Stage0Optimizer(model, optimizer=torch.optim.SGD, lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.full((2, 4), float(step))
+        for m, o in ((model, optimizer), (plain, reference)):
+            m.zero_grad()
+            m(x).square().sum().backward()
+            o.step()
+            o.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_thawing_a_frozen_parameter_raises_by_name() -> None:
+    model = small()
+    model[0].weight.requires_grad_(False)
+    Stage2Optimizer(model, lr=0.01)
+    with pytest.raises(ValueError, match=r"'0\.weight' was frozen"):
+        model[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'0\.weight' was frozen"):
+        model.requires_grad_(True)
+    model[2].weight.requires_grad = False  # freezing for a while is fine
+    model[2].weight.requires_grad = True
+
+
+def test_create_graph_is_refused() -> None:
+    model = small()
+    Stage2Optimizer(model, lr=0.01)
+    with pytest.raises(NotImplementedError, match="create_graph"):
+        model(torch.ones(1, 4)).sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("cls", [Stage0Optimizer, Stage1Optimizer, Stage2Optimizer])
+def test_a_gradient_after_the_reduction_is_an_error_and_overlap_off_mends_it(cls: type) -> None:
+    def fn(rank: int, overlap: bool) -> float:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        options = {"units": [nn.Linear], "reduce_bucket_size": 1, "overlap_comm": overlap}
+        optimizer = cls(model, optimizer=torch.optim.SGD, lr=1.0, **options)
+        early = model[3].weight.square().sum()  # used before its unit's forward
+        (model(torch.ones(1, 4)).sum() + early).backward()
+        optimizer.step()
+        return 1.0
+
+    with pytest.raises(sim.RankError, match="arrived after it had been reduced"):
+        sim.run(2, lambda rank: fn(rank, True))
+    assert sim.run(2, lambda rank: fn(rank, False)) == [1.0, 1.0]
