@@ -41,15 +41,15 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """Whether it is "met", "missed by …" or "not measured"."""
+        """Whether it is "met", "missed by …" or "not measured", on the medians; close ones are within the noise."""
         if self.value is None:
             return "not measured"
-        shown = f"{self.value:.3g}{self.unit} against {self.limit:.3g}{self.unit}"
+        shown = f"{self.value:.4g}{self.unit} against {self.limit:.4g}{self.unit}"
         if self.value <= self.limit:
             return f"met ({shown})"
         if self.limit <= 0:
             return f"**missed** ({shown})"
-        return f"**missed by {100 * (self.value / self.limit - 1):.0f} %** ({shown})"
+        return f"**missed by {100 * (self.value / self.limit - 1):.1f} %** ({shown})"
 
 
 def mean_over_ranks(ranks: Sequence[dict[str, Any]], key: str) -> float:
