@@ -14,7 +14,8 @@ from zoo.zero import ZeroOptimizer
 
 from .cases import Case, accumulate, cases, loss_of, make_model, train_reference, train_zero
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick
@@ -23,6 +24,17 @@ quick = settings(max_examples=40, deadline=None, suppress_health_check=list(Heal
 @example(case=Case(recompute="non_reentrant", shared_block=True, tied=True), seeds=1)
 @example(case=Case(world=3, silent_ranks=(0, 2), output="dict", accumulation="forwards_first"), seeds=2)
 def test_stages_compute_the_same_bits(case: Case, seeds: int) -> None:
+    check_same_bits(case, seeds)
+
+
+@pytest.mark.slow
+@thorough
+@given(case=cases(), seeds=st.integers(0, 100))
+def test_stages_compute_the_same_bits_thoroughly(case: Case, seeds: int) -> None:
+    check_same_bits(case, seeds)
+
+
+def check_same_bits(case: Case, seeds: int) -> None:
     runs = [sim.run(case.world, lambda rank, s=stage: train_zero(case, s, rank), seed=seeds) for stage in range(4)]
     for stage, run in enumerate(runs):
         for rank, (parameters, history) in enumerate(run):
@@ -34,6 +46,17 @@ def test_stages_compute_the_same_bits(case: Case, seeds: int) -> None:
 @quick
 @given(case=cases(dtype=torch.float64), stage=st.integers(0, 3))
 def test_every_stage_equals_one_process(case: Case, stage: int) -> None:
+    check_one_process(case, stage)
+
+
+@pytest.mark.slow
+@thorough
+@given(case=cases(dtype=torch.float64), stage=st.integers(0, 3))
+def test_every_stage_equals_one_process_thoroughly(case: Case, stage: int) -> None:
+    check_one_process(case, stage)
+
+
+def check_one_process(case: Case, stage: int) -> None:
     # fp64, where only the order of additions separates the two: relative 2^-53 a rounding, a few thousand roundings,
     # and up to 1/eps = 100 by which the optimizers amplify them.
     expected = train_reference(case)

@@ -56,6 +56,8 @@ class Communicator:
                     "one axis: pass mesh['axis_name'] or mesh.get_group('axis_name')."
                 )
             group = group.get_group()
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("Communicator got a process group that this rank is not a member of.")
         self.group = group
         self.log = log if log is not None else CommsLog()
         self.check = check
@@ -65,8 +67,6 @@ class Communicator:
         else:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self.backend = str(dist.get_backend(group))
-        if self.rank < 0:
-            raise ValueError("Communicator got a process group that this rank is not a member of.")
         self._transport = choose_transport(group, self.backend) if self.size > 1 else None
 
     def __repr__(self) -> str:

@@ -10,7 +10,23 @@ __all__ = ["CORE"]
 
 CORE: dict[str, dict[str, str]] = {
     "config_section": {
+        "train": "zoo.train.config:TrainConfig",
         "zero_optimization": "zoo.zero.config:ZeroConfig",
+    },
+    "lr_schedule": {
+        "WarmupCosineLR": "zoo.lr_schedules:WarmupCosineLR",
+        "WarmupDecayLR": "zoo.lr_schedules:WarmupDecayLR",
+        "WarmupLR": "zoo.lr_schedules:WarmupLR",
+    },
+    "optimizer": {
+        "Adagrad": "torch.optim:Adagrad",
+        "Adam": "torch.optim:Adam",
+        "AdamW": "torch.optim:AdamW",
+        "RMSprop": "torch.optim:RMSprop",
+        "SGD": "torch.optim:SGD",
+    },
+    "task": {
+        "byte_lm": "zoo.examples.byte_lm:ByteTask",
     },
 }
 """kind → name → ``"module:attribute"``."""

@@ -202,8 +202,8 @@ class Bucket:
                 self.gather()
             self._finish_gather()
         if self._hidden:
-            self._guard.show()
             self._hidden = False
+            self._guard.show()
 
     def hide(self) -> None:
         """Refuse the parameters to everybody until the next ``wait``; their memory stays."""

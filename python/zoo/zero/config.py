@@ -30,7 +30,7 @@ class ZeroConfig(Section):
 
     max_live_parameters: int | None = Field(default=None, ge=0, alias="stage3_max_live_parameters")
     """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units
-    first. Default: two buckets. More means less communication and more memory."""
+    first. Default: two buckets, and at least 2**22 elements. More means less communication and more memory."""
 
     param_persistence_threshold: int = Field(default=100_000, ge=0, alias="stage3_param_persistence_threshold")
     """Stage 3: parameters of at most this many elements stay whole on every rank."""
@@ -38,7 +38,7 @@ class ZeroConfig(Section):
     model_persistence_threshold: int = Field(default=sys.maxsize, ge=0, alias="stage3_model_persistence_threshold")
     """Stage 3: at most this many elements stay whole because of param_persistence_threshold."""
 
-    sub_group_size: int = Field(default=2**24, ge=1)
+    sub_group_size: int = Field(default=2**22, ge=1)
     """Low-precision parameters are updated in pieces of about this many elements, so that only one piece's gradient
     exists in fp32 at a time."""
 

@@ -141,7 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap=cfg.overlap_comm,
             # One rank gathers by copying its own shard: there is nothing to overlap.
             prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if self.comm.size > 1 else 0,
-            keep_bytes=budget(cfg.max_live_parameters, 2 * largest),
+            keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
 
     # Training --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zoo.cli.failure import one_sentence, rank_of_launch
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models with zoo."
+)
+config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
+app.add_typer(config_app, name="config")
+
+Path_ = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json, .yaml or .yml file.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Another value for a key, such as optimizer.params.lr=0.001."),
+]
+
+
+def main() -> None:
+    """Entry point of the ``zoo`` command."""
+    app(prog_name="zoo")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"zoo {version('zoo-core')}")
+        except PackageNotFoundError:
+            typer.echo("zoo (not installed as a distribution)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del show
+
+
+@app.command()
+def train(
+    config: Path_,
+    stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.", show_default="the configuration's")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the latest checkpoint in the output directory.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="the configuration's")] = None,
+    out: Annotated[str | None, typer.Option(help="Output directory.", show_default="the configuration's")] = None,
+    set_: Set = None,
+) -> None:
+    """Train what CONFIG describes; under torchrun, on all of its ranks."""
+    overrides = [*(set_ or ())]
+    for key, value in (("zero_optimization.stage", stage), ("train.steps", steps)):
+        if value is not None:
+            overrides.append(f"{key}={value}")
+    if out is not None:
+        overrides.append(f"train.out={json.dumps(out)}")
+    with one_sentence(shared=True):
+        from zoo.train import read_config  # torch takes a second to import: not for --help
+
+        loaded = read_config(config, overrides)
+    with one_sentence(shared=False):
+        from zoo.train import train as run
+
+        run(loaded, resume=resume)
+        _leave()
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if rank_of_launch() is not None and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+@app.command()
+def components(kind: Annotated[str | None, typer.Argument(help="Only this kind.")] = None) -> None:
+    """Print every component that can be named in a configuration."""
+    with one_sentence(shared=True):
+        from zoo import registry
+
+        kinds = registry.kinds()
+        if kind is not None and kind not in kinds:
+            raise ValueError(f"no kind is named {kind!r}; known: {', '.join(kinds)}")
+        for name in [kind] if kind else kinds:
+            typer.echo(name)
+            for component in registry.names(name):
+                typer.echo(f"  {component:<24}{registry.entry(name, component)}")
+        for problem in registry.problems():
+            typer.echo(f"problem: {problem}", err=True)
+
+
+@config_app.command()
+def explain(config: Path_, set_: Set = None) -> None:
+    """Print every value of CONFIG and where it came from."""
+    with one_sentence(shared=True):
+        from zoo.config import read
+
+        document = read(config, overrides=set_ or ())
+        if "train" in document.values:
+            from zoo.train import read_config
+
+            typer.echo(read_config(config, set_ or ()).explain())
+        else:
+            typer.echo(document.load().explain())
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    with one_sentence(shared=True):
+        from zoo.config import json_schema
+
+        typer.echo(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,127 @@
+"""The data loader: deterministic, different on every rank, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+T = TypeVar("T")
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+def shuffled(index: int, size: int, seed: int) -> int:
+    """Where a shuffle of ``size`` elements puts ``index``: a permutation of 0..size-1, without storing it.
+
+    A Feistel network over the smallest even number of bits that holds ``size``; results outside are sent through it
+    again until one falls inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains",
+    section 5). Depends on the arguments only, so it is the same on every rank, Python and torch.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & low
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right + (number << 56), seed) & low)
+        index = (left << half) | right
+        if index < size:
+            return index
+
+
+def _mix(value: int, seed: int) -> int:
+    # The finaliser of splitmix64.
+    z = (value + (seed + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+class ShardedLoader(Generic[T]):
+    """Micro-batches of one rank.
+
+    An epoch is one shuffle of the data set. Position p of an epoch counts samples over all ranks: the next micro-batch
+    of rank r of N holds the samples at p + r*B … p + (r+1)*B - 1, and then p grows by B*N. What is left at the end of
+    an epoch and does not fill a micro-batch on every rank is dropped.
+
+    Iterating goes on from the current position to the end of the epoch; the next iteration is the next epoch.
+
+    Args:
+        dataset: with ``__len__`` and ``__getitem__``.
+        micro_batch_size: B, samples in one micro-batch of one rank.
+        rank, size: r and N.
+        seed: of the shuffles.
+        collate_fn: list of samples → batch; torch's ``default_collate`` if not given.
+        shuffle: False for the data set's own order in every epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        micro_batch_size: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], T] | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"the data set is a {type(dataset).__name__}; sharding over ranks and resuming need __len__ and "
+                f"__getitem__. "
+                "Give a map-style data set, or pass your own iterator to engine.train_batch(iterator)."
+            )
+        self.dataset, self.micro_batch_size = dataset, micro_batch_size
+        self.rank, self.size, self.seed, self.shuffle = rank, size, seed, shuffle
+        self.collate_fn: Callable[[list[Any]], T] = collate_fn if collate_fn is not None else default_collate
+        self.num_samples = len(dataset)
+        self.epoch = 0
+        self.position = 0
+        if len(self) == 0:
+            raise ValueError(
+                f"the data set has {self.num_samples} samples, fewer than one micro-batch of {micro_batch_size} on "
+                f"each of "
+                f"{size} ranks ({micro_batch_size * size}); use more data, smaller micro-batches or fewer ranks."
+            )
+
+    def __len__(self) -> int:
+        """Micro-batches of each rank in a whole epoch."""
+        return self.num_samples // (self.micro_batch_size * self.size)
+
+    def __iter__(self) -> Iterator[T]:
+        stride = self.micro_batch_size * self.size
+        while self.position + stride <= self.num_samples:
+            first = self.position + self.rank * self.micro_batch_size
+            self.position += stride
+            yield self.collate_fn([self.dataset[self._where(first + i)] for i in range(self.micro_batch_size)])
+        self.epoch += 1
+        self.position = 0
+
+    def forever(self) -> Iterator[T]:
+        """Epoch after epoch, without end."""
+        while True:
+            yield from self
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader stands; the same on all ranks."""
+        return {"epoch": self.epoch, "position": self.position, "num_samples": self.num_samples, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there, at any number of ranks and any size of micro-batches.
+
+        Raises:
+            ValueError: the state is of a data set of another length: its positions mean other samples.
+        """
+        if state["num_samples"] != self.num_samples:
+            raise ValueError(
+                f"the loader's state is of a data set of {state['num_samples']} samples; this one has "
+                f"{self.num_samples}. "
+                "Continue with the data set that the checkpoint was made with."
+            )
+        self.epoch, self.position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
+
+    def _where(self, index: int) -> int:
+        # The seed of an epoch must not be that of a neighbouring seed's neighbouring epoch.
+        return shuffled(index, self.num_samples, _mix(self.epoch, self.seed)) if self.shuffle else index

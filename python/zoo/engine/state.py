@@ -1,0 +1,140 @@
+"""The engine's own part of a checkpoint: counters, schedule, position in the data, buffers, random numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zoo.checkpointing import Checkpoint, CheckpointError, StateSlice
+from zoo.comm import Communicator
+
+if TYPE_CHECKING:
+    from zoo.engine.engine import Engine
+
+BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class BufferSlice:
+    """A module's whole buffer, as a slice of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+    role: str = BUFFER
+    start: int = 0
+
+    @property
+    def length(self) -> int:
+        """Elements."""
+        return self.tensor.numel()
+
+
+def buffer_slices(module: nn.Module, comm: Communicator) -> list[BufferSlice]:
+    """Rank 0's buffers, those that ``state_dict`` would hold; nothing on other ranks."""
+    if comm.rank != 0:
+        return []
+    return [BufferSlice(name, tuple(b.shape), b.detach().reshape(-1).cpu()) for name, b in _buffers(module).items()]
+
+
+def load_buffers(module: nn.Module, found: Checkpoint) -> None:
+    """Every buffer of the module takes the checkpoint's value."""
+    with torch.no_grad():
+        for name, buffer in _buffers(module).items():
+            if found.shapes.get(name) != tuple(buffer.shape):
+                raise CheckpointError(
+                    f"the model's buffer {name!r} has shape {tuple(buffer.shape)}; checkpoint {found.tag!r} has "
+                    f"{found.shapes.get(name, 'no such buffer')}"
+                )
+            buffer.copy_(found.tensor(name, BUFFER))
+
+
+def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
+    """Raise CheckpointError unless every tensor of these slices is in the checkpoint with the same shape."""
+    for item in slices:
+        if item.role == "parameter" and found.shapes.get(item.name) != tuple(item.shape):
+            raise CheckpointError(
+                f"the model's {item.name!r} has shape {tuple(item.shape)}; checkpoint {found.tag!r} has "
+                f"{found.shapes.get(item.name, 'no such tensor')}: build the model as it was when the checkpoint was "
+                f"written"
+            )
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    persistent: dict[str, torch.Tensor] = {}
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                persistent[f"{path}.{name}" if path else name] = buffer
+    return persistent
+
+
+def engine_meta(engine: Engine) -> dict[str, Any]:
+    """What JSON holds of the engine's state."""
+    schedule = engine.lr_scheduler
+    return {
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "micro_steps": engine.micro_steps,
+        "zero_stage": engine.config.zero_optimization.stage,
+        "loader": engine.dataloader.state_dict() if engine.dataloader is not None else None,
+        "lr_scheduler": _plain(schedule.state_dict()) if schedule is not None else None,
+        "param_groups": [_plain({k: v for k, v in g.items() if k != "params"}) for g in engine.optimizer.param_groups],
+    }
+
+
+def restore_meta(engine: Engine, found: Checkpoint) -> None:
+    """The reverse of :func:`engine_meta`. Counters stay consistent when gradient accumulation differs."""
+    meta = found.meta.get("engine")
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"checkpoint {found.tag!r} was not written by an engine: its meta has no part 'engine'")
+    groups = engine.optimizer.param_groups
+    if len(meta["param_groups"]) != len(groups):
+        raise CheckpointError(
+            f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer {len(groups)}"
+        )
+    for group, saved in zip(groups, meta["param_groups"], strict=True):
+        group.update({key: _like(group.get(key), value) for key, value in saved.items()})
+    engine.global_steps, engine.skipped_steps = int(meta["global_steps"]), int(meta["skipped_steps"])
+    engine.micro_steps = engine.global_steps * engine.accumulation
+    if engine.dataloader is not None and meta["loader"] is not None:
+        engine.dataloader.load_state_dict(meta["loader"])
+        engine._batches = None
+    if engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(meta["lr_scheduler"])
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    # Only what JSON can hold; schedulers of torch keep functions there too.
+    kept = {}
+    for key, value in values.items():
+        try:
+            kept[key] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            continue
+    return kept
+
+
+def _like(old: Any, new: Any) -> Any:
+    return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """The states of torch's random number generators on this rank."""
+    state = {"rng_cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["rng_cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    """The reverse of :func:`random_state`."""
+    if "rng_cpu" in state:
+        torch.set_rng_state(state["rng_cpu"])
+    if "rng_cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["rng_cuda"])

@@ -1,0 +1,158 @@
+"""The communicator on simulated ranks: values, accounting, the check; and the pairwise transport in real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from zoo import sim
+from zoo.comm import CollectiveMismatchError, CommsLog, Communicator, init_distributed
+
+
+def values(rank: int, size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + rank))
+
+
+@settings(max_examples=25, deadline=None)
+@given(world=st.integers(1, 8), length=st.integers(0, 9), seed=st.integers(0, 50), check=st.booleans())
+def test_collectives_compute_what_they_say(world: int, length: int, seed: int, check: bool) -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator(check=check)
+        assert (comm.rank, comm.size) == (rank, world)
+        full = torch.full((world * length,), float("nan"))
+        handle = comm.all_gather(full, values(rank, length))
+        handle.wait()
+        handle.wait()
+        assert torch.equal(full, torch.cat([values(r, length) for r in range(world)]))
+        everyone = [values(r, world * length, 1) for r in range(world)]
+        total = everyone[0].clone()
+        for part in everyone[1:]:
+            total += part
+        mine = slice(rank * length, (rank + 1) * length)
+        out = torch.empty(length)
+        comm.reduce_scatter(everyone[rank].clone(), out, scale=0.5).wait()
+        assert torch.equal(out, total[mine] * 0.5)
+        inplace = everyone[rank].clone()
+        comm.reduce_scatter(inplace, inplace[mine]).wait()
+        assert torch.equal(inplace[mine], total[mine])
+        tensor = values(rank, length, 2)
+        comm.all_reduce(tensor, "max").wait()
+        assert torch.equal(tensor, torch.stack([values(r, length, 2) for r in range(world)]).amax(0))
+        tensor = values(rank, length, 3)
+        comm.broadcast(tensor, world - 1).wait()
+        assert torch.equal(tensor, values(world - 1, length, 3))
+
+    sim.run(world, fn, seed=seed)
+
+
+def test_wire_bytes_follow_the_definition() -> None:
+    def fn(rank: int) -> CommsLog:
+        comm = Communicator()
+        full = torch.zeros(40)
+        comm.all_gather(full, torch.zeros(10)).wait()
+        comm.all_gather(full, torch.zeros(10)).wait()
+        comm.reduce_scatter(full, torch.zeros(10)).wait()
+        comm.all_reduce(full).wait()
+        return comm.log
+
+    log = sim.run(4, fn)[0]
+    assert (log.ops["all_gather"].count, log.ops["all_gather"].message_bytes) == (2, 320)
+    assert log.ops["all_gather"].wire_bytes == 240
+    assert log.ops["reduce_scatter"].wire_bytes == 120
+    assert log.ops["all_reduce"].wire_bytes == 240
+    assert log.wire_bytes == 600
+    assert log.ops["all_gather"].time_s > 0
+    assert log.ops["all_gather"].bus_bandwidth > 0
+    assert log.table().count("\n") == 3
+    log.reset()
+    assert log.wire_bytes == 0
+
+
+def test_the_check_names_the_ranks_that_differ() -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator(check=True)
+        comm.all_reduce(torch.zeros(3)).wait()
+        if rank == 2:
+            comm.reduce_scatter(torch.zeros(8), torch.zeros(2))
+        else:
+            comm.all_gather(torch.zeros(8), torch.zeros(2))
+
+    with pytest.raises(sim.RankError) as caught:
+        sim.run(4, fn)
+    assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+    text = str(caught.value)
+    assert "rank 2 called reduce_scatter of 8 float32 as its collective number 2" in text
+    assert "ranks 0, 1, 3 called all_gather of 8 float32" in text
+
+
+def test_a_mesh_axis_and_a_group_can_be_given() -> None:
+    def fn(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        inner = Communicator(mesh["inner"])
+        assert (inner.rank, inner.size) == (rank % 2, 2)
+        tensor = torch.tensor([float(rank)])
+        inner.all_reduce(tensor).wait()
+        assert tensor.item() == (1.0 if rank < 2 else 5.0)
+        with pytest.raises(ValueError, match=r"mesh\['axis_name'\]"):
+            Communicator(mesh)
+        pair = dist.new_group([1, 3])
+        if rank in (1, 3):
+            comm = Communicator(pair)
+            tensor = torch.tensor([float(rank)])
+            comm.broadcast(tensor, 1).wait()
+            assert tensor.item() == 3.0
+        else:
+            with pytest.raises(ValueError, match="not a member"):
+                Communicator(pair)
+
+    sim.run(4, fn)
+
+
+def test_user_errors_say_what_is_allowed() -> None:
+    comm = Communicator()
+    assert (comm.rank, comm.size, comm.backend) == (0, 1, "local")
+    with pytest.raises(ValueError, match=r"op='avg'.*'sum', 'max' and 'min'"):
+        comm.all_reduce(torch.zeros(1), "avg")
+    with pytest.raises(ValueError, match="src=1"):
+        comm.broadcast(torch.zeros(1), 1)
+    with pytest.raises(ValueError, match="timeout_s=0"):
+        init_distributed(timeout_s=0)
+
+
+WORKER = """
+import sys, torch, torch.distributed as dist
+from zoo.comm import Communicator
+rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+comm = Communicator()
+def data(r, n): return torch.randn(n, generator=torch.Generator().manual_seed(r))
+for n in (0, 1, 5, 100_000):
+    everyone = [data(r, world * n) for r in range(world)]
+    total = everyone[0].clone()
+    for part in everyone[1:]: total += part
+    mine = slice(rank * n, (rank + 1) * n)
+    handles = []
+    full, out, inplace = torch.empty(world * n), torch.empty(n), everyone[rank].clone()
+    handles.append(comm.all_gather(full, data(rank, n)))
+    handles.append(comm.reduce_scatter(everyone[rank].clone(), out, scale=0.25))
+    handles.append(comm.reduce_scatter(inplace, inplace[mine]))
+    for handle in handles: handle.wait()
+    assert torch.equal(full, torch.cat([data(r, n) for r in range(world)]))
+    assert torch.equal(out, total[mine] * 0.25)
+    assert torch.equal(inplace[mine], total[mine])
+dist.barrier()
+"""
+
+
+def test_the_pairwise_transport_on_three_gloo_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER]
+    processes = [subprocess.Popen([*command, str(rank), "3", str(tmp_path / "store")]) for rank in range(3)]
+    assert [p.wait(timeout=90) for p in processes] == [0, 0, 0]
