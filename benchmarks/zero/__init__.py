@@ -1,0 +1,1 @@
+"""zoo.zero beside its peers: host time, step time, memory, and model states against the formula."""

@@ -1,0 +1,62 @@
+"""Starts a contender in fresh processes and brings back what each rank wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ContenderError(RuntimeError):
+    """A contender's process failed; the message ends with what it said last."""
+
+
+def environment(rank: int, size: int) -> dict[str, str]:
+    """One thread a rank, gloo over the loopback device, zoo from this checkout."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        # DeepSpeed builds its shared-memory collectives on first use, with the ninja of this environment.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+
+
+def run_ranks(spec: dict[str, Any], size: int, timeout_s: float = 180.0) -> list[dict[str, Any]]:
+    """Run the worker once a rank, all at once; returns the figures by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        command = [sys.executable, "-m", "benchmarks.zero.worker", json.dumps(spec), folder]
+        processes = []
+        for rank in range(size):
+            with (out / f"log{rank}").open("w") as log:
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment(rank, size), stdout=log, stderr=log)
+                )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while any(p.poll() is None for p in processes):
+                failed = any(p.poll() not in (None, 0) for p in processes)
+                if failed or time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        results = [out / f"rank{rank}.json" for rank in range(size)]
+        if not all(path.exists() for path in results):
+            said = [(out / f"log{rank}").read_text().strip().splitlines()[-12:] for rank in range(size)]
+            raise ContenderError(f"{spec}: " + " | ".join("\n".join(lines) for lines in said))
+        return [json.loads(path.read_text()) for path in results]
