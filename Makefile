@@ -81,9 +81,8 @@ schema: setup
 	@$(BIN)/python scripts/schema.py
 
 bench: setup
-	@if ls benchmarks/*/run.py >/dev/null 2>&1; then \
-	  for run in benchmarks/*/run.py; do echo "== $$run"; $(BIN)/python "$$run" || exit 1; done; \
-	else echo "zoo: there is no benchmark yet (benchmarks/<topic>/run.py)"; fi
+	@for folder in benchmarks/*/; do name=$$(basename $$folder); echo "== $$name"; \
+	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv target build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

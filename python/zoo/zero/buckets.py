@@ -369,7 +369,8 @@ class Bucket:
         """The backward that reduced this bucket is over."""
         self.check_late()
         self._launched = False
-        if not CAN_REFUSE_STORAGE and not self._grads_here and any(map(has_raw_grad, self.spec.parameters)):
+        freed = self.num_bytes > 0 and not self._grads_here
+        if freed and not CAN_REFUSE_STORAGE and any(map(has_raw_grad, self.spec.parameters)):
             raise self._late()
 
     def _free_grads(self) -> None:

@@ -77,7 +77,7 @@ class Corpus:
         held = sum(b - a for a, b in self.validation_ranges())
         return (
             f"{self.source}: {self.num_files} files, {self.data.numel():,} bytes ({held:,} held out), "
-            f"sha256 {self.sha256[:16]}"
+            f"sha256 {self.sha256}"
         )
 
 
