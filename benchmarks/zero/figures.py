@@ -88,6 +88,21 @@ def loss_difference(raw: Raw, section: str, name: str) -> float | None:
     return worst
 
 
+def whole_sections(raw: Raw) -> Raw:
+    """Without the sections of a round in which contenders are missing that other rounds have: a run that was ended."""
+    most: dict[str, int] = {}
+    for r in raw["rounds"]:
+        for section, figures in r.items():
+            most[section] = max(most.get(section, 0), len(figures))
+    rounds = [{s: figures for s, figures in r.items() if len(figures) == most[s]} for r in raw["rounds"]]
+    return {**raw, "rounds": rounds}
+
+
+def num_rounds(raw: Raw, section: str) -> int:
+    """Rounds that have this section."""
+    return sum(section in r for r in raw["rounds"])
+
+
 def median(found: Spread | None) -> float | None:
     """The median, where there is one."""
     return found.median if found is not None else None

@@ -14,11 +14,13 @@ from benchmarks.zero.figures import (
     host_targets,
     loss_difference,
     max_over_ranks,
+    num_rounds,
     ratio,
     rss_targets,
     spread,
     states_targets,
     step_targets,
+    whole_sections,
 )
 from benchmarks.zero.host import HOST_CONTENDERS
 from benchmarks.zero.workloads import GPT_BATCH, GPT_CONTEXT, STATES_CONTEXT
@@ -144,6 +146,7 @@ def sections(raw: Raw) -> list[tuple[str, str, str, list[Target]]]:
 
 def console(raw: Raw) -> str:
     """Everything as text."""
+    raw = whole_sections(raw)
     parts = [f"\n{title}\n\n{tables}\n\n{verdicts(targets)}" for title, _, tables, targets in sections(raw)]
     failures = [f"failed: {key}" for key in raw["failures"]]
     return "\n".join([*parts, *failures])
@@ -157,12 +160,14 @@ def _remarks() -> str:
 
 def write_page(raw: Raw) -> Path:
     """Write RESULTS.md anew; what stands under "Remarks" is written by hand and stays."""
+    raw = whole_sections(raw)
     m: dict[str, Any] = raw["machine"]
+    counts = ", ".join(f"{s} {n}" for s in ("host", *STEP_TITLES, "states") if (n := num_rounds(raw, s)))
     lines = [
         "# zoo.zero beside its peers",
         "",
-        f"Measured {m['date']} with `python -m benchmarks.zero --write-results`, in one run of {len(raw['rounds'])} "
-        "rounds; each figure is the median over the rounds, with the smallest and the largest.",
+        f"Measured {m['date']} with `python -m benchmarks.zero --write-results`, in one run; each figure is "
+        f"the median over the rounds, with the smallest and the largest. Rounds: {counts}.",
         "",
         f"Machine: {m['cores']} cores of {m['cpu']}; Python {m['python']}, torch {m['torch']}, DeepSpeed "
         f"{m['deepspeed']}. Load average at the start of each round: {', '.join(f'{x:.1f}' for x in raw['load'])}.",
