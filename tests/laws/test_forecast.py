@@ -71,6 +71,7 @@ def test_memory_and_traffic_are_as_forecast(
         assert memory["parameters"] == forecast.parameters_bytes
         assert memory["gradients"] == forecast.gradients_bytes
         assert memory["optimizer"] == forecast.optimizer_bytes
+        assert memory["total"] == forecast.total_bytes
         optimizer.zero_grad()
         optimizer.comm.log.reset()
         step()

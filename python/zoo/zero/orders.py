@@ -59,6 +59,3 @@ class Orders:
         """The order last seen in a mode."""
         known = self._known.get(mode)
         return known[-1] if known else None
-
-    def __len__(self) -> int:
-        return sum(len(orders) for orders in self._known.values())
