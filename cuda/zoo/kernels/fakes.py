@@ -13,6 +13,8 @@ def register() -> None:
     torch.library.register_fake("zoo::update_", _nothing)
     torch.library.register_fake("zoo::lamb_apply_", _nothing)
     torch.library.register_fake("zoo::lamb_direction_", _norms)
+    torch.library.register_fake("zoo::onebit_compress_", _compress)
+    torch.library.register_fake("zoo::onebit_decompress_", _nothing)
 
 
 def _nothing(*args: Any) -> None:
@@ -37,3 +39,9 @@ def _one_device(args: Any) -> None:
     devices = {t.device for t in _tensors(args)}
     if len(devices) > 1:
         raise NotImplementedError(f"tensors on {', '.join(sorted(map(str, devices)))} in one call")
+
+
+def _compress(x: torch.Tensor, error: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n = x.numel()
+    bits = x.new_empty((n + 7) // 8, dtype=torch.uint8)
+    return bits, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
