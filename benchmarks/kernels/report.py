@@ -52,14 +52,26 @@ def cell(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({low:.2f}–{high:.2f})"
 
 
+def onebit_section(found: dict[str, Any]) -> list[str]:
+    """1-bit compression: medians."""
+    parts = [1e3 * statistics.median(found[name]) for name in ("compress_s", "decompress_s")]
+    return [
+        "",
+        "## 1-bit compression of 25 M fp32 elements, one thread",
+        "",
+        f"compress {parts[0]:.1f} ms, decompress {parts[1]:.1f} ms, together {sum(parts):.1f} ms (medians); the wire "
+        f"carries 1/{found['ratio']:.1f} of fp32, scales included.",
+    ]
+
+
 def write(raw: dict[str, Any]) -> None:
     """Write the page; what follows the heading Remarks stays."""
     names = list(dict.fromkeys(n for r in raw["records"] for n in r["seconds"] if n != LOOP))
     lines = [
         "# AdamW on the CPU, as a fraction of a C loop over the same bytes",
         "",
-        "Written by `python -m benchmarks.kernels`. 28 bytes a parameter; contenders take turns within a round. A ratio "
-        "is of one round (1 = as fast as the loop); in the table the median of the rounds and the middle half.",
+        "Written by `python -m benchmarks.kernels`. 28 bytes a parameter; contenders take turns within a round. A "
+        "ratio is of one round (1 = as fast as the loop); in the table the median of the rounds and the middle half.",
         "",
         *(f"- {key}: {value}" for key, value in raw["about"].items()),
         f"- rounds: {len(raw['records'][0]['seconds'][LOOP])}",
@@ -71,6 +83,7 @@ def write(raw: dict[str, Any]) -> None:
         rate = 28 * record["elements"] / statistics.median(record["seconds"][LOOP]) / 1e9
         cells = [cell(ratios(record, n)) if n in record["seconds"] else "–" for n in names]
         lines.append(f"| {record['workload']} | {record['threads']} | {rate:.1f} | " + " | ".join(cells) + " |")
+    lines += onebit_section(raw["onebit"])
     old = PAGE.read_text() if PAGE.exists() else ""
     _, heading, remarks = old.partition("## Remarks")
     PAGE.write_text("\n".join(lines) + "\n" + (f"\n{heading}{remarks}" if heading else ""))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.kernels import contenders, report
+from benchmarks.kernels import contenders, onebit, report
 from benchmarks.kernels.yardstick import Yardstick
 
 from zoo.kernels import loading
@@ -83,10 +83,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
     parser.add_argument("--report", action="store_true", help="write the page from the last measurement")
+    parser.add_argument("--onebit", action="store_true", help="measure 1-bit compression again, keep the rest")
     args = parser.parse_args()
-    if not args.report:
+    if args.onebit:
+        RAW.write_text(json.dumps({**json.loads(RAW.read_text()), "onebit": onebit.measure(args.rounds)}))
+    elif not args.report:
         if not loading.native():
             raise SystemExit(f"zoo: nothing to measure: {loading.why_not()}")
         records = measure(args.params, args.rounds, sorted(set(args.threads)))
-        RAW.write_text(json.dumps({"about": report.about(Yardstick().about), "records": records}))
+        RAW.write_text(
+            json.dumps(
+                {"about": report.about(Yardstick().about), "records": records, "onebit": onebit.measure(args.rounds)}
+            )
+        )
     report.write(json.loads(RAW.read_text()))

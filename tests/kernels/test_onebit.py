@@ -48,7 +48,7 @@ def test_every_instruction_set_equals_the_reference(
 @quick
 @given(n=SIZES, seed=st.integers(0, 1000))
 def test_what_was_sent_and_what_is_kept_is_what_was_given(n: int, seed: int) -> None:
-    """y + e' = x + e, where e' = fl(c - y) and c = fl(x + e) each round once: |y + e' - x - e| <= 2^-24 (|e'| + |c|)."""
+    """y + e' = x + e; e' = fl(c - y) and c = fl(x + e) each round once: |y + e' - x - e| <= 2^-24 (|e'| + |c|)."""
     x, error, y = values(n, seed), values(n, seed + 1), torch.empty(n)
     given_ = x.double() + error.double()
     bits, scales = compress_(x, error, 64)
@@ -90,9 +90,9 @@ def test_mistakes_are_value_errors(mode: str, monkeypatch: pytest.MonkeyPatch) -
     for group in (0, -64, 63, 100, 2**20 + 64):
         with pytest.raises(ValueError, match=f"group_size={group}; it must be a multiple of 64"):
             compress_(x, e, group)
-    with pytest.raises(ValueError, match="error.*99"):
+    with pytest.raises(ValueError, match=r"error.*99"):
         compress_(x, torch.zeros(99))
-    with pytest.raises(ValueError, match="error.*(Half|float16)"):
+    with pytest.raises(ValueError, match=r"error.*(Half|float16)"):
         compress_(x, e.half())
     with pytest.raises(ValueError, match=r"x.*\b(Long|int64)"):
         compress_(x.long(), e)

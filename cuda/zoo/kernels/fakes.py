@@ -13,6 +13,8 @@ def register() -> None:
     torch.library.register_fake("zoo::update_", _nothing)
     torch.library.register_fake("zoo::lamb_apply_", _nothing)
     torch.library.register_fake("zoo::lamb_direction_", _norms)
+    torch.library.register_fake("zoo::sum_squares", _sums)
+    torch.library.register_fake("zoo::scale_sum_squares_", _sums)
     torch.library.register_fake("zoo::onebit_compress_", _compress)
     torch.library.register_fake("zoo::onebit_decompress_", _nothing)
 
@@ -24,6 +26,11 @@ def _nothing(*args: Any) -> None:
 def _norms(flags: int, params: list[torch.Tensor], *rest: Any) -> torch.Tensor:
     _one_device((params, *rest))
     return params[0].new_empty((len(params), 2), dtype=torch.float64)
+
+
+def _sums(tensors: list[torch.Tensor], *rest: Any) -> torch.Tensor:
+    _one_device(tensors)
+    return tensors[0].new_empty(len(tensors), dtype=torch.float64)
 
 
 def _tensors(args: Any) -> Iterator[torch.Tensor]:

@@ -144,6 +144,7 @@ def build(
             if cpu or cuda_arch is None:
                 typer.echo(building.build(building.cpu_plan()))
             if cuda_arch is not None:
-                typer.echo(building.build(building.cuda_plan(building.parse_architectures(cuda_arch))))
+                for path, _ in building.build_cuda(building.parse_architectures(cuda_arch)):
+                    typer.echo(path)
         except building.BuildError as error:
             raise ValueError(str(error)) from error

@@ -148,7 +148,7 @@ def _keyed(
             add(text)
     # Headers are shared: the text of all of them decides, not only of those that a unit includes today.
     for path in sorted(SOURCES.glob("*/*")):
-        if path.suffix in (".h", ".cpp", ".cu", ".cuh"):
+        if path.suffix in (".h", ".cpp"):
             add(path.relative_to(SOURCES).as_posix())
             digest.update(path.read_bytes())
     return Plan(

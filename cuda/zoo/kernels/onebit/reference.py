@@ -15,7 +15,7 @@ def compress_(x: torch.Tensor, error: torch.Tensor, group_size: int) -> tuple[to
     groups = -(-n // group_size)
     padded = F.pad(c, (0, groups * group_size - n)).view(groups, group_size)
     lanes = padded.new_zeros(groups, LANES)
-    for part in padded.abs().split(LANES, dim=1):
+    for part in torch.split(padded.abs(), LANES, dim=1):
         lanes = lanes + part
     total = lanes[:, 0]
     for k in range(1, LANES):
