@@ -15,6 +15,8 @@ def register() -> None:
     torch.library.register_fake("zoo::lamb_direction_", _norms)
     torch.library.register_fake("zoo::sum_squares", _sums)
     torch.library.register_fake("zoo::scale_sum_squares_", _sums)
+    torch.library.register_fake("zoo::quantise", _quantise)
+    torch.library.register_fake("zoo::dequantise_", _nothing)
     torch.library.register_fake("zoo::onebit_compress_", _compress)
     torch.library.register_fake("zoo::onebit_decompress_", _nothing)
 
@@ -52,3 +54,9 @@ def _compress(x: torch.Tensor, error: torch.Tensor, group_size: int) -> tuple[to
     n = x.numel()
     bits = x.new_empty((n + 7) // 8, dtype=torch.uint8)
     return bits, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
+
+
+def _quantise(x: torch.Tensor, bits: int, group_size: int, *rest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n = x.numel()
+    q = x.new_empty((n * bits + 7) // 8, dtype=torch.int8)
+    return q, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
