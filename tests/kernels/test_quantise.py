@@ -46,8 +46,8 @@ def test_every_instruction_set_equals_the_reference(
 def test_it_is_within_half_a_step(n: int, bits: int, seed: int) -> None:
     """|x - q·s| <= s/2 (1 + 2^-21) + 2^-22 |x|.
 
-    t = fl(x·fl(Q/m)) is within 2·2^-24·(1 + 2^-24) relatively of x·Q/m, rounding to an integer adds 1/2, s = fl(m/Q) and
-    fl(q·s) round once each: 2^-22 |x| covers the four, and the factor on s/2 what they do to the half.
+    t = fl(x·fl(Q/m)) is within 2·2^-24·(1 + 2^-24) relatively of x·Q/m, rounding to an integer adds 1/2, s = fl(m/Q)
+    and fl(q·s) round once each: 2^-22 |x| covers the four, and the factor on s/2 what they do to the half.
     """
     x, y = values(n, seed), torch.empty(n)
     q, s = quantise(x, bits=bits, group_size=64)
