@@ -346,18 +346,16 @@ impl Engine {
         self.shared.wake(self.shared.queue.rouse());
     }
 
-    /// A descriptor that becomes readable whenever an operation ends, for event loops. One an engine.
+    /// A descriptor that becomes readable whenever an operation ends, for event loops; one a loop, rung until dropped.
     ///
     /// # Errors
     /// [`Error::Unavailable`] when the process has no more descriptors.
-    pub fn bell(&self) -> Result<&EventFd, Error> {
-        let bell = &self.shared.tracker.bell;
-        if bell.get().is_none() {
-            let new = EventFd::new(true)
-                .map_err(|error| Error::Unavailable(format!("an eventfd: {}", strerror(errno_of(&error)))))?;
-            let _ = bell.set(new);
-        }
-        bell.get().ok_or(Error::Closed)
+    pub fn bell(&self) -> Result<Arc<EventFd>, Error> {
+        let bell = EventFd::new(true)
+            .map_err(|error| Error::Unavailable(format!("an eventfd: {}", strerror(errno_of(&error)))))?;
+        let bell = Arc::new(bell);
+        self.shared.tracker.add_bell(&bell);
+        Ok(bell)
     }
 
     /// Counts of now.

@@ -108,6 +108,9 @@ pub enum Error {
     /// The user's mistake: what was given, what is allowed, how to mend it.
     #[error("{0}")]
     Invalid(String),
+    /// A pool or the system has no more memory.
+    #[error("{0}")]
+    NoRoom(String),
     /// Something that was explicitly asked for is not to be had here.
     #[error("{0}")]
     Unavailable(String),

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::checksum::Pieces;
@@ -63,8 +63,8 @@ pub struct Done {
 pub(crate) struct Tracker {
     state: Mutex<Tally>,
     changed: Condvar,
-    /// Rung at every completion, for event loops.
-    pub(crate) bell: OnceLock<EventFd>,
+    /// Rung at every completion, for event loops; gone when the loop drops its end.
+    bells: Mutex<Vec<Weak<EventFd>>>,
 }
 
 #[derive(Debug, Default)]
@@ -113,9 +113,14 @@ impl Tracker {
         }
         drop(tally);
         self.changed.notify_all();
-        if let Some(bell) = self.bell.get() {
-            bell.wake();
-        }
+        lock(&self.bells).iter().filter_map(Weak::upgrade).for_each(|bell| bell.wake());
+    }
+
+    /// Ring this one too from now on.
+    pub(crate) fn add_bell(&self, bell: &Arc<EventFd>) {
+        let mut bells = lock(&self.bells);
+        bells.retain(|other| other.strong_count() > 0);
+        bells.push(Arc::downgrade(bell));
     }
 
     fn told(&self, id: u64) {

@@ -1,4 +1,5 @@
 //! The engine against plain file I/O, on every backend, with and without misfortunes.
+#![allow(clippy::unwrap_used, clippy::expect_used)] // A test may; in a helper of a test clippy does not see that it is one.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;

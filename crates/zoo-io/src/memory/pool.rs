@@ -108,10 +108,19 @@ impl Pool {
         self.state().stats
     }
 
+    /// Whether the byte at `address` lies in its memory.
+    pub fn owns(&self, address: usize) -> bool {
+        let inside = |s: &Segment| {
+            let start = s.region.start().as_ptr() as usize;
+            (start..start + s.region.len()).contains(&address)
+        };
+        self.state().segments.values().any(inside)
+    }
+
     /// A buffer of `len` bytes; its content is arbitrary.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] when it does not fit under the cap or the system has no more.
+    /// [`Error::NoRoom`] when it does not fit under the cap or the system has no more.
     pub fn take(self: &Arc<Self>, len: usize) -> Result<PoolBuffer, Error> {
         let rounded = len.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(usize::MAX);
         let mut guard = self.state();
@@ -141,7 +150,7 @@ impl Pool {
             state.release_unused();
         }
         if room(state) < rounded {
-            return Err(Error::Unavailable(format!(
+            return Err(Error::NoRoom(format!(
                 "a buffer of {rounded} bytes does not fit into the pool: {} of its {} bytes are in use and the largest \
                  gap is {}; free some buffers or make the pool larger",
                 state.stats.in_use,

@@ -54,7 +54,8 @@ impl Region {
     /// Map `len` bytes; with a lock, page-lock them as well.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for no bytes, [`Error::Unavailable`] when the kernel or the lock has no more.
+    /// [`Error::Invalid`] for no bytes, [`Error::NoRoom`] when the kernel has no more,
+    /// [`Error::Unavailable`] when the lock refuses.
     pub fn new(len: usize, lock: Option<Arc<dyn PageLock>>) -> Result<Region, Error> {
         if len == 0 || len > isize::MAX as usize - HUGE_PAGE {
             return Err(Error::Invalid(format!("a region of {len} bytes; allowed is 1 to 2^63 less a huge page")));
@@ -67,7 +68,7 @@ impl Region {
             Some(base) if base.as_ptr().cast() != libc::MAP_FAILED => base,
             _ => {
                 let errno = errno_of(&std::io::Error::last_os_error());
-                return Err(Error::Unavailable(format!("{len} bytes of memory: {}", strerror(errno))));
+                return Err(Error::NoRoom(format!("{len} bytes of memory: {}", strerror(errno))));
             }
         };
         let skip = base.as_ptr().align_offset(HUGE_PAGE);
