@@ -335,21 +335,7 @@ impl Ticket {
     /// `(bytes, checksum or None)`, or `None` when the time was over first.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<(u64, Option<u32>)>> {
-        if self.inner.is_done() {
-            return self.told(py, self.inner.wait(None));
-        }
-        let found = patiently(py, timeout, |slice| self.inner.wait(Some(slice)))?;
-        self.told(py, found)
-    }
-}
-
-impl Ticket {
-    fn told(
-        &self,
-        py: Python<'_>,
-        found: Option<Result<zoo_io::Done, zoo_io::Error>>,
-    ) -> PyResult<Option<(u64, Option<u32>)>> {
-        let Some(result) = found else {
+        let Some(result) = patiently(py, timeout, |slice| self.inner.wait(Some(slice)))? else {
             return Ok(None);
         };
         // Here the interpreter's lock is held, so that the object that owned the memory can go at once.
