@@ -50,10 +50,10 @@ class AsyncSession(Session, Protocol):
 class Contender:
     """What is measured and how it is told.
 
-    ``engine``: fio's engine for fio's jobs. ``varies``: the settings searched beside block size and depth, None where
-    there is nothing to search. ``follows``: the contender whose best setting it runs at. ``asynchronous``: the GIL
-    section has it. ``needs``: a library that may be missing. ``pt_file``: it reads a file of torch.save's.
-    ``page_cache`` and ``durable`` say what its bytes go through and when they are safe.
+    ``engine``: fio's engine for fio's jobs, ``huge_pages``: their memory. ``varies``: settings searched beside block
+    size and depth, None where there is nothing to search. ``follows``: the contender whose best setting it runs at.
+    ``asynchronous``: the GIL section has it. ``needs``: a library that may be missing. ``pt_file``: it reads a file of
+    torch.save's. ``page_cache`` and ``durable`` say what its bytes go through and when they are safe.
     """
 
     label: str
@@ -62,6 +62,7 @@ class Contender:
     durable: str
     open: Callable[[Point], Session] | None = None
     engine: str | None = None
+    huge_pages: bool = False
     varies: tuple[str, ...] | None = None
     follows: str | None = None
     asynchronous: bool = False
@@ -187,15 +188,20 @@ class TorchSession(PythonSession):
         return loaded
 
 
+def _fio(engine: str, *, huge_pages: bool) -> Contender:
+    return Contender(
+        label=f"fio, {engine}" + (", huge pages" if huge_pages else ""), engine=engine, huge_pages=huge_pages,
+        varies=("fixed",) if engine == "io_uring" else (), page_cache=DIRECT, durable=ON_DEVICE,
+        buffer="fio's own: block size x depth bytes, used again and again"
+        + (", in transparent huge pages (glibc.malloc.hugetlb=1)" if huge_pages else ""),
+    )  # fmt: skip
+
+
 PEERS: dict[str, Contender] = {
-    "fio-uring": Contender(
-        label="fio, io_uring", engine="io_uring", varies=("fixed",), page_cache=DIRECT, durable=ON_DEVICE,
-        buffer="fio's own: block size x depth bytes, used again and again",
-    ),
-    "fio-libaio": Contender(
-        label="fio, libaio", engine="libaio", varies=(), page_cache=DIRECT, durable=ON_DEVICE,
-        buffer="fio's own: block size x depth bytes, used again and again",
-    ),
+    "fio-uring": _fio("io_uring", huge_pages=False),
+    "fio-libaio": _fio("libaio", huge_pages=False),
+    "fio-uring-huge": _fio("io_uring", huge_pages=True),
+    "fio-libaio-huge": _fio("libaio", huge_pages=True),
     "ds-pinned": Contender(
         label="DeepSpeed, its buffer", open=lambda point: DeepSpeedSession(point, pinned=True),
         varies=("num_threads", "overlap_events"), asynchronous=True, needs="deepspeed",

@@ -10,6 +10,7 @@ from benchmarks.common import Spread
 Raw = dict[str, Any]
 Round = dict[str, dict[str, Any]]
 FIO = "fio-"
+HUGE = "-huge"
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ def rate(figures: dict[str, Any]) -> float:
     return float(figures["num_bytes"] / figures["wall_s"])
 
 
-def fio_best(figures: Round) -> float | None:
-    """The highest rate of fio's engines in this round."""
-    return max((rate(f) for name, f in figures.items() if name.startswith(FIO)), default=None)
+def fio_best(figures: Round, *, huge: bool = True) -> float | None:
+    """The highest rate of fio's engines in this round, without ``huge`` of those in ordinary pages."""
+    fio = {name: f for name, f in figures.items() if name.startswith(FIO) and (huge or not name.endswith(HUGE))}
+    return max((rate(f) for f in fio.values()), default=None)
 
 
 def rates(rounds: list[Round], name: str) -> Spread | None:
@@ -58,9 +60,9 @@ def cached(rounds: list[Round], name: str) -> Spread | None:
     return _spread([r[name]["cached"] for r in rounds if "cached" in r.get(name, {})])
 
 
-def to_fio(rounds: list[Round], name: str) -> Spread | None:
-    """The rate over that of fio's best engine in the same round."""
-    both = [(rate(r[name]), fio_best(r)) for r in rounds if name in r]
+def to_fio(rounds: list[Round], name: str, *, huge: bool = True) -> Spread | None:
+    """The rate over that of `fio_best` in the same round."""
+    both = [(rate(r[name]), fio_best(r, huge=huge)) for r in rounds if name in r]
     return _spread([mine / best for mine, best in both if best is not None])
 
 

@@ -36,6 +36,13 @@ def filesystem(folder: Path) -> str:
     return found
 
 
+def huge_pages() -> str:
+    """When the kernel gives transparent huge pages: "always", "madvise" (to who asks), "never" or "unknown"."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    found = re.search(r"\[(\w+)\]", setting.read_text()) if setting.exists() else None
+    return found[1] if found else "unknown"
+
+
 @contextlib.contextmanager
 def data_folder(parent: Path, needed_bytes: int) -> Iterator[Path]:
     """A new folder under ``parent``, removed with all that is in it at the end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -68,7 +69,18 @@ def parse(text: str, op: str) -> dict[str, Any]:
     }
 
 
-def run_fio(engine: str, op: str, point: Point, path: Path, num_bytes: int, timeout_s: float = 300.0) -> dict[str, Any]:
+def environment(huge_pages: bool) -> dict[str, str]:
+    """``huge_pages``: glibc (2.35 and newer) asks for transparent huge pages for what fio allocates.
+
+    A request of 1 MiB is 256 segments of 4 KiB or one or two of 2 MiB; some devices are twice as fast with the latter.
+    """
+    tunables = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge_pages else {}
+    return {**os.environ, **tunables}
+
+
+def run_fio(
+    engine: str, op: str, point: Point, path: Path, num_bytes: int, *, huge_pages: bool, timeout_s: float = 300.0
+) -> dict[str, Any]:
     """Run one job.
 
     Raises:
@@ -82,7 +94,7 @@ def run_fio(engine: str, op: str, point: Point, path: Path, num_bytes: int, time
         try:
             result = subprocess.run(
                 command(engine, op, point, path, num_bytes),
-                cwd=folder, capture_output=True, text=True, check=False, timeout=timeout_s,
+                cwd=folder, env=environment(huge_pages), capture_output=True, text=True, check=False, timeout=timeout_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise ContenderError(f"fio did not end within {timeout_s:.0f} s") from error

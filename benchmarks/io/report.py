@@ -44,12 +44,15 @@ def op_table(raw: Raw, op: str) -> str:
         found, spent, ratio = rates(rounds, name), cpu_per_gb(rounds, name), to_fio(rounds, name)
         if found is None or spent is None:
             continue
+        ordinary = to_fio(rounds, name, huge=False)
         left, point = cached(rounds, name), raw["points"].get(op, {}).get(name)
         rows.append([
-            contender.label, found.text(), ratio.text() if ratio else "", spent.text(3),
+            contender.label, found.text(), ratio.text() if ratio else "",
+            ordinary.text() if ordinary else "", spent.text(3),
             f"{left.median:.0%}" if left else "", Point(**point).text if point else "",
         ])  # fmt: skip
-    return table(["contender", "GB/s", "x fio's best", "CPU s/GB", "in page cache after", "setting"], rows)
+    header = ["contender", "GB/s", "x fio's best", "x in 4 KiB pages", "CPU s/GB", "in page cache after", "setting"]
+    return table(header, rows)
 
 
 def grid_table(raw: Raw) -> str:
@@ -143,9 +146,12 @@ def write_page(raw: Raw, page: Path = PAGE) -> Path:
         "",
         f"Measured {m['date']} with `{s['command']}`, in one run: {s['num_bytes'] / (1 << 30):g} GiB a transfer, "
         f"{s['rounds']} rounds. Each figure is the median over the rounds, with the smallest and the largest; GB are "
-        "10^9 bytes; CPU is user + system of the whole process during the transfer.",
+        "10^9 bytes; CPU is user + system of the whole process during the transfer. `x fio's best` is the ratio to the "
+        "fastest of fio's jobs of the same round, `x in 4 KiB pages` to the fastest whose memory is in ordinary pages, "
+        "as an ordinary tensor's is.",
         "",
-        f"Machine: {m['cores']} cores of {m['cpu']}, Linux {m['kernel']}, {m['filesystem']}; {m['fio']}, Python "
+        f"Machine: {m['cores']} cores of {m['cpu']}, Linux {m['kernel']}, {m['filesystem']}, transparent "
+        f"huge pages: {m['huge_pages']}; {m['fio']}, Python "
         f"{m['python']}, torch {m['torch']}, DeepSpeed {m['deepspeed']}. Load average at the start of each round: "
         f"{loads}.",
         "",

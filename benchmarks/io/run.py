@@ -45,7 +45,7 @@ class Run:
         self.raw: dict[str, Any] = {
             "machine": {
                 **machine(["torch", "deepspeed"]), "kernel": platform.release(), "fio": fio.version(),
-                "filesystem": files.filesystem(folder),
+                "filesystem": files.filesystem(folder), "huge_pages": files.huge_pages(),
             },
             "settings": {
                 "command": "python -m benchmarks.io " + " ".join(args.shown), "num_bytes": args.size,
@@ -112,12 +112,15 @@ class Run:
 
     def measure_fio(self, task: dict[str, Any]) -> dict[str, Any]:
         """One job of fio's."""
-        engine, path = self.contenders[task["contender"]].engine, Path(task["path"])
-        if engine is None:
+        contender, path = self.contenders[task["contender"]], Path(task["path"])
+        if contender.engine is None:
             raise AssertionError(f"{task['contender']} is no job of fio's")
         if task["op"] != "new":
             files.drop_cache(path)
-        return fio.run_fio(engine, task["op"], Point(**task["point"]), path, task["num_bytes"])
+        return fio.run_fio(
+            contender.engine, task["op"], Point(**task["point"]), path, task["num_bytes"],
+            huge_pages=contender.huge_pages,
+        )  # fmt: skip
 
     def prepare(self, op: str, num_bytes: int) -> None:
         """The files of one operation: what is overwritten, or what is read."""

@@ -72,10 +72,14 @@ def test_ratios_are_taken_to_the_best_fio_of_the_same_round() -> None:
         {"fio-uring": one(4.0), "fio-libaio": one(2.0), "zoo": one(3.0)},
         {"fio-uring": one(1.0), "fio-libaio": one(2.0), "zoo": one(2.0)},
         {"zoo": one(9.0)},
+        {"fio-uring": one(2.0), "fio-uring-huge": one(4.0), "zoo": one(3.0)},
     ]
     found = figures.to_fio(rounds, "zoo")
     assert found is not None
-    assert found.values == pytest.approx((0.75, 1.0))
+    assert found.values == pytest.approx((0.75, 1.0, 0.75))
+    ordinary = figures.to_fio(rounds, "zoo", huge=False)
+    assert ordinary is not None
+    assert ordinary.values == pytest.approx((0.75, 1.0, 1.5))
     assert figures.to_fio(rounds, "ds") is None
 
 
@@ -130,7 +134,7 @@ def raw() -> dict[str, Any]:
     return {
         "machine": {
             "date": "2000-01-01", "cores": 2, "cpu": "a CPU", "kernel": "6", "filesystem": "ext4", "fio": "fio-3",
-            "python": "3.11", "torch": "2.6", "deepspeed": "not installed",
+            "huge_pages": "madvise", "python": "3.11", "torch": "2.6", "deepspeed": "not installed",
         },
         "settings": {
             "command": "python -m benchmarks.io", "num_bytes": 1 << 30, "rounds": 1, "grid_passes": 1,
@@ -151,7 +155,7 @@ def test_the_page_says_what_is_missing_and_missed_and_keeps_its_remarks(tmp_path
     assert "**missing: DeepSpeed, tensor**: ImportError: it is not here" in text
     assert "**missed by 21.1 %** (0.750 against 0.950)" in text
     assert "from a pool buffer: at least 0.95 of fio's best engine      | not measured" in text
-    assert "| 3.00 (3.00–3.00) | 0.75 (0.75–0.75) | 0.010 (0.010–0.010) | 0%" in text
+    assert "| 3.00 (3.00–3.00) | 0.75 (0.75–0.75) | 0.75 (0.75–0.75) | 0.010 (0.010–0.010) | 0%" in text
     assert text.endswith("## Remarks\n\n- by hand\n")
     assert "earlier figures" not in text
     assert "missing: DeepSpeed, tensor: ImportError" in console(raw())
