@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.io import files
-from benchmarks.io.contenders import Session, contenders
+from benchmarks.io.contenders import DIRECT, Session, contenders
 from benchmarks.io.gil import measure_control, measure_gil
 from benchmarks.io.points import Point
 
 WARM_UP_BYTES = 32 << 20
+CACHED_LIMIT = 0.01
 
 
 def cpu_s() -> float:
@@ -100,8 +101,15 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         if task["op"] == "gil":
             return measure_gil(session, task)  # type: ignore[arg-type]
         if task["op"] == "read":
-            return measure_read(session, task)
-        return measure_write(session, task, check=not contender.pt_file)
+            figures = measure_read(session, task)
+        else:
+            figures = measure_write(session, task, check=not contender.pt_file)
+        if contender.page_cache == DIRECT and figures["cached"] > CACHED_LIMIT:
+            raise RuntimeError(
+                f"{figures['cached']:.0%} of the file is in the page cache after a transfer that was to go around it: "
+                "it fell back to buffered I/O, which is other work (and without an fsync no write)"
+            )
+        return figures
     finally:
         session.close()
 
