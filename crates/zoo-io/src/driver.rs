@@ -149,13 +149,25 @@ impl<B: Backend> Driver<B> {
             if events.is_empty() {
                 self.backend.turn(Wait::Yes, in_flight, &mut events)?;
             }
-            for event in events.drain(..) {
-                self.complete(event);
-            }
+            self.complete_all(&mut events)?;
             let fixed = self.backend.fixed();
             self.counters.fixed.fetch_add(fixed - self.fixed_told, Ordering::Relaxed);
             self.fixed_told = fixed;
         }
+    }
+
+    /// Finish what the kernel has done. After a copy the next transfer is handed over at once, because the device would
+    /// otherwise wait for the copies of all others.
+    fn complete_all(&mut self, events: &mut Vec<Event>) -> Result<(), String> {
+        let mut later = Vec::new();
+        for event in events.drain(..) {
+            if self.complete(event) && self.habits.overlap {
+                self.fill(&mut later)?;
+                self.backend.turn(Wait::No, self.in_flight(), &mut later)?;
+            }
+        }
+        events.append(&mut later);
+        Ok(())
     }
 
     fn fill(&mut self, events: &mut Vec<Event>) -> Result<Fill, String> {
@@ -171,12 +183,14 @@ impl<B: Backend> Driver<B> {
                     Taken::Closed => return Ok(Fill::Closed),
                 },
             };
+            let copies = matches!(&job.task, Task::Move(chunk) if chunk.way == Way::Bounce);
             if let Some(job) = self.begin(job) {
                 // No bounce buffer is free; one will be when a transfer that has it is over.
                 self.ready.push(job);
                 break;
             }
-            if self.habits.single_submit {
+            // A copy takes as long as many system calls: what is copied goes at once.
+            if self.habits.single_submit || copies {
                 self.backend.turn(Wait::No, self.in_flight(), events)?;
             }
         }
@@ -307,10 +321,12 @@ impl<B: Backend> Driver<B> {
         })
     }
 
-    fn complete(&mut self, event: Event) {
+    /// True when a bounce buffer was emptied or will be filled again.
+    fn complete(&mut self, event: Event) -> bool {
         let Some(mut job) = self.jobs.get_mut(event.token as usize).and_then(Option::take) else {
-            return;
+            return false;
         };
+        let bounced = job.slot.is_some();
         self.vacant.push(event.token);
         let again = match event.result {
             Err(libc::EINTR | libc::EAGAIN) if job.attempts < BUSY_ATTEMPTS => {
@@ -329,6 +345,7 @@ impl<B: Backend> Driver<B> {
         } else {
             self.over(job);
         }
+        bounced
     }
 
     /// Count what was moved; true when the rest must be begun again.
