@@ -18,7 +18,7 @@ from benchmarks.io.contenders import DIRECT, Session, contenders
 from benchmarks.io.gil import measure_control, measure_gil
 from benchmarks.io.points import Point
 
-WARM_UP_BYTES = 32 << 20
+WARM_UP_BYTES = 64 << 20
 CACHED_LIMIT = 0.01
 
 

@@ -100,7 +100,7 @@ def test_a_missing_file_carries_path_offset_and_length(folder: Path) -> None:
 def test_reading_past_the_end(folder: Path, backend: str) -> None:
     path = folder / "f"
     path.write_bytes(bytes(10_000))
-    with Handle(backend=BACKENDS[backend]) as handle:
+    with Handle(**BACKENDS[backend]) as handle:
         tensor = torch.zeros(5000, dtype=torch.uint8)
         with pytest.raises(UnexpectedEndError, match="the file ends at byte 10000") as caught:
             handle.pread(tensor, path, 5001)
@@ -260,3 +260,20 @@ def test_unknown_mock_numbers() -> None:
     with pytest.raises(ValueError, match="short = 2"):
         Handle(backend=Mock(short=2))
     assert zoo.io.native_version()
+
+
+def test_polled_completion_works_or_says_what_it_needs(folder: Path) -> None:
+    tensor = torch.randn(50_000)
+    back = torch.empty_like(tensor)
+    problem = None
+    with Handle(backend="uring", iopoll=True) as handle:
+        try:
+            handle.pwrite(tensor, folder / "f")
+            handle.pread(back, folder / "f")
+        except TransferError as error:
+            problem = error
+    if problem is None:
+        assert torch.equal(back, tensor)
+    else:
+        assert problem.errno == errno.EOPNOTSUPP
+        assert "polled completion needs a device with polled queues" in str(problem)

@@ -41,7 +41,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> object:
+def backend(request: pytest.FixtureRequest) -> dict[str, object]:
     return BACKENDS[request.param]
 
 
@@ -69,13 +69,13 @@ def handles(draw: st.DrawFn) -> dict[str, object]:
     seed=st.integers(0, 1000),
 )
 def test_what_is_written_is_in_the_file_and_comes_back(
-    folder: Path, backend: object, options: dict[str, object], dtype: torch.dtype, shape: tuple[int, ...], shift: int,
-    offset: int, from_pool: bool, seed: int,
+    folder: Path, backend: dict[str, object], options: dict[str, object], dtype: torch.dtype, shape: tuple[int, ...],
+    shift: int, offset: int, from_pool: bool, seed: int,
 ) -> None:  # fmt: skip
     path = Path(tempfile.mkdtemp(dir=folder)) / "tensor.bin"
     before = os.urandom(9000)
     path.write_bytes(before)
-    with Handle(backend=backend, **options) as handle:
+    with Handle(**backend, **options) as handle:
         tensor = noise(shape, dtype, seed)
         # A view that starts `shift` elements into its storage: any address.
         place = (handle.empty if from_pool else torch.empty)(tensor.numel() + shift, dtype=dtype)
@@ -128,9 +128,9 @@ def test_striped_files_hold_one_sequence_of_bytes(
             assert torch.equal(back, tensor)
 
 
-def test_whole_files_are_replaced_and_sizes_compared(folder: Path, backend: object) -> None:
+def test_whole_files_are_replaced_and_sizes_compared(folder: Path, backend: dict[str, object]) -> None:
     path = folder / "whole"
-    with Handle(backend=backend) as handle:
+    with Handle(**backend) as handle:
         handle.write(torch.arange(5000), path)
         handle.write(torch.arange(700), path, fsync=True)
         assert path.stat().st_size == 5600
@@ -145,8 +145,8 @@ def test_whole_files_are_replaced_and_sizes_compared(folder: Path, backend: obje
         assert ((folder / "a").stat().st_size, (folder / "b").stat().st_size) == (4096, 3904)
 
 
-def test_an_open_file_serves_many_operations(folder: Path, backend: object) -> None:
-    with Handle(backend=backend, block_size=4096, queue_depth=4) as handle:
+def test_an_open_file_serves_many_operations(folder: Path, backend: dict[str, object]) -> None:
+    with Handle(**backend, block_size=4096, queue_depth=4) as handle:
         with handle.open(folder / "f", "w") as file:
             tensors = [noise((3000 + 100 * k,), torch.uint8, k) for k in range(40)]
             for k, tensor in enumerate(tensors):

@@ -1,5 +1,6 @@
 """What concerns the whole process: forks, its end, refused io_uring, memory."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ FORK = """
 import os, sys, torch, zoo.io
 handle = zoo.io.Handle()
 handle.pwrite(torch.zeros(10), sys.argv[1])
+slow = zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=1.0, times=1),)))
+future = slow.async_pwrite(torch.zeros(10), sys.argv[1])
 child = os.fork()
 if child == 0:
-    for use in (lambda: handle.pwrite(torch.zeros(10), sys.argv[1]), handle.wait):
+    for use in (lambda: handle.pwrite(torch.zeros(10), sys.argv[1]), handle.wait, future.wait, slow.close):
         try:
             use()
         except RuntimeError as error:
@@ -26,9 +29,11 @@ if child == 0:
         else:
             os._exit(3)
     zoo.io.Handle().pwrite(torch.ones(10), sys.argv[1])
-    del handle
+    del handle, slow, future
     sys.exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert future.wait().num_bytes == 40
+handle.pwrite(torch.ones(10), sys.argv[1])
 back = torch.zeros(10)
 handle.pread(back, sys.argv[1])
 assert back.eq(1).all()
@@ -90,6 +95,52 @@ def test_refused_io_uring_becomes_threads_and_is_said_once(folder: Path) -> None
         "io_uring is refused by the kernel: Operation not permitted (errno 1); use the backend"
     )
     assert done.stderr.count("transfers run on 8 blocking threads") == 1
+
+
+UNPRIVILEGED = """
+import logging, os, resource, sys, torch
+logging.basicConfig(level=logging.INFO)
+import zoo.io
+os.chmod(os.path.dirname(sys.argv[1]), 0o777)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
+os.setgid(65534), os.setuid(65534)
+tensor = torch.randn(1_000_000)
+with zoo.io.Handle(backend="uring") as handle:
+    handle.pwrite(tensor, sys.argv[1], 64)
+    back = torch.empty_like(tensor)
+    handle.pread(back, sys.argv[1], 64)
+    assert torch.equal(back, tensor)
+    assert handle.stats().fixed_transfers == 0 or handle.stats().bounced_bytes == 0
+"""
+
+
+def test_a_small_limit_of_locked_memory_is_said_and_nothing_else(folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("the limit does not bind, or cannot be lowered, without being root first")
+    done = run(UNPRIVILEGED, folder / "f")
+    if "io_uring is refused" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip("another user may not use io_uring, or not reach this folder")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("could not be registered with the ring") == 1
+
+
+INTERRUPT = """
+import os, signal, sys, threading, time, torch, zoo.io
+with zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=2.0, times=1),))) as handle:
+    future = handle.async_pwrite(torch.ones(10), sys.argv[1])
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    try:
+        future.wait()
+    except KeyboardInterrupt:
+        print("interrupted", time.monotonic() - begun < 1.5)
+    print(future.wait().num_bytes)
+"""
+
+
+def test_ctrl_c_ends_a_wait_and_the_operation_goes_on(folder: Path) -> None:
+    done = run(INTERRUPT, folder / "f")
+    assert done.stdout.split() == ["interrupted", "True", "40"], done.stderr
 
 
 LEAK = """

@@ -210,10 +210,9 @@ impl Engine {
         self.inner.backend()
     }
 
-    /// What was decided against the first choice.
-    #[getter]
+    /// What was decided against the first choice since the last time.
     fn notices(&self) -> Vec<String> {
-        self.inner.notices().to_vec()
+        self.inner.notices()
     }
 
     /// Begin moving `num_bytes` bytes between `address`, which `owner` keeps alive, and the files at `offset`.

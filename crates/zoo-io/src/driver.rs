@@ -1,8 +1,7 @@
 //! The loop of one worker: take chunks, begin transfers, finish them, until the queue is closed and empty.
 
-use std::sync::Arc;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::backend::{Backend, Event, Kind, Transfer, Wait};
 use crate::checksum::crc32c;
@@ -30,6 +29,8 @@ pub(crate) struct Counters {
     pub(crate) direct_bytes: AtomicU64,
     pub(crate) bounced_bytes: AtomicU64,
     pub(crate) buffered_bytes: AtomicU64,
+    /// What the workers decided against the first choice, in sentences.
+    pub(crate) notices: Mutex<Vec<String>>,
 }
 
 impl Counters {
@@ -153,6 +154,9 @@ impl<B: Backend> Driver<B> {
             let fixed = self.backend.fixed();
             self.counters.fixed.fetch_add(fixed - self.fixed_told, Ordering::Relaxed);
             self.fixed_told = fixed;
+            if let Some(notice) = self.backend.notice() {
+                self.counters.notices.lock().unwrap_or_else(PoisonError::into_inner).push(notice);
+            }
         }
     }
 
@@ -248,7 +252,7 @@ impl<B: Backend> Driver<B> {
         let source = unsafe { job.op.start.add(chunk.memory) };
         if let Some(slot) = job.slot {
             // SAFETY: a slot holds a window, and a bounced write's window is its payload; the two do not overlap.
-            unsafe { std::ptr::copy_nonoverlapping(source, self.slot_start(slot), chunk.len) };
+            unsafe { copy_streaming(source, self.slot_start(slot), chunk.len) };
             self.sum(job, chunk, self.slot_start(slot));
         } else {
             self.sum(job, chunk, source);
@@ -447,8 +451,10 @@ impl Job {
     }
 
     fn stuck(&self, chunk: Chunk, end: u64, done: u64) {
-        let path = Arc::clone(self.op.target.files()[chunk.file].path());
-        let place = crate::error::Place { path, offset: chunk.offset, len: chunk.len as u64 };
+        let file = &self.op.target.files()[chunk.file];
+        let place = crate::error::Place { path: Arc::clone(file.path()), offset: chunk.offset, len: chunk.len as u64 };
+        // The file may end long before what this transfer saw.
+        let end = file.size().map_or(end, |size| size.min(end));
         self.op.fail(match self.op.direction {
             Direction::Read => Error::UnexpectedEnd { place, end },
             Direction::Write => Error::NoProgress { place, done, attempts: self.attempts },

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -158,8 +158,6 @@ pub struct Engine {
     next: AtomicU64,
     block: u64,
     name: &'static str,
-    notices: Vec<String>,
-    owner: u32,
 }
 
 type Maker<B> = dyn Fn(usize, Arc<EventFd>) -> std::io::Result<B> + Send + Sync;
@@ -175,8 +173,8 @@ impl Engine {
             BackendChoice::Auto => match Self::uring(settings) {
                 Ok(engine) => Ok(engine),
                 Err(errno) => {
-                    let mut engine = Self::threads(settings)?;
-                    engine.notices.push(format!(
+                    let engine = Self::threads(settings)?;
+                    engine.notices_mut().push(format!(
                         "io_uring is refused by the kernel ({}, errno {errno}): transfers run on {} blocking threads",
                         strerror(errno),
                         engine.shared.alarms.len(),
@@ -234,8 +232,6 @@ impl Engine {
             next: AtomicU64::new(0),
             block: settings.block_size as u64,
             name,
-            notices: Vec::new(),
-            owner: std::process::id(),
         };
         let (report, reports) = mpsc::channel();
         for worker in 0..workers {
@@ -259,16 +255,20 @@ impl Engine {
         self.name
     }
 
-    /// What was decided against the first choice, in sentences.
-    pub fn notices(&self) -> &[String] {
-        &self.notices
+    fn notices_mut(&self) -> MutexGuard<'_, Vec<String>> {
+        self.shared.counters.notices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was decided against the first choice since the last time, in sentences.
+    pub fn notices(&self) -> Vec<String> {
+        if !self.is_here() {
+            return Vec::new();
+        }
+        std::mem::take(&mut self.notices_mut())
     }
 
     fn check_usable(&self) -> Result<(), Error> {
-        let here = std::process::id();
-        if here != self.owner {
-            return Err(Error::Forked { owner: self.owner, here });
-        }
+        self.shared.tracker.check_process()?;
         match &*self.shared.died.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(why) => Err(Error::WorkerDied(why.clone())),
             None => Ok(()),
@@ -313,23 +313,20 @@ impl Engine {
     /// # Errors
     /// [`Error::Forked`].
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Tidings, Error> {
-        let here = std::process::id();
-        if here != self.owner {
-            return Err(Error::Forked { owner: self.owner, here });
-        }
+        self.shared.tracker.check_process()?;
         Ok(self.shared.tracker.wait(timeout))
     }
 
     /// Take no more operations, give up those not begun, and return at once; their tickets say so.
     pub fn abort(&self) {
-        if std::process::id() == self.owner {
+        if self.is_here() {
             self.shared.cancel(|op| Error::Cancelled { direction: op.direction, place: op.place() });
         }
     }
 
     /// Take no more operations, finish all that were submitted, and end the threads.
     pub fn close(&self) {
-        if std::process::id() != self.owner {
+        if !self.is_here() {
             return;
         }
         let sleepers = self.shared.queue.close();
@@ -343,14 +340,22 @@ impl Engine {
 
     /// Let idle workers look around, so that they let go of closed files and dropped memory.
     pub fn rouse(&self) {
-        self.shared.wake(self.shared.queue.rouse());
+        if self.is_here() {
+            self.shared.wake(self.shared.queue.rouse());
+        }
+    }
+
+    /// Whether this is the process that has the threads.
+    fn is_here(&self) -> bool {
+        self.shared.tracker.check_process().is_ok()
     }
 
     /// A descriptor that becomes readable whenever an operation ends, for event loops; one a loop, rung until dropped.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] when the process has no more descriptors.
+    /// [`Error::Unavailable`] when the process has no more descriptors, [`Error::Forked`].
     pub fn bell(&self) -> Result<Arc<EventFd>, Error> {
+        self.shared.tracker.check_process()?;
         let bell = EventFd::new(true)
             .map_err(|error| Error::Unavailable(format!("an eventfd: {}", strerror(errno_of(&error)))))?;
         let bell = Arc::new(bell);
@@ -358,8 +363,11 @@ impl Engine {
         Ok(bell)
     }
 
-    /// Counts of now.
+    /// Counts of now; in a forked child, which has none, zeros.
     pub fn stats(&self) -> Stats {
+        if !self.is_here() {
+            return Stats::default();
+        }
         let counters = &self.shared.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stats {

@@ -59,8 +59,11 @@ pub struct Done {
 }
 
 /// Operations of one engine that are not over, and what `wait` has yet to tell.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Tracker {
+    /// The process whose threads do the work. A forked child has copies of all of this and nobody who changes them: even
+    /// a lock may be held for ever there, so it is told before it takes one.
+    owner: u32,
     state: Mutex<Tally>,
     changed: Condvar,
     /// Rung at every completion, for event loops; gone when the loop drops its end.
@@ -91,7 +94,19 @@ pub struct Tidings {
     pub in_flight: usize,
 }
 
+impl Default for Tracker {
+    fn default() -> Self {
+        Tracker { owner: std::process::id(), state: Mutex::default(), changed: Condvar::new(), bells: Mutex::default() }
+    }
+}
+
 impl Tracker {
+    /// An error in every process but the one that made it.
+    pub(crate) fn check_process(&self) -> Result<(), Error> {
+        let here = std::process::id();
+        if here == self.owner { Ok(()) } else { Err(Error::Forked { owner: self.owner, here }) }
+    }
+
     fn tally(&self) -> MutexGuard<'_, Tally> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -281,16 +296,19 @@ pub struct Request {
 pub struct Ticket(pub(crate) Arc<Op>);
 
 impl Ticket {
-    /// Whether it is over.
+    /// Whether it is over; in a forked child, where it never will be, waiting says so at once.
     pub fn is_done(&self) -> bool {
-        lock(&self.0.result).is_some()
+        self.0.tracker.check_process().is_err() || lock(&self.0.result).is_some()
     }
 
     /// Wait until it is over; `None` when the time was over first.
     ///
     /// # Errors
-    /// Whatever went wrong; the engine's next wait does not tell it again.
+    /// Whatever went wrong; the engine's next wait does not tell it again. [`Error::Forked`] in a forked child.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<Done, Error>> {
+        if let Err(error) = self.0.tracker.check_process() {
+            return Some(Err(error));
+        }
         let deadline = timeout.map(|t| Instant::now() + t);
         let mut result = lock(&self.0.result);
         while result.is_none() {
@@ -311,7 +329,8 @@ impl Ticket {
 
     /// The buffer of an operation that is over; the second call gets none.
     pub fn take_buffer(&self) -> Option<Box<dyn Buffer>> {
-        if self.is_done() { lock(&self.0.buffer).take() } else { None }
+        let here = self.0.tracker.check_process().is_ok();
+        if here && self.is_done() { lock(&self.0.buffer).take() } else { None }
     }
 }
 

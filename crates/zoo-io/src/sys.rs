@@ -22,12 +22,26 @@ pub fn open(path: &Path, flags: libc::c_int) -> io::Result<OwnedFd> {
     loop {
         // SAFETY: `name` is a C string that outlives the call; the mode is only read with O_CREAT.
         match check(unsafe { libc::open(name.as_ptr(), flags | libc::O_CLOEXEC, 0o644) }) {
-            // SAFETY: the descriptor was just made and belongs to nobody else.
-            Ok(fd) => return Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+            Ok(fd) => {
+                // SAFETY: the descriptor was just made and belongs to nobody else.
+                let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+                return clear_nonblocking(&fd).map(|()| fd);
+            }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
     }
+}
+
+/// `O_NONBLOCK` is for `open` alone: on some file systems a ring would otherwise answer EAGAIN instead of waiting.
+fn clear_nonblocking(fd: &OwnedFd) -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    let flags = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) })?;
+    if flags & libc::O_NONBLOCK != 0 {
+        // SAFETY: no memory is passed.
+        check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) })?;
+    }
+    Ok(())
 }
 
 /// Positional read into raw memory.

@@ -25,7 +25,13 @@ class File:
     """
 
     def __init__(
-        self, path: FilePath, mode: Literal["r", "w"], *, direct: DirectMode = "auto", kept: bool = True
+        self,
+        path: FilePath,
+        mode: Literal["r", "w"],
+        *,
+        direct: DirectMode = "auto",
+        kept: bool = True,
+        engine: _native.Engine | None = None,
     ) -> None:
         if mode not in ("r", "w"):
             raise ValueError(f'mode = {mode!r}; allowed are "r" and "w"')
@@ -33,6 +39,7 @@ class File:
         self.mode = mode
         if not isinstance(self.path, str):
             raise TypeError(f"the path is {type(self.path).__name__}; allowed is str or a path of str")
+        self._engine = engine
         self.native = _native.File(Path(self.path), mode == "w", direct, kept)
         if self.native.why_buffered is not None:
             once(
@@ -51,6 +58,9 @@ class File:
     def close(self) -> None:
         """Close it as soon as no operation uses it."""
         self.native.close()
+        if self._engine is not None:
+            # An idle ring would keep the file, and a deleted file's space, until it is used again.
+            self._engine.rouse()
 
     def __enter__(self) -> File:
         return self

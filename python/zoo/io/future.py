@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Generator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,19 +64,21 @@ class LoopBell:
 
     def __init__(self, engine: _native.Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._bell = engine.bell()
-        self._loop = loop
+        # Weak, because the handle keeps a bell as long as its loop lives.
+        self._loop = weakref.ref(loop)
         self._waiting: dict[asyncio.Future[None], Future] = {}
         self._listening = False
 
     def watch(self, future: Future) -> asyncio.Future[None]:
         """A future of the loop that is done when ``future`` is."""
-        waiter: asyncio.Future[None] = self._loop.create_future()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
         self._waiting[waiter] = future
         if not self._listening:
-            self._loop.add_reader(self._bell.fileno(), self._rung)
+            loop.add_reader(self._bell.fileno(), self._rung)
             self._listening = True
         # It may have ended before anybody listened.
-        self._loop.call_soon(self._rung)
+        loop.call_soon(self._rung)
         return waiter
 
     def _rung(self) -> None:
@@ -85,6 +88,7 @@ class LoopBell:
                 del self._waiting[waiter]
                 if not waiter.done():
                     waiter.set_result(None)
-        if not self._waiting and self._listening:
-            self._loop.remove_reader(self._bell.fileno())
+        loop = self._loop()
+        if not self._waiting and self._listening and loop is not None:
+            loop.remove_reader(self._bell.fileno())
             self._listening = False

@@ -115,8 +115,7 @@ class Handle:
             sqpoll_idle_ms=sqpoll_idle_ms,
             iopoll=iopoll,
         )
-        for notice in self._engine.notices:
-            once(notice)
+        _tell(self._engine)
         self.config = AioConfig(
             block_size=block_size,
             queue_depth=queue_depth,
@@ -169,7 +168,7 @@ class Handle:
 
     def open(self, path: FilePath, mode: Literal["r", "w"] = "r") -> File:
         """Open a file for many operations; use the result in the place of a path, and close it."""
-        return File(path, mode, direct=self._direct)
+        return File(path, mode, direct=self._direct, engine=self._engine)
 
     # Positional operations.
 
@@ -279,6 +278,7 @@ class Handle:
             TimeoutError: some are still in flight; wait again.
         """
         finished, failures, forgotten, in_flight = self._engine.wait(timeout)
+        _tell(self._engine)
         if in_flight:
             raise TimeoutError(f"{in_flight} operations are still in flight after {timeout} s; wait again, or longer")
         if failures:
@@ -345,6 +345,11 @@ def _fit(files: list[_native.File], target: Target, mode: Literal["r", "w"], num
                 f"{target!r}: the file has {file.size()} bytes and the tensor's part of it {share}; "
                 "read into a tensor of that size, or a part of the file with pread"
             )
+
+
+def _tell(engine: _native.Engine) -> None:
+    for notice in engine.notices():
+        once(notice)
 
 
 def _finish(engine: _native.Engine) -> None:

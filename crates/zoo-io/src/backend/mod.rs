@@ -82,4 +82,9 @@ pub(crate) trait Backend {
     fn fixed(&self) -> u64 {
         0
     }
+
+    /// A sentence about something that was decided against the first choice, once.
+    fn notice(&mut self) -> Option<String> {
+        None
+    }
 }

@@ -54,8 +54,9 @@ pub(crate) struct Uring {
     pieces: Table<(u64, usize)>,
     closed_files: u64,
     dropped_regions: u64,
-    /// Why memory is not registered any more.
-    refused: Option<String>,
+    /// The kernel refused to register memory; not asked again until some is dropped.
+    refused: bool,
+    notice: Option<String>,
     /// Done at once, because a polled ring takes direct transfers only.
     done: Vec<Event>,
     fixed: u64,
@@ -98,7 +99,8 @@ impl Uring {
             pieces,
             closed_files: file::closed_so_far(),
             dropped_regions: memory::dropped_so_far(),
-            refused: None,
+            refused: false,
+            notice: None,
             done: Vec::new(),
             fixed: 0,
         })
@@ -125,7 +127,7 @@ impl Uring {
         if let Some(slot) = self.pieces.find((name, piece)) {
             return u16::try_from(slot).ok();
         }
-        if self.refused.is_some() {
+        if self.refused {
             return None;
         }
         let slot = self.pieces.vacant()?;
@@ -139,7 +141,13 @@ impl Uring {
                 u16::try_from(slot).ok()
             }
             Err(error) => {
-                self.refused = Some(strerror(errno_of(&error)));
+                self.refused = true;
+                self.notice = Some(format!(
+                    "{} bytes of memory could not be registered with the ring ({}), so the kernel pins pages for every \
+                     transfer; a larger limit of locked memory (ulimit -l) mends it",
+                    memory.iov_len,
+                    strerror(errno_of(&error))
+                ));
                 None
             }
         }
@@ -166,7 +174,7 @@ impl Uring {
                     let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
                     // SAFETY: an empty slot points to nothing.
                     let _ = unsafe { self.ring.submitter().register_buffers_update(slot as u32, &[nothing], None) };
-                    self.refused = None;
+                    self.refused = false;
                 }
             }
         }
@@ -304,5 +312,9 @@ impl Backend for Uring {
 
     fn fixed(&self) -> u64 {
         self.fixed
+    }
+
+    fn notice(&mut self) -> Option<String> {
+        self.notice.take()
     }
 }
