@@ -250,12 +250,11 @@ impl<B: Backend> Driver<B> {
     fn collect_payload(&self, job: &Job, chunk: Chunk) {
         // SAFETY: chunks lie inside the operation's buffer.
         let source = unsafe { job.op.start.add(chunk.memory) };
+        // Before the copy: it then finds the payload in the cache, where it leaves nothing itself.
+        self.sum(job, chunk, source);
         if let Some(slot) = job.slot {
             // SAFETY: a slot holds a window, and a bounced write's window is its payload; the two do not overlap.
             unsafe { copy_streaming(source, self.slot_start(slot), chunk.len) };
-            self.sum(job, chunk, self.slot_start(slot));
-        } else {
-            self.sum(job, chunk, source);
         }
     }
 
