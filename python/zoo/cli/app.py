@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 
 from zoo.cli.failure import one_sentence, rank_of_launch
+from zoo.cli.io import app as io_app
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models with zoo."
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
+app.add_typer(io_app, name="io")
 
 Path_ = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json, .yaml or .yml file.")]
 Set = Annotated[
