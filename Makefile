@@ -21,12 +21,13 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check bench bench-rust schema clean again
+.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check sanitize bench bench-rust \
+	schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-slow lint format types contracts kernels-check bench bench-rust schema clean"
+	@echo "also: setup test-slow lint format types contracts kernels-check sanitize bench bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -78,6 +79,9 @@ contracts: setup
 
 kernels-check: setup
 	@$(BIN)/python scripts/kernels_check.py
+
+sanitize: setup
+	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 bench-rust: setup
 	@cargo bench --quiet -p zoo-io

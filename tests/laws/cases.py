@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zoo.optim
 from zoo.zero import ZeroOptimizer
+
+# Those whose step is a smooth function of the gradient; tests/optim has the battery of all.
+OPTIMIZERS = ["AdamW", "SGD", "Adagrad", "RMSprop", "zoo.AdamW", "zoo.SGD", "zoo.Adagrad"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def cases(draw: st.DrawFn, max_world: int = 8, dtype: torch.dtype = torch.float3
         output=draw(st.sampled_from(kinds)),
         recompute=recompute,
         two_groups=draw(st.booleans()),
-        optimizer=draw(st.sampled_from(["AdamW", "SGD", "Adagrad", "RMSprop"])),
+        optimizer=draw(st.sampled_from(OPTIMIZERS)),
         clip_norm=draw(st.sampled_from([0.0, 0.05, 100.0])),
         accumulation=draw(st.sampled_from(["one", "backwards", "no_sync", "forwards_first"])),
         bucket_size=draw(st.sampled_from([1, 60, 10**6])),
@@ -163,7 +167,8 @@ def optimizer_of(case: Case) -> tuple[type[torch.optim.Optimizer], dict[str, Any
         "Adagrad": {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.01},
         "RMSprop": {"lr": 0.003, "eps": 1e-2, "weight_decay": 0.01},
     }
-    return getattr(torch.optim, case.optimizer), options[case.optimizer]
+    package, _, name = case.optimizer.rpartition(".")
+    return getattr(zoo.optim if package else torch.optim, name), options[name]
 
 
 def num_micro(case: Case) -> int:

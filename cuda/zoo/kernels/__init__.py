@@ -13,7 +13,7 @@ ABOUT = Subpackage(
     version=__version__,
     summary=(
         "Native operations, one folder each: the maths in a shared header, CPU C++, CUDA and a pure-torch reference; "
-        "the folder holds no operation yet."
+        "compiled on first use."
     ),
 )
 """What the registry tells about this distribution, under the kind "subpackage"."""

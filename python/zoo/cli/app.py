@@ -127,3 +127,26 @@ def schema() -> None:
         from zoo.config import json_schema
 
         typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def build(
+    cpu: Annotated[bool, typer.Option("--cpu", help="The library for the CPU (the default).")] = False,
+    cuda_arch: Annotated[
+        str | None, typer.Option("--cuda-arch", metavar="80,90,100", help="The kernels for these GPUs, as objects.")
+    ] = None,
+) -> None:
+    """Compile the native operations ahead of their first use, into the cache."""
+    with one_sentence(shared=True):
+        try:
+            from zoo.kernels import building
+        except ModuleNotFoundError as error:
+            raise ValueError("there is nothing to build: the distribution zoo-kernels is not installed.") from error
+        try:
+            if cpu or cuda_arch is None:
+                typer.echo(building.build(building.cpu_plan()))
+            if cuda_arch is not None:
+                for path, _ in building.build_cuda(building.parse_architectures(cuda_arch)):
+                    typer.echo(path)
+        except building.BuildError as error:
+            raise ValueError(str(error)) from error

@@ -20,11 +20,14 @@ CORE: dict[str, dict[str, str]] = {
         "WarmupLR": "zoo.lr_schedules:WarmupLR",
     },
     "optimizer": {
-        "Adagrad": "torch.optim:Adagrad",
-        "Adam": "torch.optim:Adam",
-        "AdamW": "torch.optim:AdamW",
+        "Adagrad": "zoo.optim:Adagrad",
+        "Adam": "zoo.optim:Adam",
+        "AdamW": "zoo.optim:AdamW",
+        "Lamb": "zoo.optim:Lamb",
+        "Lion": "zoo.optim:Lion",
+        "Muon": "zoo.optim:Muon",
         "RMSprop": "torch.optim:RMSprop",
-        "SGD": "torch.optim:SGD",
+        "SGD": "zoo.optim:SGD",
     },
     "task": {
         "byte_lm": "zoo.examples.byte_lm:ByteTask",

@@ -1,0 +1,16 @@
+"""Compiling the native operations: on first use, or ahead of time with ``zoo build``.
+
+Vocabulary. *Unit*: one source compiled with one set of flags into one object; files named ``*_isa.cpp`` make one unit
+for each instruction set. *Plan*: all units of a library with the compiler, and a key over everything that decides what
+comes out: sources, flags, compiler, torch, architecture. *Cache*: ``$ZOO_CACHE_DIR`` or ``~/.cache/zoo``;
+a finished library is at ``kernels/<key>/``. A library is built in a folder beside it under a file lock and renamed into
+place, so ranks that start together build once, and whoever dies while building blocks nobody.
+"""
+
+from zoo.kernels.building.cache import build, cache_dir
+from zoo.kernels.building.cuda import build_cuda, find_nvcc, parse_architectures
+from zoo.kernels.building.plan import BuildError, Plan, cpu_plan
+
+__all__ = [
+    "BuildError", "Plan", "build", "build_cuda", "cache_dir", "cpu_plan", "find_nvcc", "parse_architectures",
+]  # fmt: skip

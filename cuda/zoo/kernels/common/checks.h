@@ -1,0 +1,45 @@
+// What the bindings ask of their tensors. Each refusal is a ValueError in Python, with the numbers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "numbers.h"
+
+namespace zoo {
+
+inline Dtype dtype_of(const at::Tensor& tensor, const char* what, int64_t index) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return F32;
+    case at::kBFloat16:
+      return BF16;
+    case at::kHalf:
+      return F16;
+    default:
+      TORCH_CHECK_VALUE(false, what, "[", index, "] is ", tensor.scalar_type(),
+                        "; allowed are torch.float32, torch.bfloat16 and torch.float16.");
+  }
+}
+
+// Dense, on the CPU, contiguous, of `numel` elements and of the format of its list.
+inline void check_tensor(const at::Tensor& t, const char* what, int64_t index, int64_t numel, Dtype expected) {
+  TORCH_CHECK_VALUE(t.device().is_cpu(), what, "[", index, "] is on ", t.device(), "; all tensors must be on the CPU.");
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, what, "[", index, "] is ", t.layout(), "; it must be dense.");
+  TORCH_CHECK_VALUE(t.numel() == numel, what, "[", index, "] has shape ", t.sizes(), ", ", t.numel(),
+                    " elements; params[", index, "] has ", numel, ".");
+  TORCH_CHECK_VALUE(t.is_contiguous(), what, "[", index, "] of shape ", t.sizes(), " has strides ", t.strides(),
+                    "; it must be contiguous: pass .contiguous().");
+  const Dtype found = dtype_of(t, what, index);
+  TORCH_CHECK_VALUE(found == expected, what, "[", index, "] is ", t.scalar_type(), ", unlike ", what,
+                    "[0]; the tensors of one call share a dtype: call once for each.");
+}
+
+// Where the elements are. Kernels write behind autograd's back, so the version that it compares is raised here.
+inline void* writable(const at::Tensor& t) {
+  void* memory = t.mutable_data_ptr();
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  return memory;
+}
+
+}  // namespace zoo

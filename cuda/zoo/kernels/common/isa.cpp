@@ -1,0 +1,40 @@
+#include "isa.h"
+
+#include <atomic>
+
+namespace zoo {
+namespace {
+
+Isa best() {
+#if defined(ZOO_X86)
+  __builtin_cpu_init();
+  // The compiler may use any instruction of the flags that a file is compiled with: all of them must be there.
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return avx512 ? AVX512 : avx2 ? AVX2 : PORTABLE;
+#else
+  return PORTABLE;
+#endif
+}
+
+std::atomic<int32_t>& chosen() {
+  static std::atomic<int32_t> value{int32_t(best())};
+  return value;
+}
+
+}  // namespace
+
+Isa isa() { return Isa(chosen().load(std::memory_order_relaxed)); }
+
+}  // namespace zoo
+
+int32_t zoo_isa() { return int32_t(zoo::isa()); }
+
+int32_t zoo_best_isa() { return int32_t(zoo::best()); }
+
+int32_t zoo_use_isa(int32_t wanted) {
+  if (wanted < 0 || wanted > int32_t(zoo::best())) return -1;
+  zoo::chosen().store(wanted, std::memory_order_relaxed);
+  return wanted;
+}

@@ -1,0 +1,45 @@
+// Threads of the CPU kernels: OpenMP on the runtime that torch has loaded, as many as torch.get_num_threads() says.
+//
+// The library is compiled with -fopenmp but linked without an OpenMP runtime of its own: its symbols are found in the one
+// that libtorch_cpu depends on, so that a process has one pool of threads and torch.set_num_threads() rules it.
+#pragma once
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include <cstdint>
+
+namespace zoo {
+
+constexpr int64_t GRAIN = 32768;  // elements; below that a thread costs more than it saves
+
+static inline int num_threads_for(int64_t elements) {
+#if defined(_OPENMP)
+  const int64_t wanted = elements / GRAIN, limit = omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+  const int64_t wanted = elements / GRAIN, limit = 1;
+#endif
+  return int(wanted < 1 ? 1 : wanted < limit ? wanted : limit);
+}
+
+// fn(begin, end) on equal parts of [0, count), cut at multiples of `unit`. `elements` decides the number of threads.
+template <class Fn>
+static inline void split_evenly(int64_t count, int64_t unit, int64_t elements, const Fn& fn) {
+  const int threads = num_threads_for(elements);
+  if (threads == 1) {
+    fn(int64_t(0), count);
+    return;
+  }
+#if defined(_OPENMP)
+  const int64_t units = (count + unit - 1) / unit;
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
+    const int64_t begin = units * me / all * unit, end = units * (me + 1) / all * unit;
+    if (begin < end) fn(begin, end < count ? end : count);
+  }
+#endif
+}
+
+}  // namespace zoo

@@ -1,0 +1,13 @@
+"""Elementwise optimizers in one pass over memory, and LAMB in two: ``update.h`` states the algebra they share.
+
+Bytes moved for each parameter by AdamW: 28 in fp32 (read p, g, m, v; write p, m, v), 28 in the mixed step (bf16
+gradient in, fp32 master and moments, bf16 parameter out).
+"""
+
+from zoo.kernels.update.algebra import ALLOWED, Flag, Rule, Scalars, adagrad, adam, lamb, lion, num_states, sgd
+from zoo.kernels.update.ops import lamb_apply_, lamb_direction_, trust_ratios, update_
+
+__all__ = [
+    "ALLOWED", "Flag", "Rule", "Scalars", "adagrad", "adam", "lamb", "lamb_apply_", "lamb_direction_", "lion",
+    "num_states", "sgd", "trust_ratios", "update_",
+]  # fmt: skip

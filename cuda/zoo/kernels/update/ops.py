@@ -1,0 +1,184 @@
+"""The update as functions of lists of tensors: native where there is a kernel, else the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zoo.kernels import loading
+from zoo.kernels.update import reference
+from zoo.kernels.update.algebra import ALLOWED, Flag, Rule, Scalars, num_states
+
+Tensors = Sequence[torch.Tensor]
+NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def update_(
+    rule: Rule, flags: Flag, params: Tensors, grads: Tensors, states: Sequence[Tensors], masters: Tensors = (), *,
+    scalars: Scalars,
+) -> None:  # fmt: skip
+    """One step of an elementwise optimizer on all tensors, in place: p' = δ·p - η·D(S(s, σ·g)), see ``update.h``.
+
+    Args:
+        rule: which optimizer; not LAMB, which needs norms (:func:`lamb_`).
+        flags: its variant; :data:`~zoo.kernels.update.algebra.ALLOWED` has those that exist.
+        params: contiguous tensors of any shapes, all fp32, bf16 or fp16 (fp64 runs in the reference).
+        grads: of the same shapes, all fp32, bf16 or fp16.
+        states: one list for each state of the rule, fp32 or bf16, zero before the first step.
+        masters: fp32 copies of low-precision parameters, which are then what is updated; ``params`` get the rounded
+            values in the same pass. Empty for none.
+        scalars: see :func:`~zoo.kernels.update.algebra.adam` and its neighbours.
+
+    Raises:
+        ValueError: lists of unequal length, a dtype, shape, device or layout that cannot be; with the numbers.
+    """
+    if rule is Rule.LAMB or flags not in ALLOWED[rule]:
+        known = ", ".join(f"{r.name} with {[int(f) for f in ALLOWED[r]]}" for r in Rule if r is not Rule.LAMB)
+        raise ValueError(f"update_ has no {rule.name} with flags {int(flags)}; there are {known}.")
+    if not params:
+        check(params, grads, states, masters, num_states(rule, flags))
+        return
+    if _native(params):
+        lists = [*map(list, states), [], [], []][:3]
+        _call(
+            "update_", (int(rule), int(flags), list(params), list(grads), *lists, list(masters), scalars.values()),
+            lambda: check(params, grads, states, masters, num_states(rule, flags)),
+        )  # fmt: skip
+        return
+    check(params, grads, states, masters, num_states(rule, flags))
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        reference.update_row(rule, flags, p, g, [s[i] for s in states], masters[i] if masters else None, scalars)
+
+
+@torch.no_grad()
+def lamb_direction_(
+    flags: Flag, params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, masters: Tensors = (), *,
+    scalars: Scalars,
+) -> torch.Tensor:  # fmt: skip
+    """Pass 1 of LAMB: updates the moments; returns (Σp², Σd²) of each tensor, shape (len(params), 2), fp64.
+
+    Between the passes the sums may be added up over ranks that each hold a part of a tensor. Lists as in
+    :func:`update_`; the moments must be fp32.
+    """
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    _check_lamb(flags, exp_avgs)
+    if params and _native(params):
+        args = (int(flags), *map(list, lists), list(masters), scalars.values())
+        found: torch.Tensor = _call(
+            "lamb_direction_", args, lambda: check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
+        )
+        return found
+    check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
+    if not params:
+        return torch.empty((0, 2), dtype=torch.float64)
+    rows = zip(*lists, _or_none(masters, len(params)), strict=True)
+    return torch.stack([reference.lamb_direction_row(flags, *row, scalars) for row in rows])
+
+
+@torch.no_grad()
+def lamb_apply_(
+    flags: Flag, params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, masters: Tensors = (), *,
+    ratios: torch.Tensor, scalars: Scalars,
+) -> None:  # fmt: skip
+    """Pass 2 of LAMB: p' = δ·p - η·ratio·d with the direction d of pass 1. ``ratios``: fp32, shape (len(params),)."""
+    _check_lamb(flags, exp_avgs)
+    if ratios.shape != (len(params),) or ratios.dtype is not torch.float32:
+        raise ValueError(
+            f"ratios is {ratios.dtype} of shape {tuple(ratios.shape)}; it must be torch.float32 of shape "
+            f"({len(params)},), one ratio for each parameter."
+        )
+    if params and _native(params):
+        args = (int(flags), list(params), list(exp_avgs), list(exp_avg_sqs), list(masters), ratios, scalars.values())
+        _call("lamb_apply_", args, lambda: check(params, params, (exp_avgs, exp_avg_sqs), masters, 2))
+        return
+    check(params, params, (exp_avgs, exp_avg_sqs), masters, 2)
+    rows = zip(params, exp_avgs, exp_avg_sqs, _or_none(masters, len(params)), ratios, strict=True)
+    for row in rows:
+        reference.lamb_apply_row(flags, *row, scalars)
+
+
+def trust_ratios(
+    norms: torch.Tensor, *, min_coeff: float | None = None, max_coeff: float | None = None
+) -> torch.Tensor:
+    """φ = ‖p‖ / ‖d‖ clamped to [min_coeff, max_coeff], 1 where one of them is zero or not finite (You et al. 2020, §3).
+
+    Args:
+        norms: (Σp², Σd²) of each tensor, shape (T, 2), fp64.
+
+    Returns:
+        fp32, shape (T,).
+    """
+    roots = norms.sqrt()
+    ratio = roots[:, 0] / roots[:, 1]
+    usable = (norms > 0).all(1) & ratio.isfinite()
+    ratio = ratio.clamp(min_coeff, max_coeff) if min_coeff is not None or max_coeff is not None else ratio
+    return torch.where(usable, ratio, torch.ones_like(ratio)).float()
+
+
+def check(params: Tensors, grads: Tensors, states: Sequence[Tensors], masters: Tensors, wanted: int) -> None:
+    """Raise the ValueError that the native operators raise, where the reference runs."""
+    if len(states) != wanted:
+        raise ValueError(f"states has {len(states)} lists; this rule keeps {wanted} states.")
+    named = {"params": params, "grads": grads, **{f"states{k}": s for k, s in enumerate(states)}}
+    if masters:
+        named["masters"] = masters
+    for what, tensors in named.items():
+        if len(tensors) != len(params):
+            raise ValueError(f"{what} has {len(tensors)} tensors and params has {len(params)}; they must be as many.")
+        for i, t in enumerate(tensors):
+            _check_tensor(what, i, t, tensors[0], params[i])
+
+
+def _check_tensor(what: str, i: int, t: torch.Tensor, first: torch.Tensor, param: torch.Tensor) -> None:
+    allowed: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16) if what.startswith("states") else NATIVE
+    allowed = (torch.float32,) if what == "masters" else allowed
+    if param.dtype is torch.float64:
+        allowed = (torch.float64,)
+    if t.dtype not in allowed:
+        raise ValueError(f"{what}[{i}] is {t.dtype}; allowed are {', '.join(map(str, allowed))}.")
+    if t.dtype is not first.dtype:
+        raise ValueError(
+            f"{what}[{i}] is {t.dtype}, unlike {what}[0]; the tensors of one call share a dtype: call once for each."
+        )
+    if t.device != param.device:
+        raise ValueError(f"{what}[{i}] is on {t.device}; params[{i}] is on {param.device}.")
+    if t.layout is not torch.strided:
+        raise ValueError(f"{what}[{i}] is {t.layout}; it must be dense.")
+    if t.numel() != param.numel():
+        raise ValueError(
+            f"{what}[{i}] has shape {tuple(t.shape)}, {t.numel()} elements; params[{i}] has {param.numel()}."
+        )
+    if not t.is_contiguous():
+        raise ValueError(
+            f"{what}[{i}] of shape {tuple(t.shape)} has strides {t.stride()}; it must be contiguous: "
+            "pass .contiguous()."
+        )
+
+
+def _check_lamb(flags: Flag, exp_avgs: Tensors) -> None:
+    if flags not in ALLOWED[Rule.LAMB]:
+        raise ValueError(f"LAMB has no flags {int(flags)}; there are {[int(f) for f in ALLOWED[Rule.LAMB]]}.")
+    if exp_avgs and exp_avgs[0].dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"exp_avgs[0] is {exp_avgs[0].dtype}; the moments of LAMB must be torch.float32, so that both passes see "
+            "the same direction."
+        )
+
+
+def _or_none(masters: Tensors, count: int) -> list[torch.Tensor | None]:
+    return list(masters) if masters else [None] * count
+
+
+def _native(params: Tensors) -> bool:
+    return params[0].device.type == "cpu" and params[0].dtype is not torch.float64 and loading.native()
+
+
+def _call(name: str, args: tuple[Any, ...], explain: Any) -> Any:
+    try:
+        return getattr(torch.ops.zoo, name).default(*args)
+    except NotImplementedError:
+        explain()  # tensors of several devices reach no kernel; say which
+        raise

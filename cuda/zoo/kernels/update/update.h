@@ -1,0 +1,172 @@
+// Elementwise optimizers: one algebra.
+//
+//   g   <- σ·g             σ: grad_scale (unscaling, clipping, maximize)
+//   g   <- g + λ·p         λ: coupled weight decay (flag COUPLED)
+//   s'   = S(s, g)         the states of the rule, starting from zero
+//   d    = D(s, s', g)     the direction
+//   p'   = δ·p - η·d       δ: decoupled weight decay, 1 - lr·weight_decay; η: the step size
+//
+//   rule     states s     S                                     D                              η
+//   ADAM     m, v (, x)   m + (1-β1)(g - m);  β2·v + (1-β2)g²    m / (ρ·√v + ε)                 lr / (1-β1^t)
+//   SGD      b            μ·b + (1-τ)·g                         b, or g + μ·b (NESTEROV)       lr
+//   LION     m            β2·m + (1-β2)·g                       sign(β1·m + (1-β1)·g)          lr
+//   ADAGRAD  h            h + g²                                g / (√h + ε)                   lr / (1 + (t-1)·lr_decay)
+//   LAMB     m, v         as ADAM                               κ·m / (ρ·√v + ε) + λ·p         lr·φ, κ = 1 / (1-β1^t)
+//
+// ρ = 1/√(1-β2^t). AMSGRAD: x' = max(x, v') takes the place of v in D. SGD without MOMENTUM keeps nothing, D = g. LAMB
+// with EPS_INSIDE divides by √(ρ²·v + ε); φ is the trust ratio of the tensor, from the norms of p and d (two passes, lamb.h).
+// Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Reddi et al. 2018 (AMSGrad), Chen et al. 2023
+// (Lion), Duchi et al. 2011 (Adagrad), You et al. 2020 (LAMB); SGD as in Sutskever et al. 2013 with PyTorch's dampening.
+//
+// All arithmetic is fp32, every operation rounded by itself in the order written here: no contraction into fused
+// multiply-adds; NaN and infinity go where that arithmetic takes them. So the same sequence of tensor operations (reference.py) and every instruction set give the same bits.
+//
+// Memory contract. A row is one tensor, or one flat shard of many: n elements, contiguous, at any address that is a
+// multiple of the element's size. Rows do not overlap. Without a master, p is read from and written to `param` in its
+// format. With a master (fp32), p is read from and written to `master`, and `param` only gets the rounded copy: one pass
+// does the gradient's conversion, the update and the cast. Gradients are only read. States are fp32 or bf16.
+#pragma once
+
+#include "../common/numbers.h"
+
+#if defined(__CUDA_ARCH__)
+#define ZOO_SQRT(x) __fsqrt_rn(x)
+#else
+#define ZOO_SQRT(x) __builtin_sqrtf(x)
+#endif
+
+namespace zoo {
+
+enum Rule : int32_t { ADAM = 0, SGD = 1, LION = 2, ADAGRAD = 3, LAMB = 4 };
+
+enum Flag : int32_t { COUPLED = 1, AMSGRAD = 2, MOMENTUM = 4, NESTEROV = 8, EPS_INSIDE = 16 };
+
+// In the order in which the binding takes them, as doubles that are rounded to fp32 once.
+struct Scalars {
+  float grad_scale;   // σ
+  float coupled;      // λ
+  float decay;        // δ
+  float rate;         // η
+  float beta1;        // β1; μ of SGD
+  float beta1_rest;   // 1 - β1; 1 - τ of SGD
+  float beta2;        // β2
+  float beta2_rest;   // 1 - β2
+  float correction2;  // ρ = 1/√(1 - β2^t); with EPS_INSIDE 1/(1 - β2^t)
+  float eps;          // ε
+  float gain;         // κ
+};
+constexpr int NUM_SCALARS = 11;
+
+constexpr int MAX_STATES = 3;
+
+struct Row {
+  void* param;
+  const void* grad;
+  void* state[MAX_STATES];
+  void* master;
+  int64_t n;
+  float ratio;  // multiplies η: the trust ratio, 1 where there is none
+};
+
+struct Formats {
+  Dtype param, grad, state;
+};
+
+// The number of states of a rule.
+ZOO_HD int num_states(int rule, int flags) {
+  if (rule == SGD) return (flags & MOMENTUM) ? 1 : 0;
+  if (rule == ADAM) return (flags & AMSGRAD) ? 3 : 2;
+  return rule == LAMB ? 2 : 1;
+}
+
+inline namespace ZOO_ISA {
+
+// S of ADAM and LAMB.
+ZOO_HD void advance_moments(const Scalars& c, float g, float& m, float& v) {
+  m = m + c.beta1_rest * (g - m);
+  v = c.beta2 * v + (c.beta2_rest * g) * g;
+}
+
+// D of ADAM (v may be the maximum of AMSGRAD) and of LAMB, from the states alone.
+template <int RULE, int FLAGS>
+ZOO_HD float moment_direction(const Scalars& c, float p, float m, float v) {
+  float d;
+  if constexpr ((FLAGS & EPS_INSIDE) != 0) d = m / ZOO_SQRT(c.correction2 * v + c.eps);
+  else d = m / (c.correction2 * ZOO_SQRT(v) + c.eps);
+  if constexpr (RULE == LAMB) {
+    d = c.gain * d;
+    if constexpr ((FLAGS & COUPLED) != 0) d = d + c.coupled * p;
+  }
+  return d;
+}
+
+// One element: updates the states s0 to s2 and returns the direction. FLAGS and RULE are known to the compiler.
+template <int RULE, int FLAGS>
+ZOO_HD float direction(const Scalars& c, float p, float g, float& s0, float& s1, float& s2) {
+  if constexpr (RULE == ADAM || RULE == LAMB) {
+    advance_moments(c, g, s0, s1);
+    if constexpr ((FLAGS & AMSGRAD) == 0) return moment_direction<RULE, FLAGS>(c, p, s0, s1);
+    s2 = ((s1 > s2) | (s1 != s1)) ? s1 : s2;
+    return moment_direction<RULE, FLAGS>(c, p, s0, s2);
+  } else if constexpr (RULE == SGD) {
+    if constexpr ((FLAGS & MOMENTUM) == 0) return g;
+    s0 = c.beta1 * s0 + c.beta1_rest * g;
+    if constexpr ((FLAGS & NESTEROV) != 0) return g + c.beta1 * s0;
+    else return s0;
+  } else if constexpr (RULE == LION) {
+    const float u = c.beta1 * s0 + c.beta1_rest * g;
+    s0 = c.beta2 * s0 + c.beta2_rest * g;
+    const float sign = u > 0.0f ? 1.0f : u < 0.0f ? -1.0f : 0.0f;
+    return u != u ? u : sign;  // a NaN must not pass for a zero
+  } else {
+    s0 = s0 + g * g;
+    return g / (ZOO_SQRT(s0) + c.eps);
+  }
+}
+
+// The gradient that the rule sees: σ·g, and + λ·p where the decay is coupled (LAMB adds it to the direction instead).
+template <int RULE, int FLAGS>
+ZOO_HD float prepared(const Scalars& c, float p, float g) {
+  g = c.grad_scale * g;
+  if constexpr (RULE != LAMB && (FLAGS & COUPLED) != 0) g = g + c.coupled * p;
+  return g;
+}
+
+// p' of one element.
+template <int RULE, int FLAGS>
+ZOO_HD float updated(const Scalars& c, float rate, float p, float g, float& s0, float& s1, float& s2) {
+  g = prepared<RULE, FLAGS>(c, p, g);
+  const float d = direction<RULE, FLAGS>(c, p, g, s0, s1, s2);
+  return c.decay * p - rate * d;
+}
+
+}  // namespace ZOO_ISA
+
+// Calls f.template operator()<RULE, FLAGS>() for the combination; false if there is no such combination.
+template <class F>
+inline bool with_rule(int rule, int flags, const F& f) {
+  switch (rule * 32 + flags) {
+#define ZOO_CASE(RULE, FLAGS)                  \
+  case (RULE) * 32 + (FLAGS):                  \
+    f.template operator()<(RULE), (FLAGS)>();  \
+    return true;
+    ZOO_CASE(ADAM, 0)
+    ZOO_CASE(ADAM, COUPLED)
+    ZOO_CASE(ADAM, AMSGRAD)
+    ZOO_CASE(ADAM, AMSGRAD + COUPLED)
+    ZOO_CASE(SGD, 0)
+    ZOO_CASE(SGD, COUPLED)
+    ZOO_CASE(SGD, MOMENTUM)
+    ZOO_CASE(SGD, MOMENTUM + COUPLED)
+    ZOO_CASE(SGD, MOMENTUM + NESTEROV)
+    ZOO_CASE(SGD, MOMENTUM + NESTEROV + COUPLED)
+    ZOO_CASE(LION, 0)
+    ZOO_CASE(ADAGRAD, 0)
+    ZOO_CASE(ADAGRAD, COUPLED)
+#undef ZOO_CASE
+    default:
+      return false;
+  }
+}
+
+}  // namespace zoo

@@ -1,0 +1,245 @@
+"""What the optimizers share: options, states and masters, the step, and saving."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+
+from zoo.kernels import loading
+from zoo.kernels.update import Flag, Rule, Scalars, update_
+from zoo.optim.plan import Batch, Plan, State, Watch
+
+Tensor = torch.Tensor
+LOW = (torch.bfloat16, torch.float16)
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers whose update of an element looks at that element only: p' = δ·p - η·D(S(s, g)).
+
+    A subclass says which states it keeps (:meth:`state_names`) and gives rule, flags and scalars for a step
+    (:meth:`scalars`); see ``zoo.kernels.update``. The arguments ``foreach`` and ``fused`` of torch choose between
+    torch's implementations; here there is one, so they are taken and mean nothing.
+
+    Args:
+        params: as for ``torch.optim``: parameters, or groups of them with options of their own.
+        defaults: options of the groups.
+        master_dtype: ``torch.float32`` gives a bf16 or fp16 parameter a master copy of that dtype among its states
+            (``state["master"]``), which is what is updated; the parameter gets its rounded value in the same pass.
+            None: the parameter itself is updated, with rounding in every step.
+        state_dtype: dtype of the other states, fp32 or bf16.
+
+    Raises:
+        ValueError: options that cannot work, gradients that are sparse; the message has the numbers.
+    """
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, master_dtype: torch.dtype | None = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        if master_dtype not in (None, torch.float32):
+            raise ValueError(f"master_dtype={master_dtype}; it must be torch.float32, or None for no master.")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype={state_dtype}; it must be torch.float32 or torch.bfloat16.")
+        self.master_dtype, self.state_dtype = master_dtype, state_dtype
+        self._forget()
+        super().__init__(params, defaults)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the states with an element for each of the parameter's."""
+        raise NotImplementedError
+
+    def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
+        """What the kernel is told in step ``step`` (from 1) of this group; ``grad_scale`` multiplies gradients."""
+        raise NotImplementedError
+
+    def initial(self, group: dict[str, Any], name: str) -> float:
+        """The value that a new state is filled with."""
+        return 0.0
+
+    # The step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again, as in torch; its result is returned.
+            grad_scale: gradients count ``grad_scale`` times: 1/loss_scale, or a clipping factor, at no cost.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._notice_replaced_states()
+        for index, group in enumerate(self.param_groups):
+            params = group["params"]
+            if not params:
+                continue
+            key = (index, id(params[0]), len(params))
+            batches = self._plan(key, group, params).batches
+            for done, batch in enumerate(batches):
+                if not self._step_batch(group, batch, grad_scale):
+                    # A gradient is gone, or is another one than those that the plan was made for.
+                    del self._plans[key]
+                    left = [p for later in batches[done:] for p in later.params]
+                    for again in self._make_plan(group, left).batches:
+                        self._step_batch(group, again, grad_scale, strict=True)
+                    break
+        return loss
+
+    def _step_batch(self, group: dict[str, Any], batch: Batch, grad_scale: float, *, strict: bool = False) -> bool:
+        """Whether it could be done as planned; otherwise nothing was changed."""
+        try:
+            if not self._update(group, batch, -grad_scale if group.get("maximize") else grad_scale):
+                return False
+        except ValueError:
+            if strict:
+                raise
+            return False
+        batch.count()
+        return True
+
+    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> bool:
+        rule, flags, scalars = self.scalars(group, batch.step + 1, grad_scale)
+        if batch.rows is not None:
+            return bool(batch.rows.update(int(rule), int(flags), scalars.values()))
+        if any(p.grad is None for p in batch.params):
+            return False
+        params, grads, states, masters = flattened(batch)
+        update_(rule, flags, params, grads, states, masters, scalars=scalars)
+        return True
+
+    # Plans -----------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._seen: list[dict[str, Any]] = []
+        self._watch = Watch()
+
+    def _notice_replaced_states(self) -> None:
+        states = self.state.values()
+        if len(states) != len(self._seen) or not all(map(is_, states, self._seen)):
+            self._forget()
+            self._seen = list(states)
+
+    def _plan(self, key: tuple[int, int, int], group: dict[str, Any], params: list[Tensor]) -> Plan:
+        # ZeRO swaps the list of a group within a step, piece by piece: a plan is kept for each list.
+        plan = self._plans.get(key)
+        if plan is None or not plan.fits(params):
+            plan = self._plans[key] = self._make_plan(group, params)
+            self._seen = list(self.state.values())
+        return plan
+
+    def _make_plan(self, group: dict[str, Any], params: list[Tensor]) -> Plan:
+        names = self.state_names(group)
+        batches: dict[tuple[Any, ...], list[Tensor]] = {}
+        for p in params:
+            if p.grad is None:
+                continue
+            check_layout(p)
+            self._make_states(group, p, names)
+            plain = p.is_contiguous() and p.grad.is_contiguous()
+            key = (p.dtype, p.grad.dtype, p.device, int(self.state[p]["step"]), plain)
+            batches.setdefault(key, []).append(p)
+        made = []
+        for (dtype, _, device, step, plain), members in batches.items():
+            with_master = dtype in LOW and self.master_dtype is not None
+            batch = Batch(members, [self.state[p] for p in members], names + ("master",) * with_master, step)
+            if plain and device.type == "cpu" and dtype is not torch.float64 and loading.native():
+                batch.use_rows()
+            made.append(batch)
+        return Plan(list(params), [p for p in params if p.grad is None], made)
+
+    def _make_states(self, group: dict[str, Any], p: Tensor, names: tuple[str, ...]) -> None:
+        state = self.state[p]
+        if not isinstance(state, State) or state.watch is not self._watch:
+            state = self.state[p] = State(self._watch, state)
+        if "step" not in state:
+            state.put("step", torch.tensor(0.0))
+        dtype = torch.float64 if p.dtype is torch.float64 else self.state_dtype
+        for name in names:
+            if name not in state:
+                state.put(name, torch.full_like(p, self.initial(group, name), dtype=dtype, requires_grad=False))
+        if p.dtype in LOW and self.master_dtype is not None:
+            if "master" not in state:
+                state.put("master", p.detach().to(self.master_dtype, copy=True))
+            names = (*names, "master")
+        for name in names:  # elements of equal place in memory belong together
+            old = state[name]
+            if old.stride() != p.stride() and old.shape == p.shape:
+                state.put(name, torch.empty_like(p, dtype=old.dtype, requires_grad=False).copy_(old))
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but states keep the dtype that they were saved in, and become copies.
+
+        torch casts states to the dtype of their parameter, which would round the masters and moments of bf16 ones.
+        """
+        super().load_state_dict(state_dict)
+        saved_ids = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        for key, p in zip(saved_ids, self._all_params(), strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, torch.Tensor):
+                    device = value.device if name == "step" else p.device
+                    self.state[p][name] = value.detach().to(device, copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch: plain dictionaries of the live tensors."""
+        found = super().state_dict()
+        return {**found, "state": {key: dict(state) for key, state in found["state"].items()}}
+
+    def _all_params(self) -> Iterator[Tensor]:
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "master_dtype": self.master_dtype, "state_dtype": self.state_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+
+def check_layout(p: Tensor) -> None:
+    """Raise ValueError for a parameter or a gradient that no dense update can take."""
+    if not in_memory_order(p).is_contiguous():
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}, with gaps or overlaps in memory; make it "
+            "a tensor of its own (.contiguous())."
+        )
+    if p.grad is not None and p.grad.layout is not torch.strided:
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} has a {p.grad.layout} gradient; use dense gradients "
+            "(torch.nn.Embedding(sparse=False)) or torch.optim.SparseAdam."
+        )
+
+
+def flattened(batch: Batch) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]]:
+    """Parameters, gradients, states and masters as one-dimensional views in the order of the parameter's memory.
+
+    Elements of equal index belong together then, also for layouts such as channels_last. Whatever lies otherwise than
+    its parameter is copied into a contiguous tensor: fine for gradients; states are made like their parameters.
+    """
+    params = [flat(p, p) for p in batch.params]
+    grads = [flat(p.grad, p) for p in batch.params if p.grad is not None]
+    states = [[flat(s, p) for s, p in zip(x, batch.params, strict=True)] for x in batch.states()]
+    return params, grads, states, [flat(m, p) for m, p in zip(batch.masters(), batch.params, strict=False)]
+
+
+def flat(t: Tensor, like: Tensor) -> Tensor:
+    """``t`` in one dimension, in the order of the memory of ``like``; a view where both lie alike and densely."""
+    t = t.detach()
+    if t.stride() == like.stride() or (t.is_contiguous() and like.is_contiguous()):
+        return in_memory_order(t).view(-1)
+    moved = torch.empty_like(like, dtype=t.dtype, requires_grad=False)
+    return in_memory_order(moved.copy_(t)).view(-1)
+
+
+def in_memory_order(t: Tensor) -> Tensor:
+    """``t`` with its dims permuted so that strides fall: contiguous if it is dense in some order."""
+    strides, sizes = t.stride(), t.size()
+    return t.permute(sorted(range(t.dim()), key=lambda d: (-strides[d], -sizes[d])))

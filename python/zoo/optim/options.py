@@ -1,0 +1,26 @@
+"""Checks of optimizer options, with one wording for all."""
+
+from __future__ import annotations
+
+
+def at_least_zero(**options: float) -> None:
+    """Raise ValueError unless each is a number >= 0."""
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"{name}={value}; it must be a number >= 0.")
+
+
+def betas_in_range(betas: tuple[float, float]) -> None:
+    """Raise ValueError unless both lie in [0, 1)."""
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas}; it must be two numbers, each in [0, 1).")
+
+
+def not_supported(name: str, **options: bool) -> None:
+    """Raise ValueError for options of torch that have no meaning here."""
+    for option, value in options.items():
+        if value:
+            raise ValueError(
+                f"{option}={value}: {name} updates in place in one kernel, outside autograd and CUDA graphs; leave it "
+                f"False, or use torch.optim.{name}."
+            )
