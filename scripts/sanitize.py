@@ -33,7 +33,6 @@ def main() -> None:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels"]
     command += ["--ignore", "tests/kernels/test_building.py"]
-    command += ["--deselect", "tests/kernels/test_onebit.py::test_it_is_quick"]
     sys.exit(subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env=environment, check=False).returncode)
 
 
