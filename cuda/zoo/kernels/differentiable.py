@@ -16,7 +16,7 @@ import torch
 
 from zoo.kernels import loading
 
-FOLDERS = ("layer_norm",)
+FOLDERS = ("layer_norm", "bias_gelu")
 
 
 def register() -> None:
