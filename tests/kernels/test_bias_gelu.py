@@ -1,4 +1,4 @@
-"""Bias and GELU, and exp under it: every instruction set equals the reference bit for bit; the reference is accurate."""
+"""Bias and GELU, and exp under it: kernels equal the reference bit for bit; the reference is accurate."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_mistakes_are_value_errors_with_the_numbers(mode: str, monkeypatch: pyte
             bias_gelu(*args)
     with pytest.raises(ValueError, match="approximate is 'erf'"):
         bias_gelu(x, b, approximate="erf")
-    with pytest.raises(ValueError, match="grad_y has shape .*2, 4"):
+    with pytest.raises(ValueError, match=r"grad_y has shape .*2, 4"):
         bias_gelu_backward(x[:2], x, b)
 
 
