@@ -71,9 +71,10 @@ def _load_once() -> None:
             "the native operations cannot be used, so the slower references in plain torch run instead: %s", _why_not
         )
         return
-    from zoo.kernels import fakes
+    from zoo.kernels import differentiable, fakes
 
     fakes.register()
+    differentiable.register()
 
 
 def isas() -> tuple[str, ...]:

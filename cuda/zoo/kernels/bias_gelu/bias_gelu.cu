@@ -1,0 +1,57 @@
+// Bias and GELU on CUDA: a thread a column and part of 64 rows.
+#include "../common/device.cuh"
+#include "../common/lanes.h"
+#include "bias_gelu.h"
+
+namespace zoo {
+namespace {
+
+template <int FORM, bool BACKWARD>
+__global__ void bias_gelu_kernel(BiasGelu c, float* parts) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, part = blockIdx.y;
+  if (i >= c.dim) return;
+  const int64_t begin = part * PART_ROWS, end = begin + PART_ROWS < c.rows ? begin + PART_ROWS : c.rows;
+  const float b = load(c.bias, c.bias_dtype, i);
+  float sum = 0.0f;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = row * c.dim + i;
+    const float z = load(c.x, c.dtype, at) + b;
+    if constexpr (BACKWARD) {
+      const float dx = load(c.grad_y, c.dtype, at) * gelu_grad<FORM>(z);
+      store(c.out, c.dtype, at, dx);
+      sum += dx;
+    } else {
+      store(c.out, c.dtype, at, gelu_of<FORM>(z));
+    }
+  }
+  if constexpr (BACKWARD) parts[part * c.dim + i] = sum;
+}
+
+template <bool BACKWARD>
+int launch(const BiasGelu& c, float* parts, cudaStream_t stream) {
+  const int64_t count = num_parts(c.rows);
+  if (count > 65535) return cudaErrorInvalidValue;
+  if (count == 0 || c.dim == 0) return cudaSuccess;
+  const dim3 blocks(blocks_for(c.dim, THREADS), unsigned(count));
+  if (c.form == GELU_TANH) bias_gelu_kernel<GELU_TANH, BACKWARD><<<blocks, THREADS, 0, stream>>>(c, parts);
+  else bias_gelu_kernel<GELU_ERF, BACKWARD><<<blocks, THREADS, 0, stream>>>(c, parts);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace zoo
+
+// The launchers return a cudaError_t. At most 65,535 parts of 64 rows.
+extern "C" int zoo_bias_gelu_cuda(const zoo::BiasGelu* c, cudaStream_t stream) {
+  return zoo::launch<false>(*c, nullptr, stream);
+}
+
+// `parts`: D floats for each 64 rows begun.
+extern "C" int zoo_bias_gelu_backward_cuda(const zoo::BiasGelu* c, float* parts, cudaStream_t stream) {
+  using namespace zoo;
+  const int failed = launch<true>(*c, parts, stream);
+  if (failed != cudaSuccess || c->dim == 0) return failed;
+  sum_parts_kernel<<<blocks_for(c->dim, THREADS), THREADS, 0, stream>>>(parts, num_parts(c->rows), c->dim, c->grad_bias,
+                                                                        c->bias_dtype, c->dim);
+  return cudaGetLastError();
+}

@@ -1,0 +1,55 @@
+// GELU of x + bias (Hendrycks and Gimpel 2016): y = z·Φ(z), z = x + b.
+//
+//   erf form    Φ(z) = 1 - Q(z) for z >= 0, Q(-z) below (no cancellation);   y' = Φ(z) + z·e^(-z²/2)/√(2π)
+//   tanh form   Φ(z) ≈ (1 + tanh(u/2))/2 = σ(u), u = z·(A + B·z²), A = 2√(2/π), B = 0.044715·A
+//               y' = σ + z·(σ·(1 - σ))·(A + 3·B·z²)
+//
+// Backward: dx = dy·y'(x + b), db = Σ_t dx before it is rounded. All arithmetic is fp32, every operation rounded by itself
+// as written; exp and Q are those of common/elementary.h; the sum is a column sum (common/lanes.h).
+//
+// Memory contract. x, y and their gradients: (T, D), contiguous, of one format. b and its gradient: (D,), any format.
+// Forward reads x and writes y; backward reads dy and x and writes dx, and keeps D floats for each 64 rows.
+#pragma once
+
+#include "../common/elementary.h"
+
+namespace zoo {
+
+enum GeluForm : int32_t { GELU_ERF = 0, GELU_TANH = 1 };
+
+struct BiasGelu {
+  const void *grad_y, *x, *bias;  // grad_y: backward only
+  void *out, *grad_bias;          // y, or dx; grad_bias: backward only
+  int64_t rows, dim;
+  Dtype dtype, bias_dtype;
+  GeluForm form;
+};
+
+inline namespace ZOO_ISA {
+
+template <int FORM>
+ZOO_HD float gelu_of(float z) {
+  if constexpr (FORM == GELU_TANH) {
+    return z * sigmoid_of(z * (1.5957691f + 0.07135481f * (z * z)));
+  } else {
+    float density;
+    const float tail = normal_tail(z < 0.0f ? -z : z, density);
+    return z * (z < 0.0f ? tail : 1.0f - tail);
+  }
+}
+
+template <int FORM>
+ZOO_HD float gelu_grad(float z) {
+  if constexpr (FORM == GELU_TANH) {
+    const float square = z * z;
+    const float s = sigmoid_of(z * (1.5957691f + 0.07135481f * square));
+    return s + z * ((s * (1.0f - s)) * (1.5957691f + 0.21406444f * square));
+  } else {
+    float density;
+    const float tail = normal_tail(z < 0.0f ? -z : z, density);
+    return (z < 0.0f ? tail : 1.0f - tail) + z * (density * 0.39894228f);
+  }
+}
+
+}  // namespace ZOO_ISA
+}  // namespace zoo

@@ -1,0 +1,64 @@
+"""Bias and GELU as functions of tensors: native where there is a kernel, else the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from zoo.kernels.bias_gelu import reference, registration
+from zoo.kernels.checks import check_input, check_like
+from zoo.kernels.differentiable import call, native, reference_function
+
+Tensor = torch.Tensor
+
+
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
+    """y = z·Φ(z), z = x + bias (Hendrycks and Gimpel 2016, section 2); differentiable, once.
+
+    Args:
+        x: (..., D), contiguous, fp32, bf16 or fp16 (fp64 runs in the reference).
+        bias: (D,), fp32, bf16 or fp16.
+        approximate: ``"none"``, Φ itself, or ``"tanh"``, Φ(z) ≈ (1 + tanh(√(2/π)·(z + 0.044715·z³)))/2, as in torch.
+
+    Returns:
+        (..., D), of the dtype of x.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout that cannot be, or another ``approximate``; with the numbers.
+    """
+    tanh = _is_tanh(approximate)
+    if native(x):
+        found: Tensor = call("bias_gelu", (x, bias, tanh), lambda: _check(x, bias))
+        return found
+    _check(x, bias)
+    result: Tensor = _reference(x, bias, tanh)
+    return result
+
+
+def bias_gelu_backward(grad_y: Tensor, x: Tensor, bias: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensor]:
+    """(dx, db) from dy, for the x and bias of the forward."""
+    tanh = _is_tanh(approximate)
+
+    def check() -> None:
+        _check(x, bias)
+        check_like("grad_y", grad_y, x.shape, x)
+
+    if native(x):
+        found: tuple[Tensor, Tensor] = call("bias_gelu_backward", (grad_y, x, bias, tanh), check)
+        return found
+    check()
+    return reference.bias_gelu_backward(grad_y, x, bias, tanh)
+
+
+_reference = reference_function(reference.bias_gelu, registration.setup_context, registration.backward)
+
+
+def _is_tanh(approximate: str) -> bool:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate is {approximate!r}; it must be 'none' or 'tanh'.")
+    return approximate == "tanh"
+
+
+def _check(x: Tensor, bias: Tensor) -> None:
+    check_input("x", x)
+    check_input("bias", bias)
+    check_like("bias", bias, x.shape[-1:], x, bias.dtype)

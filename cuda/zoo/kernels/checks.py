@@ -1,0 +1,42 @@
+"""What the operations on single tensors ask of them, where no binding does: the same sentences as ``arguments.h``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels take; the references take fp64 too."""
+
+
+def check_input(what: str, t: torch.Tensor, *, min_dims: int = 1) -> None:
+    """Raise ValueError unless ``t`` is a dense, contiguous, floating tensor of at least ``min_dims`` dims."""
+    if t.dtype not in (*NATIVE, torch.float64):
+        raise ValueError(f"{what} is {t.dtype}; allowed are {', '.join(map(str, NATIVE))}.")
+    if t.dim() < min_dims:
+        raise ValueError(f"{what} has shape {tuple(t.shape)}; it must have at least {min_dims} dims.")
+    _check_memory(what, t)
+
+
+def check_like(
+    what: str, t: torch.Tensor, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raise ValueError unless ``t`` has this shape, the device of ``like``, and ``dtype`` (that of ``like``)."""
+    wanted = dtype or like.dtype
+    if t.dtype is not wanted:
+        raise ValueError(f"{what} is {t.dtype}; it must be {wanted}.")
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{what} has shape {tuple(t.shape)}; it must be {tuple(shape)}.")
+    if t.device != like.device:
+        raise ValueError(f"{what} is on {t.device}; all tensors of a call must be on one device, here {like.device}.")
+    _check_memory(what, t)
+
+
+def _check_memory(what: str, t: torch.Tensor) -> None:
+    if t.layout is not torch.strided:
+        raise ValueError(f"{what} is {t.layout}; it must be dense.")
+    if not t.is_contiguous():
+        raise ValueError(
+            f"{what} of shape {tuple(t.shape)} has strides {t.stride()}; it must be contiguous: pass .contiguous()."
+        )

@@ -1,0 +1,54 @@
+// What the bindings of operations on single tensors ask of them. Each refusal is a ValueError in Python, with the numbers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "numbers.h"
+
+namespace zoo {
+
+inline Dtype dtype_of(const at::Tensor& t, const char* what) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return F32;
+    case at::kBFloat16:
+      return BF16;
+    case at::kHalf:
+      return F16;
+    default:
+      TORCH_CHECK_VALUE(false, what, " is ", t.scalar_type(),
+                        "; allowed are torch.float32, torch.bfloat16 and torch.float16.");
+  }
+}
+
+// Dense, contiguous and on the CPU.
+inline void check_memory(const at::Tensor& t, const char* what) {
+  TORCH_CHECK_VALUE(t.device().is_cpu(), what, " is on ", t.device(), "; all tensors must be on the CPU.");
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, what, " is ", t.layout(), "; it must be dense.");
+  TORCH_CHECK_VALUE(t.is_contiguous(), what, " of shape ", t.sizes(), " has strides ", t.strides(),
+                    "; it must be contiguous: pass .contiguous().");
+}
+
+inline void check_argument(const at::Tensor& t, const char* what, at::IntArrayRef shape, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(t.scalar_type() == dtype, what, " is ", t.scalar_type(), "; it must be ", dtype, ".");
+  TORCH_CHECK_VALUE(t.sizes() == shape, what, " has shape ", t.sizes(), "; it must be ", shape, ".");
+  check_memory(t, what);
+}
+
+// Unlike empty_like, this needs no operator's header; the result is contiguous.
+inline at::Tensor new_like(const at::Tensor& t) { return t.new_empty(t.sizes(), t.options().requires_grad(false)); }
+
+// (T, D) of a tensor (..., D).
+struct Matrix {
+  int64_t rows, dim;
+};
+
+inline Matrix matrix_of(const at::Tensor& t, const char* what) {
+  TORCH_CHECK_VALUE(t.dim() >= 1, what, " has no dims; it must have at least one.");
+  Matrix m{1, t.size(-1)};
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) m.rows *= t.size(i);
+  return m;
+}
+
+}  // namespace zoo

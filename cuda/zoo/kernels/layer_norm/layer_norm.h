@@ -1,0 +1,68 @@
+// Layer normalisation (Ba, Kiros and Hinton 2016, equation 4), with the residual added in where there is one.
+//
+//   s = x, or round(x + r)                     of a row (D,); rounded to the format of x, and returned
+//   μ = (1/D)·Σ s       v = (1/D)·Σ (s - μ)²   ρ = 1/√(v + ε)
+//   y = ((s - μ)·ρ)·w + b
+//
+// Backward, from dy and, where s was returned, ds:
+//
+//   x̂ = (s - μ)·ρ     g = dy·w     α = (1/D)·Σ g     β = (1/D)·Σ g·x̂
+//   dx = ((g - α) - x̂·β)·ρ [+ ds]          dr = dx
+//   dw = Σ_t dy·x̂     db = Σ_t dy          over all rows t
+//
+// All arithmetic is fp32, every operation rounded by itself as written; 1/D and ε are rounded to fp32 once. Sums along a
+// row are lane sums, sums over rows column sums (common/lanes.h), so every instruction set, any number of threads,
+// CUDA (compiled without contraction) and reference.py give the same bits. v needs two passes over s, which stays in the
+// cache, and cannot become negative.
+//
+// Memory contract. x, r, s, y and their gradients: (T, D), contiguous, of one format. w and b and their gradients: (D,),
+// of one format. μ and ρ: (T,), fp32. D >= 1. Forward reads x (and r) once and writes y (and s) once; backward reads dy
+// and s (and ds) once and writes dx once, and keeps 2·D floats for each 64 rows.
+#pragma once
+
+#include "../common/numbers.h"
+
+namespace zoo {
+
+struct LayerNorm {
+  const void *x, *residual;  // residual and sum: null where there is none
+  const void *weight, *bias;
+  void *y, *sum;
+  float *mean, *rstd;
+  int64_t rows, dim;
+  float inverse_dim, eps;
+  Dtype dtype, weight_dtype;
+};
+
+struct LayerNormBackward {
+  const void *grad_y, *grad_sum;  // grad_sum: null where there is none
+  const void *sum, *weight;
+  const float *mean, *rstd;
+  void *grad_x, *grad_weight, *grad_bias;
+  int64_t rows, dim;
+  float inverse_dim;
+  Dtype dtype, weight_dtype;
+};
+
+inline namespace ZOO_ISA {
+
+ZOO_HD float normalised(float s, float mean, float rstd) { return (s - mean) * rstd; }
+
+ZOO_HD float layer_norm_of(float s, float mean, float rstd, float weight, float bias) {
+  return normalised(s, mean, rstd) * weight + bias;
+}
+
+ZOO_HD float layer_norm_grad(float g, float normalised, float alpha, float beta, float rstd) {
+  return ((g - alpha) - normalised * beta) * rstd;
+}
+
+ZOO_HD float rstd_of(float variance, float eps) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(1.0f, __fsqrt_rn(variance + eps));
+#else
+  return 1.0f / __builtin_sqrtf(variance + eps);
+#endif
+}
+
+}  // namespace ZOO_ISA
+}  // namespace zoo
