@@ -1,7 +1,7 @@
 """``python -m benchmarks.io.warm FILE``: what remains of the differences when nobody is cold.
 
-The main run measures one transfer of a fresh process. Here one process holds its buffers and handles, moves 1 GiB over and
-over, and fio's jobs run between its transfers, in rotating order: the steady state of a training run. FILE lies on
+The main run measures one transfer of a fresh process. Here one process holds its buffers and handles, moves 1 GiB over
+and over, and fio's jobs run between its transfers, in rotating order: the steady state of a training run. FILE lies on
 the device, is created with 1 GiB when it is missing, and stays.
 """
 
