@@ -7,7 +7,9 @@ namespace zoo {
 namespace ZOO_ISA {
 namespace {
 
-constexpr int64_t AHEAD = 4 * BLOCK;  // how far ahead memory is asked for; measured: 1 to 8 blocks differ by a percent
+// How far ahead memory is asked for where blocks go through buffers; 1 to 8 blocks differ by a percent. Rows that are all
+// fp32 are left to the processor's own prefetching: there asking costs 4 to 10 percent.
+constexpr int64_t AHEAD = 4 * BLOCK;
 
 // The states that a rule keeps, known to the compiler.
 template <int RULE, int FLAGS>
@@ -37,6 +39,12 @@ void update_range(const Scalars& c, Formats f, const Row& row, int64_t begin, in
   void* const source = row.master != nullptr ? row.master : row.param;
   const Dtype source_dtype = row.master != nullptr ? F32 : f.param;
   const float rate = c.rate * row.ratio;
+  if (source_dtype == F32 && f.grad == F32 && f.state == F32 && row.master == nullptr) {
+    const auto state = [&](int k) { return row.state[k] != nullptr ? static_cast<float*>(row.state[k]) + begin : nullptr; };
+    update_block<RULE, FLAGS>(c, rate, static_cast<float*>(source) + begin, static_cast<const float*>(row.grad) + begin,
+                              state(0), state(1), state(2), end - begin);
+    return;
+  }
   for (int64_t at = begin; at < end; at += BLOCK) {
     const int64_t n = end - at < BLOCK ? end - at : BLOCK;
     if (at + AHEAD < end) ask_for_row(row, f, at + AHEAD, n);
