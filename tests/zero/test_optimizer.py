@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import zoo.optim
 from zoo import sim
 from zoo.comm import CollectiveMismatchError
 from zoo.config import ConfigError
@@ -181,14 +182,20 @@ def test_the_loss_scaler_follows_its_definition(
     worlds=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     stages=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    cls=st.sampled_from([torch.optim.AdamW, zoo.optim.AdamW]),
+    num_steps=st.sampled_from([0, 2]),
 )
-def test_state_moves_between_placements(worlds: tuple[int, int], stages: tuple[int, int], dtype: torch.dtype) -> None:
+def test_state_moves_between_placements(
+    worlds: tuple[int, int], stages: tuple[int, int], dtype: torch.dtype, cls: Any, num_steps: int
+) -> None:
     """save → load → save gives the same logical state, at any other world size and stage."""
 
     def build(stage: int) -> tuple[nn.Module, ZeroOptimizer]:
         model = small().to(dtype)
         model[0].bias.requires_grad_(False)
-        return model, ZeroOptimizer(model, stage=stage, lr=0.01, param_persistence_threshold=5, reduce_bucket_size=20)
+        return model, ZeroOptimizer(
+            model, stage=stage, optimizer=cls, lr=0.01, param_persistence_threshold=5, reduce_bucket_size=20
+        )
 
     def collect(optimizer: ZeroOptimizer) -> tuple[dict[Any, torch.Tensor], dict[str, float]]:
         slices = {(s.name, s.role, s.start): s.tensor.float().clone() for s in optimizer.state_slices()}
@@ -196,7 +203,7 @@ def test_state_moves_between_placements(worlds: tuple[int, int], stages: tuple[i
 
     def save(rank: int) -> Any:
         model, optimizer = build(stages[0])
-        for step in range(2):
+        for step in range(num_steps):
             model(data(rank, step).to(dtype)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -213,8 +220,12 @@ def test_state_moves_between_placements(worlds: tuple[int, int], stages: tuple[i
     saved = sim.run(worlds[0], save)
     state = whole(saved)
     scalars = {k: v for _, s in saved for k, v in s.items()}
-    assert {role for _, role in state} == {"parameter", "exp_avg", "exp_avg_sq"}
-    assert {k: float(v) for k, v in scalars.items()} == {f"step/{n}": 2.0 for n in ("0.weight", "2.weight", "2.bias")}
+    moments = {"exp_avg", "exp_avg_sq"} if num_steps else set()
+    assert {role for _, role in state} == {"parameter"} | moments
+    trained = ("0.weight", "2.weight", "2.bias") if num_steps else ()
+    assert {k: float(v) for k, v in scalars.items()} == {f"step/{n}": 2.0 for n in trained}
+    if dtype is torch.bfloat16:  # more digits than bf16 has, which only a master keeps
+        state = {k: v + 1e-4 if k[1] == "parameter" and k[0] != "0.bias" else v for k, v in state.items()}
 
     def load(rank: int) -> Any:
         _, optimizer = build(stages[1])

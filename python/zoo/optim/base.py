@@ -36,6 +36,12 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         ValueError: options that cannot work, gradients that are sparse; the message has the numbers.
     """
 
+    keeps_masters = True
+    """It takes 16-bit parameters with their gradients, and :meth:`step` has ``grad_scale``."""
+
+    needs_whole_tensors = False
+    """Whether the update of an element looks at other elements of its tensor; see ``zoo.optim.whole``."""
+
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, master_dtype: torch.dtype | None = torch.float32,
         state_dtype: torch.dtype = torch.float32,

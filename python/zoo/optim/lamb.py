@@ -7,24 +7,26 @@ from typing import Any
 import torch
 
 from zoo.kernels.update import lamb, lamb_apply_, lamb_direction_, trust_ratios
-from zoo.optim.base import ElementwiseOptimizer, flattened
+from zoo.optim.base import flattened
 from zoo.optim.options import at_least_zero, betas_in_range
 from zoo.optim.plan import Batch
+from zoo.optim.whole import Measured, Parts, WholeTensorOptimizer
 
 
-class Lamb(ElementwiseOptimizer):
+class Lamb(WholeTensorOptimizer):
     """d = m̂ / (√v̂ + ε) + weight_decay·p,  p ← p - lr·φ·d with φ = clamp(‖p‖/‖d‖, min_coeff, max_coeff) of each tensor.
 
     You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", algorithm 2; m̂ and v̂ are
     Adam's moments, corrected for their bias. φ is 1 where a norm is zero. Two passes: moments and norms, then the
     parameters. States as :class:`~zoo.optim.Adam`; the moments are fp32.
 
-    The norms are of whole tensors, so LAMB does not run on the flat shards of a ZeRO optimizer, which refuses it.
+    The norms are of whole tensors: where processes hold parts of one, ``parts`` adds their sums up between the passes.
 
     Args:
         bias_correction: False takes m and v as they are.
         eps_inside_sqrt: √(v̂ + ε) in the place of √v̂ + ε.
         min_coeff, max_coeff: limits of the trust ratio φ; None for none.
+        parts: see :class:`~zoo.optim.whole.WholeTensorOptimizer`.
 
     Raises:
         ValueError: an option out of its range.
@@ -35,6 +37,7 @@ class Lamb(ElementwiseOptimizer):
         weight_decay: float = 0.0, *, bias_correction: bool = True, eps_inside_sqrt: bool = False,
         min_coeff: float | None = 0.01, max_coeff: float | None = 10.0, maximize: bool = False,
         foreach: bool | None = None, fused: bool | None = None, master_dtype: torch.dtype | None = torch.float32,
+        parts: Parts | None = None,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
@@ -44,15 +47,13 @@ class Lamb(ElementwiseOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "eps_inside_sqrt": eps_inside_sqrt, "min_coeff": min_coeff, "max_coeff": max_coeff, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, master_dtype=master_dtype)
+        super().__init__(params, defaults, master_dtype=master_dtype, parts=parts)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """m and v."""
         return ("exp_avg", "exp_avg_sq")
 
-    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> bool:
-        if any(p.grad is None for p in batch.params):
-            return False
+    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]
         options = {k: group[k] for k in ("eps", "weight_decay", "bias_correction", "eps_inside_sqrt")}
         flags, scalars = lamb(
@@ -60,6 +61,13 @@ class Lamb(ElementwiseOptimizer):
         )
         params, grads, (m, v), masters = flattened(batch)
         norms = lamb_direction_(flags, params, grads, m, v, masters, scalars=scalars)
-        ratios = trust_ratios(norms, min_coeff=group["min_coeff"], max_coeff=group["max_coeff"])
-        lamb_apply_(flags, params, m, v, masters, ratios=ratios, scalars=scalars)
-        return True
+        return norms, lambda ratios: lamb_apply_(flags, params, m, v, masters, ratios=ratios, scalars=scalars)
+
+    def _apply(self, measured: list[Measured]) -> None:
+        params = [p for one in measured for p in one.batch.params]
+        norms = torch.cat([one.values[0] for one in measured]) if measured else torch.empty((0, 2), dtype=torch.float64)
+        if self.parts is not None:
+            norms = self.parts.sum(params, norms)
+        for one, sums in zip(measured, torch.split(norms, [len(one.batch.params) for one in measured]), strict=True):
+            ratios = trust_ratios(sums, min_coeff=one.group["min_coeff"], max_coeff=one.group["max_coeff"])
+            one.values[1](ratios)

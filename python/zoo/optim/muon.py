@@ -7,81 +7,121 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.update import Flag, Rule, Scalars
+from zoo.kernels.update import Flag, Rule, Scalars, adam
 from zoo.optim.base import ElementwiseOptimizer
-from zoo.optim.options import at_least_zero
+from zoo.optim.options import at_least_zero, betas_in_range
 from zoo.optim.plan import Batch
+from zoo.optim.whole import Measured, Parts, WholeTensorOptimizer
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
-class Muon(ElementwiseOptimizer):
+class Muon(WholeTensorOptimizer):
     """b ← μ·b + (1-μ)·g,  p ← (1 - lr·weight_decay)·p - lr·s·orthogonal(b, or (1-μ)·g + μ·b with nesterov).
 
     Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the arguments of torch.optim.Muon.
     ``orthogonal`` replaces the singular values of a matrix by numbers near 1 (:func:`orthogonal`). s depends on the
     shape (A, B): with adjust_lr_fn "original" (the default) √max(1, A/B), with "match_rms_adamw" 0.2·√max(A, B) (Liu et
-    al. 2025, "Muon is Scalable for LLM Training", section 2.2). For the matrices of hidden layers; embeddings, the head
-    and vectors belong to AdamW. States: ``step``, ``momentum_buffer`` (b), ``master`` for bf16 and fp16 parameters.
+    al. 2025, "Muon is Scalable for LLM Training", section 2.2). States: ``step``, ``momentum_buffer`` (b), ``master``
+    for bf16 and fp16 parameters. The matrix products are torch's: there is nothing for a kernel to win.
 
-    The matrix products are torch's: there is nothing for a kernel to win. A matrix must be whole, so Muon does not run
-    on the flat shards of a ZeRO optimizer, which refuses it.
+    It is for the matrices of hidden layers. Embeddings, the head and vectors go into a parameter group with
+    ``"use_muon": False``, which is updated as :class:`~zoo.optim.AdamW` does with the group's ``lr``, ``weight_decay``,
+    ``betas`` and ``adam_eps``; its states are AdamW's.
+
+    Args:
+        parts: see :class:`~zoo.optim.whole.WholeTensorOptimizer`. A matrix is then brought together, in bf16, wherever
+            a part of it is updated.
 
     Raises:
-        ValueError: an option out of its range, a parameter that is not a matrix.
+        ValueError: an option out of its range, a parameter that is not a matrix in a group with ``use_muon``.
     """
 
     def __init__(
         self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7, ns_steps: int = 5,
-        adjust_lr_fn: str | None = None, *, maximize: bool = False, master_dtype: torch.dtype | None = torch.float32,
+        adjust_lr_fn: str | None = None, *, use_muon: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8, maximize: bool = False, master_dtype: torch.dtype | None = torch.float32,
+        parts: Parts | None = None,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(lr), weight_decay=weight_decay, momentum=momentum, eps=eps)
+        at_least_zero(lr=float(lr), weight_decay=weight_decay, momentum=momentum, eps=eps, adam_eps=adam_eps)
+        betas_in_range(betas)
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}; it must be 'original', 'match_rms_adamw' or None.")
         if not 1 <= ns_steps < 100:
-            raise ValueError(f"ns_coefficients={ns_coefficients}, ns_steps={ns_steps}; needed are 1 to 99 steps.")
+            raise ValueError(f"ns_steps={ns_steps}; needed are 1 to 99 steps.")
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "maximize": maximize,
+            "use_muon": use_muon, "betas": betas, "adam_eps": adam_eps, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, master_dtype=master_dtype)
-        for p in self._all_params():
-            if p.dim() != 2:
-                raise ValueError(
-                    f"Muon got a parameter of shape {tuple(p.shape)}; it takes matrices only. Give vectors, embeddings "
-                    "and the head to AdamW."
-                )
+        super().__init__(params, defaults, master_dtype=master_dtype, parts=parts)
+        for group in self.param_groups:
+            for p in group["params"] if group["use_muon"] else ():
+                if len(self._shape(p)) != 2:
+                    raise ValueError(
+                        f"Muon got a parameter of shape {tuple(self._shape(p))}; it takes matrices only. Put vectors, "
+                        'embeddings and the head into a parameter group with "use_muon": False, which AdamW updates.'
+                    )
+
+    def _shape(self, p: torch.Tensor) -> torch.Size:
+        return p.shape if self.parts is None else self.parts.shape(p)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """b."""
-        return ("momentum_buffer",)
+        """b; m and v in a group of AdamW."""
+        return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
 
     def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
-        """Muon is not elementwise: it has no rule among the kernels."""
-        raise AssertionError("Muon updates by itself")
+        """Of a group of AdamW; Muon itself is not elementwise and has no rule among the kernels."""
+        if group["use_muon"]:
+            raise AssertionError("a group with use_muon has no elementwise rule")
+        beta1, beta2 = group["betas"]
+        flags, scalars = adam(
+            lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["adam_eps"], step=step,
+            weight_decay=group["weight_decay"], decoupled=True, grad_scale=grad_scale,
+        )  # fmt: skip
+        return Rule.ADAM, flags, scalars
 
     def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> bool:
-        if any(p.grad is None for p in batch.params):
-            return False
-        mu, lr = group["momentum"], float(group["lr"])
-        for i, p in enumerate(batch.params):
-            master = batch.lists["master"][i] if "master" in batch.lists else p
-            grad = p.grad.to(master.dtype) * grad_scale if p.grad is not None else None
-            if grad is None:
+        if group["use_muon"]:
+            return super()._update(group, batch, grad_scale)
+        return ElementwiseOptimizer._update(self, group, batch, grad_scale)
+
+    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> list[torch.Tensor]:
+        mu, found = group["momentum"], []
+        masters = batch.lists.get("master", batch.params)
+        for p, master, b in zip(batch.params, masters, batch.lists["momentum_buffer"], strict=True):
+            if p.grad is None:
                 raise AssertionError("a gradient vanished during the step")
-            b = batch.lists["momentum_buffer"][i]
+            grad = p.grad.to(master.dtype) * grad_scale
             b.mul_(mu).add_(grad * (1 - mu))
-            d = grad * (1 - mu) + b * mu if group["nesterov"] else b
-            d = orthogonal(d, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(master.dtype)
-            rows, columns = p.shape
-            matched = group["adjust_lr_fn"] == "match_rms_adamw"
-            shape = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1.0, rows / max(columns, 1)))
-            master.mul_(1 - lr * group["weight_decay"]).sub_(d * (lr * shape))
-            if master is not p:
-                p.copy_(master)
-        return True
+            found.append((grad * (1 - mu) + b * mu if group["nesterov"] else b).bfloat16())
+        return found
+
+    def _apply(self, measured: list[Measured]) -> None:
+        directions = [d for one in measured for d in one.values]
+        params = [p for one in measured for p in one.batch.params]
+        if self.parts is not None:
+            groups = [i for i, group in enumerate(self.param_groups) if group["use_muon"]]
+            directions = self.parts.whole(groups, params, directions)
+        whole = iter(directions)
+        for one in measured:
+            masters = one.batch.lists.get("master", one.batch.params)
+            for p, master in zip(one.batch.params, masters, strict=True):
+                self._apply_one(one.group, p, master, next(whole))
+
+    def _apply_one(self, group: dict[str, Any], p: torch.Tensor, master: torch.Tensor, d: torch.Tensor) -> None:
+        rows, columns = d.shape
+        matched = group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1.0, rows / max(columns, 1)))
+        d = orthogonal(d, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(master.dtype)
+        if self.parts is not None:
+            start = self.parts.start(p)
+            d = d.reshape(-1)[start : start + p.numel()]
+        lr = float(group["lr"])
+        master.mul_(1 - lr * group["weight_decay"]).sub_(d * (lr * scale))
+        if master is not p:
+            p.copy_(master)
 
 
 def orthogonal(

@@ -33,8 +33,7 @@ def forecast(
     *,
     calls: Iterable[Sequence[Bucket]],
     num_chunks: int,
-    states_per_element: int,
-    state_scalars_bytes: int,
+    optimizer_bytes: int,
     clips: bool,
     keep_bytes: int,
 ) -> Forecast:
@@ -43,13 +42,11 @@ def forecast(
     Args:
         calls: the buckets that each unit call of a forward uses, in the order in which the calls end.
         num_chunks: N.
-        states_per_element: s, e.g. 2 for Adam; states are fp32, or of the parameters' dtype where there is no master.
-        state_scalars_bytes: bytes of states that are one number for a whole optimizer segment, over this rank's
-            segments.
+        optimizer_bytes: bytes of masters and optimizer states on this rank.
         clips: whether the gradient norm is exchanged.
         keep_bytes: see :class:`~zoo.zero.runtime.Runtime`.
     """
-    parameters = gradients = optimizer = 0
+    parameters = gradients = 0
     gathered = reduced = 0
     for bucket in buckets:
         own = bucket.num_bytes // num_chunks
@@ -58,9 +55,6 @@ def forecast(
             continue
         place = bucket.placement
         gradients += own if place.shard_gradients else bucket.num_bytes
-        updated = (bucket.layout.size // num_chunks) * (1 if place.shard_optimizer else num_chunks)
-        itemsize = bucket.spec.dtype.itemsize
-        optimizer += updated * states_per_element * max(itemsize, 4) + (4 * updated if itemsize < 4 else 0)
         reduced += bucket.num_bytes
         if not bucket.partitioned:  # of the mean gradient at stage 0, of the new parameters at 1 and 2
             gathered += bucket.num_bytes
@@ -76,7 +70,7 @@ def forecast(
     return Forecast(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=optimizer + state_scalars_bytes,
+        optimizer_bytes=optimizer_bytes,
         wire_bytes=wire if num_chunks > 1 else {},
     )
 

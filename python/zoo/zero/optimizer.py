@@ -24,8 +24,8 @@ from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
-from zoo.zero.segments import check_elementwise, cut_segments, in_pieces
 from zoo.zero.units import UnitChoice, check_parameters, find_units
+from zoo.zero.updater import Updater
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -45,8 +45,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: the module to train. Its parameter objects stay; their memory moves to flat buffers, and the values of
             rank 0 are broadcast.
         stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
-        optimizer: a ``torch.optim`` class, or anything with the same interface, whose update is elementwise; or the
-            name of one in the registry (kind "optimizer").
+        optimizer: a class of ``zoo.optim`` or ``torch.optim``, or anything with the same interface, whose update is
+            elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer").
         group: process group or one-dimensional DeviceMesh of the data-parallel ranks; None for the default group.
         params: parameter groups as for ``torch.optim``; by default one group of all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
@@ -63,7 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: options or parameters that cannot work; the message says what to change.
-        NotImplementedError: the optimizer's update is not elementwise.
+        NotImplementedError: the optimizer's update is not elementwise, and it takes no parts.
     """
 
     def __init__(
@@ -92,14 +92,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         groups = _param_groups(model, params)
-        self._states_kept = check_elementwise(
-            lambda tensors: optimizer(tensors, **options), getattr(optimizer, "__name__", str(optimizer))
-        )
         self._build(model, groups, units, reduce_dtype)
-        inner = [{**{k: v for k, v in g.items() if k != "params"}, "params": []} for g in groups]
-        for segment in self._segments:
-            inner[segment.group]["params"].append(segment.tensor)
-        self.inner = optimizer(inner, **options)
+        self._updater = Updater(
+            self._trainable, optimizer, groups, options, comm=self.comm, sub_group_size=self.config.sub_group_size
+        )
+        self.inner = self._updater.inner
         self._sealed = False
         super().__init__(groups, self.inner.defaults)
         self._sealed = True
@@ -125,9 +122,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         placement = STAGES[cfg.stage]
         self._buckets = [Bucket(i, spec, placement, self.comm) for i, spec in enumerate(plan)]
         self._trainable = [b for b in self._buckets if b.spec.trainable]
-        self._segments = [s for b in self._trainable for s in cut_segments(b)]
-        mixed = any(s.target is not None for s in self._segments)
-        self._pieces = in_pieces(self._segments, cfg.sub_group_size) if mixed else [self._segments]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
         itemsize = plan[0].dtype.itemsize
 
@@ -195,7 +189,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     return loss
             if self.clip_norm:
                 factor *= min(self.clip_norm / (norm + 1e-6), 1.0)
-        self._update(factor)
+        self._updater.update(factor, self.param_groups)
         self._publish()
         return loss
 
@@ -227,30 +221,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for chunk in bucket.updated_chunks():
                 bucket.reduced_chunk(chunk).mul_(factor)
         return norm
-
-    def _update(self, factor: float) -> None:
-        inner = self.inner
-        for outer, group in zip(self.param_groups, inner.param_groups, strict=True):
-            group.update({k: v for k, v in outer.items() if k != "params"})
-        whole = [group["params"] for group in inner.param_groups]
-        for piece in self._pieces:
-            if len(self._pieces) > 1:
-                for group in inner.param_groups:
-                    group["params"] = []
-                for segment in piece:
-                    inner.param_groups[segment.group]["params"].append(segment.tensor)
-            for segment in piece:
-                gradient = segment.gradient()
-                if segment.target is not None:
-                    gradient = gradient.float()
-                segment.tensor.grad = gradient.mul_(factor) if factor != 1.0 else gradient
-            inner.step()
-            for segment in piece:
-                segment.tensor.grad = None
-                if segment.target is not None:
-                    segment.target.copy_(segment.tensor)
-        for group, tensors in zip(inner.param_groups, whole, strict=True):
-            group["params"] = tensors
 
     def _publish(self) -> None:
         handles = [bucket.publish() for bucket in self._trainable]
@@ -301,9 +271,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes of model states on this rank now, by role: parameters, gradients, optimizer, total."""
-        optimizer = sum(s.tensor.nbytes for s in self._segments if s.target is not None)
-        for state in self.inner.state.values():
-            optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+        optimizer = self._updater.state_bytes()
         parameters = sum(b.parameter_bytes() for b in self._buckets)
         gradients = sum(b.gradient_bytes() for b in self._trainable)
         total = parameters + gradients + optimizer
@@ -315,13 +283,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The order of the units is the recorded one where a training forward has run, else that of ``named_modules``.
         Exact for models whose partitioned units do not nest.
         """
-        per_element, per_segment = self._states_kept
         return make_forecast(
             self._buckets,
             calls=self._runtime.calls(),
             num_chunks=self.comm.size,
-            states_per_element=per_element,
-            state_scalars_bytes=per_segment * len(self._segments),
+            optimizer_bytes=self._updater.forecast_bytes(),
             clips=bool(self.clip_norm or self.scaler is not None),
             keep_bytes=self._runtime.keep_bytes,
         )
@@ -339,11 +305,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        return state_io.slices_of(self._segments, self.inner.state, self._buckets)
+        return state_io.slices_of(self._updater.segments, self.inner.state, self._buckets)
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
-        found = state_io.scalars_of(self._segments, self.inner.state)
+        found = state_io.scalars_of(self._updater.segments, self.inner.state)
         if self.scaler is not None:
             found |= {f"zero/{key}": value for key, value in self.scaler.state().items()}
         return found
@@ -358,13 +324,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
         """
         self.zero_grad()
-        self._make_states()
-        for segment in self._segments:
+        self._updater.make_states()
+        for segment in self._updater.segments:
             state = self.inner.state[segment.tensor]
             if not state_io.fill_segment(segment, state, read, scalars):
-                del self.inner.state[segment.tensor]
-            if segment.target is not None:
-                segment.target.copy_(segment.tensor)
+                # Nothing but parameters yet; a master is one.
+                self.inner.state[segment.tensor] = {k: v for k, v in state.items() if k == "master"}
+            self._updater.write_back(segment)
         for bucket in self._buckets:
             if not bucket.spec.trainable:
                 state_io.fill_frozen(bucket, read)
@@ -373,22 +339,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.scaler is not None and mine:
             self.scaler.load(mine)
 
-    def _make_states(self) -> None:
-        # A step on zero gradients makes the entries that the optimizer keeps; load_state overwrites all their values,
-        # and the parameters.
-        for segment in self._segments:
-            segment.tensor.grad = torch.zeros_like(segment.tensor)
-        self.inner.step()
-        for segment in self._segments:
-            segment.tensor.grad = None
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
 
         Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
         be read under another placement use :meth:`state_slices`.
         """
-        held = state_io.slices_of(self._segments, self.inner.state, self._buckets, owned=False)
+        held = state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=False)
         slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         return {"slices": slices, "scalars": self.state_scalars(), "param_groups": groups, "rank": self.comm.rank,

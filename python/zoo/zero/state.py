@@ -43,7 +43,8 @@ def slices_of(
     for segment in segments:
         if owned and not segment.bucket.owns(segment.chunk):
             continue
-        roles = {"parameter": segment.tensor.detach(), **tensor_states(state.get(segment.tensor, {}), segment)}
+        entries = state.get(segment.tensor, {})
+        roles = {"parameter": segment.value(entries), **tensor_states(entries, segment)}
         for role, tensor in roles.items():
             found += _cut(segment.bucket, segment.slices(), role, tensor)
     for bucket in buckets:
@@ -61,17 +62,21 @@ def _cut(bucket: Bucket, pieces: Sequence[Any], role: str, tensor: torch.Tensor)
 
 
 def tensor_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
-    """The states that have one element for each of the segment's."""
-    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == segment.tensor.shape}
+    """The states that have one element for each of the segment's; a master is not one of them, but the parameter."""
+    return {
+        k: v
+        for k, v in state.items()
+        if isinstance(v, torch.Tensor) and v.shape == segment.tensor.shape and k != "master"
+    }
 
 
 def scalar_states(state: Mapping[str, Any], segment: Segment) -> dict[str, float]:
     """The states that are one number for the whole segment, such as Adam's step."""
-    whole = tensor_states(state, segment)
+    rest = {k: v for k, v in state.items() if k != "master" and k not in tensor_states(state, segment)}
     return {
         k: float(v)
-        for k, v in state.items()
-        if k not in whole and (isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1))
+        for k, v in rest.items()
+        if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1)
     }
 
 
@@ -94,7 +99,7 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
     if not pieces:
         return True
     for piece in pieces:
-        part = segment.tensor.detach()[piece.offset : piece.offset + piece.length]
+        part = segment.value(state)[piece.offset : piece.offset + piece.length]
         part.copy_(read(piece.name, "parameter", piece.start, piece.length))
     found: set[bool] = set()
     for role, tensor in tensor_states(state, segment).items():
