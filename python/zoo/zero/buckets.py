@@ -28,6 +28,7 @@ from zoo.zero.guard import (
     raw_grad,
     refuse_storage,
 )
+from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
@@ -264,7 +265,11 @@ class Bucket:
     def _finish_gather(self) -> None:
         if self._reading is not None:
             (future, read), self._reading = self._reading, None
-            self.shelf.finish(future)
+            try:
+                self.shelf.finish(future)
+            except OffloadError:
+                self._drop_full()  # nothing of it is valid
+                raise
             low, high = self.own_range()
             own = self.full[low:high]
             if read.device != own.device:
@@ -282,10 +287,13 @@ class Bucket:
         if self.coming:
             self._finish_gather()
         if self.live:
-            self._storage.resize_(0)
-            self._guard.close()
-            self.live = False
-            self.hide()
+            self._drop_full()
+
+    def _drop_full(self) -> None:
+        self._storage.resize_(0)
+        self._guard.close()
+        self.live = False
+        self.hide()
 
     def publish(self) -> Handle | None:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
@@ -536,8 +544,10 @@ class Bucket:
 
     def drop_grads(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
-        self.reduced = self._accumulating = False
+        self.reduced = self._accumulating = self._launched = False
         if self.placement.shard_gradients:
+            if self._parks:
+                self.park.forget(self.index)
             if self._grads_here:
                 self._free_grads()
         else:

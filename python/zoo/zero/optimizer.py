@@ -238,7 +238,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
-        self._runtime.reduced = self._runtime.unreduced = False
+        self._runtime.abandon()
         for bucket in self._trainable:
             bucket.drop_grads()
 
@@ -291,7 +291,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         total = parameters + gradients + optimizer
         found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
         if self._scratch is not None:
-            found |= {"nvme": self._scratch.nvme_bytes(), "buffers": self._scratch.pool.stats().reserved_bytes}
+            found |= {"nvme": self._scratch.nvme_bytes(), "buffers": self._scratch.pool.stats().in_use_bytes}
         return found
 
     def forecast(self) -> Forecast:

@@ -12,6 +12,7 @@ from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
 from zoo.zero.offload.config import OffloadOptimizerConfig
 from zoo.zero.offload.errors import OffloadError
+from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stream import StateStream, needs_stream
@@ -69,6 +70,7 @@ class Updater:
                 scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
                 pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write,
             )  # fmt: skip
+            scratch.check_room(self.buffer_bytes())
 
     def _cut(self, limit: int, *, streams: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
         if self._parts is not None:  # pieces of whole buckets, the same on every rank
@@ -98,6 +100,13 @@ class Updater:
     def _states_of(self, segment: Segment) -> dict[str, torch.dtype]:
         given = {} if segment.target is None else {"": segment.tensor.dtype}
         return {**given, **self._keeps(segment).states}
+
+    def buffer_bytes(self) -> int:
+        """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
+        if self._stream is None:
+            return 0
+        shards = [b.num_bytes // b.num_chunks for b in self._buckets]
+        return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
 
     # Steps -----------------------------------------------------------------------------------------------------------
 

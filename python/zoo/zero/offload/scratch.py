@@ -102,6 +102,7 @@ class Scratch:
         self, *, aio: AioConfig | None = None, handle: Handle | None = None, capacity_bytes: int | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
+        self._capacity_bytes = capacity_bytes
         self.pool = BufferPool(capacity_bytes or (1 << 46), pinned="auto" if pinned else False)
         self.handle = handle if handle is not None else Handle.from_config(aio or AioConfig(), pool=self.pool)
         self._owned = handle is None
@@ -117,6 +118,16 @@ class Scratch:
         made = Shelf(self.handle, folder, name, sizes)
         self._shelves.append(made)
         return made
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise OffloadError unless buffers of so many bytes fit under the cap, beside those in use."""
+        cap, used = self._capacity_bytes, self.pool.stats().in_use_bytes
+        if cap is not None and used + num_bytes > cap:
+            raise OffloadError(
+                f"this rank's share of offload_host_bytes is {cap:,} bytes; {used:,} are in use and the buffers of an "
+                f"update take {num_bytes:,} more. Raise the cap, or lower sub_group_size or the bucket sizes, or turn "
+                "pipeline_read or pipeline_write off."
+            )
 
     def nvme_bytes(self) -> int:
         """Bytes of all files."""

@@ -18,7 +18,7 @@ import torch
 from zoo.io import Future
 from zoo.zero.buckets import Bucket
 from zoo.zero.offload.plan import Tier
-from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.scratch import Scratch, round_up
 from zoo.zero.segments import Segment, absent
 
 ALIGN = 64  # of a section within a record, as vector loads like it
@@ -67,6 +67,20 @@ class StateStream:
         self._shelf = scratch.shelf(folder, "optimizer states", [r.num_bytes for r in kept]) if kept else None
         self._loaded: dict[int, list[Loaded]] = {}
         self._writing: dict[int, list[tuple[Any, Future]]] = {}
+
+    def buffer_bytes(self) -> int:
+        """Host memory of the pieces that are in memory together, in the worst moment of an update."""
+        sizes = [sum(self._bytes_of(record) for record in piece) for piece in self._pieces]
+        behind, ahead = int(self._pipeline_write), int(self._pipeline_read)
+        return max((sum(sizes[max(k - behind, 0) : k + ahead + 1]) for k in range(len(sizes))), default=0)
+
+    @staticmethod
+    def _bytes_of(record: Record) -> int:
+        bucket, n = record.segment.bucket, record.segment.tensor.numel()
+        total, itemsize = round_up(record.num_bytes), bucket.spec.dtype.itemsize
+        if bucket.tiers.states is Tier.NVME and bucket.placement.shard_gradients:
+            total += round_up(n * itemsize)
+        return total + (round_up(n * itemsize) if bucket.parameters_on_nvme else 0)
 
     @staticmethod
     def _record(segment: Segment, states: Mapping[str, torch.dtype]) -> Record:
