@@ -21,12 +21,13 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check bench schema clean again
+.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check sanitize bench bench-rust \
+	schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-slow lint format types contracts kernels-check bench schema clean"
+	@echo "also: setup test-slow lint format types contracts kernels-check sanitize bench bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -50,6 +51,8 @@ test-rust: setup
 	@$(call FIND_PYTHON,check)
 	@if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace --status-level fail; \
 	else cargo test --workspace --quiet; fi
+	@cargo test --quiet -p zoo-io --features loom --lib queue::model
+	@cargo clippy --quiet --workspace --all-targets -- -D warnings
 
 test-python: setup
 	@$(BIN)/python -m pytest -q -n auto -m "not slow" $(ARGS)
@@ -76,6 +79,12 @@ contracts: setup
 
 kernels-check: setup
 	@$(BIN)/python scripts/kernels_check.py
+
+sanitize: setup
+	@$(BIN)/python scripts/sanitize.py $(ARGS)
+
+bench-rust: setup
+	@cargo bench --quiet -p zoo-io
 
 schema: setup
 	@$(BIN)/python scripts/schema.py

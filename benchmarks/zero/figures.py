@@ -7,27 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common import Spread
 from benchmarks.zero.contenders import CONTENDERS
 
 Raw = dict[str, Any]
 OverRanks = Callable[[Sequence[dict[str, Any]], str], float]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and range over rounds."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """The middle of the rounds."""
-        return statistics.median(self.values)
-
-    def text(self, digits: int = 2, factor: float = 1.0) -> str:
-        """``median (min–max)``."""
-        middle, low, high = (f"{v * factor:.{digits}f}" for v in (self.median, min(self.values), max(self.values)))
-        return f"{middle} ({low}–{high})"
 
 
 @dataclass(frozen=True)

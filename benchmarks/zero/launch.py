@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.common import ROOT
 
 
 class ContenderError(RuntimeError):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import remarks, table
 from benchmarks.zero.contenders import CONTENDERS
 from benchmarks.zero.figures import (
     Raw,
@@ -26,24 +27,12 @@ from benchmarks.zero.host import HOST_CONTENDERS
 from benchmarks.zero.workloads import GPT_BATCH, GPT_CONTEXT, STATES_CONTEXT
 
 PAGE = Path(__file__).with_name("RESULTS.md")
-REMARKS = "## Remarks"
 STEP_TITLES = {
     "tiny1": "200 x Linear(64, 64), world 1",
     "tiny2": "200 x Linear(64, 64), world 2",
     "gpt1": f"GPT, 12 layers x 256, batch {GPT_BATCH} x {GPT_CONTEXT} bytes, world 1",
     "gpt2": f"GPT, 12 layers x 256, batch {GPT_BATCH} x {GPT_CONTEXT} bytes a rank, world 2",
 }
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([line(header), rule, *map(line, rows)])
 
 
 def verdicts(targets: Sequence[Target]) -> str:
@@ -152,12 +141,6 @@ def console(raw: Raw) -> str:
     return "\n".join([*parts, *failures])
 
 
-def _remarks() -> str:
-    if PAGE.exists() and REMARKS in (text := PAGE.read_text()):
-        return text[text.index(REMARKS) :].rstrip() + "\n"
-    return f"{REMARKS}\n\nNone yet.\n"
-
-
 def write_page(raw: Raw) -> Path:
     """Write RESULTS.md anew; what stands under "Remarks" is written by hand and stays."""
     raw = whole_sections(raw)
@@ -183,5 +166,5 @@ def write_page(raw: Raw) -> Path:
         "All use `torch.optim.AdamW(lr=1e-3)`, flags default, the same initial model and the same batches.",
         "",
     ]
-    PAGE.write_text("\n".join(lines) + "\n" + _remarks())
+    PAGE.write_text("\n".join(lines) + "\n" + remarks(PAGE))
     return PAGE

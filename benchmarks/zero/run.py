@@ -7,21 +7,18 @@ what the machine does meanwhile meets all of them alike; a ratio is taken within
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import ROOT, machine
 from benchmarks.zero.contenders import CONTENDERS
 from benchmarks.zero.host import HOST_CONTENDERS
-from benchmarks.zero.launch import ROOT, ContenderError, run_ranks
+from benchmarks.zero.launch import ContenderError, run_ranks
 from benchmarks.zero.report import console, write_page
 
 SECTIONS = ("host", "tiny1", "tiny2", "gpt1", "gpt2", "states")
@@ -56,33 +53,12 @@ def plan(sections: list[str], peers: list[str] | None, budget_s: float) -> Itera
                     yield section, name, spec, size
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on; nothing that names the machine."""
-    cpu = "unknown CPU"
-    if Path("/proc/cpuinfo").exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        cpu = found[1].strip() if found else cpu
-    versions = {}
-    for name in ("torch", "deepspeed"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": cpu,
-        "python": platform.python_version(),
-        **versions,
-        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
-    }
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds: ``raw["rounds"][i][section][contender]`` is a list with one dict a rank."""
     without = [] if importlib.util.find_spec("deepspeed") else ["deepspeed", "ds1", "ds2", "ds3"]
     if without:
         print("deepspeed is not installed: its lines are left out (pip install deepspeed).", flush=True)
-    raw: dict[str, Any] = {"machine": machine(), "rounds": [], "failures": {}, "load": []}
+    raw: dict[str, Any] = {"machine": machine(["torch", "deepspeed"]), "rounds": [], "failures": {}, "load": []}
     for number in range(args.rounds):
         figures: dict[str, dict[str, Any]] = {}
         raw["rounds"].append(figures)

@@ -260,3 +260,14 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(
     assert "zoo: rank 0: stopped, because a peer is gone or does not answer" in said[0]
     assert "Traceback" not in said[0]
     assert seconds < 60
+
+
+def test_build_prints_the_library_that_the_cache_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.kernels import building
+
+    monkeypatch.setattr(building, "build", lambda plan: f"built {plan.name}")
+    monkeypatch.setattr(building, "build_cuda", lambda architectures: [(f"object for {architectures}", True)])
+    assert zoo("build").output == "built zoo_kernels_cpu\n"
+    assert zoo("build", "--cuda-arch", "80,90").output == "object for (80, 90)\n"
+    assert zoo("build", "--cpu", "--cuda-arch", "100").output == "built zoo_kernels_cpu\nobject for (100,)\n"
+    assert zoo("build", "--cuda-arch", "nonsense").exit_code == 2

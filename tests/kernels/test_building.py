@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo.kernels.building import BuildError, Plan, build, cpu_plan
+from zoo.kernels.building import BuildError, Plan, build, build_cuda, cpu_plan, find_nvcc, parse_architectures
+from zoo.kernels.building.cuda import cuda_sources
 from zoo.kernels.building.plan import Unit
 
 SOURCE = """
@@ -144,3 +145,57 @@ def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "ZOO_CACHE_DIR": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert not (tmp_path / "cache").exists()
+
+
+def test_architectures_are_read_or_refused() -> None:
+    assert parse_architectures("80, sm_90,80") == (80, 90)
+    for text in ("", "8.0", "90a", "12"):
+        with pytest.raises(ValueError, match=f"--cuda-arch {text}: it must be"):
+            parse_architectures(text)
+
+
+def test_without_nvcc_the_sentence_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(BuildError, match=r"no nvcc .*CUDA_HOME.*zoo-kernels\[nvcc\]"):
+        find_nvcc()
+
+
+FAKE_NVCC = """#!/bin/sh
+[ "$1" = --version ] && {{ echo fake 1; exit 0; }}
+echo "$@" >> "{log}"
+[ -e "{broken}" ] && {{ echo "file.cu(3): error: no" >&2; exit 1; }}
+while [ "$1" != -o ]; do shift; done
+echo object > "$2"
+"""
+
+
+def test_cuda_sources_are_compiled_once_for_all_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, broken = tmp_path / "log", tmp_path / "broken"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").write_text(FAKE_NVCC.format(log=log, broken=broken))
+    (tmp_path / "bin/nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path / "cache"))
+    broken.touch()
+    with pytest.raises(BuildError, match=r"file.cu\(3\): error: no"):
+        build_cuda([80, 90])
+    broken.unlink()
+    log.unlink()
+    made = build_cuda([80, 90])
+    assert [new for _, new in made] == [True] * len(cuda_sources())
+    lines = log.read_text().splitlines()
+    assert len(lines) == len(cuda_sources()) >= 2
+    assert all("code=sm_80" in line and "code=sm_90" in line and "-fmad=false" in line for line in lines)
+    assert [(path, False) for path, _ in made] == build_cuda([80, 90])
+    assert all(new for _, new in build_cuda([100]))
+
+
+def test_no_kernel_source_includes_torch() -> None:
+    # The bindings, and the checks that they share, are the only files that know of tensors.
+    allowed = {"binding.cpp", "checks.h", "arguments.h"}
+    for path in (p for p in cuda_sources()[0].parents[1].glob("*/*") if p.suffix in (".h", ".cpp", ".cu", ".cuh")):
+        text = path.read_text()
+        assert path.name in allowed or not any(f"#include <{x}" in text for x in ("torch", "ATen", "c10")), path

@@ -1,11 +1,20 @@
-//! Python bindings of `zoo-io`: arguments in, results and errors out.
+//! Python bindings of `zoo-io`: arguments in, results and errors out, the interpreter's lock released while waiting.
 #![deny(unsafe_op_in_unsafe_fn)]
+
+mod engine;
+mod errors;
+mod memory;
 
 /// The module `zoo.io._native`.
 #[pyo3::pymodule]
 mod _native {
     use pyo3::exceptions::PyValueError;
     use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::engine::{Bell, Engine, File, Ticket};
+    #[pymodule_export]
+    use crate::memory::{Pool, cuda_problem};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
@@ -24,5 +33,17 @@ mod _native {
             (parts.middle.start, parts.middle.end),
             (parts.tail.start, parts.tail.end),
         ))
+    }
+
+    /// CRC-32C of the `num_bytes` bytes at `address`, which the caller keeps alive.
+    #[pyfunction]
+    fn crc32c(py: Python<'_>, address: usize, num_bytes: usize) -> u32 {
+        if num_bytes == 0 {
+            return zoo_io::checksum::crc32c(&[]);
+        }
+        py.detach(|| {
+            // SAFETY: the Python layer passes the memory of a tensor it holds.
+            zoo_io::checksum::crc32c(unsafe { std::slice::from_raw_parts(address as *const u8, num_bytes) })
+        })
     }
 }

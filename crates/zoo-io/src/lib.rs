@@ -1,7 +1,33 @@
-//! File and NVMe I/O below zoo's tensors: bytes, offsets and alignment, nothing about dtypes or shapes.
+//! Asynchronous file and NVMe I/O for tensors: bytes, offsets, alignment, and nothing about tensors themselves.
+//!
+//! An [`Engine`] has workers; a worker has a backend (io_uring, blocking threads, or a mock that misbehaves on order) and
+//! keeps its queue full. An operation ([`Request`]) moves one buffer from or to a range of a file or of several striped
+//! ones ([`Target`]); it is cut into blocks ([`plan`]) that travel past the page cache in place, past it by way of a
+//! bounce buffer, or through it. The buffer belongs to the operation until it is over and always comes back.
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod align;
+mod backend;
+pub mod checksum;
+mod copy;
+mod driver;
+mod engine;
+pub mod error;
+pub mod file;
+pub mod memory;
+mod op;
+pub mod plan;
+mod queue;
+mod sys;
 
-/// Version of the crate, as in its manifest.
+pub use backend::mock::{Fault, Misfortune, MockPlan};
+pub use backend::uring::RingOptions;
+pub use engine::{BackendChoice, Engine, Settings, Stats};
+pub use error::{Direction, Error};
+pub use file::{DirectMode, File, Target};
+pub use memory::{Pool, PoolBuffer};
+pub use op::{Buffer, Done, Request, Ticket, Tidings};
+pub use sys::EventFd;
+
+/// Version of this crate.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -13,6 +13,12 @@ def register() -> None:
     torch.library.register_fake("zoo::update_", _nothing)
     torch.library.register_fake("zoo::lamb_apply_", _nothing)
     torch.library.register_fake("zoo::lamb_direction_", _norms)
+    torch.library.register_fake("zoo::sum_squares", _sums)
+    torch.library.register_fake("zoo::scale_sum_squares_", _sums)
+    torch.library.register_fake("zoo::quantise", _quantise)
+    torch.library.register_fake("zoo::dequantise_", _nothing)
+    torch.library.register_fake("zoo::onebit_compress_", _compress)
+    torch.library.register_fake("zoo::onebit_decompress_", _nothing)
 
 
 def _nothing(*args: Any) -> None:
@@ -22,6 +28,11 @@ def _nothing(*args: Any) -> None:
 def _norms(flags: int, params: list[torch.Tensor], *rest: Any) -> torch.Tensor:
     _one_device((params, *rest))
     return params[0].new_empty((len(params), 2), dtype=torch.float64)
+
+
+def _sums(tensors: list[torch.Tensor], *rest: Any) -> torch.Tensor:
+    _one_device(tensors)
+    return tensors[0].new_empty(len(tensors), dtype=torch.float64)
 
 
 def _tensors(args: Any) -> Iterator[torch.Tensor]:
@@ -37,3 +48,15 @@ def _one_device(args: Any) -> None:
     devices = {t.device for t in _tensors(args)}
     if len(devices) > 1:
         raise NotImplementedError(f"tensors on {', '.join(sorted(map(str, devices)))} in one call")
+
+
+def _compress(x: torch.Tensor, error: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n = x.numel()
+    bits = x.new_empty((n + 7) // 8, dtype=torch.uint8)
+    return bits, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
+
+
+def _quantise(x: torch.Tensor, bits: int, group_size: int, *rest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n = x.numel()
+    q = x.new_empty((n * bits + 7) // 8, dtype=torch.int8)
+    return q, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)

@@ -61,7 +61,7 @@ def _load_once() -> None:
     import torch
 
     try:
-        path = build(cpu_plan())
+        path = build(cpu_plan(sanitize=os.environ.get("ZOO_KERNELS_SANITIZE") == "1"))
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         _library = ctypes.CDLL(str(path))
         _library.zoo_use_isa.argtypes = [ctypes.c_int32]

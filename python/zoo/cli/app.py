@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 
 from zoo.cli.failure import one_sentence, rank_of_launch
+from zoo.cli.io import app as io_app
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models with zoo."
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
+app.add_typer(io_app, name="io")
 
 Path_ = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json, .yaml or .yml file.")]
 Set = Annotated[
@@ -125,3 +127,26 @@ def schema() -> None:
         from zoo.config import json_schema
 
         typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def build(
+    cpu: Annotated[bool, typer.Option("--cpu", help="The library for the CPU (the default).")] = False,
+    cuda_arch: Annotated[
+        str | None, typer.Option("--cuda-arch", metavar="80,90,100", help="The kernels for these GPUs, as objects.")
+    ] = None,
+) -> None:
+    """Compile the native operations ahead of their first use, into the cache."""
+    with one_sentence(shared=True):
+        try:
+            from zoo.kernels import building
+        except ModuleNotFoundError as error:
+            raise ValueError("there is nothing to build: the distribution zoo-kernels is not installed.") from error
+        try:
+            if cpu or cuda_arch is None:
+                typer.echo(building.build(building.cpu_plan()))
+            if cuda_arch is not None:
+                for path, _ in building.build_cuda(building.parse_architectures(cuda_arch)):
+                    typer.echo(path)
+        except building.BuildError as error:
+            raise ValueError(str(error)) from error

@@ -56,7 +56,8 @@ def is_user_error(error: Exception) -> bool:
 def _message(error: Exception, rank: int | None, shared: bool) -> str:
     where = "" if rank is None or shared or getattr(error, "everywhere", False) else f"rank {rank}: "
     text = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.filename is not None:
+    # The interpreter's own sentence has the path in the wrong place; a class with a sentence of its own knows better.
+    if isinstance(error, OSError) and error.filename is not None and type(error).__str__ is OSError.__str__:
         text = f"{error.filename}: {error.strerror}"
     lost = _lost_peer(error)
     if lost:

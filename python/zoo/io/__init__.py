@@ -1,52 +1,60 @@
 """Tensors' bytes on disk: the Python face of the Rust crate ``zoo-io``.
 
-Direct I/O moves whole blocks only. `split_aligned` cuts a byte range into the part that may go that way and the two
-ragged ends that may not; the asynchronous engine is built on the same arithmetic.
+`Handle` reads and writes tensors asynchronously, past the page cache, at the speed of the device; `BufferPool` makes
+tensors in aligned, where possible page-locked, memory; `Striped` spreads one sequence of bytes over several devices;
+`Mock` is a device that misbehaves on order.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import torch
 
 from zoo.io import _native
+from zoo.io.align import AlignedSplit, split_aligned
+from zoo.io.config import AioConfig
+from zoo.io.errors import (
+    CancelledError,
+    ChecksumError,
+    PoolExhaustedError,
+    TransferError,
+    UnavailableError,
+    UnexpectedEndError,
+)
+from zoo.io.files import File, Striped
+from zoo.io.future import Future, Transfer
+from zoo.io.handle import Handle, HandleStats
+from zoo.io.memory import memory_of
+from zoo.io.mock import Fault, Mock
+from zoo.io.pool import BufferPool, PoolStats
 
-__all__ = ["AlignedSplit", "native_version", "split_aligned"]
+__all__ = [
+    "AioConfig",
+    "AlignedSplit",
+    "BufferPool",
+    "CancelledError",
+    "ChecksumError",
+    "Fault",
+    "File",
+    "Future",
+    "Handle",
+    "HandleStats",
+    "Mock",
+    "PoolExhaustedError",
+    "PoolStats",
+    "Striped",
+    "Transfer",
+    "TransferError",
+    "UnavailableError",
+    "UnexpectedEndError",
+    "crc32c",
+    "native_version",
+    "split_aligned",
+]
 
 
-class AlignedSplit(NamedTuple):
-    """A byte range in three parts that lie end to end; ``len(part)`` is its size in bytes, any may be empty."""
-
-    head: range
-    """Bytes before the first block boundary, always fewer than a block."""
-    middle: range
-    """Whole blocks: when not empty, start and stop are multiples of the alignment."""
-    tail: range
-    """Bytes after the last block boundary, always fewer than a block."""
-
-
-def split_aligned(offset: int, num_bytes: int, alignment: int) -> AlignedSplit:
-    """Cut ``[offset, offset + num_bytes)`` at multiples of ``alignment``.
-
-    ::
-
-        first = ceil(offset / alignment) · alignment
-        last  = floor((offset + num_bytes) / alignment) · alignment
-        head, middle, tail = [offset, first), [first, last), [last, offset + num_bytes)
-
-    A range with no boundary in it (``last < offset``) is all head.
-
-    Args:
-        offset: first byte, 0 or more.
-        num_bytes: length in bytes, 0 or more.
-        alignment: block size in bytes, a power of two.
-
-    Raises:
-        ValueError: a negative number, an alignment that is not a power of two, or an end past 64 bits.
-    """
-    for name, value in (("offset", offset), ("num_bytes", num_bytes), ("alignment", alignment)):
-        if not 0 <= value < 1 << 64:
-            raise ValueError(f"{name} = {value}; allowed is 0 to 2**64 - 1 (bytes)")
-    return AlignedSplit(*(range(*part) for part in _native.split_aligned(offset, num_bytes, alignment)))
+def crc32c(tensor: torch.Tensor) -> int:
+    """CRC-32C (Castagnoli; RFC 3720, appendix B.4) of a contiguous CPU tensor's bytes, as `Handle` computes it."""
+    return _native.crc32c(*memory_of(tensor, verb="sum"))
 
 
 def native_version() -> str:

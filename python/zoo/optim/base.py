@@ -1,81 +1,20 @@
-"""What the optimizers share: states, masters, and the plan that makes a step cost little for many small tensors.
-
-A *plan* is everything about a list of parameters that stays the same from step to step: which have gradients, their
-states, grouped into *batches* that one kernel call can take (one dtype, one device, one number of steps taken). A step
-checks by identity that no state was replaced since, which costs some 0.1 µs a tensor, and hands the batch over.
-"""
+"""What the optimizers share: options, states and masters, the step, and saving."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from operator import is_, itemgetter
+from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
 
 from zoo.kernels import loading
 from zoo.kernels.update import Flag, Rule, Scalars, update_
+from zoo.optim.plan import Batch, Plan, State, Watch
 
 Tensor = torch.Tensor
 LOW = (torch.bfloat16, torch.float16)
-
-
-class Batch:
-    """Parameters that one kernel call updates.
-
-    ``lists`` has one list of tensors for each state name (and "master"); ``packed`` holds the number of steps taken of
-    each parameter, and the states' ``step`` are views of it, so that counting is one operation for all.
-    """
-
-    def __init__(self, params: list[Tensor], dicts: list[dict[str, Any]], names: Sequence[str], step: int) -> None:
-        self.params, self.dicts, self.names, self.step = params, dicts, tuple(names), step
-        self.packed = torch.full((len(params),), float(step))
-        for state, view in zip(dicts, self.packed.unbind(), strict=True):
-            state["step"] = view
-        self.lists = {name: [state[name] for state in dicts] for name in ("step", *names)}
-        self.rows: Any = None
-
-    def is_current(self) -> bool:
-        """Whether the states are still the very tensors that were there when the batch was made."""
-        try:
-            return all(all(map(is_, map(itemgetter(n), self.dicts), tensors)) for n, tensors in self.lists.items())
-        except KeyError:  # a state was taken away
-            return False
-
-    def states(self) -> list[list[Tensor]]:
-        """The lists of the rule's states, in the order of its names."""
-        return [self.lists[name] for name in self.names if name != "master"]
-
-    def masters(self) -> list[Tensor]:
-        """The fp32 masters; empty where the parameters are themselves what is updated."""
-        return self.lists.get("master", [])
-
-    def use_rows(self) -> None:
-        """Hold the tensors natively: fp32, bf16 or fp16 on the CPU, contiguous."""
-        states = [*self.states(), [], [], []][:3]
-        self.rows = torch.classes.zoo.Rows(self.params, *states, self.masters())
-
-    def count(self) -> None:
-        """One more step was taken."""
-        self.step += 1
-        self.packed += 1
-
-
-class Plan:
-    """A list of parameters as batches; ``absent`` are those that had no gradient when it was made."""
-
-    def __init__(self, params: list[Tensor], absent: list[Tensor], batches: list[Batch]) -> None:
-        self.params, self.absent, self.batches = params, absent, batches
-
-    def fits(self, params: Sequence[Tensor]) -> bool:
-        """Whether it is of these parameters, states replaced by nobody, and no parameter got its first gradient."""
-        return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and all(p.grad is None for p in self.absent)
-            and all(batch.is_current() for batch in self.batches)
-        )
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
@@ -179,6 +118,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._seen: list[dict[str, Any]] = []
+        self._watch = Watch()
 
     def _notice_replaced_states(self) -> None:
         states = self.state.values()
@@ -208,9 +148,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         made = []
         for (dtype, _, device, step, plain), members in batches.items():
             with_master = dtype in LOW and self.master_dtype is not None
-            batch = Batch(
-                members, [self.state[p] for p in members], (*names, "master")[: len(names) + with_master], step
-            )
+            batch = Batch(members, [self.state[p] for p in members], names + ("master",) * with_master, step)
             if plain and device.type == "cpu" and dtype is not torch.float64 and loading.native():
                 batch.use_rows()
             made.append(batch)
@@ -218,18 +156,22 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def _make_states(self, group: dict[str, Any], p: Tensor, names: tuple[str, ...]) -> None:
         state = self.state[p]
-        state.setdefault("step", torch.tensor(0.0))
+        if not isinstance(state, State) or state.watch is not self._watch:
+            state = self.state[p] = State(self._watch, state)
+        if "step" not in state:
+            state.put("step", torch.tensor(0.0))
         dtype = torch.float64 if p.dtype is torch.float64 else self.state_dtype
         for name in names:
             if name not in state:
-                state[name] = torch.full_like(p, self.initial(group, name), dtype=dtype, requires_grad=False)
+                state.put(name, torch.full_like(p, self.initial(group, name), dtype=dtype, requires_grad=False))
         if p.dtype in LOW and self.master_dtype is not None:
             if "master" not in state:
-                state["master"] = p.detach().to(self.master_dtype, copy=True)
+                state.put("master", p.detach().to(self.master_dtype, copy=True))
             names = (*names, "master")
         for name in names:  # elements of equal place in memory belong together
-            if state[name].stride() != p.stride() and state[name].shape == p.shape:
-                state[name] = torch.empty_like(p, dtype=state[name].dtype, requires_grad=False).copy_(state[name])
+            old = state[name]
+            if old.stride() != p.stride() and old.shape == p.shape:
+                state.put(name, torch.empty_like(p, dtype=old.dtype, requires_grad=False).copy_(old))
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -245,6 +187,11 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor):
                     device = value.device if name == "step" else p.device
                     self.state[p][name] = value.detach().to(device, copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch: plain dictionaries of the live tensors."""
+        found = super().state_dict()
+        return {**found, "state": {key: dict(state) for key, state in found["state"].items()}}
 
     def _all_params(self) -> Iterator[Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)

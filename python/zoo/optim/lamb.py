@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from zoo.kernels.update import lamb, lamb_apply_, lamb_direction_, trust_ratios
-from zoo.optim.base import Batch, ElementwiseOptimizer, flattened
+from zoo.optim.base import ElementwiseOptimizer, flattened
 from zoo.optim.options import at_least_zero, betas_in_range
+from zoo.optim.plan import Batch
 
 
 class Lamb(ElementwiseOptimizer):

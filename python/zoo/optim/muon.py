@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from zoo.kernels.update import Flag, Rule, Scalars
-from zoo.optim.base import Batch, ElementwiseOptimizer
+from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.options import at_least_zero
+from zoo.optim.plan import Batch
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 

@@ -10,6 +10,7 @@ __all__ = ["CORE"]
 
 CORE: dict[str, dict[str, str]] = {
     "config_section": {
+        "aio": "zoo.io.config:AioConfig",
         "train": "zoo.train.config:TrainConfig",
         "zero_optimization": "zoo.zero.config:ZeroConfig",
     },

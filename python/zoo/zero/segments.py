@@ -94,7 +94,7 @@ def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> 
     """
     generator = torch.Generator().manual_seed(0)
     values, *grads = (torch.randn(24, generator=generator) for _ in range(3))
-    results = []
+    results: list[torch.Tensor] = []
     for cuts, shape in (([12, 12], (3, 4)), ([7, 17], (-1,))):
         tensors = [part.clone().view(shape).requires_grad_() for part in torch.split(values, cuts)]
         if not results:

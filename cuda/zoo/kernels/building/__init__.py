@@ -8,6 +8,9 @@ place, so ranks that start together build once, and whoever dies while building 
 """
 
 from zoo.kernels.building.cache import build, cache_dir
+from zoo.kernels.building.cuda import build_cuda, find_nvcc, parse_architectures
 from zoo.kernels.building.plan import BuildError, Plan, cpu_plan
 
-__all__ = ["BuildError", "Plan", "build", "cache_dir", "cpu_plan"]
+__all__ = [
+    "BuildError", "Plan", "build", "build_cuda", "cache_dir", "cpu_plan", "find_nvcc", "parse_architectures",
+]  # fmt: skip

@@ -45,7 +45,7 @@ def build(plan: Plan, *, quiet: bool = False) -> Path:
         return library
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home / f"{plan.key}.lock"):
+        with locked(home / f"{plan.key}.lock"):
             if not library.exists():
                 _build_into(home, plan, quiet)
     except OSError as error:
@@ -56,7 +56,8 @@ def build(plan: Plan, *, quiet: bool = False) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; the kernel gives it back when this process ends, however it ends."""
     import fcntl
 
     with path.open("a") as file:

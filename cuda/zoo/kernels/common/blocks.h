@@ -14,7 +14,7 @@
 namespace zoo {
 inline namespace ZOO_ISA {
 
-constexpr int64_t BLOCK = 256;
+constexpr int64_t BLOCK = 256;  // of 128 to 2048 this measured best: five blocks of fp32 fill a sixth of an L1 cache
 
 static inline int64_t size_of(Dtype dtype) { return dtype == F32 ? 4 : 2; }
 

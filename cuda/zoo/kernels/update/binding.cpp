@@ -31,8 +31,10 @@ void check_length(size_t found, size_t wanted, const char* what) {
 // Lists of tensors as rows, checked.
 class Table {
  public:
-  Table(int64_t rule, int64_t flags, bool writes_params = true, bool writes_states = true)
-      : num_states_(num_states(int(rule), int(flags))), writes_params_(writes_params), writes_states_(writes_states) {}
+  enum Access { READ, WRITE, OWN };  // OWN: written, but known to nobody's graph, so that its version may stay
+
+  Table(int64_t rule, int64_t flags, Access params = WRITE, Access states = WRITE)
+      : num_states_(num_states(int(rule), int(flags))), params_(params), states_(states) {}
 
   void check_lists(at::TensorList params, const std::array<at::TensorList, MAX_STATES>& states, at::TensorList masters) {
     for (int k = 0; k < MAX_STATES; ++k) check_length(states[size_t(k)].size(), k < num_states_ ? params.size() : 0, STATE_NAMES[k]);
@@ -55,7 +57,7 @@ class Table {
     Row row{};
     row.n = n;
     row.ratio = 1.0f;
-    row.param = address(param, writes_params_);
+    row.param = address(param, params_);
     if (grad != nullptr) {
       check_tensor(*grad, "grads", index, n, formats.grad);
       row.grad = grad->const_data_ptr();
@@ -64,11 +66,11 @@ class Table {
       const at::Tensor* state = states[size_t(k)];
       if (state == nullptr) continue;
       check_tensor(*state, STATE_NAMES[k], index, n, formats.state);
-      row.state[k] = address(*state, writes_states_);
+      row.state[k] = address(*state, states_);
     }
     if (master != nullptr) {
       check_tensor(*master, "masters", index, n, F32);
-      row.master = address(*master, writes_params_);
+      row.master = address(*master, params_ == WRITE && states_ == OWN ? OWN : params_);
     }
     rows.push_back(row);
   }
@@ -77,12 +79,12 @@ class Table {
   Formats formats{F32, F32, F32};
 
  private:
-  static void* address(const at::Tensor& t, bool writes) {
-    return writes ? writable(t) : const_cast<void*>(t.const_data_ptr());
+  static void* address(const at::Tensor& t, Access access) {
+    return access == WRITE ? writable(t) : access == OWN ? t.mutable_data_ptr() : const_cast<void*>(t.const_data_ptr());
   }
 
   int num_states_;
-  bool writes_params_, writes_states_;
+  Access params_, states_;
 };
 
 void fill(Table& table, at::TensorList params, const at::TensorList* grads,
@@ -121,7 +123,7 @@ at::Tensor new_norms(int64_t rows, const at::Tensor& like) {
 
 at::Tensor lamb_direction_(int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                            at::TensorList exp_avg_sqs, at::TensorList masters, c10::ArrayRef<double> scalars) {
-  Table table(LAMB, flags, /*writes_params=*/false);
+  Table table(LAMB, flags, /*params=*/Table::READ);
   fill(table, params, &grads, {exp_avgs, exp_avg_sqs, {}}, masters);
   check_lamb(table, flags);
   at::Tensor norms = new_norms(int64_t(table.rows.size()), params[0]);
@@ -132,7 +134,7 @@ at::Tensor lamb_direction_(int64_t flags, at::TensorList params, at::TensorList 
 
 void lamb_apply_(int64_t flags, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
                  at::TensorList masters, const at::Tensor& ratios, c10::ArrayRef<double> scalars) {
-  Table table(LAMB, flags, /*writes_params=*/true, /*writes_states=*/false);
+  Table table(LAMB, flags, /*params=*/Table::WRITE, /*states=*/Table::READ);
   fill(table, params, nullptr, {exp_avgs, exp_avg_sqs, {}}, masters);
   check_lamb(table, flags);
   check_tensor(ratios, "ratios", 0, int64_t(params.size()), F32);
@@ -150,11 +152,21 @@ class Rows : public torch::CustomClassHolder {
 
   // False, and nothing done, if some parameter has no gradient.
   bool update(int64_t rule, int64_t flags, std::vector<double> scalars) {
-    Table table(rule, flags);
+    Table table(rule, flags, Table::WRITE, Table::OWN);
+    table.rows = std::move(rows_);  // its memory, not its contents
+    table.rows.clear();
     table.check_lists(params_, {states_[0], states_[1], states_[2]}, masters_);
-    for (size_t i = 0; i < params_.size(); ++i) {
-      // The objects of tensors lie all over memory: ask for those of a later row while this one is looked at.
-      if (i + AHEAD < params_.size()) ask_for(i + AHEAD);
+    // The objects of tensors lie all over memory, each behind the address in another, and the update of the step before
+    // has driven them out of the caches. So a row is asked for in stages, several rows ahead of the one looked at.
+    const size_t count = params_.size();
+    for (size_t i = 0; i < STAGES * AHEAD && i < count; ++i) ask_for_objects(i);
+    for (size_t i = 0; i < (STAGES - 1) * AHEAD && i < count; ++i) ask_for_storages(i);
+    for (size_t i = 0; i < (STAGES - 2) * AHEAD && i < count; ++i) ask_for_grad(i);
+    for (size_t i = 0; i < count; ++i) {
+      if (i + STAGES * AHEAD < count) ask_for_objects(i + STAGES * AHEAD);
+      if (i + (STAGES - 1) * AHEAD < count) ask_for_storages(i + (STAGES - 1) * AHEAD);
+      if (i + (STAGES - 2) * AHEAD < count) ask_for_grad(i + (STAGES - 2) * AHEAD);
+      if (i + AHEAD < count) ask_for_grad_storage(i + AHEAD);
       const at::Tensor& grad = params_[i].grad();
       if (!grad.defined()) return false;
       std::array<const at::Tensor*, MAX_STATES> s{};
@@ -162,27 +174,59 @@ class Rows : public torch::CustomClassHolder {
       table.add(int64_t(i), params_[i], &grad, s, masters_.empty() ? nullptr : &masters_[i]);
     }
     run(rule, flags, table, scalars);
+    rows_ = std::move(table.rows);
     return true;
   }
 
  private:
-  static constexpr size_t AHEAD = 8;
+  static constexpr size_t AHEAD = 6, STAGES = 4;
 
   static void ask_for_object(const at::Tensor& t) {
     const char* object = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
     for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) __builtin_prefetch(object + at);
   }
 
-  void ask_for(size_t i) const {
-    ask_for_object(params_[i]);
+  static void ask_for_storage(const at::Tensor& t) {
+    const char* storage = reinterpret_cast<const char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    __builtin_prefetch(storage);
+    __builtin_prefetch(storage + 64);
+  }
+
+  template <class Fn>
+  void each(size_t i, const Fn& fn) const {
+    fn(params_[i]);
     for (const Tensors& states : states_)
-      if (!states.empty()) ask_for_object(states[i]);
-    if (!masters_.empty()) ask_for_object(masters_[i]);
+      if (!states.empty()) fn(states[i]);
+    if (!masters_.empty()) fn(masters_[i]);
+  }
+
+  void ask_for_objects(size_t i) const { each(i, ask_for_object); }
+
+  void ask_for_storages(size_t i) const {
+    each(i, ask_for_storage);
+    const c10::TensorImpl* impl = params_[i].unsafeGetTensorImpl();
+    const char* meta = reinterpret_cast<const char*>(impl->autograd_meta());
+    __builtin_prefetch(meta);
+    __builtin_prefetch(meta + 64);
+    // The counter that writable() raises is behind the only member of this object. (A prefetch of a wrong address, should
+    // that ever change, does no harm.)
+    __builtin_prefetch(*reinterpret_cast<void* const*>(&impl->version_counter()), 1);
+  }
+
+  void ask_for_grad(size_t i) const {
+    const at::Tensor& grad = params_[i].grad();
+    if (grad.defined()) ask_for_object(grad);
+  }
+
+  void ask_for_grad_storage(size_t i) const {
+    const at::Tensor& grad = params_[i].grad();
+    if (grad.defined()) ask_for_storage(grad);
   }
 
   Tensors params_;
   std::array<Tensors, MAX_STATES> states_;
   Tensors masters_;
+  std::vector<Row> rows_;
 };
 
 }  // namespace

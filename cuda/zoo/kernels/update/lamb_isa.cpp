@@ -2,22 +2,13 @@
 //
 // Pass 1 updates m and v and sums p² and d²; pass 2 computes d again from m, v and p, so that no buffer of the size of
 // the tensor is needed. Both passes see the same fp32 states, so they see the same d.
+#include "../common/squares.h"
 #include "rows_isa.h"
 #include "update_cpu.h"
 
 namespace zoo {
 namespace ZOO_ISA {
 namespace {
-
-constexpr int LANES = 16;
-
-// Σx² in fp64: element i goes to lane i mod 16, whatever the vector width, so all instruction sets give the same bits.
-void add_squares(const float* __restrict x, int64_t n, double* __restrict lanes) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (int k = 0; k < LANES; ++k) lanes[k] += double(x[i + k]) * double(x[i + k]);
-  for (int k = 0; i < n; ++i, ++k) lanes[k] += double(x[i]) * double(x[i]);
-}
 
 template <int FLAGS>
 void direction_block(const Scalars& scalars, const float* __restrict p, const float* __restrict g,
@@ -63,10 +54,7 @@ void direction_part(const Scalars& c, Formats f, const Row& row, int64_t begin, 
     add_squares(p, n, lanes[0]);
     add_squares(buffers.s[0], n, lanes[1]);
   }
-  for (int which = 0; which < 2; ++which) {
-    norms[which] = 0;
-    for (int k = 0; k < LANES; ++k) norms[which] += lanes[which][k];
-  }
+  for (int which = 0; which < 2; ++which) norms[which] = sum_of(lanes[which]);
 }
 
 template <int FLAGS>

@@ -29,7 +29,7 @@
 
 #include "../common/numbers.h"
 
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__)
 #define ZOO_SQRT(x) __fsqrt_rn(x)
 #else
 #define ZOO_SQRT(x) __builtin_sqrtf(x)

@@ -7,6 +7,8 @@ namespace zoo {
 namespace ZOO_ISA {
 namespace {
 
+constexpr int64_t AHEAD = 4 * BLOCK;  // how far ahead memory is asked for; measured: 1 to 8 blocks differ by a percent
+
 // The states that a rule keeps, known to the compiler.
 template <int RULE, int FLAGS>
 constexpr int kept() {
@@ -37,7 +39,7 @@ void update_range(const Scalars& c, Formats f, const Row& row, int64_t begin, in
   const float rate = c.rate * row.ratio;
   for (int64_t at = begin; at < end; at += BLOCK) {
     const int64_t n = end - at < BLOCK ? end - at : BLOCK;
-    if (at + BLOCK < end) ask_for_row(row, f, at + BLOCK, n);
+    if (at + AHEAD < end) ask_for_row(row, f, at + AHEAD, n);
     float* p = fp32_block(source, source_dtype, at, n, buffers.p);
     const float* g = fp32_block(const_cast<void*>(row.grad), f.grad, at, n, buffers.g);
     float* s[MAX_STATES];

@@ -1,0 +1,73 @@
+"""What every topic's report is made of: medians over rounds, tables, facts of the machine, remarks that stay."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REMARKS = "## Remarks"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range over rounds."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle of the rounds."""
+        return statistics.median(self.values)
+
+    def text(self, digits: int = 2, factor: float = 1.0) -> str:
+        """``median (min–max)``."""
+        middle, low, high = (f"{v * factor:.{digits}f}" for v in (self.median, min(self.values), max(self.values)))
+        return f"{middle} ({low}–{high})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def machine(packages: Sequence[str]) -> dict[str, Any]:
+    """What the figures depend on, with the versions of these packages; nothing that names the machine."""
+    cpu = "unknown CPU"
+    if Path("/proc/cpuinfo").exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = found[1].strip() if found else cpu
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu,
+        "python": platform.python_version(),
+        **versions,
+        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def remarks(page: Path) -> str:
+    """The section of a page that is written by hand, to be kept when the page is generated anew."""
+    if page.exists() and REMARKS in (text := page.read_text()):
+        return text[text.index(REMARKS) :].rstrip() + "\n"
+    return f"{REMARKS}\n\nNone yet.\n"

@@ -1,0 +1,15 @@
+//! Memory that devices reach without a copy: aligned, optionally page-locked, in a bounded pool.
+
+mod page_lock;
+mod pool;
+mod region;
+
+pub use page_lock::{PageLock, cuda};
+pub use pool::{Pool, PoolBuffer, PoolStats};
+pub use region::Region;
+pub(crate) use region::{dropped_so_far, find, is_live};
+
+/// Buffers start at multiples of this: a page, which satisfies every device.
+pub const BUFFER_ALIGNMENT: usize = 4096;
+/// Regions start at multiples of this, so that the kernel can back them with huge pages.
+pub const HUGE_PAGE: usize = 2 << 20;

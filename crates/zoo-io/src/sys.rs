@@ -1,0 +1,178 @@
+//! The system calls the engine needs, each behind a function that turns -1 into `io::Error`.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn check_size(result: libc::ssize_t) -> Result<usize, i32> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// Open `path` with raw flags; `O_CLOEXEC` is added.
+pub fn open(path: &Path, flags: libc::c_int) -> io::Result<OwnedFd> {
+    let name = CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "the path contains a zero byte"))?;
+    loop {
+        // SAFETY: `name` is a C string that outlives the call; the mode is only read with O_CREAT.
+        match check(unsafe { libc::open(name.as_ptr(), flags | libc::O_CLOEXEC, 0o644) }) {
+            Ok(fd) => {
+                // SAFETY: the descriptor was just made and belongs to nobody else.
+                let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+                return clear_nonblocking(&fd).map(|()| fd);
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// `O_NONBLOCK` is for `open` alone: on some file systems a ring would otherwise answer EAGAIN instead of waiting.
+fn clear_nonblocking(fd: &OwnedFd) -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    let flags = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) })?;
+    if flags & libc::O_NONBLOCK != 0 {
+        // SAFETY: no memory is passed.
+        check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) })?;
+    }
+    Ok(())
+}
+
+/// Positional read into raw memory.
+///
+/// # Safety
+/// `ptr..ptr + len` is writable for the length of the call.
+pub unsafe fn pread(fd: RawFd, ptr: *mut u8, len: usize, offset: u64) -> Result<usize, i32> {
+    // SAFETY: promised by the caller.
+    check_size(unsafe { libc::pread(fd, ptr.cast(), len, offset.cast_signed()) })
+}
+
+/// Positional write from raw memory.
+///
+/// # Safety
+/// `ptr..ptr + len` is readable for the length of the call.
+pub unsafe fn pwrite(fd: RawFd, ptr: *const u8, len: usize, offset: u64) -> Result<usize, i32> {
+    // SAFETY: promised by the caller.
+    check_size(unsafe { libc::pwrite(fd, ptr.cast(), len, offset.cast_signed()) })
+}
+
+/// Bring the data of a file, and as much of its metadata as reading it back needs, onto the device.
+pub fn fdatasync(fd: RawFd) -> Result<usize, i32> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::fdatasync(fd) }).map(|_| 0).map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// What the kernel says about direct transfers of an open file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DirectSupport {
+    /// Alignments of memory addresses and of file offsets, in bytes.
+    Aligned {
+        /// Of addresses in memory.
+        memory: u64,
+        /// Of offsets and lengths in the file.
+        offset: u64,
+    },
+    /// The file system does not do direct transfers of this file.
+    No,
+    /// The kernel is too old to say (before 6.1).
+    Unknown,
+}
+
+/// `STATX_DIOALIGN` of an open file.
+pub fn direct_support(fd: RawFd) -> DirectSupport {
+    // SAFETY: statx is plain numbers, for which zeros are a value.
+    let mut facts: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the empty path with AT_EMPTY_PATH means `fd` itself; `facts` is writable and of the right size.
+    let result = unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut facts) };
+    if result != 0 || facts.stx_mask & libc::STATX_DIOALIGN == 0 {
+        return DirectSupport::Unknown;
+    }
+    match (facts.stx_dio_mem_align, facts.stx_dio_offset_align) {
+        (0, _) | (_, 0) => DirectSupport::No,
+        (memory, offset) => DirectSupport::Aligned { memory: memory.into(), offset: offset.into() },
+    }
+}
+
+/// Block size of the file system an open file lives on, in bytes.
+pub fn block_size(fd: RawFd) -> u64 {
+    // SAFETY: statvfs is plain numbers, for which zeros are a value.
+    let mut facts: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: `facts` is writable and of the right size.
+    if unsafe { libc::fstatvfs(fd, &raw mut facts) } == 0 { facts.f_bsize } else { 4096 }
+}
+
+/// Size in bytes of an open regular file or block device.
+pub fn size(fd: RawFd) -> io::Result<u64> {
+    // SAFETY: no memory is passed.
+    let end = unsafe { libc::lseek(fd, 0, libc::SEEK_END) };
+    u64::try_from(end).map_err(|_| io::Error::last_os_error())
+}
+
+/// Whether positional I/O makes sense: a regular file or a block device.
+pub fn is_seekable_kind(fd: RawFd) -> io::Result<bool> {
+    // SAFETY: stat is plain numbers, for which zeros are a value.
+    let mut facts: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: `facts` is writable and of the right size.
+    check(unsafe { libc::fstat(fd, &raw mut facts) })?;
+    Ok(matches!(facts.st_mode & libc::S_IFMT, libc::S_IFREG | libc::S_IFBLK))
+}
+
+/// Cut or lengthen a file.
+pub fn truncate(fd: RawFd, len: u64) -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::ftruncate(fd, len.cast_signed()) }).map(drop)
+}
+
+/// `fallocate` with the given mode.
+pub fn fallocate(fd: RawFd, mode: libc::c_int, offset: u64, len: u64) -> io::Result<()> {
+    loop {
+        // SAFETY: no memory is passed.
+        match check(unsafe { libc::fallocate(fd, mode, offset.cast_signed(), len.cast_signed()) }) {
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// A counter in the kernel on which a thread can sleep; a wake that comes first is kept.
+#[derive(Debug)]
+pub struct EventFd(File);
+
+impl EventFd {
+    /// A new one, at zero. `nonblocking` reads return at once when it is zero.
+    pub fn new(nonblocking: bool) -> io::Result<Self> {
+        let flags = libc::EFD_CLOEXEC | if nonblocking { libc::EFD_NONBLOCK } else { 0 };
+        // SAFETY: no memory is passed.
+        let fd = check(unsafe { libc::eventfd(0, flags) })?;
+        // SAFETY: the descriptor was just made and belongs to nobody else.
+        Ok(EventFd(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    /// Add one; whoever sleeps on it wakes up.
+    pub fn wake(&self) {
+        let one = 1_u64.to_ne_bytes();
+        // The counter cannot overflow in practice (2^64 wakes), and a failed wake has nobody to be told.
+        // SAFETY: eight readable bytes.
+        let _ = unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+    }
+
+    /// Sleep until somebody wakes it; sets it back to zero.
+    pub fn sleep(&self) {
+        let mut count = [0_u8; 8];
+        // SAFETY: eight writable bytes.
+        let _ = unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+    }
+}
+
+impl AsRawFd for EventFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}

@@ -1,0 +1,25 @@
+// Gradient norm, scaling and the check for infinities and NaNs, in one pass.
+//
+//   x_i <- σ·x_i                    rounded to the format of x; not written at all for σ = 1
+//   S   = Σ x_i²                    of the values as stored, in fp64
+//
+// S is finite if and only if every x_i is: a square of fp32 is exact in fp64, and 2^128 · 2^128 · n does not overflow. So
+// the norm √S, the unscaling of loss-scaled gradients and the decision whether to skip the step cost one pass together.
+//
+// Memory contract: rows of fp32, bf16 or fp16, contiguous; S one fp64 for each row. A row is cut into parts of 65,536
+// elements whose sums are added in order, and a part goes into 16 lanes (squares.h): S does not depend on the threads
+// or on the instruction set. Against the exact sum |error| <= n·2^-53·S (Higham 2002, section 4.2).
+#pragma once
+
+#include "../common/numbers.h"
+
+namespace zoo {
+
+constexpr int64_t NORM_PART = 65536;
+
+struct NormRow {
+  void* x;
+  int64_t n;
+};
+
+}  // namespace zoo

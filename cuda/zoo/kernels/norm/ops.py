@@ -1,0 +1,60 @@
+"""The norm over lists of tensors: native on the CPU, else the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zoo.kernels import loading
+from zoo.kernels.norm import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Tensors = Sequence[torch.Tensor]
+
+
+@torch.no_grad()
+def sum_squares(tensors: Tensors) -> torch.Tensor:
+    """S = Σx² of each tensor, fp64, shape (len(tensors),); finite if and only if the tensor is.
+
+    Args:
+        tensors: contiguous, of any shapes, all fp32, bf16 or fp16 (fp64 runs in the reference).
+
+    Raises:
+        ValueError: a dtype, device or layout that cannot be.
+    """
+    if tensors and _native(tensors):
+        found: torch.Tensor = torch.ops.zoo.sum_squares.default(list(tensors))
+        return found
+    _check(tensors)
+    return reference.scale_sum_squares_(tensors, 1.0) if tensors else torch.empty(0, dtype=torch.float64)
+
+
+@torch.no_grad()
+def scale_sum_squares_(tensors: Tensors, factor: float) -> torch.Tensor:
+    """x ← factor·x in place, and :func:`sum_squares` of the result, in one pass: unscaling, norm and overflow check."""
+    if tensors and _native(tensors):
+        found: torch.Tensor = torch.ops.zoo.scale_sum_squares_.default(list(tensors), factor)
+        return found
+    _check(tensors)
+    return reference.scale_sum_squares_(tensors, factor) if tensors else torch.empty(0, dtype=torch.float64)
+
+
+def grad_norm(tensors: Tensors) -> float:
+    """√Σx² over all tensors: infinite or NaN if an element is."""
+    return float(sum_squares(tensors).sum().sqrt())
+
+
+def _native(tensors: Tensors) -> bool:
+    plain = all(t.device.type == "cpu" and t.dtype is not torch.float64 for t in tensors)
+    return plain and loading.native()
+
+
+def _check(tensors: Tensors) -> None:
+    for i, t in enumerate(tensors):
+        if t.dtype not in (*DTYPES, torch.float64) or t.dtype is not tensors[0].dtype:
+            raise ValueError(f"tensors[{i}] is {t.dtype}; all must be of one dtype, floating point.")
+        if t.device != tensors[0].device:
+            raise ValueError(f"tensors[{i}] is on {t.device}; tensors[0] is on {tensors[0].device}.")
+        if t.layout is not torch.strided or not t.is_contiguous():
+            raise ValueError(f"tensors[{i}] of shape {tuple(t.shape)} is {t.layout}; it must be dense and contiguous.")

@@ -1,0 +1,8 @@
+"""1-bit compression with error feedback: y + e' = x + e, of which y travels in a bit an element and a scale a group.
+
+The maths and the papers are in ``onebit.h``.
+"""
+
+from zoo.kernels.onebit.ops import GROUP_SIZE, compress_, decompress_, wire_bytes
+
+__all__ = ["GROUP_SIZE", "compress_", "decompress_", "wire_bytes"]

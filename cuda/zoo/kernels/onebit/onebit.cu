@@ -1,0 +1,85 @@
+// 1-bit compression on GPUs: the maths and the memory contract of onebit.h, bit for bit. Compile with -fmad=false.
+//
+// One warp a group: lane k of the first 16 adds up the elements k, k + 16, k + 32 … of the group in order, as the CPU's
+// lanes do; then the signs of 32 elements at a time are a ballot.
+#include <cuda_runtime.h>
+
+#include "../common/numbers.h"
+#include "onebit_cuda.h"
+
+namespace zoo {
+namespace {
+
+constexpr int WARPS = 4;
+
+__device__ __forceinline__ float read(const void* memory, Dtype dtype, int64_t at) {
+  if (dtype == F32) return static_cast<const float*>(memory)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(memory)[at];
+  return dtype == BF16 ? bf16_to_float(bits) : f16_to_float(bits);
+}
+
+__device__ __forceinline__ void write(float value, void* memory, Dtype dtype, int64_t at) {
+  if (dtype == F32) static_cast<float*>(memory)[at] = value;
+  else static_cast<uint16_t*>(memory)[at] = dtype == BF16 ? float_to_bf16(value) : float_to_f16(value);
+}
+
+__global__ void __launch_bounds__(32 * WARPS) compress_kernel(const void* x, Dtype dtype, float* error, uint8_t* bits,
+                                                              float* scales, int64_t n, int64_t group) {
+  const int lane = threadIdx.x % 32;
+  const int64_t index = int64_t(blockIdx.x) * WARPS + threadIdx.x / 32, begin = index * group;
+  if (begin >= n) return;
+  const int64_t end = begin + group < n ? begin + group : n;
+  float sum = 0;
+  for (int64_t at = begin; at < end; at += 32) {
+    const bool inside = at + lane < end;
+    const float c = inside ? read(x, dtype, at + lane) + error[at + lane] : 0.0f;
+    if (inside) error[at + lane] = c;
+    // Lane k < 16 takes element k, then element k + 16, which lane k + 16 has: the order of the reference.
+    const float magnitude = fabsf(c), upper = __shfl_down_sync(0xFFFFFFFFu, magnitude, 16);
+    sum = (sum + magnitude) + upper;
+  }
+  float total = __shfl_sync(0xFFFFFFFFu, sum, 0);
+  for (int k = 1; k < ONEBIT_LANES; ++k) total = total + __shfl_sync(0xFFFFFFFFu, sum, k);
+  const float scale = total / float(end - begin);
+  if (lane == 0) scales[index] = scale;
+  for (int64_t at = begin; at < end; at += 32) {
+    const bool inside = at + lane < end;
+    const float c = inside ? error[at + lane] : -1.0f;
+    const bool positive = c >= 0.0f;
+    const uint32_t word = __ballot_sync(0xFFFFFFFFu, positive);
+    if (inside) error[at + lane] = c - (positive ? scale : -scale);
+    if (lane < 4 && at + 8 * lane < end) bits[at / 8 + lane] = uint8_t(word >> (8 * lane));
+  }
+}
+
+__global__ void decompress_kernel(void* out, Dtype dtype, const uint8_t* bits, const float* scales, bool add, int64_t n,
+                                  int64_t group) {
+  const int64_t step = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) {
+    const float scale = scales[i / group], y = (bits[i / 8] >> (i % 8)) & 1 ? scale : -scale;
+    write(add ? read(out, dtype, i) + y : y, out, dtype, i);
+  }
+}
+
+}  // namespace
+}  // namespace zoo
+
+int32_t zoo_onebit_compress_cuda(const void* x, int32_t dtype, float* error, uint8_t* bits, float* scales, int64_t n,
+                                 int64_t group, void* stream) {
+  using namespace zoo;
+  const int64_t groups = (n + group - 1) / group;
+  if (groups > 0)
+    compress_kernel<<<unsigned((groups + WARPS - 1) / WARPS), 32 * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(
+        x, Dtype(dtype), error, bits, scales, n, group);
+  return int32_t(cudaGetLastError());
+}
+
+int32_t zoo_onebit_decompress_cuda(void* out, int32_t dtype, const uint8_t* bits, const float* scales, int32_t add,
+                                   int64_t n, int64_t group, void* stream) {
+  using namespace zoo;
+  const int64_t blocks = (n + 1023) / 1024;
+  if (blocks > 0)
+    decompress_kernel<<<unsigned(blocks < 8192 ? blocks : 8192), 256, 0, static_cast<cudaStream_t>(stream)>>>(
+        out, Dtype(dtype), bits, scales, add != 0, n, group);
+  return int32_t(cudaGetLastError());
+}

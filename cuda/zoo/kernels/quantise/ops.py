@@ -1,0 +1,84 @@
+"""Quantisation: native on the CPU, else the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zoo.kernels import loading
+from zoo.kernels.quantise import reference
+
+UNIT, LARGEST = 16, 1 << 20
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def quantise(
+    x: torch.Tensor, *, bits: int = 8, group_size: int = 256, swizzle: tuple[int, int] = (1, 1)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q = round(x/s) and s = max|x|/Q of each group of ``group_size`` elements.
+
+    Args:
+        x: contiguous, any shape, n elements, fp32, bf16 or fp16.
+        bits: 8, or 4 (two elements a byte).
+        group_size: a multiple of 16.
+        swizzle: (nodes, ranks of a node): x is that many pieces, and piece (n, l) is written to place (l, n).
+
+    Returns:
+        q, int8, shape (ceil(n·bits/8),), and s, fp32, shape (ceil(n/group_size),).
+
+    Raises:
+        ValueError: a dtype, layout, group size or number of pieces that cannot be.
+    """
+    nodes, local = swizzle
+    if x.device.type == "cpu" and loading.native():
+        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.zoo.quantise.default(x, bits, group_size, nodes, local)
+        return found
+    _check_options(bits, group_size)
+    _check(x, "x", x.numel(), DTYPES, x)
+    if nodes < 1 or local < 1 or (nodes * local > 1 and x.numel() % (nodes * local * group_size)):
+        raise ValueError(
+            f"swizzle=({nodes}, {local}) cuts {x.numel()} elements into {nodes} x {local} pieces; each must be a whole "
+            f"number of groups of {group_size}."
+        )
+    return reference.quantise(x, bits, group_size, nodes, local)
+
+
+@torch.no_grad()
+def dequantise_(
+    out: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, *, bits: int = 8, group_size: int = 256, ranks: int = 1,
+    factor: float = 1.0,
+) -> None:  # fmt: skip
+    """out ← factor·Σ_r s_r·q_r over ``ranks`` quantised tensors that lie one after the other in q and in scales.
+
+    With ``ranks=1`` it dequantises; with more it reduces what an all-to-all delivered, in one pass.
+
+    Raises:
+        ValueError: a dtype, shape, layout or group size that cannot be.
+    """
+    if out.device.type == "cpu" and loading.native():
+        torch.ops.zoo.dequantise_.default(out, q, scales, bits, group_size, ranks, factor)
+        return
+    _check_options(bits, group_size)
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}; it must be at least 1.")
+    _check(out, "out", out.numel(), DTYPES, out)
+    _check(q, "q", ranks * -(-out.numel() * bits // 8), (torch.int8,), out)
+    _check(scales, "scales", ranks * -(-out.numel() // group_size), (torch.float32,), out)
+    reference.dequantise_(out, q, scales, bits, group_size, ranks, factor)
+
+
+def _check(t: torch.Tensor, what: str, numel: int, dtypes: Any, like: torch.Tensor) -> None:
+    if t.dtype not in dtypes or t.numel() != numel or not t.is_contiguous() or t.device != like.device:
+        raise ValueError(
+            f"{what} is {t.dtype} of shape {tuple(t.shape)} with strides {t.stride()} on {t.device}; it must have "
+            f"{numel} elements of {' or '.join(map(str, dtypes))}, be contiguous, and be on {like.device}."
+        )
+
+
+def _check_options(bits: int, group_size: int) -> None:
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits}; it must be 8 or 4.")
+    if not UNIT <= group_size <= LARGEST or group_size % UNIT:
+        raise ValueError(f"group_size={group_size}; it must be a multiple of {UNIT} from {UNIT} to {LARGEST}.")

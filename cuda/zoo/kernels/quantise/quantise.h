@@ -1,0 +1,38 @@
+// Group-wise symmetric quantisation to 8 and 4 bits.
+//
+//   Q    = 127 (int8) or 7 (int4)
+//   s_G  = max_{i in G} |x_i| / Q            one fp32 scale for each group G of consecutive elements
+//   q_i  = round(x_i · (Q / max_G |x|))      to nearest, ties to even, within [-Q, Q]
+//   y_i  = q_i · s_G                         |x_i - y_i| <= s_G / 2 · (1 + 2^-21) + 2^-22 |x_i|
+//   reduced_i = f · Σ_r y_{r,i}              dequantise-reduce: r = 0, 1, … in order, fp32, then the factor f
+//
+// int4: element 2j in the lower half of byte j, element 2j + 1 in the upper, two's complement. A group of zeros has scale
+// 0. A NaN or infinity makes the group's scale NaN or infinite and its q zero, so the receiver gets NaN, not a number.
+//
+// Swizzled layout (ZeRO++ qgZ): x is N·L pieces of equal length, piece (n, l) for rank l of node n; it is written to
+// place (l, n), so that an all-to-all within the nodes and then one between them deliver each rank its own pieces in
+// order. Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", sections 3.1
+// (quantised weights) and 3.3 (quantised gradients). They quantise asymmetrically as well; this does not.
+//
+// Memory contract: x fp32, bf16 or fp16, read once (a group twice, from the cache); q one or half a byte an element;
+// scales ceil(n / group) fp32. Groups are multiples of 16 elements. fp32 arithmetic, each operation rounded by itself.
+#pragma once
+
+#include "../common/numbers.h"
+
+namespace zoo {
+
+constexpr int64_t QUANT_GROUP_UNIT = 16;
+constexpr int64_t QUANT_GROUP_MAX = 1 << 20;
+
+struct Swizzle {
+  int64_t nodes, local, piece;  // piece: groups in a piece
+
+  // Where group i goes.
+  ZOO_HD int64_t place(int64_t i) const {
+    const int64_t which = i / piece, n = which / local, l = which % local;
+    return (l * nodes + n) * piece + i % piece;
+  }
+};
+
+}  // namespace zoo

@@ -1,0 +1,38 @@
+"""The ``aio`` section of a configuration."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from zoo.config import Section
+
+
+class AioConfig(Section):
+    """How tensors travel to and from files; `Handle.from_config` makes a handle of it."""
+
+    block_size: int = Field(default=1 << 20, ge=4096, le=1 << 30, multiple_of=4096)
+    """Largest transfer, in bytes."""
+
+    queue_depth: int = Field(default=8, ge=1, le=4096)
+    """Transfers a thread keeps in flight."""
+
+    intra_op_parallelism: int = Field(default=1, ge=1, le=64, alias="thread_count")
+    """Threads that share the blocks of every tensor, each with a queue of its own."""
+
+    single_submit: bool = False
+    """Hand every transfer to the kernel by itself instead of many at once."""
+
+    overlap_events: bool = True
+    """Begin new transfers as others complete, instead of one full queue after the other."""
+
+    use_gds: bool = False
+    """GPUDirect Storage, which zoo does not have."""
+
+    @field_validator("use_gds")
+    @classmethod
+    def _no_gds(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "use_gds = true; zoo has no GPUDirect Storage: leave it out, transfers go through pinned memory"
+            )
+        return value

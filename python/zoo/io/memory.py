@@ -1,0 +1,50 @@
+"""The bytes of a tensor, checked."""
+
+from __future__ import annotations
+
+import torch
+
+
+def num_bytes_of(dtype: torch.dtype) -> int:
+    """Bytes of one element."""
+    return dtype.itemsize
+
+
+def memory_of(tensor: torch.Tensor, *, verb: str) -> tuple[int, int]:
+    """Address and size in bytes of a tensor that can be transferred as it is.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: not on the CPU, not dense, not contiguous, without memory, or its values are not what is stored.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"cannot {verb} a {type(tensor).__name__}; give a torch.Tensor")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"cannot {verb} a tensor on {tensor.device}; allowed is the CPU: copy it through a buffer of a pool "
+            "(handle.empty)"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"cannot {verb} a tensor of layout {tensor.layout}; allowed is torch.strided")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"cannot {verb} a non-contiguous tensor (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
+            f"{verb} tensor.contiguous(), or a contiguous buffer and copy"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"cannot {verb} a lazily conjugated or negated view; call tensor.resolve_conj().resolve_neg() first"
+        )
+    size = tensor.numel() * tensor.element_size()
+    address = tensor.data_ptr()
+    if size and not address:
+        raise ValueError(
+            f"cannot {verb} a tensor of shape {tuple(tensor.shape)} that has no memory (its storage is freed)"
+        )
+    return address, size
+
+
+def mark_changed(tensor: torch.Tensor) -> None:
+    """Let autograd know that a read changes the tensor, as any in-place operation does."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

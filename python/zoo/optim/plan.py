@@ -1,0 +1,123 @@
+"""What makes a step cost little for many small tensors.
+
+A *plan* is everything about a list of parameters that stays the same from step to step: which have gradients, their
+states, grouped into *batches* that one kernel call can take (one dtype, one device, one number of steps taken). A step
+checks that parameters and states are still those, and hands a batch over without touching its tensors from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Watch:
+    """How often anybody but the optimizer set an entry of its states, or took one away."""
+
+    changes = 0
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    def changed(self: State, *args: Any, **more: Any) -> Any:
+        self.watch.changes += 1
+        return method(self, *args, **more)
+
+    return changed
+
+
+class State(dict[str, Any]):
+    """The state of one parameter: a dictionary that tells its optimizer's :class:`Watch` of changes.
+
+    The alternative, comparing every entry by identity in every step, touches as much memory as updating the tensors of
+    a small layer. Copied or pickled it is a plain dictionary.
+    """
+
+    __slots__ = ("batch", "watch")
+
+    def __init__(self, watch: Watch, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.watch = watch
+        self.batch: Batch | None = None
+
+    def put(self, name: str, value: Any) -> None:
+        """Set an entry without telling: for the optimizer itself."""
+        super().__setitem__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    __setitem__ = _noting("__setitem__")
+    __delitem__ = _noting("__delitem__")
+    __ior__ = _noting("__ior__")
+    clear = _noting("clear")
+    pop = _noting("pop")
+    popitem = _noting("popitem")
+    setdefault = _noting("setdefault")
+    update = _noting("update")
+
+
+class Batch:
+    """Parameters that one kernel call updates.
+
+    ``lists`` has one list of tensors for each state name (and "master"); ``packed`` holds the number of steps taken of
+    each parameter, and the states' ``step`` are views of it, so that counting is one operation for all.
+    """
+
+    def __init__(self, params: list[Tensor], dicts: list[State], names: Sequence[str], step: int) -> None:
+        self.params, self.names, self.step = params, tuple(names), step
+        self.retired: bool = False
+        self.packed = torch.full((len(params),), float(step))
+        for state, view in zip(dicts, self.packed.unbind(), strict=True):
+            state.put("step", view)
+            if state.batch is not None:
+                state.batch.retired = True  # it counts into another tensor
+            state.batch = self
+        self.lists = {name: [state[name] for state in dicts] for name in names}
+        self.watch = dicts[0].watch
+        self.seen = self.watch.changes
+        self.rows: Any = None
+
+    def is_current(self) -> bool:
+        """Whether the states are still the very tensors that were there when the batch was made."""
+        return not self.retired and self.watch.changes == self.seen
+
+    def states(self) -> list[list[Tensor]]:
+        """The lists of the rule's states, in the order of its names."""
+        return [self.lists[name] for name in self.names if name != "master"]
+
+    def masters(self) -> list[Tensor]:
+        """The fp32 masters; empty where the parameters are themselves what is updated."""
+        return self.lists.get("master", [])
+
+    def use_rows(self) -> None:
+        """Hold the tensors natively: fp32, bf16 or fp16 on the CPU, contiguous."""
+        states = [*self.states(), [], [], []][:3]
+        self.rows = torch.classes.zoo.Rows(self.params, *states, self.masters())
+
+    def count(self) -> None:
+        """One more step was taken."""
+        self.step += 1
+        self.packed += 1
+
+
+class Plan:
+    """A list of parameters as batches; ``absent`` are those that had no gradient when it was made."""
+
+    def __init__(self, params: list[Tensor], absent: list[Tensor], batches: list[Batch]) -> None:
+        self.params, self.absent, self.batches = params, absent, batches
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Whether it is of these parameters, states replaced by nobody, and no parameter got its first gradient."""
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and all(p.grad is None for p in self.absent)
+            and all(batch.is_current() for batch in self.batches)
+        )

@@ -1,0 +1,186 @@
+"""What concerns the whole process: forks, its end, refused io_uring, memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "always", "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+FORK = """
+import os, sys, torch, zoo.io
+handle = zoo.io.Handle()
+handle.pwrite(torch.zeros(10), sys.argv[1])
+slow = zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=1.0, times=1),)))
+future = slow.async_pwrite(torch.zeros(10), sys.argv[1])
+child = os.fork()
+if child == 0:
+    for use in (lambda: handle.pwrite(torch.zeros(10), sys.argv[1]), handle.wait, future.wait, slow.close):
+        try:
+            use()
+        except RuntimeError as error:
+            assert "belongs to process" in str(error) and "make an engine after the fork" in str(error), error
+        else:
+            os._exit(3)
+    zoo.io.Handle().pwrite(torch.ones(10), sys.argv[1])
+    del handle, slow, future
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert future.wait().num_bytes == 40
+handle.pwrite(torch.ones(10), sys.argv[1])
+back = torch.zeros(10)
+handle.pread(back, sys.argv[1])
+assert back.eq(1).all()
+"""
+
+
+def test_a_forked_child_gets_a_sentence_not_a_hang(folder: Path) -> None:
+    done = run(FORK, folder / "f")
+    assert done.returncode == 0, done.stderr
+
+
+END = """
+import sys, torch, zoo.io
+handle = zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=0.3, times=1),)), block_size=4096)
+for k in range(8):
+    handle.async_pwrite(torch.full((4096,), k, dtype=torch.uint8), sys.argv[1], 4096 * k)
+"""
+
+
+def test_the_end_of_the_process_waits_for_writes(folder: Path) -> None:
+    done = run(END, folder / "f")
+    assert done.returncode == 0, done.stderr
+    assert "8 operations in flight" in done.stderr
+    assert (folder / "f").read_bytes() == b"".join(bytes([k]) * 4096 for k in range(8))
+
+
+# Refuses io_uring_setup (system call 425) with EPERM and allows everything else, as container runtimes do.
+REFUSED = """
+import ctypes, logging, struct, sys, torch
+logging.basicConfig(level=logging.INFO)
+import zoo.io
+libc = ctypes.CDLL(None, use_errno=True)
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+if libc.prctl(22, 2, program, 0, 0):
+    sys.exit(77)
+for _ in range(2):
+    with zoo.io.Handle() as handle:
+        assert handle.backend == "threads"
+        handle.pwrite(torch.arange(100_000), sys.argv[1])
+        back = torch.empty(100_000, dtype=torch.int64)
+        handle.pread(back, sys.argv[1])
+        assert torch.equal(back, torch.arange(100_000))
+try:
+    zoo.io.Handle(backend="uring")
+except zoo.io.UnavailableError as error:
+    print(error)
+"""
+
+
+def test_refused_io_uring_becomes_threads_and_is_said_once(folder: Path) -> None:
+    done = run(REFUSED, folder / "f")
+    if done.returncode == 77:
+        pytest.skip("seccomp filters cannot be set here")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        "io_uring is refused by the kernel: Operation not permitted (errno 1); use the backend"
+    )
+    assert done.stderr.count("transfers run on 8 blocking threads") == 1
+
+
+UNPRIVILEGED = """
+import logging, os, resource, sys, torch
+logging.basicConfig(level=logging.INFO)
+import zoo.io
+os.chmod(os.path.dirname(sys.argv[1]), 0o777)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
+os.setgid(65534), os.setuid(65534)
+tensor = torch.randn(1_000_000)
+with zoo.io.Handle(backend="uring") as handle:
+    handle.pwrite(tensor, sys.argv[1], 64)
+    back = torch.empty_like(tensor)
+    handle.pread(back, sys.argv[1], 64)
+    assert torch.equal(back, tensor)
+    assert handle.stats().fixed_transfers == 0 or handle.stats().bounced_bytes == 0
+"""
+
+
+def test_a_small_limit_of_locked_memory_is_said_and_nothing_else(folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("the limit does not bind, or cannot be lowered, without being root first")
+    done = run(UNPRIVILEGED, folder / "f")
+    if "io_uring is refused" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip("another user may not use io_uring, or not reach this folder")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("could not be registered with the ring") == 1
+
+
+INTERRUPT = """
+import os, signal, sys, threading, time, torch, zoo.io
+with zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=2.0, times=1),))) as handle:
+    future = handle.async_pwrite(torch.ones(10), sys.argv[1])
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    try:
+        future.wait()
+    except KeyboardInterrupt:
+        print("interrupted", time.monotonic() - begun < 1.5)
+    print(future.wait().num_bytes)
+"""
+
+
+def test_ctrl_c_ends_a_wait_and_the_operation_goes_on(folder: Path) -> None:
+    done = run(INTERRUPT, folder / "f")
+    assert done.stdout.split() == ["interrupted", "True", "40"], done.stderr
+
+
+LEAK = """
+import resource, sys, torch, zoo.io
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+ordinary, errors = torch.ones(20_001, dtype=torch.uint8), 0
+with zoo.io.Handle(block_size=8192) as handle:
+    handle.write(torch.zeros(1 << 20, dtype=torch.uint8), sys.argv[1])
+
+    def some(count):
+        global errors
+        for k in range(count // 5):
+            pooled = handle.empty(30_000 + k % 7, dtype=torch.uint8)
+            handle.async_pwrite(pooled, sys.argv[1], 64 * (k % 100))
+            handle.async_pwrite(ordinary, sys.argv[1], 100_000 + k % 100, checksum=True)
+            handle.async_pread(ordinary.clone(), sys.argv[1], k % 100)
+            with handle.open(sys.argv[1]) as file:
+                handle.pread(pooled, file, 300_000)
+            try:
+                handle.pread(ordinary, sys.argv[1], 1 << 20)
+            except zoo.io.UnexpectedEndError:
+                errors += 1
+            if k % 20 == 0:
+                handle.wait()
+        handle.wait()
+
+    some(2000)
+    before = resident()
+    some(10_000)
+    grown = resident() - before
+    assert errors == 2400 and handle.stats().in_flight == 0
+    assert handle.pool.stats().buffers <= 1
+print(grown)
+"""
+
+
+def test_memory_is_flat_over_ten_thousand_operations(folder: Path) -> None:
+    done = run(LEAK, folder / "f")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1 << 20, f"grew by {done.stdout.strip()} bytes"

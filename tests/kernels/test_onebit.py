@@ -1,0 +1,100 @@
+"""1-bit compression: every instruction set equals the reference, and nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zoo.kernels import loading
+from zoo.kernels.onebit import compress_, decompress_, reference, wire_bytes
+
+from .cases import DTYPES, SIZES, placed, same_bits, values
+
+quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
+
+
+@quick
+@given(
+    n=SIZES, dtype=st.sampled_from(DTYPES), group=st.sampled_from([64, 128, 512, 2048, 2**20]),
+    offset=st.integers(0, 3), seed=st.integers(0, 1000), special=st.booleans(), add=st.booleans(),
+)  # fmt: skip
+def test_every_instruction_set_equals_the_reference(
+    n: int, dtype: torch.dtype, group: int, offset: int, seed: int, special: bool, add: bool
+) -> None:
+    x = placed(values(n, seed, special=special), dtype, offset)
+    owed = placed(values(n, seed + 1), torch.float32, offset)
+    error = owed.clone()
+    bits, scales = reference.compress_(x, error, group)
+    out = placed(values(n, seed + 2), dtype, offset)
+    start = out.clone()
+    reference.decompress_(out, bits, scales, group, add)
+    assert wire_bytes(n, group) == bits.nbytes + scales.nbytes
+    for isa in loading.isas():
+        e, y = placed(owed, torch.float32, offset), placed(start, dtype, offset)
+        with loading.use_isa(isa):
+            b, s = compress_(x, e, group)
+            decompress_(y, b, s, group, add=add)
+        assert torch.equal(b, bits)
+        for mine, theirs in ((s, scales), (e, error), (y, out)):
+            assert same_bits(mine, theirs), isa
+
+
+@quick
+@given(n=SIZES, seed=st.integers(0, 1000))
+def test_what_was_sent_and_what_is_kept_is_what_was_given(n: int, seed: int) -> None:
+    """y + e' = x + e; e' = fl(c - y) and c = fl(x + e) each round once: |y + e' - x - e| <= 2^-24 (|e'| + |c|)."""
+    x, error, y = values(n, seed), values(n, seed + 1), torch.empty(n)
+    given_ = x.double() + error.double()
+    bits, scales = compress_(x, error, 64)
+    decompress_(y, bits, scales, 64)
+    gap = (y.double() + error.double() - given_).abs()
+    assert bool((gap <= 1.01 * 2.0**-24 * (error.double().abs() + given_.abs())).all())
+
+
+def test_long_tensors_and_threads_change_nothing() -> None:
+    x, owed = values(2**20 + 77, 0), values(2**20 + 77, 1)
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        error, out = owed.clone(), torch.empty_like(x)
+        bits, scales = compress_(x, error)
+        decompress_(out, bits, scales)
+        results.append((bits, scales, error, out))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert wire_bytes(x.numel()) * 30 <= x.nbytes
+
+
+@pytest.mark.parametrize("mode", ["native", "reference"])
+def test_mistakes_are_value_errors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZOO_KERNELS", mode)
+    x, e = torch.ones(100), torch.zeros(100)
+    for group in (0, -64, 63, 100, 2**20 + 64):
+        with pytest.raises(ValueError, match=f"group_size={group}; it must be a multiple of 64"):
+            compress_(x, e, group)
+    with pytest.raises(ValueError, match=r"error.*99"):
+        compress_(x, torch.zeros(99))
+    with pytest.raises(ValueError, match=r"error.*(Half|float16)"):
+        compress_(x, e.half())
+    with pytest.raises(ValueError, match=r"x.*\b(Long|int64)"):
+        compress_(x.long(), e)
+    with pytest.raises(ValueError, match="contiguous"):
+        compress_(torch.ones(10, 10).t(), e)
+    bits, scales = compress_(x, e)
+    for wrong in ((bits[:-1], scales), (bits.int(), scales), (bits, torch.ones(2)), (bits, scales.double())):
+        with pytest.raises(ValueError, match=r"(bits|scales)"):
+            decompress_(torch.empty(100), *wrong)
+
+
+def test_opcheck() -> None:
+    for n, dtype in itertools.product((0, 5, 200), DTYPES):
+        x, e = torch.randn(n).to(dtype), torch.zeros(n)
+        torch.library.opcheck(torch.ops.zoo.onebit_compress_.default, (x, e, 64))
+        bits, scales = compress_(x, e, 64)
+        torch.library.opcheck(torch.ops.zoo.onebit_decompress_.default, (x, bits, scales, 64, True))
