@@ -1,26 +1,11 @@
 // What the bindings of operations on single tensors ask of them. Each refusal is a ValueError in Python, with the numbers.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
-#include "numbers.h"
+#include "checks.h"
 
 namespace zoo {
 
-inline Dtype dtype_of(const at::Tensor& t, const char* what) {
-  switch (t.scalar_type()) {
-    case at::kFloat:
-      return F32;
-    case at::kBFloat16:
-      return BF16;
-    case at::kHalf:
-      return F16;
-    default:
-      TORCH_CHECK_VALUE(false, what, " is ", t.scalar_type(),
-                        "; allowed are torch.float32, torch.bfloat16 and torch.float16.");
-  }
-}
+inline Dtype dtype_of(const at::Tensor& t, const char* what) { return format_of(t, what); }
 
 // Dense, contiguous and on the CPU.
 inline void check_memory(const at::Tensor& t, const char* what) {

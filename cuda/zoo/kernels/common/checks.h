@@ -8,7 +8,9 @@
 
 namespace zoo {
 
-inline Dtype dtype_of(const at::Tensor& tensor, const char* what, int64_t index) {
+// The format of a tensor; `name` are the parts of what a message calls it.
+template <class... Name>
+inline Dtype format_of(const at::Tensor& tensor, const Name&... name) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
       return F32;
@@ -17,9 +19,13 @@ inline Dtype dtype_of(const at::Tensor& tensor, const char* what, int64_t index)
     case at::kHalf:
       return F16;
     default:
-      TORCH_CHECK_VALUE(false, what, "[", index, "] is ", tensor.scalar_type(),
+      TORCH_CHECK_VALUE(false, name..., " is ", tensor.scalar_type(),
                         "; allowed are torch.float32, torch.bfloat16 and torch.float16.");
   }
+}
+
+inline Dtype dtype_of(const at::Tensor& tensor, const char* what, int64_t index) {
+  return format_of(tensor, what, "[", index, "]");
 }
 
 // Dense, on the CPU, contiguous, of `numel` elements and of the format of its list.

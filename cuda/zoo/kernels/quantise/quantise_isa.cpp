@@ -51,7 +51,7 @@ void add_scaled(float* __restrict acc, const int8_t* __restrict q, int bits, flo
   } else {
     for (int64_t j = 0; j < (n + 1) / 2; ++j) {
       const int32_t byte = q[j];
-      y[2 * j] = scale * float((byte << 28) >> 28);
+      y[2 * j] = scale * float(int32_t(uint32_t(byte) << 28) >> 28);  // the lower four bits, with their sign
       y[2 * j + 1] = scale * float(byte >> 4);
     }
   }
