@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -65,14 +67,20 @@ def test_large_shapes_and_threads_change_nothing(shape: tuple[int, int]) -> None
 
 
 @quick
-@given(queries=st.integers(1, 9), keys=st.integers(1, 400), seed=st.integers(0, 1000), causal=st.booleans())
-def test_it_is_softmax_as_accurately_as_derived(queries: int, keys: int, seed: int, causal: bool) -> None:
+@given(
+    queries=st.integers(1, 9), keys=st.integers(1, 400), seed=st.integers(0, 1000), causal=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_it_is_softmax_as_accurately_as_derived(
+    queries: int, keys: int, seed: int, causal: bool, dtype: torch.dtype
+) -> None:
     """Relatively (4·(|v| + max|v|) + 2·c + 12)·u + 2^-126 absolutely: u = 2^-24, c = ⌈K/64⌉ + 6 additions.
 
     v errs by 2u of its terms, v - M by that of both and u·|v - M| more, which exp makes relative errors; exp adds 4u;
-    S errs by the largest of these and c·u; the inverse, the product and the rounding add 3u.
+    S errs by the largest of these and c·u; the inverse, the product and the rounding add 3u. bf16 and fp16 round the
+    result once more, by half a unit in the last place or of the grid of subnormal numbers.
     """
-    x, mask = tensor((queries, keys), torch.float32, seed), tensor((keys,), torch.float32, seed + 1)
+    x, mask = tensor((queries, keys), dtype, seed), tensor((keys,), torch.float32, seed + 1)
     found = softmax(x, scale=0.7, mask=mask, causal=causal).double()
     scaled = x.double() * torch.tensor(0.7).double()
     v = scaled + mask.double()
@@ -82,9 +90,48 @@ def test_it_is_softmax_as_accurately_as_derived(queries: int, keys: int, seed: i
     exact = v.softmax(-1).nan_to_num(0.0)
     most = size.amax(-1, keepdim=True)
     bound = exact * (4 * (size + most) + 4 * most + 2 * (-(-keys // 64) + 6) + 12) * 2.0**-24 + 2.0**-126
+    if dtype is not torch.float32:
+        info = torch.finfo(dtype)
+        bound = bound + (exact + bound) * info.eps / 2 + info.tiny * info.eps / 2
     assert bool(((found - exact).abs() <= bound).all())
-    if not causal:
+    if not causal and dtype is torch.float32:
         assert float((found.sum(-1) - 1).abs().max()) <= (keys + 20) * 2.0**-24
+
+
+@quick
+@given(rows=st.integers(1, 9), keys=st.integers(1, 400), seed=st.integers(0, 1000), scale=st.sampled_from([1.0, 0.125]))
+def test_the_gradient_is_as_near_to_the_exact_one_as_derived(rows: int, keys: int, seed: int, scale: float) -> None:
+    """|c|·y·((c + 2)·Σ|dy·y| + 4·(|dy| + Σ|dy·y|))·u, from the y that is given: c additions as above, u = 2^-24.
+
+    The lane sum errs by (c + 1)·u·Σ|dy·y|, products included; the difference and the two products that follow by 3u.
+    """
+    y = torch.softmax(tensor((rows, keys), torch.float32, seed), -1)
+    dy = tensor((rows, keys), torch.float32, seed + 1)
+    found = softmax_backward(dy, y, scale=scale).double()
+    terms = dy.double() * y.double()
+    exact = scale * y.double() * (dy.double() - terms.sum(-1, keepdim=True))
+    size, count = terms.abs().sum(-1, keepdim=True), -(-keys // 64) + 6
+    bound = scale * y.double() * ((count + 2) * size + 4 * (dy.double().abs() + size)) * 2.0**-24 + 2.0**-126
+    assert bool(((found - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["x", "mask"])
+@pytest.mark.parametrize("mode", ["native", "reference"])
+def test_a_row_that_sees_a_nan_or_infinity_is_nan_as_in_torch(
+    bad: float, where: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, hidden keys too; and what a row does not see does nothing to it."""
+    monkeypatch.setenv("ZOO_KERNELS", mode)
+    x, mask = torch.zeros(2, 5, 5), torch.zeros(2, 5, 5)
+    (x if where == "x" else mask)[0, :, 2] = bad
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    for isa in loading.isas() or ("portable",):
+        with loading.use_isa(isa) if mode == "native" else contextlib.nullcontext():
+            y = softmax(x, mask=mask, causal=True)
+        torch.testing.assert_close(y, torch.softmax((x + mask).masked_fill(hidden, -torch.inf), -1), equal_nan=True)
+        assert y.isnan().all(-1).tolist() == [[False, False, True, True, True], [False] * 5]
+        assert not y[0, :2].isnan().any()
 
 
 def test_rows_without_a_key_are_zero_and_nan_stays_in_its_row() -> None:

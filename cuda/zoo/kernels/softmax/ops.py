@@ -15,7 +15,8 @@ MAX_DIMS = 8
 def softmax(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """y = softmax(scale·x + mask) over the last dim, the keys (Vaswani et al. 2017, section 3.2.1).
 
-    A query that may see no key gets zeros, not NaN. Differentiable, once.
+    A query that may see no key gets zeros, not NaN; one that sees a NaN or +inf gets NaN at all keys, as in torch.
+    Differentiable, once.
 
     Args:
         x: scores (..., Q, K), 2 to 8 dims, contiguous, fp32, bf16 or fp16 (fp64 runs in the reference).

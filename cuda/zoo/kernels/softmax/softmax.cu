@@ -21,7 +21,7 @@ __global__ void softmax_kernel(Softmax c) {
   const float shift = shift_of(maximum);
   const float inverse = inverse_of(warp_sum(n, [&](int64_t i) { return exp_of(v(i) - shift); }));
   for (int64_t i = t; i < c.keys; i += WARP)
-    store(c.y, c.dtype, first + i, i < n ? exp_of(v(i) - shift) * inverse : 0.0f);
+    store(c.y, c.dtype, first + i, i < n ? exp_of(v(i) - shift) * inverse : hidden_of(inverse));
 }
 
 __global__ void softmax_backward_kernel(SoftmaxBackward c) {

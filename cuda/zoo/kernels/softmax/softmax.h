@@ -4,9 +4,11 @@
 //   M = max v     e = exp(v - M)     S = Σ e     y = e·(1/S)   (Vaswani et al. 2017, section 3.2.1, with M against overflow)
 //   dx = c·(y·(dy - Σ dy·y))
 //
-// A row in which everything is masked (M = -∞) gives zeros; a NaN or +∞ in v makes its row NaN. All arithmetic is fp32,
-// every operation rounded by itself as written; exp is that of common/elementary.h, sums are lane sums over all K
-// (common/lanes.h). The backward starts from the y that was returned, rounded to its format.
+// A row in which everything is masked (M = -∞) gives zeros, where torch gives NaN. A NaN or +∞ among the v that a row sees
+// makes all of the row NaN, as in torch: hidden keys too, for whom 0·(1/S) is NaN then. What stands at a key that causality
+// hides, in x or in m, has no effect. All arithmetic is fp32, every operation rounded by itself as written; exp is that of
+// common/elementary.h, sums are lane sums over all K (common/lanes.h). The backward starts from the y that was returned,
+// rounded to its format; it looks at every key, so a NaN in dy makes its row NaN.
 //
 // Memory contract. x, y, dx, dy: (T, K), contiguous, of one format, T = (...)·Q. m: any format; its rows are contiguous,
 // row t begins at the sum of index·stride over the dims that T is made of (stride 0: broadcast). Forward reads x (and m),
@@ -64,6 +66,9 @@ ZOO_HD float larger(float a, float b) { return ((b > a) | (b != b)) ? b : a; }
 ZOO_HD float shift_of(float maximum) { return maximum == -__builtin_huge_valf() ? 0.0f : maximum; }
 
 ZOO_HD float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+
+// y at keys that causality hides: e = 0.
+ZOO_HD float hidden_of(float inverse) { return 0.0f * inverse; }
 
 ZOO_HD float softmax_grad(float scale, float y, float dy, float dot) { return scale * (y * (dy - dot)); }
 

@@ -50,7 +50,8 @@ void softmax_rows(const Softmax& c, int64_t begin, int64_t end, float* scratch) 
     exponentials(y, v, shift_of(maximum_of(v, n)), n);
     const float inverse = inverse_of(lane_sum(n, [y](int64_t i) { return y[i]; }));
     for (int64_t i = 0; i < n; ++i) y[i] = y[i] * inverse;
-    for (int64_t i = n; i < c.keys; ++i) y[i] = 0.0f;
+    const float hidden = hidden_of(inverse);
+    for (int64_t i = n; i < c.keys; ++i) y[i] = hidden;
     write_block(y, c.y, c.dtype, at, c.keys);
   }
 }
