@@ -10,8 +10,8 @@ template <bool BACKWARD>
 __global__ void bias_dropout_kernel(BiasDropout c) {
   const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, total = c.rows * c.dim;
   if (index * 4 >= total) return;
-  uint32_t words[4];
-  philox(c.generator, uint64_t(index), words);
+  uint32_t words[4] = {};
+  if (c.threshold != 0) philox(c.generator, uint64_t(index), words);
   for (int k = 0; k < 4; ++k) {
     const int64_t i = index * 4 + k;
     if (i >= total) return;
@@ -37,8 +37,8 @@ __global__ void parts_kernel(BiasDropout c, float* parts) {
       sum += static_cast<const float*>(c.out)[at];
       continue;
     }
-    uint32_t words[4];
-    philox(c.generator, uint64_t(at) / 4, words);
+    uint32_t words[4] = {};
+    if (c.threshold != 0) philox(c.generator, uint64_t(at) / 4, words);
     sum += dropped(load(c.x, c.dtype, at), words[at % 4], c.threshold, c.scale);
   }
   parts[part * c.dim + i] = sum;

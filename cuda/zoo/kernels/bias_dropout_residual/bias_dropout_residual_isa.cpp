@@ -36,6 +36,10 @@ const uint32_t* words_of(const Philox& g, int64_t first, int64_t n, uint32_t* me
   return memory + uint64_t(first) % 4;
 }
 
+const uint32_t* words_of_row(const BiasDropout& c, int64_t row, uint32_t* memory) {
+  return c.threshold == 0 ? memory : words_of(c.generator, row * c.dim, c.dim, memory);
+}
+
 const float* row_of(const void* memory, Dtype dtype, int64_t row, int64_t dim, float* buffer) {
   return fp32_block(const_cast<void*>(memory), dtype, row * dim, dim, buffer);
 }
@@ -59,7 +63,7 @@ void bias_dropout_rows(const BiasDropout& c, int64_t begin, int64_t end, float* 
   const int64_t n = c.dim;
   const float* b = row_of(c.bias, c.bias_dtype, 0, n, scratch);
   for (int64_t row = begin; row < end; ++row) {
-    const uint32_t* words = words_of(c.generator, row * n, n, memory);
+    const uint32_t* words = words_of_row(c, row, memory);
     const float* x = row_of(c.x, c.dtype, row, n, scratch + n);
     const float* r = row_of(c.residual, c.dtype, row, n, scratch + 2 * n);
     float* out = c.dtype == F32 ? static_cast<float*>(c.out) + row * n : scratch + 3 * n;
@@ -72,7 +76,7 @@ void bias_dropout_backward_rows(const BiasDropout& c, int64_t begin, int64_t end
                                 float* part) {
   const int64_t n = c.dim;
   for (int64_t row = begin; row < end; ++row) {
-    const uint32_t* words = words_of(c.generator, row * n, n, memory);
+    const uint32_t* words = words_of_row(c, row, memory);
     const float* dy = row_of(c.x, c.dtype, row, n, scratch);
     float* dx = c.dtype == F32 ? static_cast<float*>(c.out) + row * n : scratch + n;
     backward(dx, dy, part, words, c.threshold, c.scale, n);

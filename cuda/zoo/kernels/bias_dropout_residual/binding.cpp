@@ -16,15 +16,16 @@ BiasDropout checked(const at::Tensor& x, const char* what, const at::Tensor& bia
   check_memory(x, what);
   c.bias_dtype = dtype_of(bias, "bias");
   check_argument(bias, "bias", {m.dim}, bias.scalar_type());
-  TORCH_CHECK_VALUE(p >= 0 && p < 1 && std::ceil(p * 4294967296.0) < 4294967296.0, "p is ", p,
-                    "; it must be at least 0 and less than 1 - 2^-32.");
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, "p is ", p, "; it must be between 0 and 1.");
   c.x = x.const_data_ptr();
   c.bias = bias.const_data_ptr();
   c.rows = m.rows;
   c.dim = m.dim;
   c.generator = {uint64_t(seed), uint64_t(offset)};
-  c.threshold = uint32_t(std::ceil(p * 4294967296.0));
-  c.scale = float(1.0 / (1.0 - p));
+  const double threshold = std::ceil(p * 4294967296.0);
+  const bool all = threshold == 4294967296.0;
+  c.threshold = all ? 0xFFFFFFFFu : uint32_t(threshold);
+  c.scale = all ? 0.0f : float(1.0 / (1.0 - p));
   return c;
 }
 

@@ -29,5 +29,10 @@ def bias_dropout_residual_backward(
 
 def dropped(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
     """k·x: 0 where the random word of the element is below p·2^32, else x/(1 - p)."""
-    keep = words(seed, offset, x.numel(), x.device) >= math.ceil(p * 2**32)
+    threshold = math.ceil(p * 2**32)
+    if threshold == 0:
+        return x.clone()
+    if threshold == 2**32:
+        return torch.zeros_like(x)
+    keep = words(seed, offset, x.numel(), x.device) >= threshold
     return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0.0)
