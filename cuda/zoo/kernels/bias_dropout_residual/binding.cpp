@@ -54,7 +54,9 @@ std::tuple<at::Tensor, at::Tensor> bias_dropout_residual_backward(const at::Tens
 
 TORCH_LIBRARY_FRAGMENT(zoo, m) {
   m.def("bias_dropout_residual(Tensor x, Tensor bias, Tensor residual, float p, int seed, int offset) -> Tensor");
-  m.def("bias_dropout_residual_backward(Tensor grad_out, Tensor bias, float p, int seed, int offset) -> (Tensor, Tensor)");
+  m.def(
+      "bias_dropout_residual_backward(Tensor grad_out, Tensor bias, float p, int seed, int offset) -> "
+      "(Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(zoo, CPU, m) {

@@ -1,6 +1,6 @@
 // Philox4x32-10, a counter-based random number generator (Salmon, Moraes, Dror and Shaw 2011, section 3.3 and table 2):
-// four random words of 32 bits from a counter of 128 bits and a key of 64, without a state, so that any element's number
-// is known anywhere, in any order.
+// four random words of 32 bits from a counter of 128 bits and a key of 64, without a state, so that any element's
+// number is known anywhere, in any order.
 //
 // Element i of a tensor gets word i mod 4 of the counter (i / 4 in the lower 64 bits, offset in the upper), key = seed.
 #pragma once

@@ -52,7 +52,8 @@ std::tuple<Tensor, Tensor> top_k_gate(const Tensor& logits, int64_t k, bool reno
   const int64_t tokens = logits.size(0), experts = logits.size(1);
   TORCH_CHECK_VALUE(k >= 1 && k <= experts, "k is ", k, "; it must be between 1 and the number of experts, here ",
                     experts, ".");
-  Tensor indices = new_tensor(logits, {tokens, k}, at::kLong), probabilities = new_tensor(logits, {tokens, k}, at::kFloat);
+  Tensor probabilities = new_tensor(logits, {tokens, k}, at::kFloat);
+  Tensor indices = new_tensor(logits, {tokens, k}, at::kLong);
   gate_cpu(Gate{logits.const_data_ptr(), indices.mutable_data_ptr<int64_t>(), probabilities.mutable_data_ptr<float>(),
                 tokens, experts, k, renormalise, dtype_of(logits, "logits")});
   return {probabilities, indices};

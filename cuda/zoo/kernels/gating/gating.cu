@@ -1,4 +1,5 @@
-// Gating on CUDA: a warp a token for the choice, a warp a part of 256 assignments for the places, a block a row otherwise.
+// Gating on CUDA: a warp a token for the choice, a warp a part of 256 assignments for the places, a block a row
+// otherwise.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
 #include "gating.h"
@@ -97,7 +98,8 @@ __global__ void gate_backward_kernel(GateBackward c) {
 }
 
 // A warp goes through its part in the order of priority, 32 assignments at a time; taken[part·E + e] counts those to e.
-// The first round fills it from 0; the second, after the scan, starts from what earlier parts took, and writes the places.
+// The first round fills it from 0; the second, after the scan, starts from what earlier parts took, and writes the
+// places.
 template <bool WRITE>
 __global__ void places_kernel(Places c, int64_t* taken, int64_t parts) {
   const int64_t part = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP, total = c.tokens * c.choices;

@@ -3,14 +3,16 @@
 // Choice (Shazeer et al. 2017, section 2.1; Fedus et al. 2022, section 2.1), of logits v (T, E):
 //
 //   i_0, ..., i_{k-1} = the experts of the k greatest v, in falling order; of equals the lower index first
-//   M = max v     e = exp(v - M)     S = Σ_e e, or Σ_j e_{i_j} in the order of j if renormalised     w_j = e_{i_j}·(1/S)
-//   dv = p·(g - Σ_j dw_j·w_j)       p = e·(1/S), with e = 0 at experts not chosen if renormalised; g_{i_j} += dw_j, else 0
+//   M = max v     e = exp(v - M)     S = Σ_e e, or Σ_j e_{i_j} if renormalised     w_j = e_{i_j}·(1/S)
+//   dv = p·(g - Σ_j dw_j·w_j)     p = e·(1/S), with e = 0 at experts not chosen if renormalised
+//                                 g = Σ_j dw_j over the j with this expert, 0 without one
 //
-// A NaN is greater than everything, as in torch.topk, so the indices are always those of k experts. A NaN or +∞ makes all
-// w (and dv) of its token NaN; where all v are -∞, all w are 0; an expert at -∞ that had to be chosen has w = 0.
+// A NaN is greater than everything, as in torch.topk, so the indices are always those of k experts. A NaN or +∞ makes
+// all w (and dv) of its token NaN; where all v are -∞, all w are 0; an expert at -∞ that had to be chosen has w = 0.
 //
-// Places (Lepikhin et al. 2021, algorithm 1): assignment (t, j) to expert e gets the number of assignments to e before it,
-// in the order of (j, t), all first choices before all second ones, or of (t, j). From the capacity on it is -1: dropped.
+// Places (Lepikhin et al. 2021, algorithm 1): assignment (t, j) to expert e gets the number of assignments to e before
+// it, in the order of (j, t), all first choices before all second ones, or of (t, j). From the capacity on it is -1:
+// dropped.
 //
 //   demand_e = assignments to e     count_e = min(demand_e, capacity)
 //
@@ -21,13 +23,13 @@
 //               dy_{r(t, j)} = w_{tj}·do_t, other rows 0      dw_{tj} = Σ_d do_t·y_{r(t, j)}, 0 where dropped
 //
 // permute copies bits. All arithmetic is fp32, every operation rounded by itself as written; exp is that of
-// common/elementary.h, Σ_e and Σ_d are lane sums (common/lanes.h), all other sums start from 0. Integers are counted per part
-// and then scanned, so no result depends on threads, and CUDA needs no atomics.
+// common/elementary.h, Σ_e and Σ_d are lane sums (common/lanes.h), Σ_j starts from 0 in the order of j. Integers are
+// counted per part and then scanned, so no result depends on threads, and CUDA needs no atomics.
 //
 // Memory contract. Everything contiguous: v, dv (T, E); i, w, dw, places, rows (T, k); demand, count (E,); x, o (T, D);
-// y (R, D). Indices, places, rows and counts: int64. w of the gate: fp32; w of unpermute, v, and x with y: any format each.
-// 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 3 times) and writes its results once.
-// `source` is the inverse of r: t·k + j, or -1, for each of R rows.
+// y (R, D). Indices, places, rows and counts: int64. w of the gate: fp32; w of unpermute, v, and x with y: any format
+// each. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 3 times) and writes its
+// results once. `source` is the inverse of r: t·k + j, or -1, for each of R rows.
 #pragma once
 
 #include "../softmax/softmax.h"

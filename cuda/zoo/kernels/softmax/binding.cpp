@@ -19,8 +19,8 @@ void set_mask(Softmax& c, const at::Tensor& mask, const at::Tensor& x) {
   TORCH_CHECK_VALUE(mask.device().is_cpu(), "mask is on ", mask.device(), "; all tensors must be on the CPU.");
   TORCH_CHECK_VALUE(mask.layout() == at::kStrided, "mask is ", mask.layout(), "; it must be dense.");
   TORCH_CHECK_VALUE(mask.sizes() == x.sizes(), "mask has shape ", mask.sizes(), "; it must be ", x.sizes(), ".");
-  TORCH_CHECK_VALUE(mask.numel() == 0 || mask.size(-1) == 1 || mask.stride(-1) == 1, "mask of shape ", mask.sizes(), " has strides ",
-                    mask.strides(), "; its last dim must be contiguous.");
+  TORCH_CHECK_VALUE(mask.numel() == 0 || mask.size(-1) == 1 || mask.stride(-1) == 1, "mask of shape ", mask.sizes(),
+                    " has strides ", mask.strides(), "; its last dim must be contiguous.");
   c.mask = mask.const_data_ptr();
   for (int32_t k = 0; k < c.row_dims; ++k) c.mask_strides[k] = mask.stride(k);
 }

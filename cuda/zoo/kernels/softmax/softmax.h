@@ -1,18 +1,19 @@
 // Softmax over the keys of attention: y = softmax(c·x + m) over the last dim, masked.
 //
 //   v = c·x + m, and -∞ at keys k > q + (K - Q) if causal      (the last query sees all keys, as with a cache)
-//   M = max v     e = exp(v - M)     S = Σ e     y = e·(1/S)   (Vaswani et al. 2017, section 3.2.1, with M against overflow)
+//   M = max v     e = exp(v - M)     S = Σ e     y = e·(1/S)   (Vaswani et al. 2017, section 3.2.1; M against overflow)
 //   dx = c·(y·(dy - Σ dy·y))
 //
-// A row in which everything is masked (M = -∞) gives zeros, where torch gives NaN. A NaN or +∞ among the v that a row sees
-// makes all of the row NaN, as in torch: hidden keys too, for whom 0·(1/S) is NaN then. What stands at a key that causality
-// hides, in x or in m, has no effect. All arithmetic is fp32, every operation rounded by itself as written; exp is that of
-// common/elementary.h, sums are lane sums over all K (common/lanes.h). The backward starts from the y that was returned,
-// rounded to its format; it looks at every key, so a NaN in dy makes its row NaN.
+// A row in which everything is masked (M = -∞) gives zeros, where torch gives NaN. A NaN or +∞ among the v that a row
+// sees makes all of the row NaN, as in torch: hidden keys too, for whom 0·(1/S) is NaN then. What stands at a key that
+// causality hides, in x or in m, has no effect. All arithmetic is fp32, every operation rounded by itself as written;
+// exp is that of common/elementary.h, sums are lane sums over all K (common/lanes.h). The backward starts from the y
+// that was returned, rounded to its format; it looks at every key, so a NaN in dy makes its row NaN.
 //
-// Memory contract. x, y, dx, dy: (T, K), contiguous, of one format, T = (...)·Q. m: any format; its rows are contiguous,
-// row t begins at the sum of index·stride over the dims that T is made of (stride 0: broadcast). Forward reads x (and m),
-// writes y; backward reads y and dy, writes dx: once each. Keys that causality hides are not read by the forward.
+// Memory contract. x, y, dx, dy: (T, K), contiguous, of one format, T = (...)·Q. m: any format; its rows are
+// contiguous, row t begins at the sum of index·stride over the dims that T is made of (stride 0: broadcast). Forward
+// reads x (and m), writes y; backward reads y and dy, writes dx: once each. Keys that causality hides are not read by
+// the forward.
 #pragma once
 
 #include "../common/elementary.h"
