@@ -1,6 +1,5 @@
 // Gating on the CPU: what is arithmetic on rows. Compiled once for each instruction set.
 #include "../common/blocks.h"
-#include "../common/lanes.h"
 #include "gating_cpu.h"
 
 namespace zoo {
@@ -16,15 +15,9 @@ float element(const void* memory, Dtype dtype, int64_t i) {
   return *fp32_block(const_cast<void*>(memory), dtype, i, 1, &buffer);
 }
 
-float maximum_of(const float* v, int64_t n) {
-  float found = -__builtin_huge_valf();
-  for (int64_t i = 0; i < n; ++i) found = larger(found, v[i]);
-  return found;
-}
-
 // e = exp(v - M).
-void exponentials(float* __restrict e, const float* __restrict v, int64_t n) {
-  const float shift = shift_of(maximum_of(v, n));
+void exponentials(float* __restrict e, const float* __restrict v, float maximum, int64_t n) {
+  const float shift = shift_of(maximum);
   for (int64_t i = 0; i < n; ++i) e[i] = exp_of(v[i] - shift);
 }
 
@@ -67,7 +60,7 @@ void gate_rows(const Gate& c, int64_t begin, int64_t end, float* scratch) {
     const float* v = row_of(c.logits, c.dtype, t, n, buffer);
     int64_t* index = c.indices + t * k;
     choose(v, n, k, best, index);
-    exponentials(e, v, n);
+    exponentials(e, v, best[0], n);
     const float inverse = inverse_sum(e, n, index, k, c.renormalise);
     for (int64_t j = 0; j < k; ++j) c.probabilities[t * k + j] = e[index[j]] * inverse;
   }
@@ -79,7 +72,7 @@ void gate_backward_rows(const GateBackward& c, int64_t begin, int64_t end, float
   for (int64_t t = begin; t < end; ++t) {
     const float *v = row_of(c.logits, c.dtype, t, n, buffer), *dw = c.grad_probabilities + t * k;
     const int64_t* index = c.indices + t * k;
-    exponentials(e, v, n);
+    exponentials(e, v, lane_maximum(n, [v](int64_t i) { return v[i]; }), n);
     const float inverse = inverse_sum(e, n, index, k, c.renormalise);
     float dot = 0.0f;
     for (int64_t j = 0; j < k; ++j) dot += dw[j] * (e[index[j]] * inverse);

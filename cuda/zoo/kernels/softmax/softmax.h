@@ -17,6 +17,7 @@
 #pragma once
 
 #include "../common/elementary.h"
+#include "../common/lanes.h"
 
 namespace zoo {
 
@@ -59,9 +60,6 @@ ZOO_HD int64_t mask_offset(const Softmax& c, int64_t row) {
   }
   return offset;
 }
-
-// A NaN wins, whichever side it is on.
-ZOO_HD float larger(float a, float b) { return ((b > a) | (b != b)) ? b : a; }
 
 // What is subtracted: M, or 0 for a row without anything to see.
 ZOO_HD float shift_of(float maximum) { return maximum == -__builtin_huge_valf() ? 0.0f : maximum; }

@@ -1,24 +1,10 @@
 // Softmax on the CPU. Compiled once for each instruction set.
 #include "../common/blocks.h"
-#include "../common/lanes.h"
 #include "softmax_cpu.h"
 
 namespace zoo {
 namespace ZOO_ISA {
 namespace {
-
-// The order does not matter to a maximum; lanes let it be vectorised.
-float maximum_of(const float* v, int64_t n) {
-  Lanes lanes;
-  for (float& lane : lanes.at) lane = -__builtin_huge_valf();
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (int k = 0; k < LANES; ++k) lanes.at[k] = larger(lanes.at[k], v[i + k]);
-  for (int k = 0; i < n; ++i, ++k) lanes.at[k] = larger(lanes.at[k], v[i]);
-  float found = lanes.at[0];
-  for (int k = 1; k < LANES; ++k) found = larger(found, lanes.at[k]);
-  return found;
-}
 
 void scaled(float* __restrict v, const float* __restrict x, const float* __restrict m, float scale, int64_t n) {
   if (m == nullptr)
@@ -47,7 +33,7 @@ void softmax_rows(const Softmax& c, int64_t begin, int64_t end, float* scratch) 
     const float* m = fp32_block(const_cast<void*>(c.mask), c.mask_dtype, offset, n, second);
     scaled(v, x, m, c.scale, n);
     float* y = c.dtype == F32 ? static_cast<float*>(c.y) + at : first;
-    exponentials(y, v, shift_of(maximum_of(v, n)), n);
+    exponentials(y, v, shift_of(lane_maximum(n, [v](int64_t i) { return v[i]; })), n);
     const float inverse = inverse_of(lane_sum(n, [y](int64_t i) { return y[i]; }));
     for (int64_t i = 0; i < n; ++i) y[i] = y[i] * inverse;
     const float hidden = hidden_of(inverse);
