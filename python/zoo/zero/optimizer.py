@@ -294,6 +294,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             found |= {"nvme": self._scratch.nvme_bytes(), "buffers": self._scratch.pool.stats().in_use_bytes}
         return found
 
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes that this rank has read from and written to NVMe since construction."""
+        return self._scratch.traffic() if self._scratch is not None else (0, 0)
+
     def forecast(self) -> Forecast:
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
 
