@@ -65,7 +65,7 @@ def run_checks(device: str, clock: Clock, *, large: bool, skipped: list[str]) ->
         began = time.monotonic()
         try:
             text = f"{checks.run(check, device, large=large)} comparisons, equal"
-        except (checks.Mismatch, RuntimeError) as error:
+        except (checks.Mismatch, RuntimeError, ValueError) as error:
             text, passed = f"FAILED: {error}", False
         results[check.name] = text
         say(f"check {check.name}: {text} ({time.monotonic() - began:.1f} s)")

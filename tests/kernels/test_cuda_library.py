@@ -15,7 +15,7 @@ import torch
 from zoo.kernels import loading
 from zoo.kernels.building import BuildError, Plan, build, cuda_plan
 from zoo.kernels.building.cuda import DEFAULT_ARCHITECTURES
-from zoo.kernels.building.cuda_library import built_for, find_runtime
+from zoo.kernels.building.cuda_library import built_for, find_runtime, include_folders
 from zoo.kernels.building.plan import Unit
 
 
@@ -99,12 +99,14 @@ def test_without_nvcc_the_reference_runs_on_the_gpu_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(architectures: Any) -> Path:
+        assert architectures == (90, 91)
         raise BuildError("there is no nvcc")
 
     monkeypatch.setattr(loading, "build_cuda_library", refuse)
     monkeypatch.setattr(loading, "_why_not_cuda", None)
     monkeypatch.setattr(loading, "_cuda_loaded", False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, i))
     monkeypatch.delenv("ZOO_KERNELS", raising=False)
     with caplog.at_level(logging.WARNING, "zoo.kernels"):
         assert not loading.runs("update_", on_gpu())
@@ -116,3 +118,20 @@ def test_without_nvcc_the_reference_runs_on_the_gpu_and_says_so_once(
     with pytest.raises(BuildError, match="ZOO_KERNELS=native, but there is no nvcc"):
         loading.runs("update_", on_gpu())
     assert loading.runs("update_", torch.ones(1))
+
+
+def test_the_headers_of_the_runtime_are_found_in_one_folder_or_in_two(tmp_path: Path) -> None:
+    def folder(name: str, *headers: str) -> Path:
+        for header in headers:
+            (tmp_path / name / header).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / header).touch()
+        return tmp_path / name
+
+    runtime = folder("torch", "cuda_runtime_api.h")
+    compiler = folder("wheel", "crt/host_defines.h")
+    nvcc = tmp_path / "wheel-of-nvcc/bin/nvcc"
+    with pytest.raises(BuildError, match=r"cuda_runtime_api.h is not beside .*wheel-of-nvcc/bin/nvcc"):
+        include_folders(nvcc, [f"-I{compiler}"])
+    assert include_folders(nvcc, [f"-I{compiler}", f"-I{runtime}"]) == [runtime, compiler]
+    toolkit = folder("toolkit/include", "cuda_runtime_api.h", "crt/host_defines.h")
+    assert include_folders(tmp_path / "toolkit/bin/nvcc", [f"-I{runtime}"]) == [toolkit]

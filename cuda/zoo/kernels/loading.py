@@ -41,8 +41,10 @@ def runs(name: str, tensor: torch.Tensor) -> bool:
     Raises:
         ValueError, BuildError: see :func:`native`.
     """
+    import torch
+
     kind = tensor.device.type
-    if kind not in ("cpu", "cuda") or str(tensor.dtype) == "torch.float64":
+    if kind not in ("cpu", "cuda") or tensor.dtype is torch.float64:
         return False
     return native() if kind == "cpu" else native_cuda() and has_cuda_kernel(name)
 
@@ -138,6 +140,8 @@ def _load_cuda_once() -> None:
 
     try:
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        if not capabilities:
+            raise BuildError("torch sees no GPU to build for.")
         load_cuda(tuple(sorted(10 * major + minor for major, minor in capabilities)))
     except (BuildError, OSError) as error:
         _why_not_cuda = str(error)

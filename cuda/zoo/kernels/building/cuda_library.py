@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def cuda_plan(architectures: Sequence[int]) -> Plan:
     # is nowhere is an error here, not in the middle of training.
     lib = torch_folder() / "lib"
     link = ("-shared", f"-L{lib}", "-lc10_cuda", "-ltorch_cpu", "-lc10", str(runtime), "-Wl,-z,now", "-Wl,-z,defs")
-    facts = [compiler_version(compiler), torch.__version__, platform.machine(), release, str(nvcc), *FLAGS]
+    facts = [compiler_version(compiler), torch.__version__, platform.machine(), release, *FLAGS]
     plan = keyed(NAME, compiler, units, link, facts, source_files(".h", ".cpp", ".cu", ".cuh"))
     numbers = ".".join(str(a) for a in sorted(set(architectures)))
     return replace(plan, key=f"{plan.key}-sm{numbers}", more_files=len(cuda_sources()))
@@ -100,7 +101,8 @@ def find_runtime(cuda: str | None, release: str, nvcc: Path) -> Path:
     root = torch_folder()
     home = nvcc.resolve().parents[1]
     folders = [
-        root / "lib", root.parent / f"nvidia/cu{major}/lib", root.parent / "nvidia/cuda_runtime/lib", home / "lib64",
+        root / "lib", root.parent / f"nvidia/cu{major}/lib", root.parent / "nvidia/cuda_runtime/lib",
+        *(Path(entry) / f"nvidia/cu{major}/lib" for entry in sys.path), home / "lib64",
         home / "lib", *home.glob("targets/*/lib"),
     ]  # fmt: skip
     for folder in folders:
@@ -117,7 +119,12 @@ def include_folders(nvcc: Path, extra: Sequence[str]) -> list[Path]:
     home = nvcc.resolve().parents[1]
     folders = [Path(flag[2:]) for flag in extra if flag.startswith("-I")]
     folders += [home / "include", *home.glob("targets/*/include")]
-    found = [folder for folder in folders if (folder / "cuda_runtime_api.h").exists()]
+    found = [folder for folder in dict.fromkeys(folders) if (folder / "cuda_runtime_api.h").exists()]
     if not found:
         raise BuildError(f"cuda_runtime_api.h is not beside {nvcc}; install the headers of the CUDA runtime.")
-    return found[:1]
+    if found[0] == Path("/usr/include"):
+        return []  # the compiler looks there anyway, and naming it would change the order of its own folders
+    # Of wheels, some of the headers belong to the compiler: one folder with all of them, else all folders.
+    parts = [folder for folder in dict.fromkeys(folders) if (folder / "crt/host_defines.h").exists()]
+    whole = [folder for folder in found if folder in parts]
+    return whole[:1] or [*found[:1], *parts[:1]]

@@ -16,7 +16,10 @@ namespace zoo {
 class CudaCall {
  public:
   CudaCall(const char* op, const at::Tensor& tensor)
-      : op_(op), tensor_(tensor), guard_(tensor.device()), stream_(c10::cuda::getCurrentCUDAStream(tensor.device().index())) {}
+      : op_(op),
+        tensor_(tensor),
+        guard_(tensor.device()),
+        stream_(c10::cuda::getCurrentCUDAStream(tensor.device().index())) {}
 
   void* stream() const { return stream_.stream(); }
 

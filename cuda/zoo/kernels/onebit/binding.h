@@ -45,7 +45,8 @@ void onebit_decompress(const at::Tensor& out, const at::Tensor& bits, const at::
   TORCH_CHECK_VALUE(bits.device() == device && bits.is_contiguous() && bits.scalar_type() == at::kByte &&
                         bits.numel() == ceil_div(n, 8),
                     "bits is ", bits.scalar_type(), " of shape ", bits.sizes(), " on ", bits.device(), "; for ", n,
-                    " elements it must be torch.uint8 of shape [", ceil_div(n, 8), "], contiguous, on ", name_of(device), ".");
+                    " elements it must be torch.uint8 of shape [", ceil_div(n, 8), "], contiguous, on ",
+                    name_of(device), ".");
   check_tensor(scales, "scales", 0, ceil_div(n, group), F32, device);
   launch(out, dtype, bits.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), n);
 }

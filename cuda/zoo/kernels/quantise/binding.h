@@ -52,7 +52,8 @@ void dequantise(const at::Tensor& out, const at::Tensor& q, const at::Tensor& sc
                     " elements of ", bits, " bits it must be torch.int8 of ", ranks * bytes,
                     " elements, contiguous, on ", name_of(device), ".");
   check_tensor(scales, "scales", 0, ranks * groups, F32, device);
-  launch(out, dtype, int(bits), q.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), ranks, float(factor), n, group);
+  launch(out, dtype, int(bits), q.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), ranks, float(factor), n,
+         group);
 }
 
 }  // namespace zoo

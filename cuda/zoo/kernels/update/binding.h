@@ -31,14 +31,15 @@ class Table {
       : num_states_(num_states(int(rule), int(flags))), device_(device), params_(params), states_(states) {}
 
   void check_lists(at::TensorList params, const std::array<at::TensorList, MAX_STATES>& states, at::TensorList masters) {
-    for (int k = 0; k < MAX_STATES; ++k) check_length(states[size_t(k)].size(), k < num_states_ ? params.size() : 0, STATE_NAMES[k]);
+    for (int k = 0; k < MAX_STATES; ++k)
+      check_length(states[size_t(k)].size(), k < num_states_ ? params.size() : 0, STATE_NAMES[k]);
     check_length(masters.size(), masters.empty() ? 0 : params.size(), "masters");
     rows.reserve(params.size());
   }
 
   // `index` names the row in messages. grad may be null: the second pass of LAMB needs none.
-  void add(int64_t index, const at::Tensor& param, const at::Tensor* grad, const std::array<const at::Tensor*, MAX_STATES>& states,
-           const at::Tensor* master) {
+  void add(int64_t index, const at::Tensor& param, const at::Tensor* grad,
+           const std::array<const at::Tensor*, MAX_STATES>& states, const at::Tensor* master) {
     const int64_t n = param.numel();
     if (rows.empty()) {
       formats.param = dtype_of(param, "params", index);
@@ -89,7 +90,8 @@ inline void fill(Table& table, at::TensorList params, const at::TensorList* grad
   for (size_t i = 0; i < params.size(); ++i) {
     std::array<const at::Tensor*, MAX_STATES> s{};
     for (size_t k = 0; k < MAX_STATES; ++k) s[k] = states[k].empty() ? nullptr : &states[k][i];
-    table.add(int64_t(i), params[i], grads != nullptr ? &(*grads)[i] : nullptr, s, masters.empty() ? nullptr : &masters[i]);
+    table.add(int64_t(i), params[i], grads != nullptr ? &(*grads)[i] : nullptr, s,
+              masters.empty() ? nullptr : &masters[i]);
   }
 }
 
