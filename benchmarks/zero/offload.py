@@ -208,8 +208,8 @@ def report(raw: dict[str, Any]) -> str:
             Spread(tuple(ratio)).text() if ratio else "", Spread(tuple(over)).text() if over else "",
             f"{moved[0]:.0f}" if moved[0] else "",
         ])  # fmt: skip
-    header = ["contender", "library", "states", "parameters", "step, s", "CPU, s", "its update, s", "of DeepSpeed's step",
-              "update of max(compute, bytes ÷ rate)", "MB moved a step"]  # fmt: skip
+    header = ["contender", "library", "states", "parameters", "step, s", "CPU, s", "its update, s",
+              "of DeepSpeed's step", "update of max(compute, bytes ÷ rate)", "MB moved a step"]  # fmt: skip
     return table(header, rows)
 
 
@@ -228,8 +228,8 @@ def main() -> None:
         facts = "\n".join(f"- {key}: {value}" for key, value in raw["machine"].items())
         PAGE.write_text(
             "# Offloading: a step with its states on the host and on NVMe\n\nWritten by `python -m benchmarks.zero."
-            f"offload`, {len(raw['rounds'])} rounds; medians (lowest–highest). 38 M parameters in bf16, masters and two "
-            "moments in fp32, stage 3, one process of one thread, batch 1 x 128.\n\n"
+            f"offload`, {len(raw['rounds'])} rounds; medians (lowest–highest). 38 M parameters in bf16, masters and "
+            "two moments in fp32, stage 3, one process of one thread, batch 1 x 128.\n\n"
             f"{facts}\n\n{text}\n\n{remarks(PAGE)}"
         )
 

@@ -133,7 +133,7 @@ def schema() -> None:
 def build(
     cpu: Annotated[bool, typer.Option("--cpu", help="The library for the CPU (the default).")] = False,
     cuda_arch: Annotated[
-        str | None, typer.Option("--cuda-arch", metavar="80,90,100", help="The kernels for these GPUs, as objects.")
+        str | None, typer.Option("--cuda-arch", metavar="80,90,100", help="The library for these GPUs.")
     ] = None,
 ) -> None:
     """Compile the native operations ahead of their first use, into the cache."""
@@ -146,7 +146,6 @@ def build(
             if cpu or cuda_arch is None:
                 typer.echo(building.build(building.cpu_plan()))
             if cuda_arch is not None:
-                for path, _ in building.build_cuda(building.parse_architectures(cuda_arch)):
-                    typer.echo(path)
+                typer.echo(building.build_cuda_library(building.parse_architectures(cuda_arch)))
         except building.BuildError as error:
             raise ValueError(str(error)) from error
