@@ -5,15 +5,21 @@ three placements; stage 0, plain data parallelism, is the fourth.
 """
 
 from zoo.zero.config import ZeroConfig
+from zoo.zero.dry import DryRun
 from zoo.zero.forecast import Forecast
 from zoo.zero.guard import PartitionedAccessError
+from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
 from zoo.zero.scaler import LossScaler
 from zoo.zero.state import StateSlice
 
 __all__ = [
+    "DryRun",
     "Forecast",
     "LossScaler",
+    "OffloadError",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
     "PartitionedAccessError",
     "Stage0Optimizer",
     "Stage1Optimizer",

@@ -151,6 +151,7 @@ class Bucket:
         shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while they are on NVMe.
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
+        updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         live: ``full`` holds valid parameters.
         pending: number of recorded forwards that still have to come back to this bucket in backward.
         active: number of running forwards of units that use it.
@@ -162,6 +163,11 @@ class Bucket:
         self.index, self.spec, self.placement, self._comm = index, spec, placement, comm
         self._stores, self.tiers = stores, stores.tiers
         self.layout = layout_of(spec, comm.size)
+        device_type = spec.parameters[0].device.type
+        self.updates_off_device = (
+            stores.tiers.states is not Tier.DEVICE
+            and (getattr(comm, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
+        )
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
@@ -309,13 +315,17 @@ class Bucket:
         if self.shard is not None:
             return self.shard
         low, high = self.own_range()
+        if self.full.is_meta:
+            return self.full[low:high]
         copy = self.scratch.pool.empty(high - low, dtype=self.spec.dtype)
         self.shelf.finish(self.begin_parameters(copy))
         return copy
 
     def set_shard(self, values: torch.Tensor) -> None:
         """Keep (n,) ``values`` as this rank's parameters, in the tier where they live."""
-        if not self.partitioned:
+        if self.full.is_meta:
+            self.shard = None if self.parameters_on_nvme else values
+        elif not self.partitioned:
             self.own_shard().copy_(values)
         elif self.parameters_on_nvme:
             host = self.scratch.pool.empty(values.numel(), dtype=values.dtype)
@@ -462,21 +472,22 @@ class Bucket:
 
     def _new_grad_shard(self) -> torch.Tensor:
         numel = self.layout.size // self._comm.size
-        if self._parks and self.full.device.type == "cpu":
+        if self.parks and self.full.device.type == "cpu":
             return self.park.empty(numel, self.spec.dtype)
         return torch.empty(numel, dtype=self.spec.dtype, device=self.full.device)
 
     @property
-    def _parks(self) -> bool:
+    def parks(self) -> bool:
+        """Reduced gradients go to NVMe."""
         return self._stores.park is not None and self.tiers.states is Tier.NVME and self.placement.shard_gradients
 
     @property
     def parked_gradient(self) -> bool:
         """There is a reduced gradient, and it is on NVMe."""
-        return self._parks and self.reduced and self.grad_shard is None
+        return self.parks and self.reduced and self.grad_shard is None
 
     def _put_away(self) -> None:
-        if not self._parks or self.grad_shard is None:
+        if not self.parks or self.grad_shard is None:
             return
         self.grad_norm = norm_of(self.grad_shard) if self._stores.keep_norms else None
         host = self.grad_shard
@@ -546,7 +557,7 @@ class Bucket:
         """Forget the gradient: the next backward starts a new sum."""
         self.reduced = self._accumulating = self._launched = False
         if self.placement.shard_gradients:
-            if self._parks:
+            if self.parks:
                 self.park.forget(self.index)
             if self._grads_here:
                 self._free_grads()

@@ -114,7 +114,7 @@ def _enclosing(path: str, units: dict[str, UnitSpec]) -> list[str]:
     return [c for c in candidates if c in units] + [""]
 
 
-def check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
     devices: Counter[torch.device] = Counter()
     for name, parameter in model.named_parameters():
@@ -127,7 +127,7 @@ def check_parameters(model: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} is {parameter.layout} of {parameter.dtype}; only dense real ones work."
             )
-        if parameter.device.type == "meta":
+        if parameter.device.type == "meta" and not dry:
             raise ValueError(
                 f"parameter {name!r} is on the meta device: it has no values yet. Materialise the model first."
             )

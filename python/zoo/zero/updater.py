@@ -108,6 +108,10 @@ class Updater:
         shards = [b.num_bytes // b.num_chunks for b in self._buckets]
         return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
 
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes that an update reads from and writes to NVMe, once states exist."""
+        return self._stream.traffic() if self._stream is not None else (0, 0)
+
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def update(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -74,11 +74,24 @@ class StateStream:
         behind, ahead = int(self._pipeline_write), int(self._pipeline_read)
         return max((sum(sizes[max(k - behind, 0) : k + ahead + 1]) for k in range(len(sizes))), default=0)
 
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that an update reads and writes, once states exist."""
+        read = written = 0
+        for record in (r for piece in self._pieces for r in piece):
+            bucket, parameters = record.segment.bucket, 0
+            if bucket.parameters_on_nvme:
+                parameters = record.segment.tensor.numel() * bucket.spec.dtype.itemsize
+            read += record.num_bytes + (0 if self._has_master(record) else parameters)
+            written += record.num_bytes + parameters
+            if bucket.parks:
+                read += record.segment.tensor.numel() * bucket.spec.dtype.itemsize
+        return read, written
+
     @staticmethod
     def _bytes_of(record: Record) -> int:
         bucket, n = record.segment.bucket, record.segment.tensor.numel()
         total, itemsize = round_up(record.num_bytes), bucket.spec.dtype.itemsize
-        if bucket.tiers.states is Tier.NVME and bucket.placement.shard_gradients:
+        if bucket.parks:
             total += round_up(n * itemsize)
         return total + (round_up(n * itemsize) if bucket.parameters_on_nvme else 0)
 
