@@ -5,6 +5,14 @@ three placements; stage 0, plain data parallelism, is the fourth.
 """
 
 from zoo.zero.config import ZeroConfig
+from zoo.zero.estimators import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from zoo.zero.forecast import Forecast
 from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
@@ -22,4 +30,10 @@ __all__ = [
     "StateSlice",
     "ZeroConfig",
     "ZeroOptimizer",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
 ]
