@@ -18,6 +18,8 @@ from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
 from zoo.zero.scaler import LossScaler
 from zoo.zero.state import StateSlice
+from zoo.zero.tiling import TiledLinear
+from zoo.zero.units import UnitList
 
 __all__ = [
     "Forecast",
@@ -28,6 +30,8 @@ __all__ = [
     "Stage2Optimizer",
     "Stage3Optimizer",
     "StateSlice",
+    "TiledLinear",
+    "UnitList",
     "ZeroConfig",
     "ZeroOptimizer",
     "estimate_zero2_model_states_mem_needs",
