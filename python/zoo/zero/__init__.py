@@ -15,6 +15,7 @@ from zoo.zero.estimators import (
 )
 from zoo.zero.forecast import Forecast
 from zoo.zero.guard import PartitionedAccessError
+from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
 from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
 from zoo.zero.scaler import LossScaler
 from zoo.zero.state import StateSlice
@@ -24,6 +25,7 @@ from zoo.zero.units import UnitList
 __all__ = [
     "Forecast",
     "LossScaler",
+    "MemoryEfficientLinear",
     "PartitionedAccessError",
     "Stage0Optimizer",
     "Stage1Optimizer",
@@ -40,4 +42,5 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "memory_efficient_linear",
 ]
