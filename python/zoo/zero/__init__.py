@@ -18,6 +18,7 @@ from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
 from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
 from zoo.zero.scaler import LossScaler
+from zoo.zero.sequence import SequenceParallelAttention, dot_product_attention
 from zoo.zero.state import StateSlice
 from zoo.zero.tiling import TiledLinear
 from zoo.zero.units import UnitList
@@ -27,6 +28,7 @@ __all__ = [
     "LossScaler",
     "MemoryEfficientLinear",
     "PartitionedAccessError",
+    "SequenceParallelAttention",
     "Stage0Optimizer",
     "Stage1Optimizer",
     "Stage2Optimizer",
@@ -36,6 +38,7 @@ __all__ = [
     "UnitList",
     "ZeroConfig",
     "ZeroOptimizer",
+    "dot_product_attention",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
