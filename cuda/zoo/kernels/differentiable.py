@@ -16,7 +16,7 @@ import torch
 
 from zoo.kernels import loading
 
-FOLDERS = ("layer_norm", "bias_gelu")
+FOLDERS = ("layer_norm", "bias_gelu", "softmax", "bias_dropout_residual", "gating")
 
 
 def register() -> None:

@@ -10,12 +10,14 @@ buffers exist whole on every rank and which only as the rank's shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from zoo.comm import Communicator, Handle
+from zoo.io import Future
 from zoo.layout import FlatLayout, LogicalTensor
 from zoo.zero.guard import (
     CAN_REFUSE_STORAGE,
@@ -26,6 +28,10 @@ from zoo.zero.guard import (
     raw_grad,
     refuse_storage,
 )
+from zoo.zero.offload.errors import OffloadError
+from zoo.zero.offload.gradients import GradientPark
+from zoo.zero.offload.plan import Tier, Tiers
+from zoo.zero.offload.scratch import Scratch, Shelf
 from zoo.zero.units import UnitSpec
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
@@ -113,12 +119,36 @@ def plan_buckets(
     return buckets
 
 
+def layout_of(spec: BucketSpec, num_chunks: int) -> FlatLayout:
+    """The flat buffer of a bucket."""
+    align = max(_ALIGN_BYTES // spec.dtype.itemsize, 1)
+    tensors = [
+        LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
+        for name, p in zip(spec.names, spec.parameters, strict=True)
+    ]
+    return FlatLayout.pack(tensors, align=align, multiple=align * num_chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """Where a bucket's shards live when they are not on the device.
+
+    ``shelf`` has the parameters on NVMe, ``park`` the reduced gradients; a bucket's region in both is its index.
+    """
+
+    tiers: Tiers = field(default_factory=Tiers)
+    scratch: Scratch | None = None
+    shelf: Shelf | None = None
+    park: GradientPark | None = None
+    keep_norms: bool = False  # of gradients, before they go
+
+
 class Bucket:
     """The buffers of one bucket on this rank.
 
     Attributes:
         full: (P,) parameters. At stage 3, unless resident, its storage is empty between ``gather`` and ``release``.
-        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned.
+        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while they are on NVMe.
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
         live: ``full`` holds valid parameters.
@@ -126,14 +156,12 @@ class Bucket:
         active: number of running forwards of units that use it.
     """
 
-    def __init__(self, index: int, spec: BucketSpec, placement: Placement, comm: Communicator) -> None:
+    def __init__(
+        self, index: int, spec: BucketSpec, placement: Placement, comm: Communicator, stores: Stores = Stores()
+    ) -> None:
         self.index, self.spec, self.placement, self._comm = index, spec, placement, comm
-        align = max(_ALIGN_BYTES // spec.dtype.itemsize, 1)
-        tensors = [
-            LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
-            for name, p in zip(spec.names, spec.parameters, strict=True)
-        ]
-        self.layout = FlatLayout.pack(tensors, align=align, multiple=align * comm.size)
+        self._stores, self.tiers = stores, stores.tiers
+        self.layout = layout_of(spec, comm.size)
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
@@ -141,6 +169,7 @@ class Bucket:
         self.live, self.pending, self.active, self.tape_serial = True, 0, 0, -1
         self._hidden = False
         self._handle: Handle | None = None
+        self._reading: tuple[Future, torch.Tensor] | None = None
         self._lay_out_parameters()
         if spec.trainable:
             self._lay_out_gradients()
@@ -161,11 +190,10 @@ class Bucket:
             self._guard.adopt(parameter, name, slot)
         self._comm.broadcast(self.full).wait()
         low, high = self.own_range()
+        self.shard: torch.Tensor | None = self.full[low:high]
         if self.partitioned:
-            self.shard = self.full[low:high].clone()
+            self.set_shard(self.full[low:high])
             self.release()
-        else:
-            self.shard = self.full[low:high]
 
     def _lay_out_gradients(self) -> None:
         self.grads = torch.empty(self.layout.size, dtype=self.spec.dtype, device=self.full.device)
@@ -175,6 +203,7 @@ class Bucket:
         self._grad_storage = self.grads.untyped_storage()
         self._grad_views = self._views(self.grads)
         self.grad_shard: torch.Tensor | None = None
+        self.grad_norm: torch.Tensor | None = None
         self.reduced = False
         self._accumulating = self._launched = False
         self._version = 0
@@ -199,17 +228,28 @@ class Bucket:
             return
         self._guard.open()
         self._storage.resize_(self.num_bytes)
-        self._handle = self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
+        if self.shard is not None and self.shard.device == self.full.device:
+            self._handle = self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
+            return
+        low, high = self.own_range()
+        own = self.full[low:high]
+        if self.shard is not None:
+            own.copy_(self.shard, non_blocking=True)
+            self._handle = self._comm.all_gather(self.full, own, label=self._parameters_label)
+            return
+        # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
+        into = own if own.device.type == "cpu" else self.scratch.pool.empty(own.numel(), dtype=own.dtype)
+        self._reading = (self.begin_parameters(into), into)
 
     @property
     def coming(self) -> bool:
         """A gather is under way."""
-        return self._handle is not None
+        return self._handle is not None or self._reading is not None
 
     def wait(self) -> None:
         """Gather if needed, and wait until the parameters are whole."""
         if not self.live:
-            if self._handle is None:
+            if not self.coming:
                 self.gather()
             self._finish_gather()
         if self._hidden:
@@ -223,6 +263,18 @@ class Bucket:
             self._hidden = True
 
     def _finish_gather(self) -> None:
+        if self._reading is not None:
+            (future, read), self._reading = self._reading, None
+            try:
+                self.shelf.finish(future)
+            except OffloadError:
+                self._drop_full()  # nothing of it is valid
+                raise
+            low, high = self.own_range()
+            own = self.full[low:high]
+            if read.device != own.device:
+                own.copy_(read)
+            self._handle = self._comm.all_gather(self.full, own, label=self._parameters_label)
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -232,24 +284,76 @@ class Bucket:
         """Free the gathered parameters; this rank keeps its shard."""
         if not self.partitioned:
             return
-        if self._handle is not None:
+        if self.coming:
             self._finish_gather()
         if self.live:
-            self._storage.resize_(0)
-            self._guard.close()
-            self.live = False
-            self.hide()
+            self._drop_full()
+
+    def _drop_full(self) -> None:
+        self._storage.resize_(0)
+        self._guard.close()
+        self.live = False
+        self.hide()
 
     def publish(self) -> Handle | None:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
         if self.partitioned:
             self.release()
             return None
-        return (
-            self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
-            if self.placement.shard_optimizer
-            else None
-        )
+        if not self.placement.shard_optimizer:
+            return None
+        return self._comm.all_gather(self.full, self.own_shard(), label=self._parameters_label)
+
+    def own_shard(self) -> torch.Tensor:
+        """(n,) this rank's parameters: the live ones, or a copy where they are on NVMe."""
+        if self.shard is not None:
+            return self.shard
+        low, high = self.own_range()
+        copy = self.scratch.pool.empty(high - low, dtype=self.spec.dtype)
+        self.shelf.finish(self.begin_parameters(copy))
+        return copy
+
+    def set_shard(self, values: torch.Tensor) -> None:
+        """Keep (n,) ``values`` as this rank's parameters, in the tier where they live."""
+        if not self.partitioned:
+            self.own_shard().copy_(values)
+        elif self.parameters_on_nvme:
+            host = self.scratch.pool.empty(values.numel(), dtype=values.dtype)
+            host.copy_(values)
+            self.shelf.finish(self.write_parameters(host))
+            self.shard = None
+        elif self.tiers.parameters is Tier.HOST and values.device.type != "cpu":
+            self.shard = self.scratch.pool.empty(values.numel(), dtype=values.dtype).copy_(values)
+        else:
+            self.shard = values.clone()
+
+    @property
+    def parameters_on_nvme(self) -> bool:
+        """This rank's parameters live on NVMe."""
+        return self.partitioned and self.tiers.parameters is Tier.NVME
+
+    @property
+    def scratch(self) -> Scratch:
+        """The buffers of offloaded state."""
+        return _there(self._stores.scratch, self)
+
+    @property
+    def shelf(self) -> Shelf:
+        """The file of parameters on NVMe."""
+        return _there(self._stores.shelf, self)
+
+    @property
+    def park(self) -> GradientPark:
+        """The file of reduced gradients on NVMe."""
+        return _there(self._stores.park, self)
+
+    def begin_parameters(self, into: torch.Tensor, start: int = 0) -> Future:
+        """Begin reading elements [start, start + len) of the shard from NVMe."""
+        return self.shelf.read(self.index, into, start * into.itemsize)
+
+    def write_parameters(self, values: torch.Tensor, start: int = 0) -> Future:
+        """Begin writing elements [start, start + len) of the shard to NVMe."""
+        return self.shelf.write(self.index, values, start * values.itemsize)
 
     @property
     def num_chunks(self) -> int:
@@ -268,8 +372,8 @@ class Bucket:
         """The chunks this rank's optimizer updates."""
         return [self._comm.rank] if self.placement.shard_optimizer else range(self._comm.size)
 
-    def chunk_parameters(self, index: int) -> torch.Tensor:
-        """(n,) the parameters of chunk ``index``; only this rank's own where parameters are partitioned."""
+    def chunk_parameters(self, index: int) -> torch.Tensor | None:
+        """(n,) the parameters of chunk ``index``: only this rank's own where they are partitioned, None on NVMe."""
         if index == self._comm.rank:
             return self.shard
         low, high = self.layout.shard_range(index, self._comm.size)
@@ -277,7 +381,7 @@ class Bucket:
 
     def parameter_bytes(self) -> int:
         """Bytes of parameters on this rank now."""
-        return self._storage.nbytes() + (self.shard.nbytes if self.partitioned else 0)
+        return self._storage.nbytes() + (self.shard.nbytes if self.partitioned and self.shard is not None else 0)
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients on this rank now."""
@@ -325,7 +429,7 @@ class Bucket:
             out = torch.empty(chunk.numel(), dtype=reduce_dtype, device=chunk.device)
         elif self.placement.shard_gradients and fresh:
             if self.grad_shard is None:
-                self.grad_shard = torch.empty_like(chunk)
+                self.grad_shard = self._new_grad_shard()
             out = self.grad_shard
         else:
             out = chunk
@@ -337,13 +441,14 @@ class Bucket:
         handle.wait()
         self.check_late()
         if self.placement.shard_gradients:
-            if self.grad_shard is None:
-                self.grad_shard = torch.empty_like(chunk)
             if not fresh:
-                self.grad_shard.add_(out)
+                self.grad_shard = self._grad_shard_here().add_(out)
+            elif self.grad_shard is None:
+                self.grad_shard = self._new_grad_shard().copy_(out)
             elif out is not self.grad_shard:
                 self.grad_shard.copy_(out)
             self._free_grads()
+            self._put_away()
             return
         if out is not chunk:
             chunk.copy_(out)
@@ -352,6 +457,57 @@ class Bucket:
         self.grad_shard = None
         if not self.placement.shard_optimizer:
             self._comm.all_gather(self.grads_raw, chunk).wait()
+
+    # A reduced gradient may go to NVMe; `grad_shard` is None then.
+
+    def _new_grad_shard(self) -> torch.Tensor:
+        numel = self.layout.size // self._comm.size
+        if self._parks and self.full.device.type == "cpu":
+            return self.park.empty(numel, self.spec.dtype)
+        return torch.empty(numel, dtype=self.spec.dtype, device=self.full.device)
+
+    @property
+    def _parks(self) -> bool:
+        return self._stores.park is not None and self.tiers.states is Tier.NVME and self.placement.shard_gradients
+
+    @property
+    def parked_gradient(self) -> bool:
+        """There is a reduced gradient, and it is on NVMe."""
+        return self._parks and self.reduced and self.grad_shard is None
+
+    def _put_away(self) -> None:
+        if not self._parks or self.grad_shard is None:
+            return
+        self.grad_norm = norm_of(self.grad_shard) if self._stores.keep_norms else None
+        host = self.grad_shard
+        if host.device.type != "cpu":
+            host = self.park.empty(host.numel(), host.dtype).copy_(host)
+        self.park.put(self.index, host)
+        self.grad_shard = None
+
+    def _grad_shard_here(self) -> torch.Tensor:
+        if self.grad_shard is not None:
+            return self.grad_shard
+        numel = self.layout.size // self._comm.size
+        return self.park.get(self.index, numel, self.spec.dtype).to(self.full.device)
+
+    def begin_gradient(self, into: torch.Tensor, start: int) -> Future:
+        """Begin reading elements [start, start + len) of the reduced gradient from NVMe."""
+        return self.park.begin(self.index, into, start)
+
+    def reduced_norm(self, index: int) -> torch.Tensor:
+        """‖·‖ of the reduced gradient of chunk ``index``, fp64."""
+        if self.parked_gradient and self.grad_norm is not None:
+            return self.grad_norm
+        return norm_of(self.reduced_chunk(index))
+
+    def scale_reduced(self, index: int, factor: float) -> None:
+        """Multiply the reduced gradient of chunk ``index``."""
+        parked = self.parked_gradient
+        chunk = self.reduced_chunk(index).mul_(factor)
+        if parked:
+            self.grad_shard = chunk
+            self._put_away()
 
     def check_late(self) -> None:
         """Raise if a gradient arrived after the reduction had begun: it would be lost."""
@@ -388,8 +544,10 @@ class Bucket:
 
     def drop_grads(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
-        self.reduced = self._accumulating = False
+        self.reduced = self._accumulating = self._launched = False
         if self.placement.shard_gradients:
+            if self._parks:
+                self.park.forget(self.index)
             if self._grads_here:
                 self._free_grads()
         else:
@@ -398,9 +556,9 @@ class Bucket:
     def reduced_chunk(self, index: int) -> torch.Tensor:
         """(n,) the reduced gradient of chunk ``index``; only this rank's own where gradients or states are sharded."""
         if self.placement.shard_gradients:
-            if self.grad_shard is None or index != self._comm.rank:
+            if (self.grad_shard is None and not self.parked_gradient) or index != self._comm.rank:
                 raise AssertionError(f"rank {self._comm.rank}: no reduced gradient of chunk {index} of {self.label}.")
-            return self.grad_shard
+            return self._grad_shard_here()
         low, high = self.layout.shard_range(index, self._comm.size)
         return self.grads_raw[low:high]
 
@@ -432,12 +590,29 @@ class Bucket:
         if value is None:
             if self._grads_here and (self._accumulating or self.reduced):
                 self.grads_raw[offset : offset + tensor.numel].zero_()
-            if self.grad_shard is not None and self.reduced:
+            if (self.grad_shard is not None or self.parked_gradient) and self.reduced:
                 low, _ = self.own_range()
                 start, stop = max(offset - low, 0), max(offset + tensor.numel - low, 0)
+                self.grad_shard = self._grad_shard_here()
                 self.grad_shard[start:stop].zero_()
+                self._put_away()
             return
         if self.placement.shard_gradients or self.reduced:
             raise PartitionedAccessError(f"the gradient of {tensor.name!r} is partitioned; it cannot be assigned.")
         self.open_grads()
         self._grad_views[slot].copy_(value)
+
+
+def norm_of(chunk: torch.Tensor) -> torch.Tensor:
+    """‖chunk‖, fp64; 16-bit gradients are squared and added in fp32, because their squares overflow fp16."""
+    norm: torch.Tensor = torch.linalg.vector_norm(chunk, dtype=torch.promote_types(chunk.dtype, torch.float32))
+    return norm.double()
+
+
+_T = TypeVar("_T")
+
+
+def _there(value: _T | None, bucket: Bucket) -> _T:
+    if value is None:
+        raise AssertionError(f"the bucket of {bucket.label} has nothing offloaded.")
+    return value

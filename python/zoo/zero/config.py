@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from zoo.config import Section
+from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 
 class ZeroConfig(Section):
@@ -39,8 +40,29 @@ class ZeroConfig(Section):
     """Stage 3: at most this many elements stay whole because of param_persistence_threshold."""
 
     sub_group_size: int = Field(default=2**22, ge=1)
-    """Low-precision parameters are updated in pieces of about this many elements, so that only one piece's gradient
-    exists in fp32 at a time."""
+    """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
+    on NVMe: only one piece's gradient exists in fp32 at a time, and two or three pieces' states in memory."""
+
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    """Where partitioned parameters live while they are not used; stage 3."""
+
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    """Where optimizer states and reduced gradients live; stages 1 to 3."""
+
+    offload_host_bytes: int | None = Field(default=None, ge=4096)
+    """Hard cap of the host memory that offloading takes, over all ranks of a node (LOCAL_WORLD_SIZE says how many share
+    it). Default: no cap but the machine's."""
+
+    @model_validator(mode="after")
+    def _offload_fits_the_stage(self) -> ZeroConfig:
+        if self.offload_param.device != "none" and self.stage != 3:
+            raise ValueError(f"offload_param needs stage 3, where parameters are partitioned; stage is {self.stage}")
+        if self.offload_optimizer.device != "none" and self.stage == 0:
+            raise ValueError("offload_optimizer needs stage 1, 2 or 3; at stage 0 every rank has all states")
+        for name, section in (("offload_param", self.offload_param), ("offload_optimizer", self.offload_optimizer)):
+            if section.device == "nvme" and section.nvme_path is None:
+                raise ValueError(f'{name}.device = "nvme" needs {name}.nvme_path, a directory on the device')
+        return self
 
     @property
     def bucket_size(self) -> int:

@@ -16,12 +16,14 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
+from zoo.io import AioConfig, Handle
 from zoo.zero import state as state_io
 from zoo.zero.buckets import STAGES, Bucket, plan_buckets
 from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast import Forecast
 from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
+from zoo.zero.offload.opening import open_stores
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
 from zoo.zero.units import UnitChoice, check_parameters, find_units
@@ -56,6 +58,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
         check: agree on a fingerprint of each collective before it, for debugging.
         config: a :class:`~zoo.zero.ZeroConfig`; single options of it may be given as keywords instead.
+        aio: how to reach NVMe: options, or an engine that is used and left open.
         options: options of ``ZeroConfig``, and the wrapped optimizer's own arguments.
 
     Parameters in bf16 or fp16 get an fp32 master copy, which is what the optimizer updates. A trainable parameter that
@@ -80,6 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         reduce_dtype: torch.dtype | None = None,
         check: bool = False,
         config: ZeroConfig | None = None,
+        aio: AioConfig | Handle | None = None,
         **options: Any,
     ) -> None:
         self.config = _resolve_config(config, stage, options)
@@ -87,15 +91,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"clip_norm={clip_norm}; it must be a norm > 0, or 0 for no clipping.")
         check_parameters(model)
         optimizer = _find_optimizer(optimizer)
-        self.model, self.clip_norm, self.scaler = model, clip_norm, make_scaler(loss_scale)
+        self.model, self.clip_norm, self.scaler, self._aio = model, clip_norm, make_scaler(loss_scale), aio
         self.comm = Communicator(group, check=check)
         self.grad_norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         groups = _param_groups(model, params)
         self._build(model, groups, units, reduce_dtype)
         self._updater = Updater(
-            self._trainable, optimizer, groups, options, comm=self.comm, sub_group_size=self.config.sub_group_size
-        )
+            self._trainable, optimizer, groups, options, comm=self.comm, sub_group_size=self.config.sub_group_size,
+            offload=self.config.offload_optimizer, scratch=self._scratch,
+        )  # fmt: skip
         self.inner = self._updater.inner
         self._sealed = False
         super().__init__(groups, self.inner.defaults)
@@ -120,7 +125,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         device = plan[0].parameters[0].device
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
         placement = STAGES[cfg.stage]
-        self._buckets = [Bucket(i, spec, placement, self.comm) for i, spec in enumerate(plan)]
+        norms = bool(self.clip_norm or self.scaler is not None)
+        self._scratch, stores = open_stores(plan, placement, cfg, self.comm.size, aio=self._aio, keep_norms=norms)
+        self._buckets = [Bucket(i, spec, placement, self.comm, stores[i]) for i, spec in enumerate(plan)]
         self._trainable = [b for b in self._buckets if b.spec.trainable]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
         itemsize = plan[0].dtype.itemsize
@@ -173,6 +180,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.skipped = False
+        self._updater.check_whole()
         self._settle()
         if not self._runtime.reduced:
             return loss
@@ -200,8 +208,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _norm(self) -> float:
         """sqrt(Σ g²) over the whole mean gradient, summed bucket by bucket and chunk by chunk at every stage."""
         partials = [
-            torch.stack([_norm_of(b.reduced_chunk(c)) for b in self._trainable])
-            for c in self._trainable[0].updated_chunks()
+            torch.stack([b.reduced_norm(c) for b in self._trainable]) for c in self._trainable[0].updated_chunks()
         ]
         mine = torch.cat(partials)
         if len(partials) < self.comm.size:
@@ -219,7 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         factor = min(max_norm / (norm + 1e-6), 1.0)
         for bucket in self._trainable:
             for chunk in bucket.updated_chunks():
-                bucket.reduced_chunk(chunk).mul_(factor)
+                bucket.scale_reduced(chunk, factor)
         return norm
 
     def _publish(self) -> None:
@@ -231,7 +238,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
-        self._runtime.reduced = self._runtime.unreduced = False
+        self._runtime.abandon()
         for bucket in self._trainable:
             bucket.drop_grads()
 
@@ -269,13 +276,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.release()
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
+    @property
+    def _streams(self) -> bool:
+        return self._scratch is not None and self._scratch.nvme_bytes() > 0
+
     def memory(self) -> dict[str, int]:
-        """Bytes of model states on this rank now, by role: parameters, gradients, optimizer, total."""
+        """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
+
+        Beside them "nvme": bytes of this rank's files, and "buffers": host memory of the buffers that serve them.
+        """
         optimizer = self._updater.state_bytes()
         parameters = sum(b.parameter_bytes() for b in self._buckets)
         gradients = sum(b.gradient_bytes() for b in self._trainable)
         total = parameters + gradients + optimizer
-        return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
+        found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
+        if self._scratch is not None:
+            found |= {"nvme": self._scratch.nvme_bytes(), "buffers": self._scratch.pool.stats().in_use_bytes}
+        return found
 
     def forecast(self) -> Forecast:
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
@@ -287,7 +304,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._buckets,
             calls=self._runtime.calls(),
             num_chunks=self.comm.size,
-            optimizer_bytes=self._updater.forecast_bytes(),
+            optimizer_bytes=sum(self._updater.forecast_bytes().values()),
             clips=bool(self.clip_norm or self.scaler is not None),
             keep_bytes=self._runtime.keep_bytes,
         )
@@ -300,12 +317,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for parameter in bucket.spec.parameters:
                 release_parameter(parameter)
                 parameter.data = parameter.data.clone()
+        if self._scratch is not None:
+            self._scratch.close()
 
     # State -----------------------------------------------------------------------------------------------------------
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        return state_io.slices_of(self._updater.segments, self.inner.state, self._buckets)
+        return list(state_io.slices_of(self._updater.visit(), self.inner.state, self._buckets, copy=self._streams))
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
@@ -324,13 +343,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
         """
         self.zero_grad()
-        self._updater.make_states()
-        for segment in self._updater.segments:
-            state = self.inner.state[segment.tensor]
-            if not state_io.fill_segment(segment, state, read, scalars):
-                # Nothing but parameters yet; a master is one.
-                self.inner.state[segment.tensor] = {k: v for k, v in state.items() if k == "master"}
-            self._updater.write_back(segment)
+        self._updater.load(lambda segment, state: state_io.fill_segment(segment, state, read, scalars))
         for bucket in self._buckets:
             if not bucket.spec.trainable:
                 state_io.fill_frozen(bucket, read)
@@ -345,7 +358,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
         be read under another placement use :meth:`state_slices`.
         """
-        held = state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=False)
+        visited = self._updater.visit()
+        held = state_io.slices_of(visited, self.inner.state, self._buckets, owned=False, copy=self._streams)
         slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         return {"slices": slices, "scalars": self.state_scalars(), "param_groups": groups, "rank": self.comm.rank,
@@ -397,13 +411,6 @@ class Stage3Optimizer(ZeroOptimizer):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, stage=3, **options)
-
-
-def _norm_of(chunk: torch.Tensor) -> torch.Tensor:
-    # 16-bit gradients are squared and added in fp32: their squares overflow fp16.
-    dtype = torch.promote_types(chunk.dtype, torch.float32)
-    norm: torch.Tensor = torch.linalg.vector_norm(chunk, dtype=dtype)
-    return norm.double()
 
 
 def _resolve_config(config: ZeroConfig | None, stage: int | None, options: dict[str, Any]) -> ZeroConfig:

@@ -354,6 +354,21 @@ class Runtime:
             self.unreduced = True
         self._release_all()
 
+    def abandon(self) -> None:
+        """Forget a forward or backward that ended with an exception."""
+        self.unreduced = self.reduced = False
+        if not (self._in_backward or self._depth):
+            return
+        self._in_backward, self._depth, self._next_reduce = False, 0, 0
+        self._tape = None
+        self._visited.clear()
+        self._in_flight.clear()
+        for unit in self._units:
+            unit.depth = 0
+        for bucket in self._buckets:
+            bucket.active = 0
+        self._release_all()
+
     def reduce_all(self) -> None:
         """Reduce every bucket that this backward has not reduced yet, and wait for all of it."""
         for bucket in self._to_reduce[self._next_reduce :]:

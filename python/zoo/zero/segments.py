@@ -15,6 +15,7 @@ import torch
 
 from zoo.layout import Slice
 from zoo.zero.buckets import Bucket
+from zoo.zero.offload.plan import Tier
 
 
 @dataclass(eq=False)
@@ -23,6 +24,7 @@ class Segment:
 
     ``tensor`` is what the optimizer updates: the parameters themselves, or an fp32 master copy of 16-bit ones where the
     optimizer does not keep one among its states. ``target`` is where such a master is written back to, else None.
+    Of what lives on NVMe there is only a single repeated element (:func:`absent`) until the update brings it here.
     """
 
     bucket: Bucket
@@ -32,9 +34,12 @@ class Segment:
     stop: int
     tensor: torch.Tensor
     target: torch.Tensor | None
+    loaded_gradient: torch.Tensor | None = None
 
     def gradient(self) -> torch.Tensor:
         """The reduced gradient of this segment, in the gradient's own dtype."""
+        if self.loaded_gradient is not None:
+            return self.loaded_gradient
         return self.bucket.reduced_chunk(self.chunk)[self.start : self.stop]
 
     def value(self, state: Mapping[str, Any]) -> torch.Tensor:
@@ -52,7 +57,8 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
     """The segments of a trainable bucket that this rank updates: of all chunks at stage 0, of its own otherwise.
 
     Args:
-        masters: give the optimizer fp32 copies of 16-bit parameters.
+        masters: give the optimizer fp32 copies of 16-bit parameters. Where states are offloaded and parameters on
+            a GPU, it gets copies in any case.
         by_tensor: cut at the boundaries of tensors, not only of parameter groups.
     """
     length = bucket.layout.size // bucket.num_chunks
@@ -64,11 +70,28 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
         for group, low, high in ranges:
             start, stop = max(low - base, 0), min(high - base, length)
             if start < stop:
-                part = values[start:stop]
-                copied = masters and part.dtype.itemsize < 4
-                tensor = (part.float() if copied else part).detach().requires_grad_()
+                part = values[start:stop] if values is not None else absent_of(stop - start, bucket.spec.dtype)
+                dtype = torch.float32 if masters and part.dtype.itemsize < 4 else part.dtype
+                # The update runs where the states are.
+                off_device = bucket.tiers.states is not Tier.DEVICE and part.device.type != "cpu"
+                copied = dtype is not part.dtype or off_device
+                tensor = part
+                if copied:
+                    gone = values is None or bucket.tiers.states is Tier.NVME
+                    tensor = absent_of(stop - start, dtype) if gone else part.to("cpu" if off_device else None, dtype)
+                tensor = tensor.detach().requires_grad_()
                 segments.append(Segment(bucket, chunk, group, start, stop, tensor, part if copied else None))
     return segments
+
+
+def absent_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape without memory: one NaN that repeats."""
+    return torch.full((1,), float("nan"), dtype=dtype).expand(numel)
+
+
+def absent(tensor: torch.Tensor) -> torch.Tensor:
+    """What takes the place of a flat tensor whose values are elsewhere."""
+    return absent_of(tensor.numel(), tensor.dtype)
 
 
 def _group_ranges(bucket: Bucket) -> Iterable[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ together are the state of the run, and any other placement can be filled from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,22 +36,24 @@ class StateSlice:
 
 
 def slices_of(
-    segments: Sequence[Segment], state: Mapping[Any, Any], buckets: Sequence[Bucket], *, owned: bool = True
-) -> list[StateSlice]:
-    """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap."""
-    found: list[StateSlice] = []
+    segments: Iterable[Segment], state: Mapping[Any, Any], buckets: Sequence[Bucket], *, owned: bool = True,
+    copy: bool = False,
+) -> Iterator[StateSlice]:  # fmt: skip
+    """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap.
+
+    ``segments`` are in memory only while they are iterated over; ``copy`` makes tensors that stay.
+    """
     for segment in segments:
         if owned and not segment.bucket.owns(segment.chunk):
             continue
         entries = state.get(segment.tensor, {})
         roles = {"parameter": segment.value(entries), **tensor_states(entries, segment)}
         for role, tensor in roles.items():
-            found += _cut(segment.bucket, segment.slices(), role, tensor)
+            yield from _cut(segment.bucket, segment.slices(), role, tensor.clone() if copy else tensor)
     for bucket in buckets:
         if not bucket.spec.trainable:
             low, high = bucket.own_range()
-            found += _cut(bucket, bucket.layout.slices(low, high), "parameter", bucket.shard)
-    return found
+            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", bucket.own_shard())
 
 
 def _cut(bucket: Bucket, pieces: Sequence[Any], role: str, tensor: torch.Tensor) -> Iterator[StateSlice]:
@@ -132,7 +134,9 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
 def fill_frozen(bucket: Bucket, read: Reader) -> None:
     """Load a frozen bucket: this rank's shard where it is partitioned, all of it where it is whole."""
     low, high = bucket.own_range() if bucket.partitioned else (0, bucket.layout.size)
-    tensor = bucket.shard if bucket.partitioned else bucket.full
+    tensor = bucket.own_shard() if bucket.partitioned else bucket.full
     for piece in bucket.layout.slices(low, high):
         part = tensor[piece.offset : piece.offset + piece.length]
         part.copy_(read(piece.name, "parameter", piece.start, piece.length))
+    if bucket.parameters_on_nvme:
+        bucket.set_shard(tensor)

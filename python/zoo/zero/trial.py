@@ -13,19 +13,24 @@ import torch
 class Keeps:
     """What an optimizer keeps of a tensor: states with one element for each of it, and bytes of all the others."""
 
-    num_states: int
+    states: dict[str, torch.dtype]
     scalar_bytes: int
 
+    @property
+    def bytes_per_element(self) -> int:
+        """Of the states."""
+        return sum(dtype.itemsize for dtype in self.states.values())
 
-def what_it_keeps(build: Callable[[list[torch.Tensor]], Any]) -> Keeps:
-    """From one step on a matrix."""
-    tensor = torch.ones(2, 3, requires_grad=True)
+
+def what_it_keeps(build: Callable[[list[torch.Tensor]], Any], dtype: torch.dtype) -> Keeps:
+    """From one step on a matrix of ``dtype``."""
+    tensor = torch.ones(2, 3, dtype=dtype).requires_grad_()
     optimizer = build([tensor])
     tensor.grad = torch.ones_like(tensor)
     optimizer.step()
-    kept = [v for v in optimizer.state[tensor].values() if isinstance(v, torch.Tensor)]
-    whole = [v for v in kept if v.shape == tensor.shape]
-    return Keeps(len(whole), sum(v.nbytes for v in kept) - sum(v.nbytes for v in whole))
+    kept = {k: v for k, v in optimizer.state[tensor].items() if isinstance(v, torch.Tensor)}
+    whole = {k: v.dtype for k, v in kept.items() if v.shape == tensor.shape}
+    return Keeps(whole, sum(v.nbytes for k, v in kept.items() if k not in whole))
 
 
 def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
+from zoo.zero.offload.config import OffloadOptimizerConfig
+from zoo.zero.offload.errors import OffloadError
+from zoo.zero.offload.gradients import GradientPark
+from zoo.zero.offload.plan import Tier
+from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.stream import StateStream, needs_stream
 from zoo.zero.parts import BucketParts
 from zoo.zero.segments import Segment, cut_segments, in_pieces
 from zoo.zero.trial import Keeps, check_elementwise, what_it_keeps
@@ -27,22 +34,24 @@ class Updater:
         groups: the parameter groups of the user; their options, without "params", are given to the optimizer.
         options: arguments of the optimizer.
         sub_group_size: elements of a piece.
+        offload: where states go that live on NVMe.
+        scratch: its files.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
-        *, comm: Communicator, sub_group_size: int,
+        *, comm: Communicator, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
     ) -> None:  # fmt: skip
         self._buckets = buckets
+        self.broken: str | None = None
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
         name = getattr(optimizer, "__name__", str(optimizer))
         plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         if not whole:
             check_elementwise(lambda tensors: optimizer(tensors, **options), name)
-        self.keeps: list[Keeps] = []
-        for group in plain:
-            self.keeps.append(what_it_keeps(lambda tensors, g=group: optimizer([{**g, "params": tensors}], **options)))  # type: ignore[misc]
+        self._plain, self._optimizer, self._options = plain, optimizer, options
+        self._known: dict[tuple[int, torch.dtype], Keeps] = {}
         cut = [cut_segments(b, masters=not self._scales, by_tensor=whole) for b in buckets]
         self.segments = [s for segments in cut for s in segments]
         self._parts = BucketParts(comm) if whole else None
@@ -53,9 +62,17 @@ class Updater:
         for segment in self.segments:
             inner[segment.group]["params"].append(segment.tensor)
         self.inner = optimizer(inner, **options)
-        self._pieces = self._cut(sub_group_size)
+        streams = scratch is not None and needs_stream(buckets)
+        self._pieces = self._cut(sub_group_size, streams=streams)
+        self._stream: StateStream | None = None
+        if scratch is not None and streams:
+            self._stream = StateStream(
+                scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
+                pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write,
+            )  # fmt: skip
+            scratch.check_room(self.buffer_bytes())
 
-    def _cut(self, limit: int) -> list[tuple[Sequence[Bucket], list[Segment]]]:
+    def _cut(self, limit: int, *, streams: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
         if self._parts is not None:  # pieces of whole buckets, the same on every rank
             pieces: list[tuple[list[Bucket], list[Segment]]] = []
             size = 0
@@ -67,26 +84,86 @@ class Updater:
                 pieces[-1][0].append(bucket)
                 pieces[-1][1].extend(s for s in self.segments if s.bucket is bucket)
             return list(pieces)
-        if any(s.target is not None for s in self.segments):
+        if streams or any(s.target is not None for s in self.segments):
             return [((), piece) for piece in in_pieces(self.segments, limit)]
         return [((), self.segments)]
 
+    def _keeps(self, segment: Segment) -> Keeps:
+        key = (segment.group, segment.tensor.dtype)
+        if key not in self._known:
+            group = self._plain[segment.group]
+            self._known[key] = what_it_keeps(
+                lambda tensors: self._optimizer([{**group, "params": tensors}], **self._options), segment.tensor.dtype
+            )
+        return self._known[key]
+
+    def _states_of(self, segment: Segment) -> dict[str, torch.dtype]:
+        given = {} if segment.target is None else {"": segment.tensor.dtype}
+        return {**given, **self._keeps(segment).states}
+
+    def buffer_bytes(self) -> int:
+        """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
+        if self._stream is None:
+            return 0
+        shards = [b.num_bytes // b.num_chunks for b in self._buckets]
+        return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
     def update(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
-        """One step with ``factor`` times the reduced gradients and the options of ``groups``. Collective with parts."""
-        inner = self.inner
-        for outer, group in zip(groups, inner.param_groups, strict=True):
+        """One step with ``factor`` times the reduced gradients and the options of ``groups``. Collective with parts.
+
+        Raises:
+            OffloadError: a device failed; this and every later step, until a state is loaded.
+        """
+        self.check_whole()
+        for outer, group in zip(groups, self.inner.param_groups, strict=True):
             group.update({k: v for k, v in outer.items() if k != "params"})
-        whole = [group["params"] for group in inner.param_groups]
-        try:
-            for buckets, piece in self._pieces:
+        with self._restoring_groups():
+            for index, (buckets, piece) in enumerate(self._pieces):
                 if len(self._pieces) > 1:
                     self._restrict(piece)
                 if self._parts is not None:
                     self._parts.about(buckets)
-                self._update_piece(piece, factor)
+                with self._loaded(index):
+                    self._update_piece(piece, factor)
+            if self._stream is not None:
+                with self._failing():
+                    self._stream.finish()
+
+    def check_whole(self) -> None:
+        """Raise OffloadError if a failure left states of two different steps behind."""
+        if self.broken is not None:
+            raise OffloadError(f"the training state is incomplete since a step failed ({self.broken}).")
+
+    @contextlib.contextmanager
+    def _restoring_groups(self) -> Iterator[None]:
+        whole = [group["params"] for group in self.inner.param_groups]
+        try:
+            yield
         finally:
-            for group, tensors in zip(inner.param_groups, whole, strict=True):
+            for group, tensors in zip(self.inner.param_groups, whole, strict=True):
                 group["params"] = tensors
+
+    @contextlib.contextmanager
+    def _loaded(self, index: int) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with self._failing():
+            self._stream.load(index)
+            yield
+            self._stream.store(index)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.broken = str(error) or type(error).__name__
+            if self._stream is not None:
+                self._stream.give_up()
+            raise
 
     def _restrict(self, piece: Sequence[Segment]) -> None:
         for group in self.inner.param_groups:
@@ -96,9 +173,7 @@ class Updater:
 
     def _update_piece(self, piece: Sequence[Segment], factor: float) -> None:
         for segment in piece:
-            gradient = segment.gradient()
-            if segment.target is not None:
-                gradient = gradient.float()
+            gradient = segment.gradient().to(segment.tensor.device, segment.tensor.dtype)
             segment.tensor.grad = gradient if factor == 1.0 or self._scales else gradient.mul_(factor)
         if self._scales:
             self.inner.step(grad_scale=factor)
@@ -109,37 +184,68 @@ class Updater:
             if segment.target is not None:
                 segment.target.copy_(segment.tensor)
 
-    def make_states(self) -> None:
-        """Make the entries that the optimizer keeps, with values that mean nothing; parameters change too."""
-        for segment in self.segments:
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def visit(self) -> Iterator[Segment]:
+        """Each segment while its values and states are in memory, to be read."""
+        self.check_whole()
+        for index, (_, piece) in enumerate(self._pieces):
+            with self._stream.in_memory(index, write=False) if self._stream is not None else contextlib.nullcontext():
+                yield from piece
+
+    def load(self, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
+        """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it."""
+        self.broken = None
+        if self._stream is not None:
+            self._stream.forget()
+        with self._restoring_groups():
+            for index, (buckets, piece) in enumerate(self._pieces):
+                self._restrict(piece)
+                if self._parts is not None:
+                    self._parts.about(buckets)
+                stream = self._stream
+                with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
+                    self._make_states(piece)
+                    for segment in piece:
+                        self._fill(segment, fill)
+
+    def _make_states(self, piece: Sequence[Segment]) -> None:
+        # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
+        # values, and the parameters.
+        for segment in piece:
+            self.inner.state.pop(segment.tensor, None)
             segment.tensor.grad = torch.zeros_like(segment.tensor)
-        if self._parts is not None:
-            self._parts.about(self._buckets)
         self.inner.step()
-        for segment in self.segments:
+        for segment in piece:
             segment.tensor.grad = None
 
-    def write_back(self, segment: Segment) -> None:
-        """Bring the value of a segment, which was just loaded, to the parameters that are computed with."""
+    def _fill(self, segment: Segment, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
+        state = self.inner.state[segment.tensor]
+        if not fill(segment, state):
+            # Nothing but parameters yet; a master is one.
+            self.inner.state[segment.tensor] = {k: v for k, v in state.items() if k == "master"}
         if segment.target is not None:
             segment.target.copy_(segment.tensor)
-        else:
-            value = segment.value(self.inner.state.get(segment.tensor, {}))
-            if value.data_ptr() != segment.tensor.data_ptr():
-                segment.tensor.detach().copy_(value)
+            return
+        value = segment.value(self.inner.state.get(segment.tensor, {}))
+        if value.data_ptr() != segment.tensor.data_ptr():
+            segment.tensor.detach().copy_(value)
 
     def state_bytes(self) -> int:
-        """Bytes of masters and optimizer states on this rank."""
-        total = sum(s.tensor.nbytes for s in self.segments if s.target is not None)
+        """Bytes of masters and optimizer states in this rank's memory."""
+        tensors = [s.tensor for s in self.segments if s.target is not None]
         for state in self.inner.state.values():
-            total += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-        return total
+            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+        return sum(t.nbytes for t in tensors if t.dim() != 1 or t.numel() < 2 or t.stride(0) != 0)
 
-    def forecast_bytes(self) -> int:
-        """What :meth:`state_bytes` will be after the first step."""
-        total = 0
+    def forecast_bytes(self) -> dict[Tier, int]:
+        """What masters and optimizer states will take after the first step, by tier."""
+        found = dict.fromkeys(Tier, 0)
         for segment in self.segments:
-            keeps, itemsize = self.keeps[segment.group], segment.bucket.spec.dtype.itemsize
-            per_element = keeps.num_states * max(itemsize, 4) + (4 if itemsize < 4 else 0)
-            total += segment.tensor.numel() * per_element + keeps.scalar_bytes
-        return total
+            keeps, n = self._keeps(segment), segment.tensor.numel()
+            given = segment.tensor.itemsize if segment.target is not None else 0
+            found[segment.bucket.tiers.states] += n * (keeps.bytes_per_element + given)
+            found[Tier.HOST if segment.bucket.tiers.states is Tier.NVME else segment.bucket.tiers.states] += (
+                keeps.scalar_bytes
+            )
+        return found

@@ -1,0 +1,62 @@
+"""The sections ``offload_param`` and ``offload_optimizer`` of ``zero_optimization``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from zoo.config import Section
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class OffloadParamConfig(Section):
+    """Where the partitioned parameters live while no unit uses them. Stage 3 only."""
+
+    device: Device = "none"
+    """"cpu" keeps this rank's shards in host memory, "nvme" in a file under nvme_path."""
+
+    nvme_path: Path | None = None
+    """A directory on the device; each rank keeps unnamed files there, which vanish with the process."""
+
+    max_in_cpu: int = Field(default=1_000_000_000, ge=0)
+    """With "nvme": this many elements of this rank's shards stay in host memory."""
+
+    pin_memory: bool = False
+    """Host memory is page-locked (with a CUDA device)."""
+
+    buffer_count: int = Field(default=5, ge=0)
+    """Accepted, without effect: parameters are read into the buffers that they are gathered in."""
+
+    buffer_size: int = Field(default=100_000_000, ge=0)
+    """Accepted, without effect: see buffer_count; no parameter is too large for a buffer."""
+
+
+class OffloadOptimizerConfig(Section):
+    """Where optimizer states and reduced gradients live, and with them where the update runs. Stages 1 to 3."""
+
+    device: Device = "none"
+    """"cpu" keeps states in host memory and updates on the CPU; "nvme" keeps them in a file under nvme_path."""
+
+    nvme_path: Path | None = None
+    """A directory on the device; each rank keeps unnamed files there, which vanish with the process."""
+
+    pipeline_read: bool = True
+    """Read the states of the next sub-group while one is updated: one more buffer of a sub-group."""
+
+    pipeline_write: bool = True
+    """Write the states of a sub-group while the next one is updated: one more buffer of a sub-group."""
+
+    ratio: float = Field(default=1.0, ge=0.0, le=1.0)
+    """This part of the elements is offloaded; the states of the rest stay on the device and are updated there."""
+
+    pin_memory: bool = False
+    """Host memory is page-locked (with a CUDA device)."""
+
+    fast_init: bool = False
+    """Accepted, without effect: states are made in the first step, so that there is nothing to write before it."""
+
+    buffer_count: int = Field(default=4, ge=0)
+    """Accepted, without effect: the number of buffers follows from the pipeline, their size from the model."""

@@ -1,0 +1,50 @@
+"""From the options to files and buffers, before the buckets are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zoo.io import AioConfig, Handle
+from zoo.zero.buckets import BucketSpec, Placement, Stores, layout_of
+from zoo.zero.offload.gradients import GradientPark
+from zoo.zero.offload.plan import Tier, plan_tiers
+from zoo.zero.offload.scratch import Scratch
+
+if TYPE_CHECKING:
+    from zoo.zero.config import ZeroConfig
+
+
+def open_stores(
+    plan: Sequence[BucketSpec], placement: Placement, config: ZeroConfig, num_ranks: int, *,
+    aio: AioConfig | Handle | None, keep_norms: bool,
+) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
+    """The tiers of each bucket and what they need; the files have their full size afterwards."""
+    parameters, optimizer = config.offload_param, config.offload_optimizer
+    if parameters.device == "none" and optimizer.device == "none":
+        return None, [Stores() for _ in plan]
+    numels = [layout_of(spec, num_ranks).size // num_ranks for spec in plan]
+    split = [placement.shard_parameters and not spec.resident for spec in plan]
+    tiers = plan_tiers(
+        [(n, s, spec.trainable) for n, s, spec in zip(numels, split, plan, strict=True)], parameters, optimizer
+    )
+    share = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    scratch = Scratch(
+        aio=aio if isinstance(aio, AioConfig) else None,
+        handle=aio if isinstance(aio, Handle) else None,
+        capacity_bytes=config.offload_host_bytes // share if config.offload_host_bytes is not None else None,
+        pinned=parameters.pin_memory or optimizer.pin_memory,
+    )
+    sizes = [n * spec.dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
+
+    def on_nvme(tier: Sequence[Tier]) -> list[int]:
+        return [size if where is Tier.NVME else 0 for size, where in zip(sizes, tier, strict=True)]
+
+    kept, shelf, park = on_nvme([t.parameters for t in tiers]), None, None
+    if any(kept):
+        shelf = scratch.shelf(parameters.nvme_path, "parameters", kept)
+    parked = on_nvme([t.states for t in tiers])
+    if any(parked) and placement.shard_gradients:
+        park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
+    return scratch, [Stores(tiers=t, scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for t in tiers]

@@ -1,0 +1,142 @@
+"""A rank's scratch space on NVMe: files without names, cut into regions."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+
+from zoo.io import AioConfig, BufferPool, Future, Handle
+from zoo.zero.offload.errors import OffloadError
+
+PAGE = 4096
+
+
+def round_up(num_bytes: int) -> int:
+    """To whole pages: what a device reaches without a copy."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+class Shelf:
+    """A file of a known size, cut into regions that are read and written as tensors.
+
+    The file has no name any more once it is open: its space is free again when the process ends, however that happens.
+    """
+
+    def __init__(self, handle: Handle, folder: Path, name: str, sizes: list[int]) -> None:
+        self._handle, self.what = handle, name
+        self.offsets, end = [], 0
+        for size in sizes:
+            self.offsets.append(end)
+            end += round_up(size)
+        self.num_bytes = end
+        path = folder / f"zoo-{name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._where = f"{name} in {str(folder)!r}"
+        try:
+            _allocate(path, end)
+            self._writer = handle.open(path, "w")
+            self._reader = handle.open(path, "r")
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise OffloadError(_why(error, name, folder, end)) from error
+        path.unlink()
+
+    def read(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
+        """Begin filling ``tensor`` from byte ``offset`` of a region."""
+        return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset)
+
+    def write(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
+        """Begin writing ``tensor`` at byte ``offset`` of a region."""
+        return self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset)
+
+    def finish(self, future: Future) -> None:
+        """Wait for an operation; a failure names what it was about."""
+        try:
+            future.wait()
+        except (OSError, RuntimeError) as error:
+            raise OffloadError(
+                f"offloaded state was lost: {self._where}: {error}. Free or replace the device and continue from the "
+                "last checkpoint (load_state)."
+            ) from error
+
+    def close(self) -> None:
+        """Give the space back."""
+        self._writer.close()
+        self._reader.close()
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _why(error: OSError, name: str, folder: Path, num_bytes: int) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(folder).free
+        return (
+            f"nvme_path={str(folder)!r} has {free:,} bytes free, and {name} of this rank take {num_bytes:,}. Free "
+            "space, choose another nvme_path, use more ranks, or offload less (ratio, max_in_cpu)."
+        )
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"nvme_path={str(folder)!r} cannot be written to ({error.strerror}); choose a directory that can."
+    return f"nvme_path={str(folder)!r} cannot be used for {name}: {error}"
+
+
+class Scratch:
+    """The engine, the buffers and the folders of one rank's offloaded state.
+
+    Args:
+        capacity_bytes: hard cap of the buffers; None for none but the pool's own.
+        handle: an engine to use; by default one with the options of ``aio``.
+    """
+
+    def __init__(
+        self, *, aio: AioConfig | None = None, handle: Handle | None = None, capacity_bytes: int | None = None,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
+        self._capacity_bytes = capacity_bytes
+        self.pool = BufferPool(capacity_bytes or (1 << 46), pinned="auto" if pinned else False)
+        self.handle = handle if handle is not None else Handle.from_config(aio or AioConfig(), pool=self.pool)
+        self._owned = handle is None
+        self._shelves: list[Shelf] = []
+
+    def shelf(self, folder: Path | None, name: str, sizes: list[int]) -> Shelf:
+        """A new file in ``folder`` with a region of each of these sizes in bytes."""
+        if folder is None:
+            raise ValueError(f'offloading to "nvme" needs nvme_path: a directory on the device, for {name}.')
+        if not folder.is_dir():
+            kind = "is not a directory" if folder.exists() else "does not exist"
+            raise OffloadError(f"nvme_path={str(folder)!r} {kind}; make it, or name a directory on the device.")
+        made = Shelf(self.handle, folder, name, sizes)
+        self._shelves.append(made)
+        return made
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise OffloadError unless buffers of so many bytes fit under the cap, beside those in use."""
+        cap, used = self._capacity_bytes, self.pool.stats().in_use_bytes
+        if cap is not None and used + num_bytes > cap:
+            raise OffloadError(
+                f"this rank's share of offload_host_bytes is {cap:,} bytes; {used:,} are in use and the buffers of an "
+                f"update take {num_bytes:,} more. Raise the cap, or lower sub_group_size or the bucket sizes, or turn "
+                "pipeline_read or pipeline_write off."
+            )
+
+    def nvme_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(shelf.num_bytes for shelf in self._shelves)
+
+    def close(self) -> None:
+        """Give files and threads back."""
+        for shelf in self._shelves:
+            shelf.close()
+        self._shelves.clear()
+        if self._owned and not self.handle.closed:
+            self.handle.close()

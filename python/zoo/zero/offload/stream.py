@@ -1,0 +1,242 @@
+"""The update's states on NVMe: brought to memory piece by piece, updated, and written back.
+
+A piece is a list of segments. While piece k is updated, piece k+1 is read and piece k-1 is written, so at most three
+pieces are in memory. The tensors that the optimizer knows stay the same objects: in memory they are given a buffer of
+the moment, otherwise a single element that repeats, so that shapes stay and nothing holds memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.io import Future
+from zoo.zero.buckets import Bucket
+from zoo.zero.offload.plan import Tier
+from zoo.zero.offload.scratch import Scratch, round_up
+from zoo.zero.segments import Segment, absent
+
+ALIGN = 64  # of a section within a record, as vector loads like it
+
+
+@dataclass
+class Record:
+    """What one segment has on NVMe: its region, and where in it each state begins."""
+
+    segment: Segment
+    region: int
+    sections: dict[str, tuple[int, torch.dtype]]
+    num_bytes: int
+    exists: bool = False  # before the first step there is nothing
+
+
+@dataclass
+class Loaded:
+    """A segment while it is in memory."""
+
+    record: Record
+    states: torch.Tensor | None = None  # bytes
+    parameters: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    reading: list[tuple[Any, Future]] = field(default_factory=list)
+
+
+class StateStream:
+    """Args:
+    pieces: the segments in the order of the update.
+    states_of: what the optimizer keeps of a segment: dtype by name, "" for a master that it got as its parameter.
+    entries: ``optimizer.state``.
+    """
+
+    def __init__(
+        self, scratch: Scratch, folder: Path | None, pieces: Sequence[Sequence[Segment]],
+        states_of: Callable[[Segment], Mapping[str, torch.dtype]], entries: Mapping[Any, dict[str, Any]], *,
+        pipeline_read: bool, pipeline_write: bool,
+    ) -> None:  # fmt: skip
+        self._scratch, self._entries = scratch, entries
+        self._pipeline_read, self._pipeline_write = pipeline_read, pipeline_write
+        self._pieces = [[self._record(s, states_of(s)) for s in piece] for piece in pieces]
+        kept = [r for piece in self._pieces for r in piece if r.sections]
+        for index, record in enumerate(kept):
+            record.region = index
+        self._shelf = scratch.shelf(folder, "optimizer states", [r.num_bytes for r in kept]) if kept else None
+        self._loaded: dict[int, list[Loaded]] = {}
+        self._writing: dict[int, list[tuple[Any, Future]]] = {}
+
+    def buffer_bytes(self) -> int:
+        """Host memory of the pieces that are in memory together, in the worst moment of an update."""
+        sizes = [sum(self._bytes_of(record) for record in piece) for piece in self._pieces]
+        behind, ahead = int(self._pipeline_write), int(self._pipeline_read)
+        return max((sum(sizes[max(k - behind, 0) : k + ahead + 1]) for k in range(len(sizes))), default=0)
+
+    @staticmethod
+    def _bytes_of(record: Record) -> int:
+        bucket, n = record.segment.bucket, record.segment.tensor.numel()
+        total, itemsize = round_up(record.num_bytes), bucket.spec.dtype.itemsize
+        if bucket.tiers.states is Tier.NVME and bucket.placement.shard_gradients:
+            total += round_up(n * itemsize)
+        return total + (round_up(n * itemsize) if bucket.parameters_on_nvme else 0)
+
+    @staticmethod
+    def _record(segment: Segment, states: Mapping[str, torch.dtype]) -> Record:
+        sections: dict[str, tuple[int, torch.dtype]] = {}
+        end = 0
+        if segment.bucket.tiers.states is Tier.NVME:
+            for name, dtype in states.items():
+                sections[name] = (end, dtype)
+                end += -(-segment.tensor.numel() * dtype.itemsize // ALIGN) * ALIGN
+        return Record(segment, -1, sections, end)
+
+    # A piece in memory -----------------------------------------------------------------------------------------------
+
+    def load(self, index: int, *, gradients: bool = True) -> None:
+        """Bring piece ``index`` to memory, and begin with the next one."""
+        self._begin(index, gradients)
+        if self._pipeline_read and index + 1 < len(self._pieces):
+            self._begin(index + 1, gradients)
+        for loaded in self._loaded[index]:
+            for shelf, future in loaded.reading:
+                shelf.finish(future)
+            self._attach(loaded)
+
+    def _begin(self, index: int, gradients: bool) -> None:
+        if index in self._loaded:
+            return
+        for older in [k for k in self._writing if k < index - 1 or not self._pipeline_write]:
+            self._settle(older)
+        self._settle(index)
+        self._loaded[index] = [self._read(record, gradients) for record in self._pieces[index]]
+
+    def _read(self, record: Record, gradients: bool) -> Loaded:
+        loaded, segment, pool = Loaded(record), record.segment, self._scratch.pool
+        bucket, n = segment.bucket, segment.tensor.numel()
+        if record.exists and self._shelf is not None:
+            loaded.states = pool.empty(record.num_bytes, dtype=torch.uint8)
+            loaded.reading.append((self._shelf, self._shelf.read(record.region, loaded.states)))
+        if gradients and bucket.parked_gradient:
+            loaded.gradient = pool.empty(n, dtype=bucket.spec.dtype)
+            loaded.reading.append((bucket.park, bucket.begin_gradient(loaded.gradient, segment.start)))
+        if bucket.parameters_on_nvme:
+            loaded.parameters = pool.empty(n, dtype=bucket.spec.dtype)
+            if not record.exists or not self._has_master(record):
+                loaded.reading.append((bucket.shelf, bucket.begin_parameters(loaded.parameters, segment.start)))
+        return loaded
+
+    @staticmethod
+    def _has_master(record: Record) -> bool:
+        return "" in record.sections or "master" in record.sections
+
+    def _attach(self, loaded: Loaded) -> None:
+        segment, sections = loaded.record.segment, loaded.record.sections
+        segment.loaded_gradient = loaded.gradient
+        if loaded.parameters is not None:
+            if segment.target is None:
+                segment.tensor.data = loaded.parameters
+            else:
+                segment.target = loaded.parameters
+        if loaded.states is None:
+            if "" in sections and segment.target is not None:
+                segment.tensor.data = segment.target.to("cpu", segment.tensor.dtype, copy=True)
+            return
+        entries = self._entries.get(segment.tensor, {})
+        for name in sections:
+            tensor = segment.tensor if name == "" else entries[name]
+            tensor.data = self._section(loaded, name)
+
+    @staticmethod
+    def _section(loaded: Loaded, name: str) -> torch.Tensor:
+        begin, dtype = loaded.record.sections[name]
+        n = loaded.record.segment.tensor.numel()
+        if loaded.states is None:
+            raise AssertionError("a section of a record that is not in memory")
+        return loaded.states[begin : begin + n * dtype.itemsize].view(dtype)
+
+    def store(self, index: int) -> None:
+        """Piece ``index`` was updated: write it, and give its memory back once that is done."""
+        self._writing[index] = []
+        for loaded in self._loaded.pop(index):
+            self._write(loaded, self._writing[index])
+            self._detach(loaded)
+        if not self._pipeline_write:
+            self._settle(index)
+
+    def _write(self, loaded: Loaded, writing: list[tuple[Any, Future]]) -> None:
+        record, segment = loaded.record, loaded.record.segment
+        entries = self._entries.get(segment.tensor, {})
+        present = bool(record.sections) and all(name in entries for name in record.sections if name)
+        if present and self._shelf is not None:
+            if loaded.states is None:
+                loaded.states = self._scratch.pool.empty(record.num_bytes, dtype=torch.uint8)
+            for name in record.sections:
+                tensor = segment.tensor if name == "" else entries[name]
+                section = self._section(loaded, name)
+                if tensor.data_ptr() != section.data_ptr():
+                    section.copy_(tensor.detach())
+            writing.append((self._shelf, self._shelf.write(record.region, loaded.states)))
+            record.exists = True
+        if loaded.parameters is not None:
+            shelf = segment.bucket.shelf
+            writing.append((shelf, segment.bucket.write_parameters(loaded.parameters, segment.start)))
+
+    def _detach(self, loaded: Loaded) -> None:
+        segment = loaded.record.segment
+        segment.loaded_gradient = None
+        if loaded.parameters is not None:
+            if segment.target is None:
+                segment.tensor.data = absent(segment.tensor)
+            else:
+                segment.target = absent(segment.target)
+        if loaded.record.exists:
+            entries = self._entries.get(segment.tensor, {})
+            for name in loaded.record.sections:
+                tensor = segment.tensor if name == "" else entries[name]
+                tensor.data = absent(tensor)
+
+    def _settle(self, index: int) -> None:
+        for shelf, future in self._writing.pop(index, ()):
+            shelf.finish(future)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        for index in list(self._writing):
+            self._settle(index)
+
+    def give_up(self) -> None:
+        """After a failure: forget what is in memory; the states are of no step any more."""
+        for pieces in self._loaded.values():
+            for loaded in pieces:
+                self._detach(loaded)
+        self._loaded.clear()
+        self._writing.clear()
+
+    def forget(self) -> None:
+        """There are no states: the next step makes them."""
+        for piece in self._pieces:
+            for record in piece:
+                record.exists = False
+
+    @contextmanager
+    def in_memory(self, index: int, *, write: bool) -> Iterator[None]:
+        """Piece ``index`` without gradients, for reading, or to be written back."""
+        before, self._pipeline_read = self._pipeline_read, False
+        try:
+            self.load(index, gradients=False)
+            yield
+            if write:
+                self.store(index)
+                self.finish()
+            else:
+                for loaded in self._loaded.pop(index):
+                    self._detach(loaded)
+        finally:
+            self._pipeline_read = before
+
+
+def needs_stream(buckets: Sequence[Bucket]) -> bool:
+    """Whether anything that the update touches is on NVMe."""
+    return any(b.tiers.states is Tier.NVME or b.parameters_on_nvme for b in buckets)
