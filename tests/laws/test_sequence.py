@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -151,6 +153,16 @@ def test_unequal_pieces_are_weighted_by_their_tokens() -> None:
     expected = dict(model.named_parameters())
     for name, value in sim.run(2, fn)[0].items():
         torch.testing.assert_close(value, expected[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_copied_model_talks_over_the_same_group() -> None:
+    def fn(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+        model = Stack(SequenceParallelAttention(group=mesh["sequence"]))
+        x = sample(rank // 2, 0)[:, 4 * (rank % 2) :][:, :4]
+        assert torch.equal(copy.deepcopy(model)(x, 0), model(x, 0))
+
+    sim.run(4, fn)
 
 
 def test_heads_that_do_not_divide_are_named() -> None:

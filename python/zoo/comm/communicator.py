@@ -72,6 +72,10 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        # A group cannot be copied: a copied model talks over the group, and into the log, of the original.
+        return self
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:
         """``full[r*n:(r+1)*n] = shard of rank r``, for every r. In place when ``shard`` is this rank's chunk.
 
