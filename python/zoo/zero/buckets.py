@@ -315,10 +315,12 @@ class Bucket:
         if self.shard is not None:
             return self.shard
         low, high = self.own_range()
-        if self.full.is_meta:
-            return self.full[low:high]
-        copy = self.scratch.pool.empty(high - low, dtype=self.spec.dtype)
-        self.shelf.finish(self.begin_parameters(copy))
+        return self.full[low:high] if self.full.is_meta else self.load_parameters(0, high - low)
+
+    def load_parameters(self, start: int, length: int) -> torch.Tensor:
+        """Elements [start, start + length) of the shard from NVMe."""
+        copy = self.scratch.pool.empty(length, dtype=self.spec.dtype)
+        self.shelf.finish(self.begin_parameters(copy, start))
         return copy
 
     def set_shard(self, values: torch.Tensor) -> None:

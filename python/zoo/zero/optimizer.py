@@ -282,10 +282,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.release()
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
-    @property
-    def _streams(self) -> bool:
-        return self._scratch is not None and self._scratch.nvme_bytes() > 0
-
     def memory(self) -> dict[str, int]:
         """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
 
@@ -345,7 +341,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        return list(state_io.slices_of(self._updater.visit(), self.inner.state, self._buckets, copy=self._streams))
+        self._updater.check_whole()
+        updater = self._updater
+        return list(state_io.slices_of(updater.segments, self.inner.state, self._buckets, stored=updater.stored))
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
@@ -379,8 +377,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
         be read under another placement use :meth:`state_slices`.
         """
-        visited = self._updater.visit()
-        held = state_io.slices_of(visited, self.inner.state, self._buckets, owned=False, copy=self._streams)
+        self._updater.check_whole()
+        updater = self._updater
+        held = state_io.slices_of(updater.segments, self.inner.state, self._buckets, owned=False, stored=updater.stored)
         slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         return {"slices": slices, "scalars": self.state_scalars(), "param_groups": groups, "rank": self.comm.rank,
