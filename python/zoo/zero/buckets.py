@@ -210,6 +210,7 @@ class Bucket:
         self._grad_views = self._views(self.grads)
         self.grad_shard: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None  # of a copy to the host
         self.reduced = False
         self._accumulating = self._launched = False
         self._version = 0
@@ -489,20 +490,36 @@ class Bucket:
         return self.parks and self.reduced and self.grad_shard is None
 
     def _put_away(self) -> None:
-        if not self.parks or self.grad_shard is None:
+        if self.grad_shard is None or not (self.parks or self._streams_gradients):
             return
         self.grad_norm = norm_of(self.grad_shard) if self._stores.keep_norms else None
         host = self.grad_shard
         if host.device.type != "cpu":
-            host = self.park.empty(host.numel(), host.dtype).copy_(host)
-        self.park.put(self.index, host)
-        self.grad_shard = None
+            host = self.scratch.pool.empty(host.numel(), dtype=host.dtype).copy_(host, non_blocking=not self.parks)
+        if self.parks:
+            self.park.put(self.index, host)
+            self.grad_shard = None
+        else:
+            self.grad_shard = host
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    @property
+    def _streams_gradients(self) -> bool:
+        return self.updates_off_device and self.placement.shard_gradients and self.full.device.type == "cuda"
 
     def _grad_shard_here(self) -> torch.Tensor:
-        if self.grad_shard is not None:
-            return self.grad_shard
-        numel = self.layout.size // self._comm.size
-        return self.park.get(self.index, numel, self.spec.dtype).to(self.full.device)
+        """The reduced gradient on the device."""
+        return self._grad_shard_kept().to(self.full.device)
+
+    def _grad_shard_kept(self) -> torch.Tensor:
+        """The reduced gradient where the update takes it."""
+        if self.grad_shard is None:
+            return self.park.get(self.index, self.layout.size // self._comm.size, self.spec.dtype)
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self.grad_shard
 
     def begin_gradient(self, into: torch.Tensor, start: int) -> Future:
         """Begin reading elements [start, start + len) of the reduced gradient from NVMe."""
@@ -510,13 +527,13 @@ class Bucket:
 
     def reduced_norm(self, index: int) -> torch.Tensor:
         """‖·‖ of the reduced gradient of chunk ``index``, fp64."""
-        if self.parked_gradient and self.grad_norm is not None:
+        if self.grad_norm is not None:
             return self.grad_norm
         return norm_of(self.reduced_chunk(index))
 
     def scale_reduced(self, index: int, factor: float) -> None:
         """Multiply the reduced gradient of chunk ``index``."""
-        parked = self.parked_gradient
+        parked, self.grad_norm = self.parked_gradient, None
         chunk = self.reduced_chunk(index).mul_(factor)
         if parked:
             self.grad_shard = chunk
@@ -558,9 +575,12 @@ class Bucket:
     def drop_grads(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
         self.reduced = self._accumulating = self._launched = False
+        self.grad_norm = None
         if self.placement.shard_gradients:
             if self.parks:
                 self.park.forget(self.index)
+            if self._streams_gradients:
+                self.grad_shard = None
             if self._grads_here:
                 self._free_grads()
         else:
@@ -571,7 +591,7 @@ class Bucket:
         if self.placement.shard_gradients:
             if (self.grad_shard is None and not self.parked_gradient) or index != self._comm.rank:
                 raise AssertionError(f"rank {self._comm.rank}: no reduced gradient of chunk {index} of {self.label}.")
-            return self._grad_shard_here()
+            return self._grad_shard_kept()
         low, high = self.layout.shard_range(index, self._comm.size)
         return self.grads_raw[low:high]
 

@@ -46,6 +46,10 @@ class ZeroConfig(Section):
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
     on NVMe: only one piece's gradient exists in fp32 at a time, and two or three pieces' states in memory."""
 
+    ignore_unused_parameters: bool = True
+    """False: a backward that leaves a trainable parameter of this rank without a gradient is an error that names it.
+    Otherwise its gradient counts as zero."""
+
     offload_param: OffloadParamConfig = OffloadParamConfig()
     """Where partitioned parameters live while they are not used; stage 3."""
 

@@ -146,6 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._buckets,
             reduce_dtype=dtype,
             overlap=cfg.overlap_comm,
+            demand_all=not cfg.ignore_unused_parameters,
             # One rank gathers by copying its own shard: there is nothing to overlap.
             prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if self.comm.size > 1 else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),

@@ -115,7 +115,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(
         "ignore_unused_parameters",
         True,
-        "a parameter without a gradient counts as having a zero gradient; there is no error to ask for",
+        "a parameter without a gradient counts as having a zero gradient; false makes that an error",
     ),
     _needless("legacy_stage1", False, "all stages are one implementation"),
     _needless(
