@@ -140,7 +140,8 @@ class Runtime:
         if missing:
             raise ValueError(
                 f"{len(missing)} trainable parameter(s) got no gradient in backward: {', '.join(missing[:5])}. Use "
-                "them in the loss, freeze them, or leave ignore_unused_parameters=True, which takes their gradient as zero."
+                "them in the loss, freeze them, or leave ignore_unused_parameters=True, which takes their gradients as "
+                "zero."
             )
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
