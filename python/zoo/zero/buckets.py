@@ -28,6 +28,7 @@ from zoo.zero.guard import (
     raw_grad,
     refuse_storage,
 )
+from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
@@ -183,7 +184,7 @@ class Bucket:
         )  # fmt: skip
         views = self._views(self.full)
         for slot, (name, parameter, view) in enumerate(zip(spec.names, spec.parameters, views, strict=True)):
-            view.copy_(parameter.data)
+            fill_from(view, parameter)
             parameter.data = view
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
