@@ -16,6 +16,7 @@ from zoo.zero.estimators import (
 )
 from zoo.zero.forecast import Forecast
 from zoo.zero.guard import PartitionedAccessError
+from zoo.zero.init import Init, InitReport
 from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
 from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
@@ -28,6 +29,8 @@ from zoo.zero.units import UnitList
 __all__ = [
     "DryRun",
     "Forecast",
+    "Init",
+    "InitReport",
     "LossScaler",
     "MemoryEfficientLinear",
     "OffloadError",

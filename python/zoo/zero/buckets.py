@@ -28,6 +28,7 @@ from zoo.zero.guard import (
     raw_grad,
     refuse_storage,
 )
+from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
@@ -190,7 +191,7 @@ class Bucket:
         )  # fmt: skip
         views = self._views(self.full)
         for slot, (name, parameter, view) in enumerate(zip(spec.names, spec.parameters, views, strict=True)):
-            view.copy_(parameter.data)
+            fill_from(view, parameter)
             parameter.data = view
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
@@ -231,7 +232,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Start gathering the parameters, if they are neither here nor on their way."""
-        if self.live or self._handle is not None:
+        if self.live or self.coming:
             return
         self._guard.open()
         self._storage.resize_(self.num_bytes)

@@ -42,6 +42,10 @@ class ZeroConfig(Section):
     model_persistence_threshold: int = Field(default=sys.maxsize, ge=0, alias="stage3_model_persistence_threshold")
     """Stage 3: at most this many elements stay whole because of param_persistence_threshold."""
 
+    override_module_apply: bool = True
+    """Inside ``zoo.zero.Init``, ``Module.apply`` makes a module's parameters whole at once for its function. Otherwise
+    each operation of the function makes whole what it touches."""
+
     sub_group_size: int = Field(default=2**22, ge=1)
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
     on NVMe: only one piece's gradient exists in fp32 at a time, and two or three pieces' states in memory."""

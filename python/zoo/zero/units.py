@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zoo.zero.init.parts import InitParameter
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 UnitChoice = Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool]
@@ -130,7 +132,7 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
     devices: Counter[torch.device] = Counter()
     for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) not in (nn.Parameter, InitParameter):
             raise ValueError(
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
                 "Construct the optimizer from the original model, once, and before any other wrapper."
