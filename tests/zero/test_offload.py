@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.laws.cases import Case, cases, train_zero
+from torch import nn
 
 from zoo import sim
-from zoo.io import Handle
+from zoo.checkpointing import load, save
+from zoo.io import Handle, Mock, TransferError
+from zoo.optim import AdamW
+from zoo.zero import Stage3Optimizer, ZeroOptimizer
+from zoo.zero.offload import OffloadError
 
 TIERS = ["none", "cpu", "nvme"]
 
@@ -42,7 +49,8 @@ def test_every_tier_computes_the_same_bits(
         options["offload_param"] = section(parameters, folder, max_in_cpu=max_in_cpu)
 
     def offloaded(rank: int) -> Any:
-        with Handle(backend="threads", direct="never") as handle:
+        # A device that answers out of order, and with less than it was asked for.
+        with Handle(backend=Mock(seed=case.seed, short=0.2), direct="never") as handle:
             return train_zero(case, stage, rank, aio=handle, **options)
 
     expected = sim.run(case.world, lambda rank: train_zero(case, stage, rank, sub_group_size=sub_group))
@@ -52,3 +60,160 @@ def test_every_tier_computes_the_same_bits(
         for name, value in values.items():
             assert torch.equal(value, other[name]), name
     assert list(folder.iterdir()) == []
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+
+def build(folder: Path, handle: Handle | None = None, **more: Any) -> tuple[nn.Sequential, ZeroOptimizer]:
+    model = net()
+    options = {
+        "offload_optimizer": section("nvme", folder), "offload_param": section("nvme", folder, max_in_cpu=0),
+        "param_persistence_threshold": 0, "reduce_bucket_size": 1100, "sub_group_size": 1100, "lr": 0.01, "aio": handle,
+    }  # fmt: skip
+    return model, Stage3Optimizer(model, optimizer=AdamW, **{**options, **more})
+
+
+def train(model: nn.Module, optimizer: ZeroOptimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_state_is_really_on_the_device(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    train(model, optimizer, range(2))
+    memory = optimizer.memory()
+    elements = sum(p.numel() for p in model.parameters())
+    assert memory["nvme"] >= 16 * elements  # parameters, gradients, two moments
+    assert memory["parameters"] == memory["gradients"] == 0
+    assert memory["optimizer"] < 100  # numbers of steps
+    assert optimizer._scratch.pool.stats().peak_bytes <= optimizer._updater.buffer_bytes()
+    optimizer.close()
+
+
+def test_nothing_grows(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    train(model, optimizer, range(3))
+    pool = optimizer._scratch.pool
+    before, files = pool.stats(), len(os.listdir("/proc/self/fd"))
+    train(model, optimizer, range(3, 40))
+    after = pool.stats()
+    assert after.reserved_bytes == before.reserved_bytes
+    assert after.in_use_bytes == before.in_use_bytes == 0
+    assert len(os.listdir("/proc/self/fd")) == files
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("nowhere", "does not exist; make it"), ("file", "is not a directory; make it")]
+)
+def test_a_bad_path_is_named(tmp_path: Path, path: str, words: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OffloadError, match=words):
+        build(tmp_path / path)
+    with pytest.raises(ValueError, match="nvme_path, a directory on the device"):
+        Stage3Optimizer(net(), offload_param={"device": "nvme"})
+    with pytest.raises(ValueError, match="offload_param needs stage 3"):
+        ZeroOptimizer(net(), stage=2, offload_param={"device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ENOSPC, r"bytes free, and parameters of this rank take 32,768"), (errno.EROFS, "cannot be written to")],
+)
+def test_a_full_or_read_only_device_is_named_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OffloadError, match=words):
+        build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cap_that_is_too_small_is_an_error_with_the_need(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"buffers of an update take [0-9,]+ more. Raise the cap"):
+        build(tmp_path, offload_host_bytes=16384)
+    model, optimizer = build(tmp_path, offload_host_bytes=21 * 4096)
+    train(model, optimizer, range(2))
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("after", range(0, 24, 3))
+def test_a_device_that_fails_loses_nothing_that_was_saved(tmp_path: Path, direction: Any, after: int) -> None:
+    """After any failure: an OffloadError, refusal to go on with half a step, and the checkpoint continues exactly."""
+    model, healthy = build(tmp_path)
+    train(model, healthy, range(2))
+    saved = healthy.state_dict()
+    expected = train(model, healthy, range(2, 5))
+
+    model, optimizer = build(tmp_path)
+    optimizer.load_state_dict(saved)
+    failing = Failing(optimizer._scratch.handle, direction, after)
+    for shelf in optimizer._scratch._shelves:
+        shelf._handle = failing
+    with pytest.raises(OffloadError, match=r"continue from the last checkpoint|go through the backward again"):
+        train(model, optimizer, range(2, 5))
+    failing.left = 10**9
+    if optimizer._updater.broken is not None:
+        with pytest.raises(OffloadError, match="incomplete since a step failed"):
+            optimizer.step()
+        with pytest.raises(OffloadError, match="incomplete since a step failed"):
+            optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert train(model, optimizer, range(2, 5)) == expected
+
+
+class Failing:
+    """A handle whose transfers of one direction fail once, after ``left`` others."""
+
+    def __init__(self, handle: Handle, direction: str, left: int) -> None:
+        self._handle, self._direction, self.left = handle, direction, left
+
+    def async_pread(self, *args: Any) -> Any:
+        return self._one("read", self._handle.async_pread, args)
+
+    def async_pwrite(self, *args: Any) -> Any:
+        return self._one("write", self._handle.async_pwrite, args)
+
+    def _one(self, direction: str, function: Any, args: tuple[Any, ...]) -> Any:
+        if direction == self._direction:
+            self.left -= 1
+            if self.left == -1:
+                return Failed()
+        return function(*args)
+
+
+class Failed:
+    def wait(self) -> None:
+        raise TransferError("the device gave up: Input/output error (os error 5)", errno.EIO, "x", 0, 1)
+
+
+def test_a_checkpoint_reads_what_it_writes_when_it_writes_it(tmp_path: Path) -> None:
+    """Saving holds one tensor at a time, and the checkpoint continues without offloading too."""
+    (tmp_path / "nvme").mkdir()
+    model, optimizer = build(tmp_path / "nvme")
+    train(model, optimizer, range(2))
+    pool = optimizer._scratch.pool
+    save(tmp_path / "saved", "one", optimizer.state_slices(), optimizer.state_scalars())
+    assert pool.stats().in_use_bytes == 0
+    expected = train(model, optimizer, range(2, 4))
+    found = load(tmp_path / "saved")
+    for options in ({}, {"offload_optimizer": section("none", tmp_path), "offload_param": section("none", tmp_path)}):
+        model, again = build(tmp_path / "nvme", **options)
+        again.load_state(found.read, found.scalars)
+        assert train(model, again, range(2, 4)) == expected

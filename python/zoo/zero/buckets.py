@@ -29,6 +29,7 @@ from zoo.zero.guard import (
     refuse_storage,
 )
 from zoo.zero.init.parts import fill_from
+from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
@@ -151,6 +152,7 @@ class Bucket:
         shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while they are on NVMe.
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
+        updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         live: ``full`` holds valid parameters.
         pending: number of recorded forwards that still have to come back to this bucket in backward.
         active: number of running forwards of units that use it.
@@ -162,6 +164,11 @@ class Bucket:
         self.index, self.spec, self.placement, self._comm = index, spec, placement, comm
         self._stores, self.tiers = stores, stores.tiers
         self.layout = layout_of(spec, comm.size)
+        device_type = spec.parameters[0].device.type
+        self.updates_off_device = (
+            stores.tiers.states is not Tier.DEVICE
+            and (getattr(comm, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
+        )
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
@@ -204,6 +211,7 @@ class Bucket:
         self._grad_views = self._views(self.grads)
         self.grad_shard: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None  # of a copy to the host
         self.reduced = False
         self._accumulating = self._launched = False
         self._version = 0
@@ -224,7 +232,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Start gathering the parameters, if they are neither here nor on their way."""
-        if self.live or self._handle is not None:
+        if self.live or self.coming:
             return
         self._guard.open()
         self._storage.resize_(self.num_bytes)
@@ -265,7 +273,11 @@ class Bucket:
     def _finish_gather(self) -> None:
         if self._reading is not None:
             (future, read), self._reading = self._reading, None
-            self.shelf.finish(future)
+            try:
+                self.shelf.finish(future)
+            except OffloadError:
+                self._drop_full()  # nothing of it is valid
+                raise
             low, high = self.own_range()
             own = self.full[low:high]
             if read.device != own.device:
@@ -283,10 +295,13 @@ class Bucket:
         if self.coming:
             self._finish_gather()
         if self.live:
-            self._storage.resize_(0)
-            self._guard.close()
-            self.live = False
-            self.hide()
+            self._drop_full()
+
+    def _drop_full(self) -> None:
+        self._storage.resize_(0)
+        self._guard.close()
+        self.live = False
+        self.hide()
 
     def publish(self) -> Handle | None:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
@@ -302,13 +317,19 @@ class Bucket:
         if self.shard is not None:
             return self.shard
         low, high = self.own_range()
-        copy = self.scratch.pool.empty(high - low, dtype=self.spec.dtype)
-        self.shelf.finish(self.begin_parameters(copy))
+        return self.full[low:high] if self.full.is_meta else self.load_parameters(0, high - low)
+
+    def load_parameters(self, start: int, length: int) -> torch.Tensor:
+        """Elements [start, start + length) of the shard from NVMe."""
+        copy = self.scratch.pool.empty(length, dtype=self.spec.dtype)
+        self.shelf.finish(self.begin_parameters(copy, start))
         return copy
 
     def set_shard(self, values: torch.Tensor) -> None:
         """Keep (n,) ``values`` as this rank's parameters, in the tier where they live."""
-        if not self.partitioned:
+        if self.full.is_meta:
+            self.shard = None if self.parameters_on_nvme else values
+        elif not self.partitioned:
             self.own_shard().copy_(values)
         elif self.parameters_on_nvme:
             host = self.scratch.pool.empty(values.numel(), dtype=values.dtype)
@@ -455,34 +476,51 @@ class Bucket:
 
     def _new_grad_shard(self) -> torch.Tensor:
         numel = self.layout.size // self._comm.size
-        if self._parks and self.full.device.type == "cpu":
+        if self.parks and self.full.device.type == "cpu":
             return self.park.empty(numel, self.spec.dtype)
         return torch.empty(numel, dtype=self.spec.dtype, device=self.full.device)
 
     @property
-    def _parks(self) -> bool:
+    def parks(self) -> bool:
+        """Reduced gradients go to NVMe."""
         return self._stores.park is not None and self.tiers.states is Tier.NVME and self.placement.shard_gradients
 
     @property
     def parked_gradient(self) -> bool:
         """There is a reduced gradient, and it is on NVMe."""
-        return self._parks and self.reduced and self.grad_shard is None
+        return self.parks and self.reduced and self.grad_shard is None
 
     def _put_away(self) -> None:
-        if not self._parks or self.grad_shard is None:
+        if self.grad_shard is None or not (self.parks or self._streams_gradients):
             return
         self.grad_norm = norm_of(self.grad_shard) if self._stores.keep_norms else None
         host = self.grad_shard
         if host.device.type != "cpu":
-            host = self.park.empty(host.numel(), host.dtype).copy_(host)
-        self.park.put(self.index, host)
-        self.grad_shard = None
+            host = self.scratch.pool.empty(host.numel(), dtype=host.dtype).copy_(host, non_blocking=not self.parks)
+        if self.parks:
+            self.park.put(self.index, host)
+            self.grad_shard = None
+        else:
+            self.grad_shard = host
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    @property
+    def _streams_gradients(self) -> bool:
+        return self.updates_off_device and self.placement.shard_gradients and self.full.device.type == "cuda"
 
     def _grad_shard_here(self) -> torch.Tensor:
-        if self.grad_shard is not None:
-            return self.grad_shard
-        numel = self.layout.size // self._comm.size
-        return self.park.get(self.index, numel, self.spec.dtype).to(self.full.device)
+        """The reduced gradient on the device."""
+        return self._grad_shard_kept().to(self.full.device)
+
+    def _grad_shard_kept(self) -> torch.Tensor:
+        """The reduced gradient where the update takes it."""
+        if self.grad_shard is None:
+            return self.park.get(self.index, self.layout.size // self._comm.size, self.spec.dtype)
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self.grad_shard
 
     def begin_gradient(self, into: torch.Tensor, start: int) -> Future:
         """Begin reading elements [start, start + len) of the reduced gradient from NVMe."""
@@ -490,13 +528,13 @@ class Bucket:
 
     def reduced_norm(self, index: int) -> torch.Tensor:
         """‖·‖ of the reduced gradient of chunk ``index``, fp64."""
-        if self.parked_gradient and self.grad_norm is not None:
+        if self.grad_norm is not None:
             return self.grad_norm
         return norm_of(self.reduced_chunk(index))
 
     def scale_reduced(self, index: int, factor: float) -> None:
         """Multiply the reduced gradient of chunk ``index``."""
-        parked = self.parked_gradient
+        parked, self.grad_norm = self.parked_gradient, None
         chunk = self.reduced_chunk(index).mul_(factor)
         if parked:
             self.grad_shard = chunk
@@ -537,8 +575,13 @@ class Bucket:
 
     def drop_grads(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
-        self.reduced = self._accumulating = False
+        self.reduced = self._accumulating = self._launched = False
+        self.grad_norm = None
         if self.placement.shard_gradients:
+            if self.parks:
+                self.park.forget(self.index)
+            if self._streams_gradients:
+                self.grad_shard = None
             if self._grads_here:
                 self._free_grads()
         else:
@@ -549,7 +592,7 @@ class Bucket:
         if self.placement.shard_gradients:
             if (self.grad_shard is None and not self.parked_gradient) or index != self._comm.rank:
                 raise AssertionError(f"rank {self._comm.rank}: no reduced gradient of chunk {index} of {self.label}.")
-            return self._grad_shard_here()
+            return self._grad_shard_kept()
         low, high = self.layout.shard_range(index, self._comm.size)
         return self.grads_raw[low:high]
 

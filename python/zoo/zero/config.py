@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from zoo.config import Section
+from zoo.zero import options
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 
@@ -47,6 +50,10 @@ class ZeroConfig(Section):
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
     on NVMe: only one piece's gradient exists in fp32 at a time, and two or three pieces' states in memory."""
 
+    ignore_unused_parameters: bool = True
+    """False: a backward that leaves a trainable parameter of this rank without a gradient is an error that names it.
+    Otherwise its gradient counts as zero."""
+
     offload_param: OffloadParamConfig = OffloadParamConfig()
     """Where partitioned parameters live while they are not used; stage 3."""
 
@@ -56,6 +63,16 @@ class ZeroConfig(Section):
     offload_host_bytes: int | None = Field(default=None, ge=4096)
     """Hard cap of the host memory that offloading takes, over all ranks of a node (LOCAL_WORLD_SIZE says how many share
     it). Default: no cap but the machine's."""
+
+    @classmethod
+    def translate(cls, raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Deprecated keys in the words of today; see ``zoo.zero.options``."""
+        return options.translate(raw, cls)
+
+    @classmethod
+    def translated_keys(cls) -> dict[str, dict[str, Any]]:
+        """The schema of keys that are only translated."""
+        return options.schema_of_translated(cls)
 
     @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> ZeroConfig:

@@ -12,11 +12,13 @@ from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
 from zoo.zero.offload.config import OffloadOptimizerConfig
 from zoo.zero.offload.errors import OffloadError
+from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stream import StateStream, needs_stream
 from zoo.zero.parts import BucketParts
 from zoo.zero.segments import Segment, cut_segments, in_pieces
+from zoo.zero.state import Stored
 from zoo.zero.trial import Keeps, check_elementwise, what_it_keeps
 
 
@@ -69,6 +71,7 @@ class Updater:
                 scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
                 pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write,
             )  # fmt: skip
+            scratch.check_room(self.buffer_bytes())
 
     def _cut(self, limit: int, *, streams: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
         if self._parts is not None:  # pieces of whole buckets, the same on every rank
@@ -98,6 +101,17 @@ class Updater:
     def _states_of(self, segment: Segment) -> dict[str, torch.dtype]:
         given = {} if segment.target is None else {"": segment.tensor.dtype}
         return {**given, **self._keeps(segment).states}
+
+    def buffer_bytes(self) -> int:
+        """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
+        if self._stream is None:
+            return 0
+        shards = [b.num_bytes // b.num_chunks for b in self._buckets]
+        return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
+
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes that an update reads from and writes to NVMe, once states exist."""
+        return self._stream.traffic() if self._stream is not None else (0, 0)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -177,12 +191,9 @@ class Updater:
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def visit(self) -> Iterator[Segment]:
-        """Each segment while its values and states are in memory, to be read."""
-        self.check_whole()
-        for index, (_, piece) in enumerate(self._pieces):
-            with self._stream.in_memory(index, write=False) if self._stream is not None else contextlib.nullcontext():
-                yield from piece
+    def stored(self, segment: Segment) -> dict[str, Stored]:
+        """By role, what of a segment is on NVMe."""
+        return self._stream.stored(segment) if self._stream is not None else {}
 
     def load(self, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
         """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it."""

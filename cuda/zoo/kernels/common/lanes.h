@@ -37,6 +37,23 @@ static inline __attribute__((always_inline)) float fold(Lanes& lanes) {
   return lanes.at[0];
 }
 
+// A NaN wins, whichever side it is on.
+ZOO_HD float larger(float a, float b) { return ((b > a) | (b != b)) ? b : a; }
+
+// The greatest of value(0), ..., value(n - 1), -∞ of none. The order does not matter to it; lanes let it be vectorised.
+template <class Fn>
+static inline __attribute__((always_inline)) float lane_maximum(int64_t n, const Fn& value) {
+  Lanes lanes;
+  for (int k = 0; k < LANES; ++k) lanes.at[k] = -__builtin_huge_valf();
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int k = 0; k < LANES; ++k) lanes.at[k] = larger(lanes.at[k], value(i + k));
+  for (int k = 0; i < n; ++i, ++k) lanes.at[k] = larger(lanes.at[k], value(i));
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; ++k) lanes.at[k] = larger(lanes.at[k], lanes.at[k + half]);
+  return lanes.at[0];
+}
+
 template <class Fn>
 static inline __attribute__((always_inline)) float lane_sum(int64_t n, const Fn& value) {
   Lanes lanes = {};

@@ -29,6 +29,7 @@ class Shelf:
 
     def __init__(self, handle: Handle, folder: Path, name: str, sizes: list[int]) -> None:
         self._handle, self.what = handle, name
+        self.read_bytes = self.written_bytes = 0  # since it was made
         self.offsets, end = [], 0
         for size in sizes:
             self.offsets.append(end)
@@ -47,10 +48,12 @@ class Shelf:
 
     def read(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
         """Begin filling ``tensor`` from byte ``offset`` of a region."""
+        self.read_bytes += tensor.nbytes
         return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
         """Begin writing ``tensor`` at byte ``offset`` of a region."""
+        self.written_bytes += tensor.nbytes
         return self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset)
 
     def finish(self, future: Future) -> None:
@@ -102,6 +105,7 @@ class Scratch:
         self, *, aio: AioConfig | None = None, handle: Handle | None = None, capacity_bytes: int | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
+        self._capacity_bytes = capacity_bytes
         self.pool = BufferPool(capacity_bytes or (1 << 46), pinned="auto" if pinned else False)
         self.handle = handle if handle is not None else Handle.from_config(aio or AioConfig(), pool=self.pool)
         self._owned = handle is None
@@ -118,9 +122,23 @@ class Scratch:
         self._shelves.append(made)
         return made
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raise OffloadError unless buffers of so many bytes fit under the cap, beside those in use."""
+        cap, used = self._capacity_bytes, self.pool.stats().in_use_bytes
+        if cap is not None and used + num_bytes > cap:
+            raise OffloadError(
+                f"this rank's share of offload_host_bytes is {cap:,} bytes; {used:,} are in use and the buffers of an "
+                f"update take {num_bytes:,} more. Raise the cap, or lower sub_group_size or the bucket sizes, or turn "
+                "pipeline_read or pipeline_write off."
+            )
+
     def nvme_bytes(self) -> int:
         """Bytes of all files."""
         return sum(shelf.num_bytes for shelf in self._shelves)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes read and written so far."""
+        return sum(s.read_bytes for s in self._shelves), sum(s.written_bytes for s in self._shelves)
 
     def close(self) -> None:
         """Give files and threads back."""

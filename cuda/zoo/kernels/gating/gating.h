@@ -1,0 +1,108 @@
+// Gating of a mixture of experts: the choice of k experts a token, places within them, and the way there and back.
+//
+// Choice (Shazeer et al. 2017, section 2.1; Fedus et al. 2022, section 2.1), of logits v (T, E):
+//
+//   i_0, ..., i_{k-1} = the experts of the k greatest v, in falling order; of equals the lower index first
+//   M = max v     e = exp(v - M)     S = Σ_e e, or Σ_j e_{i_j} if renormalised     w_j = e_{i_j}·(1/S)
+//   dv = p·(g - Σ_j dw_j·w_j)     p = e·(1/S), with e = 0 at experts not chosen if renormalised
+//                                 g = Σ_j dw_j over the j with this expert, 0 without one
+//
+// A NaN is greater than everything, as in torch.topk, so the indices are always those of k experts. A NaN or +∞ makes
+// all w (and dv) of its token NaN; where all v are -∞, all w are 0; an expert at -∞ that had to be chosen has w = 0.
+//
+// Places (Lepikhin et al. 2021, algorithm 1): assignment (t, j) to expert e gets the number of assignments to e before
+// it, in the order of (j, t), all first choices before all second ones, or of (t, j). From the capacity on it is -1:
+// dropped.
+//
+//   demand_e = assignments to e     count_e = min(demand_e, capacity)
+//
+// There and back (Gale et al. 2023, section 5.2), with r(t, j) the row of an assignment, or -1, no row twice:
+//
+//   permute:    y_{r(t, j)} = x_t, rows without an assignment 0          dx = unpermute of dy, without weights
+//   unpermute:  o_t = Σ_j w_{tj}·y_{r(t, j)}, from 0, in the order of j, over r >= 0
+//               dy_{r(t, j)} = w_{tj}·do_t, other rows 0      dw_{tj} = Σ_d do_t·y_{r(t, j)}, 0 where dropped
+//
+// permute copies bits. All arithmetic is fp32, every operation rounded by itself as written; exp is that of
+// common/elementary.h, Σ_e and Σ_d are lane sums (common/lanes.h), Σ_j starts from 0 in the order of j. Integers are
+// counted per part and then scanned, so no result depends on threads, and CUDA needs no atomics.
+//
+// Memory contract. Everything contiguous: v, dv (T, E); i, w, dw, places, rows (T, k); demand, count (E,); x, o (T, D);
+// y (R, D). Indices, places, rows and counts: int64. w of the gate: fp32; w of unpermute, v, and x with y: any format
+// each. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 3 times) and writes its
+// results once. `source` is the inverse of r: t·k + j, or -1, for each of R rows.
+#pragma once
+
+#include "../softmax/softmax.h"
+
+namespace zoo {
+
+struct Gate {
+  const void* logits;
+  int64_t* indices;
+  float* probabilities;
+  int64_t tokens, experts, choices;
+  bool renormalise;
+  Dtype dtype;
+};
+
+struct GateBackward {
+  const float* grad_probabilities;
+  const void* logits;
+  const int64_t* indices;
+  void* grad_logits;
+  int64_t tokens, experts, choices;
+  bool renormalise;
+  Dtype dtype;
+};
+
+struct Places {
+  const int64_t* indices;
+  int64_t *positions, *counts, *demand;
+  int64_t tokens, choices, experts, capacity;  // capacity: negative where there is none
+  bool choices_first;
+};
+
+struct Permute {
+  const void* x;
+  void* y;
+  const int64_t* source;
+  int64_t choices, rows, row_bytes;
+};
+
+struct Unpermute {
+  const void *y, *weights;  // weights: null where all are 1
+  const int64_t* rows;
+  void* out;
+  int64_t tokens, choices, dim;
+  Dtype dtype, weight_dtype;
+};
+
+struct UnpermuteBackward {
+  const void *grad_out, *y, *weights;
+  const int64_t* source;
+  void *grad_y, *grad_weights;
+  int64_t tokens, choices, rows, dim;
+  Dtype dtype, weight_dtype;
+};
+
+inline namespace ZOO_ISA {
+
+// Whether a stands before b in the order of the choice; neither does if they are equal or both NaN.
+ZOO_HD bool before(float a, float b) { return (a > b) | ((a != a) & (b == b)); }
+
+ZOO_HD float gate_grad(float p, float g, float dot) { return p * (g - dot); }
+
+// The place of an assignment that finds `taken` before it.
+ZOO_HD int64_t place_of(int64_t taken, int64_t capacity) { return capacity < 0 || taken < capacity ? taken : -1; }
+
+ZOO_HD int64_t count_of(int64_t demand, int64_t capacity) {
+  return capacity < 0 || demand < capacity ? demand : capacity;
+}
+
+// Where assignment number s in the order of priority stands in the memory of (T, k).
+ZOO_HD int64_t assignment(const Places& c, int64_t s) {
+  return c.choices_first ? s % c.tokens * c.choices + s / c.tokens : s;
+}
+
+}  // namespace ZOO_ISA
+}  // namespace zoo

@@ -1,0 +1,267 @@
+"""Gating as functions of tensors: native where there is a kernel, else the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from zoo.kernels.checks import NATIVE, check_input, check_like
+from zoo.kernels.differentiable import call, native, reference_function
+from zoo.kernels.gating import reference, registration
+
+Tensor = torch.Tensor
+Priority = Literal["choice", "token"]
+
+
+class Gate(NamedTuple):
+    """What :func:`top_k_gate` returns, in the order of :func:`torch.topk`."""
+
+    probabilities: Tensor
+    """The weights of the chosen experts, the greatest first: (T, k), fp32 (fp64 for fp64 logits)."""
+    indices: Tensor
+    """Which they are: (T, k), int64."""
+
+
+class Positions(NamedTuple):
+    """What :func:`positions_in_expert` returns; all int64."""
+
+    positions: Tensor
+    """(T, k): 0, 1, ... within each expert in the order of priority; -1 from the capacity on, for what is dropped."""
+    counts: Tensor
+    """(E,): assignments that each expert keeps. They sum to T·k less the number dropped."""
+    demand: Tensor
+    """(E,): assignments to each expert, dropped ones too."""
+    capacity: int | None
+    """As it was given."""
+
+
+def top_k_gate(logits: Tensor, k: int, *, renormalise: bool = False) -> Gate:
+    """The k most probable experts of each token, and p = softmax(logits) over all E of them at these k.
+
+    Shazeer et al. 2017, section 2.1; Fedus et al. 2022, section 2.1. ``renormalise`` divides by the sum of the k, which
+    is the softmax over the chosen alone: weights that sum to 1. Of equal logits the lower index comes first. A NaN is
+    greater than everything (as in torch.topk), so indices are always k different experts; the probabilities of a token
+    with a NaN or +inf are NaN. With all logits -inf they are 0; an expert at -inf is chosen last and gets 0.
+    Differentiable, once, in the probabilities; ``gating.h`` has the order of the operations.
+
+    Args:
+        logits: (T, E), contiguous, fp32, bf16 or fp16 (fp64 runs in the reference); computed in fp32.
+        k: 1 <= k <= E.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout that cannot be, or such a k; with the numbers.
+    """
+    found = _run(lambda: _check_gate(logits, k), "top_k_gate", _gate, logits, k, renormalise)
+    return Gate(*found)
+
+
+def top_k_gate_backward(
+    grad_probabilities: Tensor, logits: Tensor, indices: Tensor, *, renormalise: bool = False
+) -> Tensor:
+    """dv = p·(g - Σ_j dw_j·w_j): g_e = dw_j at the expert that indices_j names, else 0; p renormalised as w is."""
+
+    def check() -> None:
+        _check_matrix("logits", logits)
+        _check_assignments("indices", indices, 0, logits.shape[1], "the number of experts", logits)
+        if indices.shape[0] != logits.shape[0] or indices.shape[1] > logits.shape[1]:
+            tokens, experts = logits.shape
+            raise ValueError(f"indices has shape {tuple(indices.shape)}; it must be ({tokens}, at most {experts}).")
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        check_like("grad_probabilities", grad_probabilities, indices.shape, logits, wide)
+
+    args = (grad_probabilities, logits, indices, renormalise)
+    found: Tensor = _run(check, "top_k_gate_backward", reference.top_k_gate_backward, *args, of=1)
+    return found
+
+
+def positions_in_expert(
+    indices: Tensor, num_experts: int, *, capacity: int | None = None, priority: Priority = "choice"
+) -> Positions:
+    """The place of each assignment among those to the same expert, and how many each expert gets.
+
+    Lepikhin et al. 2021 (GShard), algorithm 1. An integer count in a fixed order: any number of threads and CUDA agree.
+
+    Args:
+        indices: (T, k), contiguous, int64, in [0, num_experts).
+        num_experts: E.
+        capacity: how many an expert keeps; the others are dropped: position -1. None: all.
+        priority: ``"choice"`` serves all first choices before any second one, as GShard does; ``"token"`` all choices
+            of a token before those of the next.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout that cannot be, an index or option out of range; with the numbers.
+    """
+    if priority not in ("choice", "token"):
+        raise ValueError(f"priority is {priority!r}; it must be 'choice' or 'token'.")
+
+    def check() -> None:
+        if num_experts < 1:
+            raise ValueError(f"num_experts is {num_experts}; it must be at least 1.")
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"capacity is {capacity}; it must not be negative.")
+        _check_assignments("indices", indices, 0, num_experts, "the number of experts", indices)
+
+    args = (indices, num_experts, capacity, priority == "choice")
+    positions, counts, demand = _run(check, "positions_in_expert", reference.positions_in_expert, *args)
+    return Positions(positions, counts, demand, capacity)
+
+
+def expert_rows(indices: Tensor, at: Positions, *, padded: bool = False) -> Tensor:
+    """Rows for :func:`permute` that group tokens by expert: first_e + position, -1 where dropped; (T, k), int64.
+
+    Packed, first_e = Σ of the counts of the experts before e, so that the groups follow each other and take Σ counts
+    rows, T·k at most. ``padded``, first_e = e·capacity: E·capacity rows, each expert's at the beginning of its share.
+
+    Raises:
+        ValueError: ``padded`` without a capacity, or positions of other indices.
+    """
+    if indices.shape != at.positions.shape:
+        raise ValueError(
+            f"indices has shape {tuple(indices.shape)}; the positions have {tuple(at.positions.shape)}: they must be "
+            "those of these indices."
+        )
+    if padded and at.capacity is None:
+        raise ValueError("padded is True, but the positions have no capacity; give positions_in_expert one.")
+    if padded and at.capacity is not None:
+        first = torch.arange(len(at.counts), device=indices.device) * at.capacity
+    else:
+        first = at.counts.cumsum(0) - at.counts
+    return torch.where(at.positions >= 0, first[indices] + at.positions, -1)
+
+
+def permute(x: Tensor, rows: Tensor, *, num_rows: int | None = None) -> Tensor:
+    """y[rows[t, j]] = x[t]: tokens grouped by expert. Rows that no assignment has are 0.
+
+    Gale et al. 2023, section 5.2. Copies bits. Differentiable, once: the gradient is :func:`unpermute` without weights.
+
+    Args:
+        x: (T, D), contiguous, fp32, bf16 or fp16 (fp64 runs in the reference).
+        rows: (T, k), contiguous, int64, all different, in [0, num_rows); -1 for what is dropped. :func:`expert_rows`
+            makes them.
+        num_rows: R, T·k if not given; E·capacity for padded rows.
+
+    Returns:
+        (R, D), of the dtype of x.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout that cannot be, a row out of range or taken twice; with the
+            numbers.
+    """
+    count = rows.numel() if num_rows is None else num_rows
+
+    def check() -> None:
+        _check_matrix("x", x)
+        if rows.dim() != 2 or rows.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"rows has shape {tuple(rows.shape)}; it must be ({x.shape[0]}, k), as x has shape {tuple(x.shape)}."
+            )
+        _check_rows(rows, count, x)
+
+    found: Tensor = _run(check, "permute", _permute, x, rows, count)
+    return found
+
+
+def unpermute(y: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """out[t] = Σ_j weights[t, j]·y[rows[t, j]] in the order of j, in fp32, over what was not dropped; else 0.
+
+    Differentiable, once, in y and the weights.
+
+    Args:
+        y: (R, D), contiguous, fp32, bf16 or fp16 (fp64 runs in the reference).
+        rows: as :func:`permute` got them.
+        weights: (T, k), contiguous, fp32, bf16 or fp16; None: all 1.
+
+    Returns:
+        (T, D), of the dtype of y.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout that cannot be, a row out of range; with the numbers. A row that is
+            taken twice is refused by the backward.
+    """
+
+    def check() -> None:
+        _check_matrix("y", y)
+        _check_assignments("rows", rows, -1, y.shape[0], "the number of rows", y)
+        if weights is not None:
+            _check_weights(weights, rows, y)
+
+    found: Tensor = _run(check, "unpermute", _unpermute, y, rows, weights)
+    return found
+
+
+def unpermute_backward(grad_out: Tensor, y: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy, dw): dy[rows[t, j]] = weights[t, j]·dout[t], other rows 0; dw[t, j] = Σ_d dout[t]·y[rows[t, j]]."""
+
+    def check() -> None:
+        _check_matrix("y", y)
+        _check_rows(rows, y.shape[0], y)
+        check_like("grad_out", grad_out, (rows.shape[0], y.shape[1]), y)
+        _check_weights(weights, rows, y)
+
+    args = (grad_out, y, rows, weights)
+    found: tuple[Tensor, Tensor] = _run(check, "unpermute_backward", reference.unpermute_backward, *args, of=1)
+    return found
+
+
+_gate = reference_function(reference.top_k_gate, registration.gate_setup_context, registration.gate_backward)
+_permute = reference_function(reference.permute, registration.permute_setup_context, registration.permute_backward)
+_unpermute = reference_function(
+    reference.unpermute, registration.unpermute_setup_context, registration.unpermute_backward
+)
+
+
+def _run(check: Callable[[], None], name: str, plain: Callable[..., Any], *args: Any, of: int = 0) -> Any:
+    if native(args[of]):
+        return call(name, args, check)
+    check()
+    return plain(*args)
+
+
+def _check_matrix(what: str, t: Tensor) -> None:
+    check_input(what, t)
+    if t.dim() != 2:
+        raise ValueError(f"{what} has shape {tuple(t.shape)}; it must have 2 dims.")
+
+
+def _check_gate(logits: Tensor, k: int) -> None:
+    _check_matrix("logits", logits)
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k is {k}; it must be between 1 and the number of experts, here {logits.shape[1]}.")
+
+
+def _check_weights(weights: Tensor, rows: Tensor, y: Tensor) -> None:
+    if weights.dtype not in (*NATIVE, torch.float64):
+        raise ValueError(f"weights is {weights.dtype}; allowed are {', '.join(map(str, NATIVE))}.")
+    check_like("weights", weights, rows.shape, y, weights.dtype)
+
+
+def _check_assignments(what: str, t: Tensor, low: int, high: int, limit: str, like: Tensor) -> None:
+    if t.dtype is not torch.int64:
+        raise ValueError(f"{what} is {t.dtype}; it must be torch.int64.")
+    if t.dim() != 2:
+        raise ValueError(f"{what} has shape {tuple(t.shape)}; it must have 2 dims.")
+    check_like(what, t, t.shape, like, torch.int64)
+    outside = ((t < low) | (t >= high)).nonzero()
+    if len(outside):
+        i, j = outside[0].tolist()
+        raise ValueError(
+            f"{what}[{i}, {j}] is {int(t[i, j])}; it must be at least {low} and less than {limit}, here {high}."
+        )
+
+
+def _check_rows(rows: Tensor, num_rows: int, like: Tensor) -> None:
+    if num_rows < 0:
+        raise ValueError(f"num_rows is {num_rows}; it must not be negative.")
+    _check_assignments("rows", rows, -1, num_rows, "the number of rows", like)
+    flat = rows.reshape(-1)
+    order = torch.sort(flat, stable=True).indices
+    again = (flat[order][1:] == flat[order][:-1]) & (flat[order][1:] >= 0)
+    if bool(again.any()):
+        at = int(order[1:][again].min())
+        i, j = divmod(at, rows.shape[1])
+        raise ValueError(
+            f"rows[{i}, {j}] is {int(flat[at])}, which an assignment before it has already; each must have a row of "
+            "its own."
+        )

@@ -1,0 +1,83 @@
+"""Softmax as functions of tensors: native where there is a kernel, else the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from zoo.kernels.checks import check_input, check_like
+from zoo.kernels.differentiable import call, native, reference_function
+from zoo.kernels.softmax import reference, registration
+
+Tensor = torch.Tensor
+MAX_DIMS = 8
+
+
+def softmax(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """y = softmax(scale·x + mask) over the last dim, the keys (Vaswani et al. 2017, section 3.2.1).
+
+    A query that may see no key gets zeros, not NaN; one that sees a NaN or +inf gets NaN at all keys, as in torch.
+    Differentiable, once.
+
+    Args:
+        x: scores (..., Q, K), 2 to 8 dims, contiguous, fp32, bf16 or fp16 (fp64 runs in the reference).
+        scale: often 1/√(head dim).
+        mask: added to the scores, -inf for keys that must not be seen; fp32, bf16 or fp16, of a shape that broadcasts
+            to that of x. It may need a gradient (a learned bias of positions).
+        causal: query q sees keys k <= q + (K - Q): the last query sees all of them.
+
+    Returns:
+        (..., Q, K), of the dtype of x.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout that cannot be; with the numbers.
+    """
+    wanted = _expanded(mask, x) if mask is not None else None
+    args = (x, wanted, scale, causal)
+    if native(x):
+        found: Tensor = call("softmax", args, lambda: _check(x, wanted))
+        return found
+    _check(x, wanted)
+    result: Tensor = _reference(*args)
+    return result
+
+
+def softmax_backward(grad_y: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
+    """dx = scale·(y·(dy - Σ dy·y)) from the result y of the forward."""
+
+    def check() -> None:
+        _check(y, None, "y")
+        check_like("grad_y", grad_y, y.shape, y)
+
+    if native(y):
+        found: Tensor = call("softmax_backward", (grad_y, y, scale), check)
+        return found
+    check()
+    return reference.softmax_backward(grad_y, y, scale)
+
+
+_reference = reference_function(reference.softmax, registration.setup_context, registration.backward)
+
+
+def _expanded(mask: Tensor, x: Tensor) -> Tensor:
+    # Broadcast by strides, without a copy; only the rows themselves must be there.
+    try:
+        if mask.layout is torch.strided and mask.dim() and x.dim() and mask.shape[-1] == 1 != x.shape[-1]:
+            mask = mask.expand(*mask.shape[:-1], x.shape[-1]).contiguous()
+        elif mask.layout is torch.strided and mask.dim() and mask.stride(-1) != 1:
+            mask = mask.contiguous()
+        return mask.expand(x.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, which does not broadcast to {tuple(x.shape)}, the shape of x."
+        ) from error
+
+
+def _check(x: Tensor, mask: Tensor | None, what: str = "x") -> None:
+    check_input(what, x)
+    if not 2 <= x.dim() <= MAX_DIMS:
+        raise ValueError(f"{what} has shape {tuple(x.shape)}; it must have 2 to {MAX_DIMS} dims.")
+    if mask is not None:
+        if not mask.is_floating_point():
+            raise ValueError(f"mask is {mask.dtype}; allowed are torch.float32, torch.bfloat16 and torch.float16.")
+        if mask.device != x.device:
+            raise ValueError(f"mask is on {mask.device}; all tensors of a call must be on one device, here {x.device}.")

@@ -1,0 +1,58 @@
+// Softmax on the CPU. Compiled once for each instruction set.
+#include "../common/blocks.h"
+#include "softmax_cpu.h"
+
+namespace zoo {
+namespace ZOO_ISA {
+namespace {
+
+void scaled(float* __restrict v, const float* __restrict x, const float* __restrict m, float scale, int64_t n) {
+  if (m == nullptr)
+    for (int64_t i = 0; i < n; ++i) v[i] = scale * x[i];
+  else
+    for (int64_t i = 0; i < n; ++i) v[i] = scale * x[i] + m[i];
+}
+
+void exponentials(float* __restrict e, const float* __restrict v, float shift, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) e[i] = exp_of(v[i] - shift);
+}
+
+void write_grad(float* __restrict dx, const float* __restrict y, const float* __restrict dy, float scale, float dot,
+                int64_t n) {
+  for (int64_t i = 0; i < n; ++i) dx[i] = softmax_grad(scale, y[i], dy[i], dot);
+}
+
+}  // namespace
+
+void softmax_rows(const Softmax& c, int64_t begin, int64_t end, float* scratch) {
+  float *v = scratch, *first = scratch + c.keys, *second = scratch + 2 * c.keys;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = row * c.keys, n = visible_keys(c, row);
+    const float* x = fp32_block(const_cast<void*>(c.x), c.dtype, at, n, first);
+    const int64_t offset = c.mask == nullptr ? 0 : mask_offset(c, row);
+    const float* m = fp32_block(const_cast<void*>(c.mask), c.mask_dtype, offset, n, second);
+    scaled(v, x, m, c.scale, n);
+    float* y = c.dtype == F32 ? static_cast<float*>(c.y) + at : first;
+    exponentials(y, v, shift_of(lane_maximum(n, [v](int64_t i) { return v[i]; })), n);
+    const float inverse = inverse_of(lane_sum(n, [y](int64_t i) { return y[i]; }));
+    for (int64_t i = 0; i < n; ++i) y[i] = y[i] * inverse;
+    const float hidden = hidden_of(inverse);
+    for (int64_t i = n; i < c.keys; ++i) y[i] = hidden;
+    write_block(y, c.y, c.dtype, at, c.keys);
+  }
+}
+
+void softmax_backward_rows(const SoftmaxBackward& c, int64_t begin, int64_t end, float* scratch) {
+  const int64_t n = c.keys;
+  for (int64_t row = begin; row < end; ++row) {
+    const float* y = fp32_block(const_cast<void*>(c.y), c.dtype, row * n, n, scratch);
+    const float* dy = fp32_block(const_cast<void*>(c.grad_y), c.dtype, row * n, n, scratch + n);
+    const float dot = lane_sum(n, [y, dy](int64_t i) { return dy[i] * y[i]; });
+    float* dx = c.dtype == F32 ? static_cast<float*>(c.grad_x) + row * n : scratch + 2 * n;
+    write_grad(dx, y, dy, c.scale, dot, n);
+    write_block(dx, c.grad_x, c.dtype, row * n, n);
+  }
+}
+
+}  // namespace ZOO_ISA
+}  // namespace zoo
