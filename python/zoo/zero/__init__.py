@@ -15,6 +15,7 @@ from zoo.zero.estimators import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zoo.zero.forecast import Forecast
+from zoo.zero.gathering import GatheredParameters
 from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.init import Init, InitReport
 from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
@@ -29,6 +30,7 @@ from zoo.zero.units import UnitList
 __all__ = [
     "DryRun",
     "Forecast",
+    "GatheredParameters",
     "Init",
     "InitReport",
     "LossScaler",
