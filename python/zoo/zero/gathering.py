@@ -73,7 +73,7 @@ class GatheredParameters:
             part.users += 1
             part.make_whole()
         for bucket in self._slots:
-            self._before[bucket] = _owner(bucket).runtime.hold(bucket)
+            self._before[bucket] = owner_of(bucket).runtime.hold(bucket)
         touched = [p for b in self._slots for p in b.spec.parameters] + [part.parameter for part in self._parts]
         self._versions = {id(p): p._version for p in touched}
         if self._modifier is not None:
@@ -98,7 +98,7 @@ class GatheredParameters:
         for part in self._parts:
             comms.setdefault(id(part.comm), (part.comm, part.device, []))[2].append(part.name)
         for bucket, slots in self._slots.items():
-            comm = _owner(bucket).comm
+            comm = owner_of(bucket).comm
             names = comms.setdefault(id(comm), (comm, bucket.full.device, []))[2]
             names += [bucket.spec.names[slot] for slot in slots]
         for comm, device, names in comms.values():
@@ -130,7 +130,7 @@ class GatheredParameters:
             if part.users == 0 and not (session is not None and session.uses(part)):
                 part.drop_whole()
         for bucket, before in self._before.items():
-            _owner(bucket).runtime.let_go(bucket, before, forget=kind is not None or bool(lost))
+            owner_of(bucket).runtime.let_go(bucket, before, forget=kind is not None or bool(lost))
         self._before.clear()
         if lost:
             raise RuntimeError(
@@ -146,7 +146,7 @@ class GatheredParameters:
             if self._modifier is None and part.written and part.parameter._version != self._versions[id(part.parameter)]
         ]  # fmt: skip
         for bucket, slots in self._slots.items():
-            noted = _owner(bucket).runtime.held[bucket]
+            noted = owner_of(bucket).runtime.held[bucket]
             for slot, parameter in enumerate(bucket.spec.parameters):
                 stored = self._modifier is not None and slot in slots
                 if parameter._version not in (noted[slot], self._versions[id(parameter)]) and not stored:
@@ -159,7 +159,7 @@ class GatheredParameters:
             part.store(modifier)
         by_owner: dict[int, tuple[ZeroOptimizer, dict[Bucket, dict[str, tuple[int, torch.Tensor]]]]] = {}
         for bucket, slots in self._slots.items():
-            owner = _owner(bucket)
+            owner = owner_of(bucket)
             if not bucket.live:
                 raise RuntimeError(
                     f"the parameters of {bucket.label} were partitioned again inside GatheredParameters, by a step or "
@@ -177,7 +177,8 @@ class GatheredParameters:
             write_values(owner, changes, keep_equal=True)
 
 
-def _owner(bucket: Bucket) -> ZeroOptimizer:
+def owner_of(bucket: Bucket) -> ZeroOptimizer:
+    """The optimizer that a bucket belongs to."""
     owner = bucket.owner() if bucket.owner is not None else None
     if owner is None:
         raise RuntimeError(f"the optimizer of the parameters of {bucket.label} does not exist any more.")

@@ -221,6 +221,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._publish()
         return loss
 
+    def settle_gradients(self) -> None:
+        """Reduce what ``no_sync()`` left on each rank. Collective if there is any."""
+        self._settle()
+
     def _settle(self) -> None:
         if self._runtime.unreduced:
             self._runtime.reduce_all()
@@ -282,6 +286,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets:
                 bucket.active -= 1
             self._runtime.reset()
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters that are kept for the next forward or backward (stage 3). Call it on all ranks."""
+        self._runtime.reset()
 
     @torch.no_grad()
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
