@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from zoo.kernels import gating
+from zoo.kernels.bias_dropout_residual import bias_dropout_residual, bias_dropout_residual_backward
 from zoo.kernels.bias_gelu import bias_gelu, bias_gelu_backward
 from zoo.kernels.layer_norm import layer_norm, layer_norm_backward
 from zoo.kernels.norm import scale_sum_squares_, sum_squares
 from zoo.kernels.onebit import compress_, decompress_
 from zoo.kernels.quantise import dequantise_, quantise
+from zoo.kernels.softmax import softmax, softmax_backward
 from zoo.optim import AdamW, Lamb
 
 Tensor = torch.Tensor
@@ -208,6 +211,117 @@ def bias_gelu_grad(device: str, elements: int) -> tuple[Contenders, int]:
     return steps, 6 * x.numel()
 
 
+def softmax_forward(device: str, elements: int) -> tuple[Contenders, int]:
+    """bf16, rows of 4,096 keys, scaled."""
+    x, _ = rows(elements, device)
+    steps = {"zoo": lambda: softmax(x, scale=0.125), "torch": lambda: F.softmax(0.125 * x, -1)}
+    return steps, 4 * x.numel()
+
+
+def softmax_grad(device: str, elements: int) -> tuple[Contenders, int]:
+    """bf16, rows of 4,096 keys, scaled."""
+    x, _ = rows(elements, device)
+    y, leaf = softmax(x, scale=0.125), x.clone().requires_grad_()
+    theirs = F.softmax(0.125 * leaf, -1)
+    steps = {
+        "zoo": lambda: softmax_backward(x, y, scale=0.125),
+        "torch": lambda: torch.autograd.grad(theirs, leaf, x, retain_graph=True),
+    }
+    return steps, 6 * x.numel()
+
+
+def dropout_forward(device: str, elements: int) -> tuple[Contenders, int]:
+    """bf16, rows of 4,096, p = 0.1."""
+    (x, b), (r, _) = rows(elements, device), rows(elements, device)
+    steps = {
+        "zoo": lambda: bias_dropout_residual(x, b, r, p=0.1, seed=1),
+        "torch": lambda: r + F.dropout(x + b, 0.1),
+    }
+    return steps, 6 * x.numel()
+
+
+def dropout_grad(device: str, elements: int) -> tuple[Contenders, int]:
+    """bf16, rows of 4,096, p = 0.1: gradients of x and bias."""
+    x, b = rows(elements, device)
+    leaf, bias = x.clone().requires_grad_(), b.clone().requires_grad_()
+    y = F.dropout(leaf + bias, 0.1)
+    steps = {
+        "zoo": lambda: bias_dropout_residual_backward(x, b, p=0.1, seed=1),
+        "torch": lambda: torch.autograd.grad(y, (leaf, bias), x, retain_graph=True),
+    }
+    return steps, 4 * x.numel()
+
+
+EXPERTS, CHOICES = 64, 2
+
+
+def gate(device: str, elements: int) -> tuple[Contenders, int]:
+    """fp32 logits of 64 experts, two chosen."""
+    tokens = max(1, elements // EXPERTS)
+    logits = normal([tokens * EXPERTS], torch.float32, device)[0].view(tokens, EXPERTS)
+    steps = {
+        "zoo": lambda: gating.top_k_gate(logits, CHOICES),
+        "torch": lambda: torch.topk(logits.softmax(-1), CHOICES),
+    }
+    return steps, tokens * (4 * EXPERTS + 12 * CHOICES)
+
+
+def chosen(tokens: int, device: str) -> Tensor:
+    """Two of 64 experts for each token."""
+    logits = normal([tokens * EXPERTS], torch.float32, device)[0].view(tokens, EXPERTS)
+    return logits.topk(CHOICES).indices
+
+
+def places(device: str, elements: int) -> tuple[Contenders, int]:
+    """As many tokens as there are rows of 4,096, two of 64 experts each."""
+    indices = chosen(max(1, elements // 4096), device)
+
+    def one_hot() -> Tensor:
+        sequence = indices.t().reshape(-1)
+        before = F.one_hot(sequence, EXPERTS).cumsum(0) - 1
+        return before.gather(1, sequence[:, None]).view(CHOICES, -1).t()
+
+    return {"zoo": lambda: gating.positions_in_expert(indices, EXPERTS), "torch": one_hot}, 16 * indices.numel()
+
+
+def assigned(device: str, elements: int) -> tuple[Tensor, Tensor, Tensor]:
+    """bf16 x (T, 4096); rows (T, 2), grouped by expert; and the token of each of the 2·T rows."""
+    x, _ = rows(elements, device)
+    indices = chosen(len(x), device)
+    order = torch.sort(indices.view(-1), stable=True).indices
+    taken = torch.empty_like(order)
+    taken[order] = torch.arange(len(order), device=device)
+    return x, taken.view(-1, CHOICES), order // CHOICES
+
+
+def permute(device: str, elements: int) -> tuple[Contenders, int]:
+    """bf16, rows of 4,096, two places for each."""
+    x, taken, tokens = assigned(device, elements)
+    steps = {"zoo": lambda: gating.permute(x, taken), "torch": lambda: x.index_select(0, tokens)}
+    return steps, 2 * (1 + CHOICES) * x.numel()
+
+
+def unpermute(device: str, elements: int) -> tuple[Contenders, int]:
+    """bf16, rows of 4,096, two weighted ones for each."""
+    x, taken, tokens = assigned(device, elements)
+    y, w = x[tokens], normal([taken.numel()], torch.bfloat16, device)[0].view(taken.shape)
+    steps = {"zoo": lambda: gating.unpermute(y, taken, w), "torch": lambda: (w[..., None] * y[taken]).sum(1)}
+    return steps, 2 * (1 + CHOICES) * x.numel()
+
+
+def unpermute_grad(device: str, elements: int) -> tuple[Contenders, int]:
+    """bf16, rows of 4,096, two weighted ones for each: gradients of the rows and the weights."""
+    x, taken, tokens = assigned(device, elements)
+    y, w = x[tokens], normal([taken.numel()], torch.bfloat16, device)[0].view(taken.shape)
+    leaf, weights = y.clone().requires_grad_(), w.clone().requires_grad_()
+    out = (weights[..., None] * leaf[taken]).sum(1)
+    steps = {
+        "zoo": lambda: gating.unpermute_backward(x, y, taken, w),
+        "torch": lambda: torch.autograd.grad(out, (leaf, weights), x, retain_graph=True),
+    }
+    return steps, 2 * (1 + 2 * CHOICES) * x.numel()
+
+
 MIXED = "torch needs three passes: gradients to fp32, the step, masters to bf16"
 STAGES = (
     Stage(name="AdamW fp32, one tensor", make=adamw(one, mixed=False)),
@@ -232,4 +346,22 @@ STAGES = (
     Stage(name="layer norm, gradient", make=layer_norm_grad),
     Stage(name="bias and GELU", make=bias_gelu_forward, note="torch: two operations"),
     Stage(name="bias and GELU, gradient", make=bias_gelu_grad, note="torch: two operations"),
+    Stage(name="softmax", make=softmax_forward, note="torch: two operations"),
+    Stage(name="softmax, gradient", make=softmax_grad, note="torch: two operations"),
+    Stage(
+        name="bias, dropout and residual", make=dropout_forward,
+        note="torch: three operations, with a mask that is kept",
+    ),
+    Stage(
+        name="bias, dropout and residual, gradient", make=dropout_grad,
+        note="torch reads the mask that was kept; zoo makes it again",
+    ),
+    Stage(name="two of 64 experts", make=gate, note="torch: softmax and topk"),
+    Stage(name="places within 64 experts", make=places, note="torch: one_hot and cumsum"),
+    Stage(
+        name="permute to two experts", make=permute,
+        note="torch is given the token of each row; zoo makes it from the row of each token",
+    ),
+    Stage(name="unpermute, weighted", make=unpermute, note="torch: indexing, product and sum"),
+    Stage(name="unpermute, gradient", make=unpermute_grad, note="torch: those of the three"),
 )  # fmt: skip
