@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ import torch
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e-45, -3e-39, 1e-30, 3e38, 6e-8, 65519.0, 65520.0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison: ``args`` go, on the CPU, to ``reference`` and, on the device, to ``operation``."""
+
+    what: str
+    args: Any
+    operation: Callable[..., Any]
+    reference: Callable[..., Any]
 
 
 def values(shape: Sequence[int] | int, seed: int, *, special: bool = False, positive: bool = False) -> Tensor:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmarks.gpu.cases import DTYPES, differing, flat, moved, ordered_sum_squares, values
+from benchmarks.gpu import layers
+from benchmarks.gpu.cases import DTYPES, Case, differing, flat, moved, ordered_sum_squares, values
 
-from zoo.kernels import bias_gelu, layer_norm, loading, norm, onebit, quantise, update
-from zoo.kernels.bias_gelu import reference as bias_gelu_reference
-from zoo.kernels.layer_norm import reference as layer_norm_reference
+from zoo.kernels import loading, norm, onebit, quantise, update
 from zoo.kernels.onebit import reference as onebit_reference
 from zoo.kernels.quantise import reference as quantise_reference
 from zoo.kernels.update import reference as update_reference
@@ -27,16 +26,6 @@ FP32, BF16, FP16 = DTYPES
 
 class Mismatch(AssertionError):
     """The operation and its reference differ, or the operation did not run natively."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One comparison: ``args`` go, on the CPU, to ``reference`` and, on the device, to ``operation``."""
-
-    what: str
-    args: Any
-    operation: Callable[..., Any]
-    reference: Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,58 +263,6 @@ def onebit_cases(large: bool) -> Iterator[Case]:
                     yield Case(what=what, args=args, operation=operation, reference=reference)
 
 
-# Layers ------------------------------------------------------------------------------------------------------------
-
-
-def shapes(large: bool) -> list[tuple[int, ...]]:
-    """Rows and dim: none, one, odd, more rows than one part; then more than 2^20 elements."""
-    return [(0, 5), (1, 1), (3, 7), (65, 33), (2, 3, 257), *([(1031, 1021), (5, 4099)] if large else [])]
-
-
-def layer_norm_cases(large: bool) -> Iterator[Case]:
-    for dtype in DTYPES:
-        for shape in shapes(large):
-            for special, weight in ((False, dtype), (False, FP32), (True, dtype)):
-                x, r, dy, ds = (values(shape, k, special=special).to(dtype) for k in range(4))
-                w, b = (values(shape[-1:], k).to(weight) for k in (4, 5))
-
-                def operation(x: Any, r: Any, dy: Any, ds: Any, w: Any, b: Any) -> Any:
-                    plain, added = layer_norm.layer_norm(x, w, b), layer_norm.layer_norm(x, w, b, residual=r)
-                    with_sum = layer_norm.layer_norm_backward(dy, ds, added.sum, w, added.mean, added.rstd)
-                    without = layer_norm.layer_norm_backward(dy, None, x, w, plain.mean, plain.rstd)
-                    return plain.y, plain.mean, plain.rstd, list(added), with_sum, without
-
-                def reference(x: Any, r: Any, dy: Any, ds: Any, w: Any, b: Any) -> Any:
-                    y, mean, rstd = layer_norm_reference.layer_norm(x, w, b, 1e-5)
-                    added = layer_norm_reference.add_layer_norm(x, r, w, b, 1e-5)
-                    with_sum = layer_norm_reference.layer_norm_backward(dy, ds, added[1], w, *added[2:])
-                    without = layer_norm_reference.layer_norm_backward(dy, None, x, w, mean, rstd)
-                    return y, mean, rstd, list(added), with_sum, without
-
-                what = f"{dtype}, weight {weight}, shape {shape}, special={special}"
-                yield Case(what=what, args=(x, r, dy, ds, w, b), operation=operation, reference=reference)
-
-
-def bias_gelu_cases(large: bool) -> Iterator[Case]:
-    for dtype in DTYPES:
-        for shape in (*shapes(large), (3, 0)):
-            for form in ("none", "tanh"):
-                for special in (False, True):
-
-                    def operation(x: Any, dy: Any, b: Any, form: str) -> Any:
-                        grads = bias_gelu.bias_gelu_backward(dy, x, b, approximate=form)
-                        return bias_gelu.bias_gelu(x, b, approximate=form), grads
-
-                    def reference(x: Any, dy: Any, b: Any, form: str) -> Any:
-                        grads = bias_gelu_reference.bias_gelu_backward(dy, x, b, form == "tanh")
-                        return bias_gelu_reference.bias_gelu(x, b, form == "tanh"), grads
-
-                    x, dy = (values(shape, k, special=special).to(dtype) for k in range(2))
-                    args = (x, dy, values(shape[-1:], 2).to(dtype), form)
-                    what = f"{dtype}, {form}, shape {shape}, special={special}"
-                    yield Case(what=what, args=args, operation=operation, reference=reference)
-
-
 CHECKS = (
     Check(name="update", operators=("update_",), cases=update_cases),
     Check(name="LAMB", operators=("lamb_direction_", "lamb_apply_"), cases=lamb_cases),
@@ -333,6 +270,20 @@ CHECKS = (
     Check(name="quantise", operators=("quantise",), cases=quantise_cases),
     Check(name="dequantise", operators=("dequantise_",), cases=dequantise_cases),
     Check(name="1-bit", operators=("onebit_compress_", "onebit_decompress_"), cases=onebit_cases),
-    Check(name="layer norm", operators=("layer_norm", "add_layer_norm", "layer_norm_backward"), cases=layer_norm_cases),
-    Check(name="bias and GELU", operators=("bias_gelu", "bias_gelu_backward"), cases=bias_gelu_cases),
-)
+    Check(
+        name="layer norm", operators=("layer_norm", "add_layer_norm", "layer_norm_backward"),
+        cases=layers.layer_norm_cases,
+    ),
+    Check(name="bias and GELU", operators=("bias_gelu", "bias_gelu_backward"), cases=layers.bias_gelu_cases),
+    Check(name="softmax", operators=("softmax", "softmax_backward"), cases=layers.softmax_cases),
+    Check(
+        name="bias, dropout and residual",
+        operators=("bias_dropout_residual", "bias_dropout_residual_backward"), cases=layers.dropout_cases,
+    ),
+    Check(name="choice of experts", operators=("top_k_gate", "top_k_gate_backward"), cases=layers.gate_cases),
+    Check(name="places within experts", operators=("positions_in_expert",), cases=layers.places_cases),
+    Check(
+        name="permute and unpermute", operators=("permute", "unpermute", "unpermute_backward"),
+        cases=layers.permute_cases,
+    ),
+)  # fmt: skip

@@ -14,17 +14,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from zoo.kernels import gating
+from zoo.kernels.bias_dropout_residual import bias_dropout_residual, bias_dropout_residual_backward
 from zoo.kernels.bias_gelu import bias_gelu, bias_gelu_backward
 from zoo.kernels.layer_norm import layer_norm, layer_norm_backward
 from zoo.kernels.norm import scale_sum_squares_, sum_squares
 from zoo.kernels.onebit import compress_, decompress_
 from zoo.kernels.quantise import dequantise_, quantise
+from zoo.kernels.softmax import softmax, softmax_backward
 from zoo.optim import AdamW, Lamb
 
 Tensor = torch.Tensor
 Contenders = dict[str, Callable[[], Any]]
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01}
 SMALL = 4160
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,44 +145,78 @@ def onebit_decompress(device: str, elements: int) -> tuple[Contenders, int]:
     return {"zoo": lambda: decompress_(out, *sent)}, 4 * elements + elements // 8
 
 
-def quantise_bits(bits: int) -> Callable[[str, int], tuple[Contenders, int]]:
-    """bf16, groups of 256."""
+def quantise_by_steps(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """As torch can do it: groups of 256, the greatest magnitude onto 127 or 7; two int4 a byte."""
+    groups = x.view(-1, 256).float()
+    scales = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    q = (groups / scales).round_().to(torch.int8)
+    return (q if bits == 8 else (q[:, 0::2] & 15) | (q[:, 1::2] << 4)), scales
+
+
+def dequantise_by_steps(out: Tensor, q: Tensor, scales: Tensor, bits: int) -> None:
+    """The way back."""
+    if bits == 4:
+        q = torch.stack([(q << 4) >> 4, q >> 4], -1).view(len(q), -1)
+    torch.mul(q, scales, out=out.view(-1, 256)) if out.dtype is torch.float32 else out.copy_((q * scales).view(-1))
+
+
+def quantise_bits(bits: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[str, int], tuple[Contenders, int]]:
+    """Groups of 256."""
 
     def make(device: str, elements: int) -> tuple[Contenders, int]:
-        x = normal([elements], torch.bfloat16, device)[0]
-        return {"zoo": lambda: quantise(x, bits=bits)}, 2 * elements + elements * bits // 8
+        x = normal([max(256, elements // 256 * 256)], dtype, device)[0]
+        steps = {"zoo": lambda: quantise(x, bits=bits), "torch": lambda: quantise_by_steps(x, bits)}
+        return steps, x.nbytes + x.numel() * bits // 8
 
     return make
 
 
-def dequantise(ranks: int) -> Callable[[str, int], tuple[Contenders, int]]:
-    """int8 of ``ranks`` ranks into bf16, groups of 256."""
+def dequantise(
+    ranks: int, bits: int = 8, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[str, int], tuple[Contenders, int]]:
+    """What ``ranks`` ranks sent, groups of 256; torch for one rank."""
 
     def make(device: str, elements: int) -> tuple[Contenders, int]:
         n = max(256, elements // ranks // 256 * 256)
-        q, s = quantise(normal([n * ranks], torch.bfloat16, device)[0])
-        out = torch.empty(n, dtype=torch.bfloat16, device=device)
-        return {"zoo": lambda: dequantise_(out, q, s, ranks=ranks)}, n * (ranks + 2)
+        x = normal([n * ranks], dtype, device)[0]
+        q, s = quantise(x, bits=bits)
+        out, theirs = torch.empty(n, dtype=dtype, device=device), torch.empty(n, dtype=dtype, device=device)
+        steps: Contenders = {"zoo": lambda: dequantise_(out, q, s, bits=bits, ranks=ranks)}
+        if ranks == 1:
+            sent = quantise_by_steps(x, bits)
+            steps["torch"] = lambda: dequantise_by_steps(theirs, *sent, bits)
+        return steps, out.nbytes + n * ranks * bits // 8
 
     return make
 
 
-def rows(elements: int, device: str) -> tuple[Tensor, Tensor]:
-    """bf16 (T, 4096), and (4096,)."""
-    x = normal([max(1, elements // 4096) * 4096], torch.bfloat16, device)[0].view(-1, 4096)
-    return x, torch.ones(4096, dtype=torch.bfloat16, device=device)
+def rows(elements: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(T, 4096), and (4096,)."""
+    x = normal([max(1, elements // 4096) * 4096], dtype, device)[0].view(-1, 4096)
+    return x, torch.ones(4096, dtype=dtype, device=device)
 
 
-def layer_norm_forward(device: str, elements: int) -> tuple[Contenders, int]:
-    """bf16, rows of 4,096."""
-    x, w = rows(elements, device)
+def layer_norm_forward(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096."""
+    x, w = rows(elements, device, dtype)
     steps = {"zoo": lambda: layer_norm(x, w, w), "torch": lambda: F.layer_norm(x, (4096,), w, w)}
-    return steps, 4 * x.numel()
+    return steps, 2 * x.nbytes
 
 
-def layer_norm_grad(device: str, elements: int) -> tuple[Contenders, int]:
-    """bf16, rows of 4,096: gradients of x, weight and bias."""
-    x, w = rows(elements, device)
+def add_layer_norm_forward(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, and the residual added in."""
+    (x, w), (r, _) = rows(elements, device, dtype), rows(elements, device, dtype)
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        total = x + r
+        return F.layer_norm(total, (4096,), w, w), total
+
+    return {"zoo": lambda: layer_norm(x, w, w, residual=r), "torch": theirs}, 4 * x.nbytes
+
+
+def layer_norm_grad(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096: gradients of x, weight and bias."""
+    x, w = rows(elements, device, dtype)
     made = layer_norm(x, w, w)
     leaf, weight, bias = (t.clone().requires_grad_() for t in (x, w, w))
     y = F.layer_norm(leaf, (4096,), weight, bias)
@@ -186,28 +224,140 @@ def layer_norm_grad(device: str, elements: int) -> tuple[Contenders, int]:
         "zoo": lambda: layer_norm_backward(x, None, x, w, made.mean, made.rstd),
         "torch": lambda: torch.autograd.grad(y, (leaf, weight, bias), x, retain_graph=True),
     }
-    return steps, 6 * x.numel()
+    return steps, 3 * x.nbytes
 
 
-def bias_gelu_forward(device: str, elements: int) -> tuple[Contenders, int]:
-    """bf16, rows of 4,096, tanh form."""
-    x, b = rows(elements, device)
+def bias_gelu_forward(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, tanh form."""
+    x, b = rows(elements, device, dtype)
     steps = {"zoo": lambda: bias_gelu(x, b, approximate="tanh"), "torch": lambda: F.gelu(x + b, approximate="tanh")}
-    return steps, 4 * x.numel()
+    return steps, 2 * x.nbytes
 
 
-def bias_gelu_grad(device: str, elements: int) -> tuple[Contenders, int]:
-    """bf16, rows of 4,096, tanh form: gradients of x and bias."""
-    x, b = rows(elements, device)
+def bias_gelu_grad(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, tanh form: gradients of x and bias."""
+    x, b = rows(elements, device, dtype)
     leaf, bias = x.clone().requires_grad_(), b.clone().requires_grad_()
     y = F.gelu(leaf + bias, approximate="tanh")
     steps = {
         "zoo": lambda: bias_gelu_backward(x, x, b, approximate="tanh"),
         "torch": lambda: torch.autograd.grad(y, (leaf, bias), x, retain_graph=True),
     }
-    return steps, 6 * x.numel()
+    return steps, 3 * x.nbytes
 
 
+def softmax_forward(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096 keys, scaled."""
+    x, _ = rows(elements, device, dtype)
+    steps = {"zoo": lambda: softmax(x, scale=0.125), "torch": lambda: F.softmax(0.125 * x, -1)}
+    return steps, 2 * x.nbytes
+
+
+def softmax_grad(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096 keys, scaled."""
+    x, _ = rows(elements, device, dtype)
+    y, leaf = softmax(x, scale=0.125), x.clone().requires_grad_()
+    theirs = F.softmax(0.125 * leaf, -1)
+    steps = {
+        "zoo": lambda: softmax_backward(x, y, scale=0.125),
+        "torch": lambda: torch.autograd.grad(theirs, leaf, x, retain_graph=True),
+    }
+    return steps, 3 * x.nbytes
+
+
+def dropout_forward(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, p = 0.1."""
+    (x, b), (r, _) = rows(elements, device, dtype), rows(elements, device, dtype)
+    steps = {
+        "zoo": lambda: bias_dropout_residual(x, b, r, p=0.1, seed=1),
+        "torch": lambda: r + F.dropout(x + b, 0.1),
+    }
+    return steps, 3 * x.nbytes
+
+
+def dropout_grad(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, p = 0.1: gradients of x and bias."""
+    x, b = rows(elements, device, dtype)
+    leaf, bias = x.clone().requires_grad_(), b.clone().requires_grad_()
+    y = F.dropout(leaf + bias, 0.1)
+    steps = {
+        "zoo": lambda: bias_dropout_residual_backward(x, b, p=0.1, seed=1),
+        "torch": lambda: torch.autograd.grad(y, (leaf, bias), x, retain_graph=True),
+    }
+    return steps, 2 * x.nbytes
+
+
+EXPERTS, CHOICES = 64, 2
+
+
+def gate(device: str, elements: int) -> tuple[Contenders, int]:
+    """fp32 logits of 64 experts, two chosen."""
+    tokens = max(1, elements // EXPERTS)
+    logits = normal([tokens * EXPERTS], torch.float32, device)[0].view(tokens, EXPERTS)
+    steps = {
+        "zoo": lambda: gating.top_k_gate(logits, CHOICES),
+        "torch": lambda: torch.topk(logits.softmax(-1), CHOICES),
+    }
+    return steps, tokens * (4 * EXPERTS + 12 * CHOICES)
+
+
+def chosen(tokens: int, device: str) -> Tensor:
+    """Two of 64 experts for each token."""
+    logits = normal([tokens * EXPERTS], torch.float32, device)[0].view(tokens, EXPERTS)
+    return logits.topk(CHOICES).indices
+
+
+def places(device: str, elements: int) -> tuple[Contenders, int]:
+    """As many tokens as there are rows of 4,096, two of 64 experts each."""
+    indices = chosen(max(1, elements // 4096), device)
+
+    def one_hot() -> Tensor:
+        sequence = indices.t().reshape(-1)
+        before = F.one_hot(sequence, EXPERTS).cumsum(0) - 1
+        return before.gather(1, sequence[:, None]).view(CHOICES, -1).t()
+
+    return {"zoo": lambda: gating.positions_in_expert(indices, EXPERTS), "torch": one_hot}, 16 * indices.numel()
+
+
+def assigned(device: str, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, 4096); rows (T, 2), grouped by expert; and the token of each of the 2·T rows."""
+    x, _ = rows(elements, device, dtype)
+    indices = chosen(len(x), device)
+    order = torch.sort(indices.view(-1), stable=True).indices
+    taken = torch.empty_like(order)
+    taken[order] = torch.arange(len(order), device=device)
+    return x, taken.view(-1, CHOICES), order // CHOICES
+
+
+def permute(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, two places for each."""
+    x, taken, tokens = assigned(device, elements, dtype)
+    steps = {"zoo": lambda: gating.permute(x, taken), "torch": lambda: x.index_select(0, tokens)}
+    return steps, (1 + CHOICES) * x.nbytes
+
+
+def unpermute(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, two weighted ones for each."""
+    x, taken, tokens = assigned(device, elements, dtype)
+    y, w = x[tokens], normal([taken.numel()], dtype, device)[0].view(taken.shape)
+    steps = {"zoo": lambda: gating.unpermute(y, taken, w), "torch": lambda: (w[..., None] * y[taken]).sum(1)}
+    return steps, (1 + CHOICES) * x.nbytes
+
+
+def unpermute_grad(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, two weighted ones for each: gradients of the rows and the weights."""
+    x, taken, tokens = assigned(device, elements, dtype)
+    y, w = x[tokens], normal([taken.numel()], dtype, device)[0].view(taken.shape)
+    leaf, weights = y.clone().requires_grad_(), w.clone().requires_grad_()
+    out = (weights[..., None] * leaf[taken]).sum(1)
+    steps = {
+        "zoo": lambda: gating.unpermute_backward(x, y, taken, w),
+        "torch": lambda: torch.autograd.grad(out, (leaf, weights), x, retain_graph=True),
+    }
+    return steps, (1 + 2 * CHOICES) * x.nbytes
+
+
+BY_STEPS = "torch: several operations"
 MIXED = "torch needs three passes: gradients to fp32, the step, masters to bf16"
 STAGES = (
     Stage(name="AdamW fp32, one tensor", make=adamw(one, mixed=False)),
@@ -224,12 +374,32 @@ STAGES = (
     ),
     Stage(name="1-bit compress", make=onebit_compress),
     Stage(name="1-bit decompress", make=onebit_decompress),
-    Stage(name="quantise to int8", make=quantise_bits(8)),
-    Stage(name="quantise to int4", make=quantise_bits(4)),
-    Stage(name="dequantise int8", make=dequantise(1)),
+    Stage(name="quantise to int8", make=quantise_bits(8), note=BY_STEPS),
+    Stage(name="quantise to int4", make=quantise_bits(4), note=BY_STEPS),
+    Stage(name="dequantise int8", make=dequantise(1), note=BY_STEPS),
+    Stage(name="dequantise int4", make=dequantise(1, 4), note=BY_STEPS),
     Stage(name="dequantise and reduce int8 of 4 ranks", make=dequantise(4)),
     Stage(name="layer norm", make=layer_norm_forward),
+    Stage(name="layer norm of a sum", make=add_layer_norm_forward, note="torch: two operations"),
     Stage(name="layer norm, gradient", make=layer_norm_grad),
     Stage(name="bias and GELU", make=bias_gelu_forward, note="torch: two operations"),
     Stage(name="bias and GELU, gradient", make=bias_gelu_grad, note="torch: two operations"),
+    Stage(name="softmax", make=softmax_forward, note="torch: two operations"),
+    Stage(name="softmax, gradient", make=softmax_grad, note="torch: two operations"),
+    Stage(
+        name="bias, dropout and residual", make=dropout_forward,
+        note="torch: three operations, with a mask that is kept",
+    ),
+    Stage(
+        name="bias, dropout and residual, gradient", make=dropout_grad,
+        note="torch reads the mask that was kept; zoo makes it again",
+    ),
+    Stage(name="two of 64 experts", make=gate, note="torch: softmax and topk"),
+    Stage(name="places within 64 experts", make=places, note="torch: one_hot and cumsum"),
+    Stage(
+        name="permute to two experts", make=permute,
+        note="torch is given the token of each row; zoo makes it from the row of each token",
+    ),
+    Stage(name="unpermute, weighted", make=unpermute, note="torch: indexing, product and sum"),
+    Stage(name="unpermute, gradient", make=unpermute_grad, note="torch: those of the three"),
 )  # fmt: skip

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.kernels import layers
 
 from zoo.kernels import loading
 
 PAGE = Path(__file__).with_name("RESULTS.md")
 LOOP = "C loop"
+LAYERS, REMARKS = layers.HEADING, "## Remarks"
 
 
 def about(yardstick: str) -> dict[str, str]:
@@ -65,7 +67,7 @@ def onebit_section(found: dict[str, Any]) -> list[str]:
 
 
 def write(raw: dict[str, Any]) -> None:
-    """Write the page; what follows the heading Remarks stays."""
+    """Write the page; the layer operations and the remarks stay."""
     names = list(dict.fromkeys(n for r in raw["records"] for n in r["seconds"] if n != LOOP))
     lines = [
         "# AdamW on the CPU, as a fraction of a C loop over the same bytes",
@@ -85,5 +87,21 @@ def write(raw: dict[str, Any]) -> None:
         lines.append(f"| {record['workload']} | {record['threads']} | {rate:.1f} | " + " | ".join(cells) + " |")
     lines += onebit_section(raw["onebit"])
     old = PAGE.read_text() if PAGE.exists() else ""
-    _, heading, remarks = old.partition("## Remarks")
-    PAGE.write_text("\n".join(lines) + "\n" + (f"\n{heading}{remarks}" if heading else ""))
+    sections = [kept(old, heading) for heading in (LAYERS, REMARKS)]
+    PAGE.write_text("\n".join(["\n".join(lines) + "\n", *filter(None, sections)]))
+
+
+def kept(page: str, heading: str) -> str:
+    """A section of the page, from its heading to the next one; empty without it."""
+    _, found, rest = page.partition(f"{heading}\n")
+    return found + rest.partition("\n## ")[0].rstrip("\n") + "\n" if found else ""
+
+
+def write_layers(section: str) -> None:
+    """Put the section of the layer operations in the place of the old one, or before the remarks."""
+    page = PAGE.read_text()
+    old, remarks = kept(page, LAYERS), kept(page, REMARKS)
+    if old:
+        PAGE.write_text(page.replace(old, section))
+    else:
+        PAGE.write_text(page.replace(remarks, f"{section}\n{remarks}") if remarks else f"{page}\n{section}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.kernels import contenders, onebit, report
+from benchmarks.kernels import contenders, layers, onebit, report
 from benchmarks.kernels.yardstick import Yardstick
 
 from zoo.kernels import loading
@@ -77,6 +77,12 @@ def line(record: dict[str, Any]) -> str:
     return f"{record['workload']}, {record['threads']} thread(s): " + ", ".join(parts)
 
 
+def require_native() -> None:
+    """End unless the operations run natively: the references are not what is measured."""
+    if not loading.native():
+        raise SystemExit(f"zoo: nothing to measure: {loading.why_not() or 'ZOO_KERNELS=reference'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels")
     parser.add_argument("--params", type=int, default=100_000_000)
@@ -84,12 +90,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
     parser.add_argument("--report", action="store_true", help="write the page from the last measurement")
     parser.add_argument("--onebit", action="store_true", help="measure 1-bit compression again, keep the rest")
+    parser.add_argument(
+        "--layers", action="store_true", help="measure the layer operations on one thread, keep the rest"
+    )
     args = parser.parse_args()
+    if args.layers:
+        require_native()
+        report.write_layers(layers.section(layers.measure(args.rounds, limit_s=3.0), report.about("")))
+        return
     if args.onebit:
         RAW.write_text(json.dumps({**json.loads(RAW.read_text()), "onebit": onebit.measure(args.rounds)}))
     elif not args.report:
-        if not loading.native():
-            raise SystemExit(f"zoo: nothing to measure: {loading.why_not()}")
+        require_native()
         records = measure(args.params, args.rounds, sorted(set(args.threads)))
         RAW.write_text(
             json.dumps(

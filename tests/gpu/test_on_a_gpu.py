@@ -6,7 +6,7 @@ import pytest
 import torch
 from benchmarks.gpu import checks
 
-from zoo.kernels import loading
+from zoo.kernels import gating, loading
 from zoo.kernels.norm import sum_squares
 from zoo.kernels.update import Flag, Rule, Scalars, update_
 
@@ -37,3 +37,24 @@ def test_tensors_of_two_devices_are_refused() -> None:
     for param, grad in ((ones.cuda(), ones), (ones, ones.cuda())):
         with pytest.raises(ValueError, match=r"(params|grads)\[0\] is on (cpu|cuda:0)"):
             update_(Rule.SGD, Flag.NONE, [param], [grad], [], scalars=Scalars(rate=1.0))
+
+
+def test_indices_and_rows_out_of_range_touch_nothing_else_and_show() -> None:
+    """Nothing waits for the GPU to refuse them: what comes of them is in the docstrings."""
+    logits, dw = torch.randn(3, 4, device="cuda"), torch.ones(3, 2, device="cuda")
+    indices = torch.tensor([[0, 1], [2, 4], [-(2**40), 3]], device="cuda")
+    dv = gating.top_k_gate_backward(dw, logits, indices, renormalise=True)
+    assert dv.isnan().all(1).tolist() == [False, True, True]
+    at = gating.positions_in_expert(indices, 4)
+    assert at.positions.tolist() == [[0, 0], [0, -1], [-1, 0]]
+    assert at.demand.tolist() == [1, 1, 1, 1]
+    x = torch.arange(1.0, 4.0, device="cuda")[:, None]
+    rows = torch.tensor([[0, 2], [2, 2**40], [3, -1]], device="cuda")
+    y = gating.permute(x, rows, num_rows=4)
+    assert y.tolist() == [[1.0], [0.0], [1.0], [3.0]]
+    back = gating.unpermute(y, rows)
+    assert back[[0, 2], 0].tolist() == [2.0, 3.0]
+    assert back[1].isnan().all()
+    dy, weights = gating.unpermute_backward(x, y, rows, torch.ones(3, 2, device="cuda"))
+    assert dy.tolist() == [[1.0], [0.0], [1.0], [3.0]]
+    assert weights.tolist() == [[1.0, 1.0], [0.0, 0.0], [9.0, 0.0]]

@@ -1,7 +1,7 @@
 // Bias, dropout and residual on CUDA: a thread four elements, which share a counter; for db a thread a column and part.
 #include "../common/device.cuh"
 #include "../common/lanes.h"
-#include "bias_dropout_residual.h"
+#include "bias_dropout_residual_cuda.h"
 
 namespace zoo {
 namespace {
@@ -27,7 +27,7 @@ __global__ void bias_dropout_kernel(BiasDropout c) {
 
 // db wants dx before it is rounded: fp32 reads it back, other formats compute it again.
 __global__ void parts_kernel(BiasDropout c, float* parts) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, part = blockIdx.y;
+  const int64_t i = int64_t(blockIdx.y) * blockDim.x + threadIdx.x, part = blockIdx.x;
   if (i >= c.dim) return;
   const int64_t begin = part * PART_ROWS, end = begin + PART_ROWS < c.rows ? begin + PART_ROWS : c.rows;
   float sum = 0.0f;
@@ -47,26 +47,25 @@ __global__ void parts_kernel(BiasDropout c, float* parts) {
 }  // namespace
 }  // namespace zoo
 
-// The launchers return a cudaError_t.
-extern "C" int zoo_bias_dropout_residual_cuda(const zoo::BiasDropout* c, cudaStream_t stream) {
+int32_t zoo_bias_dropout_residual_cuda(const zoo::BiasDropout* c, void* stream) {
   using namespace zoo;
   const int64_t groups = (c->rows * c->dim + 3) / 4;
   if (groups == 0) return cudaSuccess;
-  bias_dropout_kernel<false><<<blocks_for(groups, THREADS), THREADS, 0, stream>>>(*c);
+  bias_dropout_kernel<false><<<blocks_for(groups, THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }
 
-// `parts`: D floats for each 64 rows begun, and at most 65,535 such parts.
-extern "C" int zoo_bias_dropout_residual_backward_cuda(const zoo::BiasDropout* c, float* parts, cudaStream_t stream) {
+int32_t zoo_bias_dropout_residual_backward_cuda(const zoo::BiasDropout* c, float* parts, void* stream) {
   using namespace zoo;
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
   const int64_t groups = (c->rows * c->dim + 3) / 4, count = num_parts(c->rows);
-  if (count > 65535) return cudaErrorInvalidValue;
   if (c->dim == 0) return cudaSuccess;
   const unsigned columns = blocks_for(c->dim, THREADS);
+  if (columns > MAX_COLUMNS) return cudaErrorInvalidValue;
   if (groups > 0) {
-    bias_dropout_kernel<true><<<blocks_for(groups, THREADS), THREADS, 0, stream>>>(*c);
-    parts_kernel<<<dim3(columns, unsigned(count)), THREADS, 0, stream>>>(*c, parts);
+    bias_dropout_kernel<true><<<blocks_for(groups, THREADS), THREADS, 0, s>>>(*c);
+    parts_kernel<<<dim3(unsigned(count), columns), THREADS, 0, s>>>(*c, parts);
   }
-  sum_parts_kernel<<<columns, THREADS, 0, stream>>>(parts, count, c->dim, c->grad_bias, c->bias_dtype, c->dim);
+  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts, count, c->dim, c->grad_bias, c->bias_dtype, c->dim);
   return cudaGetLastError();
 }

@@ -63,7 +63,7 @@ _reference = reference_function(reference.bias_dropout_residual, registration.se
 
 
 def _run(check: Callable[[], None], name: str, plain: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
-    if native(x):
+    if native(x, name):
         return call(name, (x, *rest), check)
     check()
     return plain(x, *rest)

@@ -2,12 +2,13 @@
 // otherwise.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
-#include "gating.h"
+#include "gating_cuda.h"
 
 namespace zoo {
 namespace {
 
-constexpr int64_t PART = 256;  // assignments that one warp counts: eight steps
+constexpr int64_t MAX_BLOCKS = 0x7FFFFFFF;  // along x
+constexpr uint32_t NAN_BITS = 0x7FC00000u;
 
 // Of a row: M, and e = exp(v - M).
 struct Exponentials {
@@ -81,6 +82,13 @@ __global__ void gate_backward_kernel(GateBackward c) {
   const Exponentials e = exponentials(c.logits, c.dtype, token * n, n);
   const int64_t* index = c.indices + token * k;
   const float* dw = c.grad_probabilities + token * k;
+  bool inside = true;
+  for (int64_t j = 0; j < k; ++j) inside &= index[j] >= 0 && index[j] < n;
+  if (!inside) {
+    for (int64_t i = threadIdx.x % WARP; i < n; i += WARP)
+      store(c.grad_logits, c.dtype, token * n + i, float_of_bits(NAN_BITS));
+    return;
+  }
   const float inverse = inverse_sum(e, n, index, k, c.renormalise);
   float dot = 0.0f;
   for (int64_t j = 0; j < k; ++j) dot += dw[j] * (e(index[j]) * inverse);
@@ -106,7 +114,7 @@ __global__ void places_kernel(Places c, int64_t* taken, int64_t parts) {
   if (part >= parts) return;
   const int t = threadIdx.x % WARP;
   int64_t* mine = taken + part * c.experts;
-  for (int64_t s = part * PART; s < (part + 1) * PART && s < total; s += WARP) {
+  for (int64_t s = part * PLACES_PART; s < (part + 1) * PLACES_PART && s < total; s += WARP) {
     const bool here = s + t < total;
     const int64_t at = here ? assignment(c, s + t) : 0;
     const long long e = here ? c.indices[at] : -1;
@@ -135,7 +143,9 @@ __global__ void scan_kernel(Places c, int64_t* taken, int64_t parts) {
 
 __global__ void invert_kernel(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source) {
   const int64_t s = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (s < n && rows[s] >= 0 && rows[s] < num_rows) source[rows[s]] = s;
+  if (s >= n || rows[s] < 0 || rows[s] >= num_rows) return;
+  // The least number stays, whoever comes first; -1 is the greatest one without a sign.
+  atomicMin(reinterpret_cast<unsigned long long*>(source + rows[s]), static_cast<unsigned long long>(s));
 }
 
 // Words of 16 bytes where the length and both addresses allow it, else of 2: all formats are whole numbers of those.
@@ -160,7 +170,11 @@ __global__ void unpermute_kernel(Unpermute c) {
     Four sum = {};
     for (int64_t j = 0; j < c.choices; ++j) {
       const int64_t row = c.rows[token * c.choices + j];
-      if (row < 0) continue;
+      if (row == -1) continue;
+      if (row < 0 || row >= c.num_rows) {
+        for (int m = 0; m < 4; ++m) sum.x[m] = float_of_bits(NAN_BITS);
+        continue;
+      }
       const Four y = load4(c.y, c.dtype, row * n + i, remaining(i, n));
       if (c.weights == nullptr) {
         for (int m = 0; m < 4; ++m) sum.x[m] += y.x[m];
@@ -190,70 +204,66 @@ __global__ void unpermute_backward_kernel(UnpermuteBackward c) {
 }  // namespace
 }  // namespace zoo
 
-// The launchers return a cudaError_t. What the CPU's binding refuses does no harm here: an index of no expert gets the
-// place -1, a row out of range is left out of `source`; of two assignments with one row either may stay.
-extern "C" int zoo_top_k_gate_cuda(const zoo::Gate* c, cudaStream_t stream) {
+int32_t zoo_top_k_gate_cuda(const zoo::Gate* c, void* stream) {
   using namespace zoo;
   if (c->tokens == 0) return cudaSuccess;
-  gate_kernel<<<blocks_for(c->tokens, WARPS), WARP * WARPS, 0, stream>>>(*c);
+  gate_kernel<<<blocks_for(c->tokens, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }
 
-// Indices must be in range.
-extern "C" int zoo_top_k_gate_backward_cuda(const zoo::GateBackward* c, cudaStream_t stream) {
+int32_t zoo_top_k_gate_backward_cuda(const zoo::GateBackward* c, void* stream) {
   using namespace zoo;
   if (c->tokens == 0) return cudaSuccess;
-  gate_backward_kernel<<<blocks_for(c->tokens, WARPS), WARP * WARPS, 0, stream>>>(*c);
+  gate_backward_kernel<<<blocks_for(c->tokens, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }
 
-// `taken`: E numbers for each 256 assignments begun.
-extern "C" int zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, cudaStream_t stream) {
+int32_t zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, void* stream) {
   using namespace zoo;
-  const int64_t parts = (c->tokens * c->choices + PART - 1) / PART;
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  const int64_t parts = (c->tokens * c->choices + PLACES_PART - 1) / PLACES_PART;
   if (parts > 0) {
-    const cudaError_t error = cudaMemsetAsync(taken, 0, size_t(parts * c->experts) * sizeof(int64_t), stream);
+    const cudaError_t error = cudaMemsetAsync(taken, 0, size_t(parts * c->experts) * sizeof(int64_t), s);
     if (error != cudaSuccess) return error;
-    places_kernel<false><<<blocks_for(parts, WARPS), WARP * WARPS, 0, stream>>>(*c, taken, parts);
+    places_kernel<false><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(*c, taken, parts);
   }
-  scan_kernel<<<blocks_for(c->experts, THREADS), THREADS, 0, stream>>>(*c, taken, parts);
-  if (parts > 0) places_kernel<true><<<blocks_for(parts, WARPS), WARP * WARPS, 0, stream>>>(*c, taken, parts);
+  scan_kernel<<<blocks_for(c->experts, THREADS), THREADS, 0, s>>>(*c, taken, parts);
+  if (parts > 0) places_kernel<true><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(*c, taken, parts);
   return cudaGetLastError();
 }
 
-// source (R,), which permute and the backward of unpermute read, from rows (n = T·k,).
-extern "C" int zoo_invert_rows_cuda(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source,
-                                    cudaStream_t stream) {
+int32_t zoo_invert_rows_cuda(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source, void* stream) {
   using namespace zoo;
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
   if (num_rows == 0) return cudaSuccess;
-  const cudaError_t error = cudaMemsetAsync(source, 0xFF, size_t(num_rows) * sizeof(int64_t), stream);  // -1
+  const cudaError_t error = cudaMemsetAsync(source, 0xFF, size_t(num_rows) * sizeof(int64_t), s);  // -1
   if (error != cudaSuccess) return error;
-  if (n > 0) invert_kernel<<<blocks_for(n, THREADS), THREADS, 0, stream>>>(rows, n, num_rows, source);
+  if (n > 0) invert_kernel<<<blocks_for(n, THREADS), THREADS, 0, s>>>(rows, n, num_rows, source);
   return cudaGetLastError();
 }
 
-extern "C" int zoo_permute_cuda(const zoo::Permute* c, cudaStream_t stream) {
+int32_t zoo_permute_cuda(const zoo::Permute* c, void* stream) {
   using namespace zoo;
   if (c->rows == 0 || c->row_bytes == 0) return cudaSuccess;
-  permute_kernel<<<unsigned(c->rows), THREADS, 0, stream>>>(*c);
+  if (c->rows > MAX_BLOCKS) return cudaErrorInvalidValue;
+  permute_kernel<<<unsigned(c->rows), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }
 
-// Rows must be in range.
-extern "C" int zoo_unpermute_cuda(const zoo::Unpermute* c, cudaStream_t stream) {
+int32_t zoo_unpermute_cuda(const zoo::Unpermute* c, void* stream) {
   using namespace zoo;
   if (c->tokens == 0 || c->dim == 0) return cudaSuccess;
-  unpermute_kernel<<<unsigned(c->tokens), THREADS, 0, stream>>>(*c);
+  if (c->tokens > MAX_BLOCKS) return cudaErrorInvalidValue;
+  unpermute_kernel<<<unsigned(c->tokens), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }
 
-extern "C" int zoo_unpermute_backward_cuda(const zoo::UnpermuteBackward* c, cudaStream_t stream) {
+int32_t zoo_unpermute_backward_cuda(const zoo::UnpermuteBackward* c, void* stream) {
   using namespace zoo;
-  const int64_t assignments = c->tokens * c->choices;
-  if (assignments == 0 && c->rows == 0) return cudaSuccess;
-  const size_t bytes = size_t(assignments) * (c->weight_dtype == F32 ? 4 : 2);
-  const cudaError_t error = bytes == 0 ? cudaSuccess : cudaMemsetAsync(c->grad_weights, 0, bytes, stream);
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  const size_t bytes = size_t(c->tokens * c->choices) * (c->weight_dtype == F32 ? 4 : 2);
+  const cudaError_t error = bytes == 0 ? cudaSuccess : cudaMemsetAsync(c->grad_weights, 0, bytes, s);
   if (error != cudaSuccess || c->rows == 0) return error;
-  unpermute_backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, stream>>>(*c);
+  unpermute_backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, s>>>(*c);
   return cudaGetLastError();
 }

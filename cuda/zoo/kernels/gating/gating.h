@@ -24,7 +24,7 @@
 //
 // permute copies bits. All arithmetic is fp32, every operation rounded by itself as written; exp is that of
 // common/elementary.h, Σ_e and Σ_d are lane sums (common/lanes.h), Σ_j starts from 0 in the order of j. Integers are
-// counted per part and then scanned, so no result depends on threads, and CUDA needs no atomics.
+// counted per part and then scanned, so no result depends on threads.
 //
 // Memory contract. Everything contiguous: v, dv (T, E); i, w, dw, places, rows (T, k); demand, count (E,); x, o (T, D);
 // y (R, D). Indices, places, rows and counts: int64. w of the gate: fp32; w of unpermute, v, and x with y: any format
@@ -73,7 +73,7 @@ struct Unpermute {
   const void *y, *weights;  // weights: null where all are 1
   const int64_t* rows;
   void* out;
-  int64_t tokens, choices, dim;
+  int64_t tokens, choices, num_rows, dim;  // num_rows: R
   Dtype dtype, weight_dtype;
 };
 

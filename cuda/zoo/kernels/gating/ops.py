@@ -60,7 +60,11 @@ def top_k_gate(logits: Tensor, k: int, *, renormalise: bool = False) -> Gate:
 def top_k_gate_backward(
     grad_probabilities: Tensor, logits: Tensor, indices: Tensor, *, renormalise: bool = False
 ) -> Tensor:
-    """dv = p·(g - Σ_j dw_j·w_j): g_e = dw_j at the expert that indices_j names, else 0; p renormalised as w is."""
+    """dv = p·(g - Σ_j dw_j·w_j): g_e = dw_j at the expert that indices_j names, else 0; p renormalised as w is.
+
+    An index of no expert is a ValueError on the CPU. The CUDA kernel does not wait for the GPU to find it: the gradient
+    of its token is NaN.
+    """
 
     def check() -> None:
         _check_matrix("logits", logits)
@@ -92,6 +96,8 @@ def positions_in_expert(
 
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be, an index or option out of range; with the numbers.
+            The CUDA kernel does not wait for the GPU to find an index out of range: its position is -1, and it is in no
+            demand, so that the demand sums to less than T·k.
     """
     if priority not in ("choice", "token"):
         raise ValueError(f"priority is {priority!r}; it must be 'choice' or 'token'.")
@@ -147,7 +153,8 @@ def permute(x: Tensor, rows: Tensor, *, num_rows: int | None = None) -> Tensor:
 
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be, a row out of range or taken twice; with the
-            numbers.
+            numbers. The CUDA kernel does not wait for the GPU to find such rows: one out of range is as -1 is, with a
+            gradient of NaN; of several assignments with one row it has the token of the first.
     """
     count = rows.numel() if num_rows is None else num_rows
 
@@ -178,7 +185,8 @@ def unpermute(y: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
 
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be, a row out of range; with the numbers. A row that is
-            taken twice is refused by the backward.
+            taken twice is refused by the backward. The CUDA kernels do not wait for the GPU to find such rows: with one
+            out of range out[t] is NaN; of several assignments with one row the first has the gradients, the others 0.
     """
 
     def check() -> None:
@@ -213,7 +221,7 @@ _unpermute = reference_function(
 
 
 def _run(check: Callable[[], None], name: str, plain: Callable[..., Any], *args: Any, of: int = 0) -> Any:
-    if native(args[of]):
+    if native(args[of], name):
         return call(name, args, check)
     check()
     return plain(*args)

@@ -6,13 +6,16 @@
 
 namespace zoo {
 
-// Rows [begin, end). `scratch`: FORWARD_SCRATCH or BACKWARD_SCRATCH rows of floats.
+// Rows [begin, end). `scratch`: FORWARD_SCRATCH or BACKWARD_SCRATCH padded rows of floats.
 ZOO_DECLARE(void layer_norm_rows(const LayerNorm& c, int64_t begin, int64_t end, float* scratch))
-// The same backward for one part of rows; writes its sums of dw and of db to parts[0, D) and parts[D, 2·D).
+// The same backward for one part of rows; adds to parts dw and, a padded row further, db.
 ZOO_DECLARE(void layer_norm_backward_rows(const LayerNormBackward& c, int64_t begin, int64_t end, float* scratch,
                                           float* parts))
 
-constexpr int64_t FORWARD_SCRATCH = 4, BACKWARD_SCRATCH = 5;
+// The floats from one row of scratch to the next, so that each begins at a multiple of 64 bytes.
+static inline int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
+
+constexpr int64_t FORWARD_SCRATCH = 3, BACKWARD_SCRATCH = 1;
 
 void layer_norm_cpu(const LayerNorm& c);
 void layer_norm_backward_cpu(const LayerNormBackward& c);

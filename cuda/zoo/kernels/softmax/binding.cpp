@@ -1,56 +1,20 @@
-// Softmax as operators of torch. The only file of this folder that knows about tensors.
-#include "../common/arguments.h"
+// Softmax as operators of torch.
+#include "binding.h"
 #include "softmax_cpu.h"
 
 namespace zoo {
 namespace {
 
-Matrix check_input(const at::Tensor& t, const char* what) {
-  TORCH_CHECK_VALUE(t.dim() >= 2 && t.dim() <= MAX_ROW_DIMS + 1, what, " has shape ", t.sizes(), "; it must have 2 to ",
-                    MAX_ROW_DIMS + 1, " dims.");
-  dtype_of(t, what);
-  check_memory(t, what);
-  return matrix_of(t, what);
+void forward(const Softmax& c, const at::Tensor&) { softmax_cpu(c); }
+
+void backward(const SoftmaxBackward& c, const at::Tensor&) { softmax_backward_cpu(c); }
+
+at::Tensor softmax_(const at::Tensor& x, const std::optional<at::Tensor>& mask, double scale, bool causal) {
+  return softmax(x, mask, scale, causal, at::kCPU, forward);
 }
 
-// The mask has the shape of x by strides; where it is broadcast they are 0.
-void set_mask(Softmax& c, const at::Tensor& mask, const at::Tensor& x) {
-  c.mask_dtype = dtype_of(mask, "mask");
-  TORCH_CHECK_VALUE(mask.device().is_cpu(), "mask is on ", mask.device(), "; all tensors must be on the CPU.");
-  TORCH_CHECK_VALUE(mask.layout() == at::kStrided, "mask is ", mask.layout(), "; it must be dense.");
-  TORCH_CHECK_VALUE(mask.sizes() == x.sizes(), "mask has shape ", mask.sizes(), "; it must be ", x.sizes(), ".");
-  TORCH_CHECK_VALUE(mask.numel() == 0 || mask.size(-1) == 1 || mask.stride(-1) == 1, "mask of shape ", mask.sizes(),
-                    " has strides ", mask.strides(), "; its last dim must be contiguous.");
-  c.mask = mask.const_data_ptr();
-  for (int32_t k = 0; k < c.row_dims; ++k) c.mask_strides[k] = mask.stride(k);
-}
-
-at::Tensor softmax(const at::Tensor& x, const std::optional<at::Tensor>& mask, double scale, bool causal) {
-  Softmax c{};
-  const Matrix m = check_input(x, "x");
-  c.x = x.const_data_ptr();
-  c.rows = m.rows;
-  c.queries = x.size(-2);
-  c.keys = m.dim;
-  c.row_dims = int32_t(x.dim() - 1);
-  for (int32_t k = 0; k < c.row_dims; ++k) c.sizes[k] = x.size(k);
-  c.scale = float(scale);
-  c.causal = causal;
-  c.dtype = dtype_of(x, "x");
-  if (mask.has_value()) set_mask(c, *mask, x);
-  at::Tensor y = new_like(x);
-  c.y = y.mutable_data_ptr();
-  softmax_cpu(c);
-  return y;
-}
-
-at::Tensor softmax_backward(const at::Tensor& grad_y, const at::Tensor& y, double scale) {
-  const Matrix m = check_input(y, "y");
-  check_argument(grad_y, "grad_y", y.sizes(), y.scalar_type());
-  at::Tensor grad_x = new_like(y);
-  softmax_backward_cpu(SoftmaxBackward{grad_y.const_data_ptr(), y.const_data_ptr(), grad_x.mutable_data_ptr(), m.rows,
-                                       m.dim, float(scale), dtype_of(y, "y")});
-  return grad_x;
+at::Tensor softmax_backward_(const at::Tensor& grad_y, const at::Tensor& y, double scale) {
+  return softmax_backward(grad_y, y, scale, at::kCPU, backward);
 }
 
 }  // namespace
@@ -61,8 +25,8 @@ TORCH_LIBRARY_FRAGMENT(zoo, m) {
 }
 
 TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("softmax", &softmax);
-  m.impl("softmax_backward", &softmax_backward);
+  m.impl("softmax", &softmax_);
+  m.impl("softmax_backward", &softmax_backward_);
 }
 
 }  // namespace zoo

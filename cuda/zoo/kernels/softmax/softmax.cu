@@ -1,6 +1,6 @@
 // Softmax on CUDA: a warp a row.
 #include "../common/device.cuh"
-#include "softmax.h"
+#include "softmax_cuda.h"
 
 namespace zoo {
 namespace {
@@ -38,15 +38,16 @@ __global__ void softmax_backward_kernel(SoftmaxBackward c) {
 }  // namespace
 }  // namespace zoo
 
-// The launchers return a cudaError_t.
-extern "C" int zoo_softmax_cuda(const zoo::Softmax* c, cudaStream_t stream) {
+int32_t zoo_softmax_cuda(const zoo::Softmax* c, void* stream) {
+  using namespace zoo;
   if (c->rows == 0) return cudaSuccess;
-  zoo::softmax_kernel<<<zoo::blocks_for(c->rows, zoo::WARPS), zoo::WARP * zoo::WARPS, 0, stream>>>(*c);
+  softmax_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }
 
-extern "C" int zoo_softmax_backward_cuda(const zoo::SoftmaxBackward* c, cudaStream_t stream) {
+int32_t zoo_softmax_backward_cuda(const zoo::SoftmaxBackward* c, void* stream) {
+  using namespace zoo;
   if (c->rows == 0) return cudaSuccess;
-  zoo::softmax_backward_kernel<<<zoo::blocks_for(c->rows, zoo::WARPS), zoo::WARP * zoo::WARPS, 0, stream>>>(*c);
+  softmax_backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }

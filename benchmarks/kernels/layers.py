@@ -1,0 +1,101 @@
+"""The operations of layers and quantisation on one thread of the CPU, beside torch: ``--layers``.
+
+What is timed is that of :mod:`benchmarks.gpu.stages`, on 1,024 rows of 4,096: four million elements.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from benchmarks.gpu import stages
+from benchmarks.gpu.timing import Timer
+
+ELEMENTS = 1024 * 4096
+HEADING = "## Layer operations"
+WITH_DTYPE: dict[str, Callable[[torch.dtype], Callable[[str, int], tuple[stages.Contenders, int]]]] = {
+    "quantise to int8": lambda t: stages.quantise_bits(8, t),
+    "quantise to int4": lambda t: stages.quantise_bits(4, t),
+    "dequantise int8": lambda t: stages.dequantise(1, 8, t),
+    "dequantise int4": lambda t: stages.dequantise(1, 4, t),
+    "layer norm": lambda t: lambda d, n: stages.layer_norm_forward(d, n, t),
+    "layer norm of a sum": lambda t: lambda d, n: stages.add_layer_norm_forward(d, n, t),
+    "layer norm, gradient": lambda t: lambda d, n: stages.layer_norm_grad(d, n, t),
+    "bias and GELU (tanh)": lambda t: lambda d, n: stages.bias_gelu_forward(d, n, t),
+    "bias and GELU (tanh), gradient": lambda t: lambda d, n: stages.bias_gelu_grad(d, n, t),
+    "softmax": lambda t: lambda d, n: stages.softmax_forward(d, n, t),
+    "softmax, gradient": lambda t: lambda d, n: stages.softmax_grad(d, n, t),
+    "bias, dropout and residual": lambda t: lambda d, n: stages.dropout_forward(d, n, t),
+    "bias, dropout and residual, gradient": lambda t: lambda d, n: stages.dropout_grad(d, n, t),
+    "permute to two experts": lambda t: lambda d, n: stages.permute(d, n, t),
+    "unpermute, weighted": lambda t: lambda d, n: stages.unpermute(d, n, t),
+    "unpermute, gradient": lambda t: lambda d, n: stages.unpermute_grad(d, n, t),
+}
+FP32_ONLY = {"two of 64 experts": stages.gate, "places within 64 experts, 1,024 tokens": stages.places}
+
+
+def workloads() -> dict[str, Callable[[str, int], tuple[stages.Contenders, int]]]:
+    """Name → what makes the contenders."""
+    made = {}
+    for name, of in WITH_DTYPE.items():
+        for dtype, short in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+            made[f"{name}, {short}"] = of(dtype)
+    return made | FP32_ONLY
+
+
+def measure(rounds: int, limit_s: float) -> list[dict[str, Any]]:
+    """Seconds of zoo and torch in every round; they take turns. A workload takes ``limit_s`` or so at most."""
+    torch.set_num_threads(1)
+    timer, records = Timer("cpu"), []
+    for name, make in workloads().items():
+        contenders, _ = make("cpu", ELEMENTS)
+        for call in contenders.values():  # what torch does once, of autograd for example, is not to use up the limit
+            call()
+        records.append({"workload": name, "seconds": timer.rounds(contenders, most=rounds, limit_s=limit_s)})
+        print(line(records[-1]), flush=True)
+        del contenders
+        gc.collect()
+    return records
+
+
+def ratios(record: dict[str, Any]) -> list[float]:
+    """torch's seconds over zoo's, round by round: how many times as fast zoo is."""
+    return [b / a for a, b in zip(record["seconds"]["zoo"], record["seconds"]["torch"], strict=True)]
+
+
+def cells(record: dict[str, Any]) -> list[str]:
+    """Medians in ms, and the ratio with the middle half of the rounds."""
+    low, _, high = statistics.quantiles(ratios(record), n=4) if len(ratios(record)) > 1 else ratios(record) * 3
+    zoo, torchs = (f"{1e3 * statistics.median(record['seconds'][n]):.2f}" for n in ("zoo", "torch"))
+    return [record["workload"], zoo, torchs, f"{statistics.median(ratios(record)):.2f} ({low:.2f}–{high:.2f})"]
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record as one line of text."""
+    name, zoo, torchs, ratio = cells(record)
+    return f"{name}: zoo {zoo} ms, torch {torchs} ms, {ratio}"
+
+
+def section(records: list[dict[str, Any]], about: dict[str, str]) -> str:
+    """The section of the page."""
+    counts = [len(record["seconds"]["zoo"]) for record in records]
+    facts = ", ".join(f"{key} {value}" for key, value in about.items() if key != "C loop")
+    return "\n".join(
+        [
+            HEADING,
+            "",
+            f"Written by `python -m benchmarks.kernels --layers`: {facts}. One thread, 1,024 rows of 4,096; zoo and "
+            f"torch take turns, {min(counts)} to {max(counts)} rounds. The ratio is torch's time over zoo's in one "
+            "round (above 1: zoo is faster), its median and the middle half. Where torch has no such operation, "
+            "several stand for it (benchmarks/gpu/stages.py); its permute is given the token of each row, which zoo "
+            "works out.",
+            "",
+            "| workload | zoo, ms | torch, ms | ratio |",
+            "|---|---|---|---|",
+            *(f"| {' | '.join(cells(record))} |" for record in records),
+            "",
+        ]
+    )
