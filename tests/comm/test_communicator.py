@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
-from zoo.comm import CollectiveMismatchError, CommsLog, Communicator, init_distributed
+from zoo.comm import CollectiveMismatchError, CommsLog, Communicator, exchange, init_distributed
 
 
 def values(rank: int, size: int, seed: int = 0) -> torch.Tensor:
@@ -53,6 +53,76 @@ def test_collectives_compute_what_they_say(world: int, length: int, seed: int, c
     sim.run(world, fn, seed=seed)
 
 
+@settings(max_examples=25, deadline=None)
+@given(world=st.integers(1, 8), length=st.integers(0, 9), check=st.booleans())
+def test_all_to_all_transposes_the_chunks(world: int, length: int, check: bool) -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator(check=check)
+        out = torch.full((world * length,), float("nan"))
+        comm.all_to_all(out, values(rank, world * length)).wait()
+        mine = slice(rank * length, (rank + 1) * length)
+        assert torch.equal(out, torch.cat([values(r, world * length)[mine] for r in range(world)]))
+
+    sim.run(world, fn)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    world=st.integers(1, 4),
+    dims=st.permutations([0, 1, 2]),
+    sizes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=3),
+    negative=st.booleans(),
+    check=st.booleans(),
+)
+def test_exchange_moves_the_split_and_gradients_go_back(
+    world: int, dims: list[int], sizes: list[tuple[int, int, int]], negative: bool, check: bool
+) -> None:
+    split, join, _ = dims
+    shapes = [tuple(size * world if dim == split else size for dim, size in enumerate(s)) for s in sizes]
+
+    def part(rank: int, position: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * position + rank)
+        return torch.randn(shapes[position], generator=generator, dtype=torch.float64)
+
+    def fn(rank: int) -> None:
+        comm = Communicator(check=check)
+        given = [part(rank, i).requires_grad_() for i in range(len(shapes))]
+        way = {"split_dim": split - 3 * negative, "join_dim": join - 3 * negative}
+        out = exchange(given, comm, **way)
+        for i, tensor in enumerate(out):
+            whole = torch.cat([part(r, i) for r in range(world)], dim=join)
+            assert torch.equal(tensor, whole.chunk(world, dim=split)[rank])
+        # d/dx of Σ x²/2 over what every rank got is x on the rank that gave it; its derivative is 1.
+        loss = sum((tensor.square().sum() / 2 for tensor in out), start=torch.zeros(()).double())
+        grads = torch.autograd.grad(loss, given, create_graph=True)
+        assert all(torch.equal(g, x) for g, x in zip(grads, given, strict=True))
+        second = torch.autograd.grad(sum(g.sum() for g in grads), given)
+        assert all(torch.equal(g, torch.ones_like(x)) for g, x in zip(second, given, strict=True))
+        if world > 1:
+            assert comm.log.ops["all_to_all"].count == 4  # x, its gradient, and both of these in the second pass
+
+    sim.run(world, fn)
+
+
+def test_mistakes_of_an_exchange_are_named() -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        with pytest.raises(ValueError, match=r"\(4, 3\) to split along dim 1 over 2 ranks; 2 must divide 3"):
+            exchange([torch.zeros(4, 3)], comm, split_dim=1, join_dim=0)
+        with pytest.raises(ValueError, match="two different dims"):
+            exchange([torch.zeros(4, 4)], comm, split_dim=1, join_dim=-1)
+        with pytest.raises(ValueError, match="two different dims"):
+            exchange([torch.zeros(4, 4)], comm, split_dim=2, join_dim=0)
+        with pytest.raises(ValueError, match=r"float32.*float64.*one dtype"):
+            exchange([torch.zeros(2, 2), torch.zeros(2, 2).double()], comm, split_dim=0, join_dim=1)
+        with pytest.raises(ValueError, match="6 elements to send and room for 4 on 2 ranks"):
+            comm.all_to_all(torch.zeros(4), torch.zeros(6))
+        with pytest.raises(ValueError, match="3 elements"):
+            comm.all_to_all(torch.zeros(3), torch.zeros(3))
+
+    sim.run(2, fn)
+
+
 def test_wire_bytes_follow_the_definition() -> None:
     def fn(rank: int) -> CommsLog:
         comm = Communicator()
@@ -61,6 +131,7 @@ def test_wire_bytes_follow_the_definition() -> None:
         comm.all_gather(full, torch.zeros(10)).wait()
         comm.reduce_scatter(full, torch.zeros(10)).wait()
         comm.all_reduce(full).wait()
+        comm.all_to_all(torch.zeros(40), full).wait()
         return comm.log
 
     log = sim.run(4, fn)[0]
@@ -68,10 +139,11 @@ def test_wire_bytes_follow_the_definition() -> None:
     assert log.ops["all_gather"].wire_bytes == 240
     assert log.ops["reduce_scatter"].wire_bytes == 120
     assert log.ops["all_reduce"].wire_bytes == 240
-    assert log.wire_bytes == 600
+    assert (log.ops["all_to_all"].message_bytes, log.ops["all_to_all"].wire_bytes) == (160, 120)
+    assert log.wire_bytes == 720
     assert log.ops["all_gather"].time_s > 0
     assert log.ops["all_gather"].bus_bandwidth > 0
-    assert log.table().count("\n") == 3
+    assert log.table().count("\n") == 4
     log.reset()
     assert log.wire_bytes == 0
 
@@ -144,7 +216,10 @@ for n in (0, 1, 5, 100_000):
     handles.append(comm.all_gather(full, data(rank, n)))
     handles.append(comm.reduce_scatter(everyone[rank].clone(), out, scale=0.25))
     handles.append(comm.reduce_scatter(inplace, inplace[mine]))
+    out2 = torch.empty(world * n)
+    handles.append(comm.all_to_all(out2, everyone[rank].clone()))
     for handle in handles: handle.wait()
+    assert torch.equal(out2, torch.cat([part[mine] for part in everyone]))
     assert torch.equal(full, torch.cat([data(r, n) for r in range(world)]))
     assert torch.equal(out, total[mine] * 0.25)
     assert torch.equal(inplace[mine], total[mine])

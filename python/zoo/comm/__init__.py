@@ -13,7 +13,17 @@ training systems are built from. It adds three things to torch's own functions:
 
 from zoo.comm.check import CollectiveMismatchError
 from zoo.comm.communicator import Communicator, init_distributed
+from zoo.comm.exchange import exchange
 from zoo.comm.log import CommsLog, OpStats
 from zoo.comm.transport import DONE, Handle
 
-__all__ = ["DONE", "CollectiveMismatchError", "CommsLog", "Communicator", "Handle", "OpStats", "init_distributed"]
+__all__ = [
+    "DONE",
+    "CollectiveMismatchError",
+    "CommsLog",
+    "Communicator",
+    "Handle",
+    "OpStats",
+    "exchange",
+    "init_distributed",
+]

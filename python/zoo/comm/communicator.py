@@ -105,6 +105,29 @@ class Communicator:
         self._agree("reduce_scatter", full, label)
         return self._timed("reduce_scatter", full, self._transport.reduce_scatter(full, out, scale))
 
+    def all_to_all(self, out: torch.Tensor, given: torch.Tensor, *, label: str = "") -> Handle:
+        """``out[r*n:(r+1)*n] = given of rank r [rank*n:(rank+1)*n]``, for every r: chunk r goes to rank r.
+
+        Args:
+            out: (N*n,) output, no part of ``given``.
+            given: (N*n,) input of the same dtype; must not change until the handle completes.
+            label: see :meth:`all_gather`.
+
+        Raises:
+            ValueError: the two differ in size, or N does not divide it.
+        """
+        if out.numel() != given.numel() or given.numel() % self.size:
+            raise ValueError(
+                f"all_to_all got {given.numel()} elements to send and room for {out.numel()} on {self.size} ranks; it "
+                f"takes two buffers of one size that {self.size} divides."
+            )
+        if self.size == 1:
+            out.copy_(given)
+            return DONE
+        self._agree("all_to_all", given, label)
+        work = dist.all_to_all_single(out, given, group=self.group, async_op=True)
+        return self._timed("all_to_all", given, work)
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
         """``tensor = op over ranks`` in place; ``op`` is "sum", "max" or "min"."""
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op)
