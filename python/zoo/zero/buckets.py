@@ -1,6 +1,7 @@
 """Buckets: parameters that share one flat buffer and travel in one collective.
 
-Legend: N ranks, P elements of a bucket's flat buffer (padding included), n = P / N the length of a shard.
+Legend: p ranks of a shard group (all N ranks unless options say otherwise, see ``axes.py``), P elements of a bucket's
+flat buffer (padding included), n = P / p the length of a shard.
 
 A bucket's layout does not depend on the ZeRO stage, so that every stage sums and updates the same chunks in the same
 order and all stages compute the same bits. What the stage decides is the :class:`Placement`: which of a bucket's
@@ -16,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from zoo.comm import Communicator, Handle
+from zoo.comm import Handle
 from zoo.io import Future
 from zoo.layout import FlatLayout, LogicalTensor
 from zoo.zero.guard import (
@@ -32,6 +33,7 @@ from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
+from zoo.zero.routes import Hop, Routes
 from zoo.zero.units import UnitSpec
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
@@ -157,11 +159,12 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, placement: Placement, comm: Communicator, stores: Stores = Stores()
+        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores = Stores()
     ) -> None:
-        self.index, self.spec, self.placement, self._comm = index, spec, placement, comm
+        self.index, self.spec, self.placement, self._routes = index, spec, placement, routes
+        self._comm = routes.axes.shard
         self._stores, self.tiers = stores, stores.tiers
-        self.layout = layout_of(spec, comm.size)
+        self.layout = layout_of(spec, self._comm.size)
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
@@ -188,7 +191,7 @@ class Bucket:
             parameter.data = view
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
-        self._comm.broadcast(self.full).wait()
+        self._routes.axes.world.broadcast(self.full).wait()
         low, high = self.own_range()
         self.shard: torch.Tensor | None = self.full[low:high]
         if self.partitioned:
@@ -229,13 +232,13 @@ class Bucket:
         self._guard.open()
         self._storage.resize_(self.num_bytes)
         if self.shard is not None and self.shard.device == self.full.device:
-            self._handle = self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
+            self._handle = self._routes.gather.start(self.full, self.shard, self._parameters_label)
             return
         low, high = self.own_range()
         own = self.full[low:high]
         if self.shard is not None:
             own.copy_(self.shard, non_blocking=True)
-            self._handle = self._comm.all_gather(self.full, own, label=self._parameters_label)
+            self._handle = self._routes.gather.start(self.full, own, self._parameters_label)
             return
         # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
         into = own if own.device.type == "cpu" else self.scratch.pool.empty(own.numel(), dtype=own.dtype)
@@ -274,7 +277,7 @@ class Bucket:
             own = self.full[low:high]
             if read.device != own.device:
                 own.copy_(read)
-            self._handle = self._comm.all_gather(self.full, own, label=self._parameters_label)
+            self._handle = self._routes.gather.start(self.full, own, self._parameters_label)
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -357,8 +360,20 @@ class Bucket:
 
     @property
     def num_chunks(self) -> int:
-        """N: the layout is cut into one chunk a rank at every stage."""
+        """p: the layout is cut into one chunk for each rank of the shard group at every stage."""
         return self._comm.size
+
+    def gather_hops(self) -> list[Hop]:
+        """The collectives of one gather, where the bucket is partitioned."""
+        return self._routes.gather.hops(self.layout.size, self.spec.dtype.itemsize)
+
+    def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
+        """The collectives of one backward and step for a trainable bucket, beside gathers."""
+        itemsize = self.spec.dtype.itemsize
+        hops = self._routes.reduce.hops(self.layout.size, reduce_dtype.itemsize if reduce_dtype else itemsize)
+        if not self.partitioned:  # of the mean gradient at stage 0, of the new parameters at 1 and 2
+            hops.append(Hop("all_gather", self._comm, self.num_bytes))
+        return hops
 
     def own_range(self) -> tuple[int, int]:
         """[start, stop) of this rank's chunk in the flat buffer."""
@@ -366,7 +381,7 @@ class Bucket:
 
     def owns(self, chunk: int) -> bool:
         """Whether checkpoints take this chunk from this rank."""
-        return chunk == self._comm.rank
+        return chunk == self._comm.rank and self._routes.axes.first_replica
 
     def updated_chunks(self) -> Sequence[int]:
         """The chunks this rank's optimizer updates."""
@@ -433,7 +448,7 @@ class Bucket:
             out = self.grad_shard
         else:
             out = chunk
-        handle = self._comm.reduce_scatter(sent, out, scale=1.0 / self._comm.size, label=f"gradients of {self.label}")
+        handle = self._routes.reduce.start(sent, out, f"gradients of {self.label}")
         self.reduced = True
         return lambda: self._finish_reduce(handle, out, chunk, fresh)
 
@@ -570,7 +585,7 @@ class Bucket:
             return self._grad_views[slot]
         if not self.reduced:
             return None
-        if (self.placement.shard_optimizer and self._comm.size > 1) or not self._grads_here:
+        if (self.placement.shard_optimizer and self._routes.axes.world.size > 1) or not self._grads_here:
             raise PartitionedAccessError(
                 f"the gradient of {self.spec.names[slot]!r} is partitioned: this rank holds a shard of the mean. Use "
                 "clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "

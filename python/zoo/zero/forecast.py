@@ -1,14 +1,20 @@
 """What a ZeRO step will cost, from the plan alone: bytes a rank holds, and bytes it sends.
 
-Symbols: P elements of a bucket with its padding, N ranks, n = P/N, b bytes an element, s optimizer states an element.
+The traffic is the sum of the hops (``routes.py``) of every bucket's reductions and of the gathers that one forward and
+its backward will ask for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
+
+from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
+from zoo.zero.routes import Hop
 from zoo.zero.runtime import REUSE_WINDOW
 
 
@@ -21,6 +27,10 @@ class Forecast:
     optimizer_bytes: int
     wire_bytes: Mapping[str, int]
     """Bytes this rank sends, by operation (the convention of :class:`zoo.comm.OpStats`)."""
+    intra_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Those of them for ranks of the same node, where it is known which these are."""
+    inter_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Those of them for other nodes."""
 
     @property
     def total_bytes(self) -> int:
@@ -32,7 +42,8 @@ def forecast(
     buckets: Sequence[Bucket],
     *,
     calls: Iterable[Sequence[Bucket]],
-    num_chunks: int,
+    shard_group: Communicator,
+    reduce_dtype: torch.dtype | None,
     optimizer_bytes: int,
     clips: bool,
     keep_bytes: int,
@@ -41,44 +52,49 @@ def forecast(
 
     Args:
         calls: the buckets that each unit call of a forward uses, in the order in which the calls end.
-        num_chunks: N.
+        shard_group: the ranks that split a bucket.
+        reduce_dtype: in which gradients are sent, None for their own.
         optimizer_bytes: bytes of masters and optimizer states on this rank.
         clips: whether the gradient norm is exchanged.
         keep_bytes: see :class:`~zoo.zero.runtime.Runtime`.
     """
     parameters = gradients = 0
-    gathered = reduced = 0
+    hops: list[Hop] = []
     for bucket in buckets:
-        own = bucket.num_bytes // num_chunks
+        own = bucket.num_bytes // bucket.num_chunks
         parameters += own if bucket.partitioned else bucket.num_bytes
-        if not bucket.spec.trainable:
-            continue
-        place = bucket.placement
-        gradients += own if place.shard_gradients else bucket.num_bytes
-        reduced += bucket.num_bytes
-        if not bucket.partitioned:  # of the mean gradient at stage 0, of the new parameters at 1 and 2
-            gathered += bucket.num_bytes
-    gathered += _gathered_by_units(list(calls), keep_bytes)
-
-    def sent(message: int) -> int:
-        return message * (num_chunks - 1) // num_chunks
-
-    wire = {"reduce_scatter": sent(reduced), "all_gather": sent(gathered)}
+        if bucket.spec.trainable:
+            gradients += own if bucket.placement.shard_gradients else bucket.num_bytes
+            hops += bucket.reduce_hops(reduce_dtype)
+    for bucket in _gathers(list(calls), keep_bytes):
+        hops += bucket.gather_hops()
     trainable = [b for b in buckets if b.spec.trainable]
     if clips and trainable and trainable[0].placement.shard_optimizer:
-        wire["all_gather"] += sent(8 * len(trainable) * num_chunks)
+        hops.append(Hop("all_gather", shard_group, 8 * len(trainable) * shard_group.size))
+    wire, intra, inter = _added(hops)
     return Forecast(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer_bytes,
-        wire_bytes=wire if num_chunks > 1 else {},
+        wire_bytes=wire,
+        intra_bytes=intra,
+        inter_bytes=inter,
     )
 
 
-def _gathered_by_units(calls: list[Sequence[Bucket]], keep_bytes: int) -> int:
-    """Bytes of gathered messages in one forward and its backward; calls must not nest buckets."""
+def _added(hops: Iterable[Hop]) -> list[dict[str, int]]:
+    totals: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    for hop in hops:
+        for total, sent in zip(totals, hop.sent(), strict=True):
+            total[hop.op] += sent
+    return [{op: sent for op, sent in total.items() if sent} for total in totals]
+
+
+def _gathers(calls: list[Sequence[Bucket]], keep_bytes: int) -> list[Bucket]:
+    """The gathers of one forward and its backward; calls must not nest buckets."""
     sequence = [bucket for used in calls for bucket in used]
-    total, kept_bytes, position = 0, 0, 0
+    found: list[Bucket] = []
+    kept_bytes, position = 0, 0
     kept: dict[Bucket, None] = {}
     soon: set[Bucket] = set()
     for used in calls:
@@ -88,7 +104,7 @@ def _gathered_by_units(calls: list[Sequence[Bucket]], keep_bytes: int) -> int:
                 del kept[bucket]
                 kept_bytes -= bucket.num_bytes
             elif bucket not in soon:
-                total += bucket.num_bytes
+                found.append(bucket)
             soon.discard(bucket)
         for bucket in used:
             if bucket in sequence[position : position + REUSE_WINDOW]:
@@ -100,4 +116,4 @@ def _gathered_by_units(calls: list[Sequence[Bucket]], keep_bytes: int) -> int:
             oldest = next(iter(kept))
             del kept[oldest]
             kept_bytes -= oldest.num_bytes
-    return total + sum(b.num_bytes for b in set(sequence) if b not in kept)
+    return found + [b for b in dict.fromkeys(sequence) if b not in kept]

@@ -18,12 +18,14 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero import state as state_io
+from zoo.zero.axes import make_axes
 from zoo.zero.buckets import STAGES, Bucket, plan_buckets
 from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast import Forecast
 from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.offload.opening import open_stores
+from zoo.zero.routes import plain_routes
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
 from zoo.zero.units import UnitChoice, check_parameters, find_units
@@ -49,7 +51,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
         optimizer: a class of ``zoo.optim`` or ``torch.optim``, or anything with the same interface, whose update is
             elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer").
-        group: process group or one-dimensional DeviceMesh of the data-parallel ranks; None for the default group.
+        group: process group or DeviceMesh of the data-parallel ranks, one-dimensional or of the axes ("node", "local");
+            None for the default group.
         params: parameter groups as for ``torch.optim``; by default one group of all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
             :func:`~zoo.zero.units.find_units`.
@@ -92,14 +95,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_parameters(model)
         optimizer = _find_optimizer(optimizer)
         self.model, self.clip_norm, self.scaler, self._aio = model, clip_norm, make_scaler(loss_scale), aio
-        self.comm = Communicator(group, check=check)
+        self.comm = Communicator(group, check=check, nodes=self.config.ranks_per_node)
         self.grad_norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         groups = _param_groups(model, params)
         self._build(model, groups, units, reduce_dtype)
         self._updater = Updater(
-            self._trainable, optimizer, groups, options, comm=self.comm, sub_group_size=self.config.sub_group_size,
-            offload=self.config.offload_optimizer, scratch=self._scratch,
+            self._trainable, optimizer, groups, options, comm=self._axes.shard,
+            sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=self._scratch,
         )  # fmt: skip
         self.inner = self._updater.inner
         self._sealed = False
@@ -123,11 +126,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         described = [(b.names, [tuple(p.shape) for p in b.parameters], str(b.dtype), b.groups) for b in plan]
         digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
+        self._reduce_dtype = dtype
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
         placement = STAGES[cfg.stage]
+        self._axes = make_axes(self.comm, cfg)
+        shard = self._axes.shard
         norms = bool(self.clip_norm or self.scaler is not None)
-        self._scratch, stores = open_stores(plan, placement, cfg, self.comm.size, aio=self._aio, keep_norms=norms)
-        self._buckets = [Bucket(i, spec, placement, self.comm, stores[i]) for i, spec in enumerate(plan)]
+        self._scratch, stores = open_stores(plan, placement, cfg, shard.size, aio=self._aio, keep_norms=norms)
+        routes = plain_routes(self._axes, two_stages=cfg.mics_hierarchical_params_gather)
+        self._buckets = [Bucket(i, spec, placement, routes, stores[i]) for i, spec in enumerate(plan)]
         self._trainable = [b for b in self._buckets if b.spec.trainable]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
         itemsize = plan[0].dtype.itemsize
@@ -141,7 +148,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             reduce_dtype=dtype,
             overlap=cfg.overlap_comm,
             # One rank gathers by copying its own shard: there is nothing to overlap.
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if self.comm.size > 1 else 0,
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if shard.size > 1 else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
 
@@ -211,9 +218,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             torch.stack([b.reduced_norm(c) for b in self._trainable]) for c in self._trainable[0].updated_chunks()
         ]
         mine = torch.cat(partials)
-        if len(partials) < self.comm.size:
-            everyone = mine.new_empty(self.comm.size * mine.numel())
-            self.comm.all_gather(everyone, mine).wait()
+        shard = self._axes.shard
+        if len(partials) < shard.size:
+            everyone = mine.new_empty(shard.size * mine.numel())
+            shard.all_gather(everyone, mine).wait()
             mine = everyone
         return float(mine.square().sum().sqrt())
 
@@ -303,7 +311,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return make_forecast(
             self._buckets,
             calls=self._runtime.calls(),
-            num_chunks=self.comm.size,
+            shard_group=self._axes.shard,
+            reduce_dtype=self._reduce_dtype,
             optimizer_bytes=sum(self._updater.forecast_bytes().values()),
             clips=bool(self.clip_norm or self.scaler is not None),
             keep_bytes=self._runtime.keep_bytes,

@@ -52,6 +52,8 @@ def slices_of(
             yield from _cut(segment.bucket, segment.slices(), role, tensor.clone() if copy else tensor)
     for bucket in buckets:
         if not bucket.spec.trainable:
+            if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
+                continue
             low, high = bucket.own_range()
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", bucket.own_shard())
 

@@ -1,0 +1,135 @@
+"""Law 5 over nodes: every byte that a step sends is forecast, and where it goes; the figures of the papers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from zoo import sim
+from zoo.comm import CommsLog
+from zoo.zero import Forecast, ZeroOptimizer
+
+quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def step_of(
+    rank: int, widths: list[int], dtype: torch.dtype, frozen: bool, options: dict[str, Any]
+) -> tuple[CommsLog, Forecast, ZeroOptimizer]:
+    """The log of the second step, and what was forecast after the first."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
+    model = nn.Sequential(*layers).to(dtype)
+    if frozen and len(model) > 1:
+        model[0].requires_grad_(False)
+    optimizer = ZeroOptimizer(
+        model, optimizer=torch.optim.SGD, lr=0.01, units=[nn.Linear], param_persistence_threshold=0, **options
+    )
+    x = torch.randn(2, widths[0], generator=torch.Generator().manual_seed(rank)).to(dtype).requires_grad_()
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = optimizer.forecast()
+    optimizer.comm.log.reset()
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    return optimizer.comm.log, found, optimizer
+
+
+def by_op(log: CommsLog, field: str) -> dict[str, int]:
+    return {op: getattr(row, field) for op, row in log.ops.items() if getattr(row, field)}
+
+
+NODES = [(1, 4), (2, 2), (2, 4), (4, 2), (3, 2)]
+
+
+@st.composite
+def axes_options(draw: st.DrawFn, nodes: int, local: int) -> dict[str, Any]:
+    world = nodes * local
+    if draw(st.integers(0, 3)) == 0:
+        return {"stage": 0, "hierarchical_all_reduce": draw(st.booleans())}
+    sizes = [d for d in range(1, world + 1) if world % d == 0 and (d % local == 0 or local % d == 0)]
+    return {
+        "stage": 3,
+        "mics_shard_size": draw(st.sampled_from([-1, *sizes])),
+        "mics_hierarchical_params_gather": draw(st.booleans()),
+    }
+
+
+@quick
+@given(
+    where=st.sampled_from(NODES),
+    widths=st.lists(st.sampled_from([3, 16, 40]), min_size=2, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    frozen=st.booleans(),
+    clip=st.sampled_from([0.0, 1.0]),
+    bucket_size=st.sampled_from([1, 10**6]),
+    keep=st.sampled_from([0, 1000, None]),
+    reduce_dtype=st.sampled_from([None, torch.float32]),
+    data=st.data(),
+)
+def test_every_byte_is_forecast_with_where_it_goes(
+    where: tuple[int, int], widths: list[int], dtype: torch.dtype, frozen: bool, clip: float, bucket_size: int,
+    keep: int | None, reduce_dtype: torch.dtype | None, data: st.DataObject,
+) -> None:  # fmt: skip
+    options = data.draw(axes_options(*where))
+    options |= {
+        "clip_norm": clip, "reduce_bucket_size": bucket_size, "max_live_parameters": keep,
+        "reduce_dtype": reduce_dtype, "ranks_per_node": where[1],
+    }  # fmt: skip
+
+    def fn(rank: int) -> None:
+        log, found, optimizer = step_of(rank, widths, dtype, frozen, options)
+        assert by_op(log, "wire_bytes") == found.wire_bytes
+        assert by_op(log, "intra_bytes") == found.intra_bytes
+        assert by_op(log, "inter_bytes") == found.inter_bytes
+        memory = optimizer.memory()
+        assert memory["parameters"] == found.parameters_bytes
+        assert memory["gradients"] == found.gradients_bytes
+
+    sim.run(where[0] * where[1], fn)
+
+
+# The figures of the papers, on 2 nodes of 4 ranks. M is the bytes of all parameters.
+
+WIDTHS = [64] * 9
+ELEMENTS = 8 * 64 * 64
+
+
+def measured(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[float, float, float]:
+    """(all, intra, inter) bytes a rank sends in a step, over M, the same on every rank."""
+    base = {"ranks_per_node": 4, "max_live_parameters": 0, "reduce_bucket_size": 64 * 64, **options}
+
+    def fn(rank: int) -> tuple[float, float, float]:
+        log, _, _ = step_of(rank, WIDTHS, dtype, False, base)
+        size = ELEMENTS * dtype.itemsize
+        rows = log.ops.values()
+        return log.wire_bytes / size, sum(r.intra_bytes for r in rows) / size, log.inter_bytes / size
+
+    first, *others = sim.run(8, fn)
+    assert all(other == first for other in others)
+    return first
+
+
+def test_stage_3_sends_half_as_much_again_as_data_parallelism() -> None:
+    """Rajbhandari et al. 2020, section 7: 2M and 3M, times (N-1)/N."""
+    assert measured(stage=0) == (2 * 7 / 8, 2 * 3 / 8, 2 * 4 / 8)
+    assert measured(stage=3) == (3 * 7 / 8, 3 * 3 / 8, 3 * 4 / 8)
+
+
+def test_mics_within_a_node_sends_between_nodes_only_the_all_reduce_of_a_shard() -> None:
+    """Zhang et al. 2022, section 3.4: three transfers of M within the group, 2 M/p between two replicas."""
+    assert measured(stage=3, mics_shard_size=4) == (3 * 3 / 4 + 2 / 4 / 2, 3 * 3 / 4, 2 / 4 / 2)
+
+
+def test_a_gather_of_two_stages_sends_less_between_nodes() -> None:
+    """Zhang et al. 2022, section 3.3: M/L (nodes - 1)/nodes for each gather instead of M (N-L)/N."""
+    assert measured(stage=3, mics_hierarchical_params_gather=True)[2] == 2 / 4 / 2 + 4 / 8
+
+
+def test_an_all_reduce_of_two_stages_sends_less_between_nodes() -> None:
+    assert measured(stage=0, hierarchical_all_reduce=True) == (2 * 3 / 4 + 2 / 4 / 2, 2 * 3 / 4, 2 / 4 / 2)
