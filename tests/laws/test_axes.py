@@ -103,6 +103,74 @@ def test_a_gather_of_two_stages_has_the_bits_of_one(drawn: tuple[Case, int, int]
     )
 
 
+@quick
+@given(drawn=axes(), seed=st.integers(0, 50), mics=st.booleans(), data=st.data())
+@example(drawn=(Case(world=4, recompute="reentrant", keep=0), 2, 1), seed=0, mics=False, data=None)
+@example(drawn=(Case(world=4, shared_block=True, keep=0, tied=True), 2, 1), seed=0, mics=False, data=None)
+def test_backward_gathers_the_same_bits_from_a_secondary_partition(
+    drawn: tuple[Case, int, int], seed: int, mics: bool, data: st.DataObject | None
+) -> None:
+    case, size, _ = drawn
+    options = {"mics_shard_size": size} if mics else {}
+    sizes = divisors(size if mics else case.world)
+    hpz = data.draw(st.sampled_from(sizes)) if data is not None else 2
+    same_bits(run(case, 3, seed, zero_hpz_partition_size=hpz, **options), run(case, 3, seed, **options))
+
+
+@pytest.mark.parametrize("keep", [0, 100, 10**6])
+def test_a_secondary_partition_lives_from_forward_to_backward(keep: int) -> None:
+    def fn(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).bfloat16()
+        model[1].requires_grad_(False)
+        optimizer = ZeroOptimizer(
+            model, stage=3, lr=0.01, units=[nn.Linear], param_persistence_threshold=0, reduce_bucket_size=1,
+            max_live_parameters=keep, zero_hpz_partition_size=2, prefetch_bucket_size=0,
+        )  # fmt: skip
+        x = torch.ones(2, 8, dtype=torch.bfloat16).requires_grad_()
+        base = optimizer.memory()["parameters"]
+        for _ in range(2):
+            loss = model(x).sum()
+            live = sum(b.num_bytes for b in optimizer._buckets if b.live)
+            held = optimizer.memory()["parameters"] - base - live
+            assert held == optimizer.forecast().secondary_bytes
+            assert held == sum(b.num_bytes // 2 for b in optimizer._buckets if not b.live)
+            loss.backward()
+            assert optimizer.memory()["parameters"] == base
+            optimizer.step()
+            with torch.no_grad():
+                model(x)  # no backward will come
+            assert optimizer.memory()["parameters"] == base
+            model(x)  # nor here, but nobody knows
+            optimizer.zero_grad()
+            optimizer._runtime.reset()
+            assert optimizer.memory()["parameters"] == base
+
+    sim.run(4, fn)
+
+
+def test_an_update_between_forward_and_backward_makes_the_secondary_partition_stale() -> None:
+    def fn(rank: int, hpz: int) -> dict[str, torch.Tensor]:
+        model = small(torch.float32)
+        optimizer = ZeroOptimizer(
+            model, stage=3, lr=0.1, param_persistence_threshold=0, max_live_parameters=0, zero_hpz_partition_size=hpz
+        )
+        model(data(rank, 0)).square().mean().backward()
+        later = model(data(rank, 1)).square().mean()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(data(rank, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        later.backward()  # with the parameters of now, as at stage 3 without a secondary partition
+        optimizer.step()
+        return optimizer.consolidated_parameters()
+
+    expected = sim.run(4, lambda rank: fn(rank, 1))
+    for values in sim.run(4, lambda rank: fn(rank, 2)):
+        assert all(torch.equal(value, expected[0][name]) for name, value in values.items())
+
+
 # State ---------------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +192,7 @@ PLACEMENTS: list[tuple[int, dict[str, Any]]] = [
     (0, {"hierarchical_all_reduce": True, "ranks_per_node": 2}),
     (3, {"mics_shard_size": 1}),
     (3, {"mics_shard_size": 2}),
+    (3, {"zero_hpz_partition_size": 2, "max_live_parameters": 0}),
     (3, {"mics_shard_size": 2, "mics_hierarchical_params_gather": True, "ranks_per_node": 1}),
 ]
 

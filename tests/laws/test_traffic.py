@@ -53,10 +53,12 @@ def axes_options(draw: st.DrawFn, nodes: int, local: int) -> dict[str, Any]:
     if draw(st.integers(0, 3)) == 0:
         return {"stage": 0, "hierarchical_all_reduce": draw(st.booleans())}
     sizes = [d for d in range(1, world + 1) if world % d == 0 and (d % local == 0 or local % d == 0)]
+    size = draw(st.sampled_from([world, *sizes]))
     return {
         "stage": 3,
-        "mics_shard_size": draw(st.sampled_from([-1, *sizes])),
+        "mics_shard_size": size,
         "mics_hierarchical_params_gather": draw(st.booleans()),
+        "zero_hpz_partition_size": draw(st.sampled_from([d for d in (1, 2, local) if size % d == 0])),
     }
 
 
@@ -133,3 +135,8 @@ def test_a_gather_of_two_stages_sends_less_between_nodes() -> None:
 
 def test_an_all_reduce_of_two_stages_sends_less_between_nodes() -> None:
     assert measured(stage=0, hierarchical_all_reduce=True) == (2 * 3 / 4 + 2 / 4 / 2, 2 * 3 / 4, 2 / 4 / 2)
+
+
+def test_a_secondary_partition_spares_the_gather_of_backward_between_nodes() -> None:
+    """Wang et al. 2023, section 3.2: of 3M two are left."""
+    assert measured(stage=3, zero_hpz_partition_size=4) == (2 * 7 / 8 + 3 / 4, 2 * 3 / 8 + 3 / 4, 2 * 4 / 8)

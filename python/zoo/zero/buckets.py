@@ -151,6 +151,7 @@ class Bucket:
     Attributes:
         full: (P,) parameters. At stage 3, unless resident, its storage is empty between ``gather`` and ``release``.
         shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while they are on NVMe.
+        secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
         live: ``full`` holds valid parameters.
@@ -172,6 +173,7 @@ class Bucket:
         self.live, self.pending, self.active, self.tape_serial = True, 0, 0, -1
         self._hidden = False
         self._handle: Handle | None = None
+        self.secondary: torch.Tensor | None = None
         self._reading: tuple[Future, torch.Tensor] | None = None
         self._lay_out_parameters()
         if spec.trainable:
@@ -231,6 +233,9 @@ class Bucket:
             return
         self._guard.open()
         self._storage.resize_(self.num_bytes)
+        if self.secondary is not None and self._routes.secondary is not None:
+            self._handle = self._routes.secondary.start(self.full, self.secondary, self._parameters_label)
+            return
         if self.shard is not None and self.shard.device == self.full.device:
             self._handle = self._routes.gather.start(self.full, self.shard, self._parameters_label)
             return
@@ -283,14 +288,25 @@ class Bucket:
             handle.wait()
         self.live = True
 
-    def release(self) -> None:
-        """Free the gathered parameters; this rank keeps its shard."""
+    def release(self, *, again: bool = False) -> None:
+        """Free the gathered parameters; this rank keeps its shard.
+
+        ``again``: a backward will gather them once more; with hpZ this rank keeps a part of them until then.
+        """
         if not self.partitioned:
             return
         if self.coming:
             self._finish_gather()
         if self.live:
+            group = self._routes.axes.secondary
+            if again and group is not None and self.secondary is None:
+                low, high = self.layout.shard_range(group.rank, group.size)
+                self.secondary = self.full[low:high].clone()
             self._drop_full()
+
+    def drop_secondary(self) -> None:
+        """Forget what was kept for backward: it is over, or an update made it stale."""
+        self.secondary = None
 
     def _drop_full(self) -> None:
         self._storage.resize_(0)
@@ -363,9 +379,15 @@ class Bucket:
         """p: the layout is cut into one chunk for each rank of the shard group at every stage."""
         return self._comm.size
 
-    def gather_hops(self) -> list[Hop]:
-        """The collectives of one gather, where the bucket is partitioned."""
-        return self._routes.gather.hops(self.layout.size, self.spec.dtype.itemsize)
+    def gather_hops(self, *, again: bool) -> list[Hop]:
+        """The collectives of one gather of a partitioned bucket; ``again``: after a release in the same pass."""
+        route = self._routes.secondary if again and self._routes.secondary is not None else self._routes.gather
+        return route.hops(self.layout.size, self.spec.dtype.itemsize)
+
+    def secondary_bytes(self) -> int:
+        """Bytes that a release in forward leaves behind for backward."""
+        group = self._routes.axes.secondary
+        return self.num_bytes // group.size if group is not None and self.partitioned else 0
 
     def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
         """The collectives of one backward and step for a trainable bucket, beside gathers."""
@@ -396,7 +418,8 @@ class Bucket:
 
     def parameter_bytes(self) -> int:
         """Bytes of parameters on this rank now."""
-        return self._storage.nbytes() + (self.shard.nbytes if self.partitioned and self.shard is not None else 0)
+        kept = [self.shard, self.secondary] if self.partitioned else []
+        return self._storage.nbytes() + sum(t.nbytes for t in kept if t is not None)
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients on this rank now."""

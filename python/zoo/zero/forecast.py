@@ -25,6 +25,8 @@ class Forecast:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    secondary_bytes: int = 0
+    """hpZ: what forward leaves on this rank for backward, beside parameters; gone after the step."""
     wire_bytes: Mapping[str, int]
     """Bytes this rank sends, by operation (the convention of :class:`zoo.comm.OpStats`)."""
     intra_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -66,8 +68,9 @@ def forecast(
         if bucket.spec.trainable:
             gradients += own if bucket.placement.shard_gradients else bucket.num_bytes
             hops += bucket.reduce_hops(reduce_dtype)
-    for bucket in _gathers(list(calls), keep_bytes):
-        hops += bucket.gather_hops()
+    for bucket, again in (gathers := _gathers(list(calls), keep_bytes)):
+        hops += bucket.gather_hops(again=again)
+    secondary = sum(bucket.secondary_bytes() for bucket in {bucket for bucket, again in gathers if again})
     trainable = [b for b in buckets if b.spec.trainable]
     if clips and trainable and trainable[0].placement.shard_optimizer:
         hops.append(Hop("all_gather", shard_group, 8 * len(trainable) * shard_group.size))
@@ -76,6 +79,7 @@ def forecast(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer_bytes,
+        secondary_bytes=secondary,
         wire_bytes=wire,
         intra_bytes=intra,
         inter_bytes=inter,
@@ -90,12 +94,16 @@ def _added(hops: Iterable[Hop]) -> list[dict[str, int]]:
     return [{op: sent for op, sent in total.items() if sent} for total in totals]
 
 
-def _gathers(calls: list[Sequence[Bucket]], keep_bytes: int) -> list[Bucket]:
-    """The gathers of one forward and its backward; calls must not nest buckets."""
+def _gathers(calls: list[Sequence[Bucket]], keep_bytes: int) -> list[tuple[Bucket, bool]]:
+    """The gathers of one forward and its backward, and whether each is of something that forward had released before.
+
+    Calls must not nest buckets.
+    """
     sequence = [bucket for used in calls for bucket in used]
-    found: list[Bucket] = []
+    found: list[tuple[Bucket, bool]] = []
     kept_bytes, position = 0, 0
     kept: dict[Bucket, None] = {}
+    released: set[Bucket] = set()
     soon: set[Bucket] = set()
     for used in calls:
         position += len(used)
@@ -104,7 +112,7 @@ def _gathers(calls: list[Sequence[Bucket]], keep_bytes: int) -> list[Bucket]:
                 del kept[bucket]
                 kept_bytes -= bucket.num_bytes
             elif bucket not in soon:
-                found.append(bucket)
+                found.append((bucket, bucket in released))
             soon.discard(bucket)
         for bucket in used:
             if bucket in sequence[position : position + REUSE_WINDOW]:
@@ -112,8 +120,11 @@ def _gathers(calls: list[Sequence[Bucket]], keep_bytes: int) -> list[Bucket]:
             elif bucket.num_bytes <= keep_bytes:
                 kept[bucket] = None
                 kept_bytes += bucket.num_bytes
+            else:
+                released.add(bucket)
         while kept_bytes > keep_bytes:
             oldest = next(iter(kept))
             del kept[oldest]
             kept_bytes -= oldest.num_bytes
-    return found + [b for b in dict.fromkeys(sequence) if b not in kept]
+            released.add(oldest)
+    return found + [(b, b in released) for b in dict.fromkeys(sequence) if b not in kept]

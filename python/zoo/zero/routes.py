@@ -174,12 +174,15 @@ class Routes:
         gather: parameters of a partitioned bucket, before forward and backward.
         exact: the same, when they are wanted as they are kept; the same object unless ``gather`` rounds.
         reduce: gradients.
+        secondary: hpZ (ZeRO++, section 3.2): parameters before backward, from the parts that the ranks of a node kept
+            of what forward gathered. The same bits, and nothing leaves the node.
     """
 
     axes: Axes
     gather: Gather
     exact: Gather
     reduce: Reduce
+    secondary: Gather | None = None
 
 
 def plain_routes(axes: Axes, *, two_stages: bool = False) -> Routes:
@@ -187,9 +190,9 @@ def plain_routes(axes: Axes, *, two_stages: bool = False) -> Routes:
     exact: Gather = FlatGather(axes.shard)
     if two_stages and axes.local.size > 1 and axes.across.size > 1:
         exact = TwoStageGather(axes.local, axes.across)
-    return Routes(
-        axes=axes, gather=exact, exact=exact, reduce=with_replicas(FlatReduce(axes.shard, axes.world.size), axes)
-    )
+    secondary = FlatGather(axes.secondary) if axes.secondary is not None else None
+    reduce = with_replicas(FlatReduce(axes.shard, axes.world.size), axes)
+    return Routes(axes=axes, gather=exact, exact=exact, reduce=reduce, secondary=secondary)
 
 
 def with_replicas(reduce: Reduce, axes: Axes) -> Reduce:

@@ -234,8 +234,9 @@ class Runtime:
             self._early[bucket] = None  # the next unit of the same bucket is about to start
             bucket.hide()
             return
+        again = keep or self._pass_grad
         if not keep or bucket.num_bytes > self.keep_bytes:
-            bucket.release()
+            bucket.release(again=again)
             return
         bucket.hide()
         self._kept[bucket] = None
@@ -244,7 +245,7 @@ class Runtime:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._kept_bytes -= oldest.num_bytes
-            oldest.release()
+            oldest.release(again=True)
 
     def _end_pass(self) -> None:
         self._tape = None
@@ -327,6 +328,7 @@ class Runtime:
                 del self._kept[bucket]
                 self._kept_bytes -= bucket.num_bytes
             bucket.release()
+            bucket.drop_secondary()
 
     def _launch_ready(self) -> None:
         waiting = self._to_reduce
@@ -388,6 +390,7 @@ class Runtime:
             for bucket in self._buckets:
                 if bucket.partitioned and not bucket.active:
                     bucket.release()
+                bucket.drop_secondary()
 
     def calls(self) -> list[tuple[Bucket, ...]]:
         """The partitioned buckets of each unit call of the latest training forward, or of all units in turn."""
