@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,10 @@ def axes_options(draw: st.DrawFn, nodes: int, local: int) -> dict[str, Any]:
         "mics_shard_size": size,
         "mics_hierarchical_params_gather": draw(st.booleans()),
         "zero_hpz_partition_size": draw(st.sampled_from([d for d in (1, 2, local) if size % d == 0])),
+        "zero_quantized_weights": draw(st.booleans()),
+        "zero_quantized_gradients": draw(st.booleans()),
+        "quantized_gradients_bits": draw(st.sampled_from([4, 8])),
+        "zero_quantized_nontrainable_weights": draw(st.booleans()),
     }
 
 
@@ -100,11 +105,13 @@ def test_every_byte_is_forecast_with_where_it_goes(
 
 WIDTHS = [64] * 9
 ELEMENTS = 8 * 64 * 64
+BYTE = (1 + 4 / 256) / 2  # of int8 with scales, over bf16
+NIBBLE = (1 / 2 + 4 / 256) / 2  # of int4
 
 
 def measured(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[float, float, float]:
     """(all, intra, inter) bytes a rank sends in a step, over M, the same on every rank."""
-    base = {"ranks_per_node": 4, "max_live_parameters": 0, "reduce_bucket_size": 64 * 64, **options}
+    base = {"ranks_per_node": 4, "max_live_parameters": 0, "reduce_bucket_size": WIDTHS[0] ** 2, **options}
 
     def fn(rank: int) -> tuple[float, float, float]:
         log, _, _ = step_of(rank, WIDTHS, dtype, False, base)
@@ -140,3 +147,34 @@ def test_an_all_reduce_of_two_stages_sends_less_between_nodes() -> None:
 def test_a_secondary_partition_spares_the_gather_of_backward_between_nodes() -> None:
     """Wang et al. 2023, section 3.2: of 3M two are left."""
     assert measured(stage=3, zero_hpz_partition_size=4) == (2 * 7 / 8 + 3 / 4, 2 * 3 / 8 + 3 / 4, 2 * 4 / 8)
+
+
+def test_quantised_weights_halve_the_gathers() -> None:
+    """Wang et al. 2023, section 3.1."""
+    assert measured(stage=3, zero_quantized_weights=True) == pytest.approx(
+        ((2 * BYTE + 1) * 7 / 8, (2 * BYTE + 1) * 3 / 8, (2 * BYTE + 1) * 4 / 8), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("bits", "size"), [(4, NIBBLE), (8, BYTE)])
+def test_quantised_gradients_send_a_shard_of_the_node_between_nodes(bits: int, size: float) -> None:
+    """Wang et al. 2023, section 3.3."""
+    got = measured(stage=3, zero_quantized_gradients=True, quantized_gradients_bits=bits)
+    assert got[1:] == pytest.approx((2 * 3 / 8 + size * 3 / 4, 2 * 4 / 8 + size / 4 / 2), rel=1e-12)
+
+
+@pytest.mark.parametrize("mics", [-1, 8])
+def test_all_three_cut_what_leaves_a_node_by_more_than_four(mics: int) -> None:
+    """Wang et al. 2023, section 3.4: 3M and 0.75M.
+
+    Counted here are messages that go straight; in rings, a node sends M (N-1)/N for each gather of M bytes.
+    """
+    plain = measured(stage=3)
+    plus = measured(
+        stage=3, zero_quantized_weights=True, zero_quantized_gradients=True, zero_hpz_partition_size=4,
+        mics_shard_size=mics,
+    )  # fmt: skip
+    assert plus[2] == pytest.approx(BYTE * 4 / 8 + NIBBLE / 4 / 2, rel=1e-12)
+    assert plain[2] / plus[2] > 4
+    in_rings = (3 * 7 / 8) / (BYTE * 7 / 8 + 4 * NIBBLE / 4 / 2)
+    assert in_rings > 4

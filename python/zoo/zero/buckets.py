@@ -10,6 +10,7 @@ buffers exist whole on every rank and which only as the rank's shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -33,7 +34,7 @@ from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
-from zoo.zero.routes import Hop, Routes
+from zoo.zero.routes import Hop, Packed, Routes
 from zoo.zero.units import UnitSpec
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
@@ -67,6 +68,8 @@ class BucketSpec:
     parameters: list[nn.Parameter]
     groups: list[int]
     units: list[str]
+    group_size: int = 0
+    """Elements that share a scale when something of the bucket is quantised: chunks are whole numbers of them."""
 
     @property
     def numel(self) -> int:
@@ -128,7 +131,7 @@ def layout_of(spec: BucketSpec, num_chunks: int) -> FlatLayout:
         LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
         for name, p in zip(spec.names, spec.parameters, strict=True)
     ]
-    return FlatLayout.pack(tensors, align=align, multiple=align * num_chunks)
+    return FlatLayout.pack(tensors, align=align, multiple=math.lcm(align, spec.group_size or 1) * num_chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +153,8 @@ class Bucket:
 
     Attributes:
         full: (P,) parameters. At stage 3, unless resident, its storage is empty between ``gather`` and ``release``.
-        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while they are on NVMe.
+        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while on NVMe or packed.
+        packed: frozen parameters of this rank that are kept quantised.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
@@ -174,6 +178,8 @@ class Bucket:
         self._hidden = False
         self._handle: Handle | None = None
         self.secondary: torch.Tensor | None = None
+        self.packed: Packed | None = None
+        self._route = routes.gather
         self._reading: tuple[Future, torch.Tensor] | None = None
         self._lay_out_parameters()
         if spec.trainable:
@@ -227,23 +233,27 @@ class Bucket:
 
     # Parameters ------------------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Start gathering the parameters, if they are neither here nor on their way."""
+    def gather(self, *, exact: bool = False) -> None:
+        """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
         if self.live or self._handle is not None:
             return
+        self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
         self._storage.resize_(self.num_bytes)
-        if self.secondary is not None and self._routes.secondary is not None:
+        if self.secondary is not None and self._routes.secondary is not None and not (exact and self.rounds):
             self._handle = self._routes.secondary.start(self.full, self.secondary, self._parameters_label)
             return
+        if self.packed is not None:
+            self._handle = self.packed.start(self.full, self._parameters_label)
+            return
         if self.shard is not None and self.shard.device == self.full.device:
-            self._handle = self._routes.gather.start(self.full, self.shard, self._parameters_label)
+            self._handle = self._route.start(self.full, self.shard, self._parameters_label)
             return
         low, high = self.own_range()
         own = self.full[low:high]
         if self.shard is not None:
             own.copy_(self.shard, non_blocking=True)
-            self._handle = self._routes.gather.start(self.full, own, self._parameters_label)
+            self._handle = self._route.start(self.full, own, self._parameters_label)
             return
         # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
         into = own if own.device.type == "cpu" else self.scratch.pool.empty(own.numel(), dtype=own.dtype)
@@ -254,11 +264,21 @@ class Bucket:
         """A gather is under way."""
         return self._handle is not None or self._reading is not None
 
-    def wait(self) -> None:
-        """Gather if needed, and wait until the parameters are whole."""
+    @property
+    def rounds(self) -> bool:
+        """What is gathered is not exactly what the ranks keep."""
+        return self._routes.exact is not self._routes.gather
+
+    def wait(self, *, exact: bool = False) -> None:
+        """Gather if needed, and wait until the parameters are whole.
+
+        ``exact``: as the ranks keep them, also where gathering rounds; but what a running forward uses stays.
+        """
+        if exact and self.rounds and not self.active and self._route is not self._routes.exact:
+            self.release()
         if not self.live:
             if not self.coming:
-                self.gather()
+                self.gather(exact=exact)
             self._finish_gather()
         if self._hidden:
             self._hidden = False
@@ -282,7 +302,7 @@ class Bucket:
             own = self.full[low:high]
             if read.device != own.device:
                 own.copy_(read)
-            self._handle = self._routes.gather.start(self.full, own, self._parameters_label)
+            self._handle = self._route.start(self.full, own, self._parameters_label)
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -324,9 +344,11 @@ class Bucket:
         return self._comm.all_gather(self.full, self.own_shard(), label=self._parameters_label)
 
     def own_shard(self) -> torch.Tensor:
-        """(n,) this rank's parameters: the live ones, or a copy where they are on NVMe."""
+        """(n,) this rank's parameters: the live ones, or a copy where they are on NVMe or packed."""
         if self.shard is not None:
             return self.shard
+        if self.packed is not None:
+            return self.packed.values(self.spec.dtype)
         low, high = self.own_range()
         copy = self.scratch.pool.empty(high - low, dtype=self.spec.dtype)
         self.shelf.finish(self.begin_parameters(copy))
@@ -336,6 +358,8 @@ class Bucket:
         """Keep (n,) ``values`` as this rank's parameters, in the tier where they live."""
         if not self.partitioned:
             self.own_shard().copy_(values)
+        elif self._routes.pack is not None:
+            self.packed, self.shard = self._routes.pack(values), None
         elif self.parameters_on_nvme:
             host = self.scratch.pool.empty(values.numel(), dtype=values.dtype)
             host.copy_(values)
@@ -381,13 +405,22 @@ class Bucket:
 
     def gather_hops(self, *, again: bool) -> list[Hop]:
         """The collectives of one gather of a partitioned bucket; ``again``: after a release in the same pass."""
-        route = self._routes.secondary if again and self._routes.secondary is not None else self._routes.gather
+        route = self._routes.pack or self._routes.gather
+        if again and self._routes.secondary is not None:
+            route = self._routes.secondary
         return route.hops(self.layout.size, self.spec.dtype.itemsize)
 
     def secondary_bytes(self) -> int:
         """Bytes that a release in forward leaves behind for backward."""
         group = self._routes.axes.secondary
         return self.num_bytes // group.size if group is not None and self.partitioned else 0
+
+    def kept_bytes(self) -> int:
+        """Bytes of parameters that stay on this rank whatever runs."""
+        numel = self.layout.size // self.num_chunks
+        if not self.partitioned:
+            return self.num_bytes
+        return self._routes.pack.nbytes(numel) if self._routes.pack is not None else numel * self.spec.dtype.itemsize
 
     def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
         """The collectives of one backward and step for a trainable bucket, beside gathers."""
@@ -418,7 +451,7 @@ class Bucket:
 
     def parameter_bytes(self) -> int:
         """Bytes of parameters on this rank now."""
-        kept = [self.shard, self.secondary] if self.partitioned else []
+        kept = [self.shard, self.packed, self.secondary] if self.partitioned else []
         return self._storage.nbytes() + sum(t.nbytes for t in kept if t is not None)
 
     def gradient_bytes(self) -> int:

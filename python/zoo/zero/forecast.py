@@ -64,7 +64,7 @@ def forecast(
     hops: list[Hop] = []
     for bucket in buckets:
         own = bucket.num_bytes // bucket.num_chunks
-        parameters += own if bucket.partitioned else bucket.num_bytes
+        parameters += bucket.kept_bytes()
         if bucket.spec.trainable:
             gradients += own if bucket.placement.shard_gradients else bucket.num_bytes
             hops += bucket.reduce_hops(reduce_dtype)

@@ -25,7 +25,7 @@ from zoo.zero.forecast import Forecast
 from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.offload.opening import open_stores
-from zoo.zero.routes import plain_routes
+from zoo.zero.routing import choose_routes
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
 from zoo.zero.units import UnitChoice, check_parameters, find_units
@@ -131,10 +131,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         placement = STAGES[cfg.stage]
         self._axes = make_axes(self.comm, cfg)
         shard = self._axes.shard
+        routes = choose_routes(plan, placement, self._axes, cfg, dtype)
         norms = bool(self.clip_norm or self.scaler is not None)
         self._scratch, stores = open_stores(plan, placement, cfg, shard.size, aio=self._aio, keep_norms=norms)
-        routes = plain_routes(self._axes, two_stages=cfg.mics_hierarchical_params_gather)
-        self._buckets = [Bucket(i, spec, placement, routes, stores[i]) for i, spec in enumerate(plan)]
+        self._buckets = [Bucket(i, spec, placement, routes[i], stores[i]) for i, spec in enumerate(plan)]
         self._trainable = [b for b in self._buckets if b.spec.trainable]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
         itemsize = plan[0].dtype.itemsize
@@ -262,8 +262,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gathered(self) -> Iterator[None]:
         """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
         for bucket in self._buckets:
+            bucket.wait(exact=True)
             bucket.active += 1
-            bucket.wait()
         try:
             yield
         finally:
@@ -276,8 +276,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
         found: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
-            was_live = bucket.live
-            bucket.wait()
+            was_live = bucket.live and not (bucket.rounds and not bucket.active)
+            bucket.wait(exact=True)
             for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
                 found[name] = parameter.detach().to("cpu", dtype, copy=True)
             if not was_live:
@@ -322,7 +322,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
         self._runtime.remove()
         for bucket in self._buckets:
-            bucket.wait()
+            bucket.wait(exact=True)
             for parameter in bucket.spec.parameters:
                 release_parameter(parameter)
                 parameter.data = parameter.data.clone()

@@ -174,6 +174,7 @@ class Routes:
         gather: parameters of a partitioned bucket, before forward and backward.
         exact: the same, when they are wanted as they are kept; the same object unless ``gather`` rounds.
         reduce: gradients.
+        pack: keeps a chunk in another form than its dtype; None for plain chunks.
         secondary: hpZ (ZeRO++, section 3.2): parameters before backward, from the parts that the ranks of a node kept
             of what forward gathered. The same bits, and nothing leaves the node.
     """
@@ -183,6 +184,34 @@ class Routes:
     exact: Gather
     reduce: Reduce
     secondary: Gather | None = None
+    pack: Packer | None = None
+
+
+class Packed(Protocol):
+    """A chunk that is kept in another form."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+
+    def start(self, full: torch.Tensor, label: str) -> Handle:
+        """Gather ``full`` (P,) from the packed chunks of all ranks, which do the same."""
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """(n,) what it stands for."""
+
+
+class Packer(Protocol):
+    """Packs chunks."""
+
+    def __call__(self, values: torch.Tensor) -> Packed:
+        """Pack (n,) ``values``."""
+
+    def nbytes(self, numel: int) -> int:
+        """What n = ``numel`` elements take."""
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """The collectives that gather P = ``numel`` elements."""
 
 
 def plain_routes(axes: Axes, *, two_stages: bool = False) -> Routes:

@@ -140,5 +140,5 @@ def fill_frozen(bucket: Bucket, read: Reader) -> None:
     for piece in bucket.layout.slices(low, high):
         part = tensor[piece.offset : piece.offset + piece.length]
         part.copy_(read(piece.name, "parameter", piece.start, piece.length))
-    if bucket.parameters_on_nvme:
+    if bucket.shard is None:  # it was a copy
         bucket.set_shard(tensor)
