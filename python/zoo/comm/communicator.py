@@ -51,6 +51,7 @@ class Communicator:
         rank, size: this process's rank in the group, and the number of ranks.
         backend: name of the group's backend, "local" for a world of one without a group.
         nodes: the node of each rank, None if unknown.
+        num_local: how many ranks of the group are on this rank's node, itself among them; None if unknown.
 
     All buffers are flat and contiguous. Chunk r of a full buffer (N*n,) belongs to group rank r.
     """
@@ -83,16 +84,15 @@ class Communicator:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self.backend = str(dist.get_backend(group))
             self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.nodes = node_of_each(nodes, self._ranks)
+        self._know(node_of_each(nodes, self._ranks))
         self._transport = choose_transport(group, self.backend) if self.size > 1 else None
+
+    def _know(self, nodes: tuple[int, ...] | None) -> None:
+        self.nodes = nodes
+        self.num_local = None if nodes is None else nodes.count(nodes[self.rank])
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
-
-    @property
-    def num_local(self) -> int | None:
-        """How many ranks of the group are on this rank's node, itself among them; None if unknown."""
-        return None if self.nodes is None else self.nodes.count(self.nodes[self.rank])
 
     def subgroup(self, members: Sequence[int]) -> Communicator:
         """The communicator of some ranks of this group, which counts in the same log. Collective over ``members``.
@@ -114,8 +114,8 @@ class Communicator:
         found = Communicator.__new__(Communicator)
         found.log, found.check, found._sequence, found._transport = self.log, self.check, 0, None
         found._ranks = [self._ranks[m] for m in members]
-        found.nodes = None if self.nodes is None else tuple(self.nodes[m] for m in members)
         found.rank, found.size, found.backend = members.index(self.rank), len(members), "local"
+        found._know(None if self.nodes is None else tuple(self.nodes[m] for m in members))
         found.group = None
         if found.size > 1:
             found.group, found.backend = _new_group(found._ranks, self.group), self.backend
