@@ -21,13 +21,13 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check sanitize bench bench-rust \
-	schema clean again
+.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check sanitize bench bench-gpu \
+	bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-slow lint format types contracts kernels-check sanitize bench bench-rust schema clean"
+	@echo "also: setup test-slow lint format types contracts kernels-check sanitize bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -90,8 +90,12 @@ schema: setup
 	@$(BIN)/python scripts/schema.py
 
 bench: setup
-	@for folder in benchmarks/*/; do name=$$(basename $$folder); echo "== $$name"; \
+	@for folder in benchmarks/*/; do name=$$(basename $$folder); [ $$name = gpu ] && continue; echo "== $$name"; \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+
+# Not among the others: where there is no GPU it has nothing to do and says so with its exit status.
+bench-gpu: setup
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf .venv target build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -33,6 +33,7 @@ def main() -> None:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels"]
     command += ["--ignore", "tests/kernels/test_building.py"]
+    command += ["--ignore", "tests/kernels/test_cuda_library.py"]
     sys.exit(subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env=environment, check=False).returncode)
 
 

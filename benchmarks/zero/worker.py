@@ -102,6 +102,10 @@ def main() -> None:
         from benchmarks.zero.host import measure_host
 
         figures = measure_host(spec["contender"])
+    elif spec["section"] == "offload":
+        from benchmarks.zero.offload import measure_offload
+
+        figures = measure_offload(spec, rank)
     else:
         from benchmarks.zero.states import measure_states
 

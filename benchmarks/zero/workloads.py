@@ -110,7 +110,20 @@ def states_model() -> GPT:
         torch.set_default_dtype(torch.float32)
 
 
+def wide_model() -> GPT:
+    """38 M parameters in bf16: a step's arithmetic is small beside moving its states."""
+    return GPT(12, 512, GPT_CONTEXT, num_heads=8).bfloat16()
+
+
 WORKLOADS = {
+    "wide": Workload(
+        build=wide_model,
+        batch=lambda rank, step: byte_batch(rank, step, GPT_BATCH, GPT_CONTEXT),
+        loss=cross_entropy,
+        blocks=lambda model: list(model.blocks),
+        num_warmup=2,
+        num_steps=5,
+    ),
     "tiny": Workload(
         build=tiny_model, batch=tiny_batch, loss=F.mse_loss, blocks=list, num_warmup=3, num_steps=20,
     ),

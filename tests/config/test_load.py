@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,6 +195,49 @@ def test_explain_shows_every_value_and_its_source(registry: Registry, tmp_path: 
     assert rows["sharding.bucket_size = 2"] == "file ds.json, alias 'stage3_bucket_size')"
     assert rows["seed = 1"] == "override)"
     assert rows["fp16.enabled = False"] == "default)"
+
+
+class Renamed(Section):
+    size: int = 1
+    inner: Offload = Offload()
+
+    @classmethod
+    def translate(cls, raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        values = dict(raw)
+        if "old_size" not in values:
+            return values, []
+        old = values.pop("old_size")
+        if "size" in values:
+            raise ValueError(f"old_size={old} and size={values['size']} are one option")
+        return values | {"size": old, "inner": {"device": "cpu"}}, [f"old_size={old} is size now"]
+
+    @classmethod
+    def translated_keys(cls) -> dict[str, dict[str, Any]]:
+        return {"old_size": {"type": "integer"}}
+
+
+class Outer(Section):
+    renamed: Renamed = Renamed()
+
+
+def test_sections_translate_keys_of_former_times() -> None:
+    registry = Registry()
+    register_section("outer", Outer, registry=registry)
+    note = "outer.renamed.old_size=4 is size now"
+    with pytest.warns(UserWarning, match=note):
+        config = go(registry, {"outer": {"renamed": {"old_size": 4}}})
+    assert (config.outer.renamed.size, config.outer.renamed.inner.device) == (4, "cpu")
+    assert config.source("outer.renamed.size") == config.source("outer.renamed.inner.device") == "dict, translated"
+    assert config.notes == (note,)
+    assert config.explain().splitlines()[-1] == note
+    again = pickle.loads(pickle.dumps(config))
+    assert (again, again.notes) == (config, config.notes)
+    with pytest.warns(UserWarning, match="size=6 is size now"):
+        changed = go(registry, {"outer": {"renamed": {"size": 2}}}, overrides=["outer.renamed.old_size=6"])
+    assert changed.outer.renamed.size == 6
+    both = {"outer": {"renamed": {"old_size": 4, "size": 5, "nonsense": 1}}}
+    assert problems(registry, both) == ["outer.renamed.old_size=4 and size=5 are one option"]
+    assert "old_size" in json_schema(registry=registry)["$defs"]["Renamed"]["properties"]
 
 
 def test_the_schema_has_both_spellings(registry: Registry) -> None:

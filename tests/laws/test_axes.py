@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import zoo.optim
 from zoo import sim
 from zoo.zero import ZeroOptimizer
 
@@ -169,6 +170,32 @@ def test_an_update_between_forward_and_backward_makes_the_secondary_partition_st
     expected = sim.run(4, lambda rank: fn(rank, 1))
     for values in sim.run(4, lambda rank: fn(rank, 2)):
         assert all(torch.equal(value, expected[0][name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+@pytest.mark.parametrize("options", [{"stage": 3, "mics_shard_size": 2}, {"stage": 0, "hierarchical_all_reduce": True}])
+def test_optimizers_of_whole_tensors_run_in_shard_groups(name: str, options: dict[str, Any]) -> None:
+    def fn(rank: int, **options: Any) -> dict[str, torch.Tensor]:
+        model = small(torch.float64)
+        matrices = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
+        others: dict[str, Any] = {"params": [p for p in model.parameters() if p.requires_grad and p.ndim < 2]}
+        if name == "Muon":
+            others["use_muon"] = False
+        optimizer = ZeroOptimizer(
+            model, optimizer=getattr(zoo.optim, name), params=[{"params": matrices}, others], lr=0.01,
+            param_persistence_threshold=0, ranks_per_node=2,
+            reduce_bucket_size=20, **options,
+        )  # fmt: skip
+        for step in range(3):
+            model(data(rank, step).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.consolidated_parameters()
+
+    expected = sim.run(4, lambda rank: fn(rank, stage=3))
+    for values in sim.run(4, lambda rank: fn(rank, **options)):
+        for key, value in values.items():
+            torch.testing.assert_close(value, expected[0][key], rtol=1e-6, atol=1e-7)
 
 
 # State ---------------------------------------------------------------------------------------------------------------

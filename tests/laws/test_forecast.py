@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zoo import sim
-from zoo.zero import ZeroOptimizer
+from zoo.zero import DryRun, ZeroOptimizer
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
@@ -34,8 +35,10 @@ OPTIMIZERS = {
     keep=st.sampled_from([None, 0, 100, 10**6]),
     prefetch=st.sampled_from([0, 50, 10**6]),
     frozen=st.booleans(),
+    tiers=st.tuples(st.sampled_from(["none", "nvme"]), st.sampled_from(["none", "nvme"])),
 )
 def test_memory_and_traffic_are_as_forecast(
+    tmp_path_factory: pytest.TempPathFactory,
     world: int,
     stage: int,
     widths: list[int],
@@ -47,18 +50,30 @@ def test_memory_and_traffic_are_as_forecast(
     keep: int | None,
     prefetch: int,
     frozen: bool,
+    tiers: tuple[str, str],
 ) -> None:
     cls, options = OPTIMIZERS[name]
+    options = dict(options)
+    folder = tmp_path_factory.mktemp("nvme")
+    if stage > 0:
+        options["offload_optimizer"] = {"device": tiers[0], "nvme_path": folder}
+    if stage == 3:
+        options["offload_param"] = {"device": tiers[1], "nvme_path": folder, "max_in_cpu": 0}
 
-    def fn(rank: int) -> None:
+    def build(group: Any = None) -> tuple[nn.Module, ZeroOptimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)]).to(dtype)
         if frozen and len(model) > 1:
             model[1].requires_grad_(False)
-        optimizer = ZeroOptimizer(
-            model, stage=stage, optimizer=cls, units=[nn.Linear], clip_norm=clip, reduce_bucket_size=bucket_size,
-            param_persistence_threshold=threshold, max_live_parameters=keep, prefetch_bucket_size=prefetch, **options,
+        return model, ZeroOptimizer(
+            model.to("meta") if group is not None else model, stage=stage, optimizer=cls, units=[nn.Linear],
+            clip_norm=clip, reduce_bucket_size=bucket_size, param_persistence_threshold=threshold, group=group,
+            max_live_parameters=keep, prefetch_bucket_size=prefetch, **options,
         )  # fmt: skip
+
+    def fn(rank: int) -> None:
+        model, optimizer = build()
+        assert build(DryRun(world, rank))[1].forecast() == optimizer.forecast()
         x = torch.randn(3, widths[0], generator=torch.Generator().manual_seed(rank)).to(dtype).requires_grad_()
 
         def step() -> None:
@@ -74,7 +89,11 @@ def test_memory_and_traffic_are_as_forecast(
         assert memory["total"] == forecast.total_bytes
         optimizer.zero_grad()
         optimizer.comm.log.reset()
+        before = optimizer.nvme_traffic()
         step()
+        moved = tuple(after - b for after, b in zip(optimizer.nvme_traffic(), before, strict=True))
+        assert moved == (forecast.nvme_read_bytes, forecast.nvme_written_bytes)
+        assert memory.get("nvme", 0) == forecast.nvme_files_bytes
         measured = {op: row.wire_bytes for op, row in optimizer.comm.log.ops.items()}
         # An operation's own count is rounded down to whole bytes once a call, the forecast's once.
         for op in set(measured) | set(forecast.wire_bytes):

@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.comm import CommsLog
-from zoo.zero import Forecast, ZeroOptimizer
+from zoo.zero import DryRun, Forecast, ZeroOptimizer
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -178,3 +178,24 @@ def test_all_three_cut_what_leaves_a_node_by_more_than_four(mics: int) -> None:
     assert plain[2] / plus[2] > 4
     in_rings = (3 * 7 / 8) / (BYTE * 7 / 8 + 4 * NIBBLE / 4 / 2)
     assert in_rings > 4
+
+
+def test_a_plan_without_ranks_forecasts_the_same() -> None:
+    options = {
+        "stage": 3, "mics_shard_size": 4, "ranks_per_node": 2, "zero_hpz_partition_size": 2, "max_live_parameters": 0,
+        "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_quantized_nontrainable_weights": True,
+        "mics_hierarchical_params_gather": True,
+    }  # fmt: skip
+    widths = [64, 40, 64, 16]
+    expected = sim.run(8, lambda rank: step_of(rank, widths, torch.bfloat16, True, options)[1])
+    for rank in (0, 5):
+        layers = [nn.Linear(a, b, bias=False, device="meta") for a, b in itertools.pairwise(widths)]
+        model = nn.Sequential(*layers).to(torch.bfloat16)
+        model[0].requires_grad_(False)
+        dry = ZeroOptimizer(
+            model, optimizer=torch.optim.SGD, lr=0.01, units=[nn.Linear], param_persistence_threshold=0,
+            group=DryRun(8, rank), **options,
+        )  # fmt: skip
+        found = dry.forecast()
+        assert (found.wire_bytes, found.inter_bytes) == (expected[rank].wire_bytes, expected[rank].inter_bytes)
+        assert found.to_dict() == expected[rank].to_dict()

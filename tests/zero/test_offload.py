@@ -15,6 +15,7 @@ from tests.laws.cases import Case, cases, train_zero
 from torch import nn
 
 from zoo import sim
+from zoo.checkpointing import load, save
 from zoo.io import Handle, Mock, TransferError
 from zoo.optim import AdamW
 from zoo.zero import Stage3Optimizer, ZeroOptimizer
@@ -200,3 +201,19 @@ class Failing:
 class Failed:
     def wait(self) -> None:
         raise TransferError("the device gave up: Input/output error (os error 5)", errno.EIO, "x", 0, 1)
+
+
+def test_a_checkpoint_reads_what_it_writes_when_it_writes_it(tmp_path: Path) -> None:
+    """Saving holds one tensor at a time, and the checkpoint continues without offloading too."""
+    (tmp_path / "nvme").mkdir()
+    model, optimizer = build(tmp_path / "nvme")
+    train(model, optimizer, range(2))
+    pool = optimizer._scratch.pool
+    save(tmp_path / "saved", "one", optimizer.state_slices(), optimizer.state_scalars())
+    assert pool.stats().in_use_bytes == 0
+    expected = train(model, optimizer, range(2, 4))
+    found = load(tmp_path / "saved")
+    for options in ({}, {"offload_optimizer": section("none", tmp_path), "offload_param": section("none", tmp_path)}):
+        model, again = build(tmp_path / "nvme", **options)
+        again.load_state(found.read, found.scalars)
+        assert train(model, again, range(2, 4)) == expected

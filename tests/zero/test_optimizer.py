@@ -354,3 +354,23 @@ def test_a_rank_that_dies_mid_step_is_an_error_on_the_others() -> None:
 
     with pytest.raises(sim.RankError, match="rank 1"):
         sim.run(3, fn, faults=[sim.Crash(rank=1, at=5)])
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_unused_parameters_are_an_error_where_that_is_asked_for(cls: type[ZeroOptimizer]) -> None:
+    def fn(rank: int) -> None:
+        model = nn.ModuleDict({"used": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+        model.forward = lambda x, both: model["other"](model["used"](x)) if both else model["used"](x)  # type: ignore
+        optimizer = cls(model, lr=0.1, ignore_unused_parameters=False, param_persistence_threshold=0)
+        with optimizer.no_sync():
+            model(data(rank), False).sum().backward()
+        model(data(rank), True).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(ValueError, match=r"2 trainable parameter\(s\) got no gradient.*other\.bias, other\.weight"):
+            model(data(rank), False).sum().backward()
+        optimizer.zero_grad()
+        model(data(rank), True).sum().backward()
+        optimizer.step()
+
+    sim.run(2, fn)

@@ -51,9 +51,12 @@ def reference_function(
     return function.apply  # type: ignore[no-any-return]
 
 
-def native(x: torch.Tensor) -> bool:
-    """Whether an operation whose main input is ``x`` runs natively; the binding refuses wrong dtypes."""
-    return x.device.type == "cpu" and x.dtype is not torch.float64 and loading.native()
+def native(x: torch.Tensor, name: str = "") -> bool:
+    """Whether ``zoo::name``, whose main input is ``x``, runs natively; the binding refuses wrong dtypes.
+
+    Without a name: on the CPU only.
+    """
+    return loading.runs(name, x) if name or x.device.type == "cpu" else False
 
 
 def call(name: str, args: tuple[Any, ...], explain: Callable[[], None]) -> Any:

@@ -1,7 +1,9 @@
-"""The native library in this process: loaded when an operation first needs it; where it cannot be, the reference runs.
+"""The native libraries in this process: loaded when an operation first needs one; else the references run.
 
-``ZOO_KERNELS=reference`` in the environment asks for the pure-torch references; ``ZOO_KERNELS=native`` makes it an
-error when the library is not there; without it, or with ``auto``, the references run then and a warning says why, once.
+There is one for CPUs and one for CUDA, which is asked for when an operation first sees tensors on a GPU and built for
+the GPUs that are visible then. ``ZOO_KERNELS=reference`` in the environment asks for the pure-torch references;
+``ZOO_KERNELS=native`` makes it an error when a library is not there; without it, or with ``auto``, the references run
+then (on the GPU, if the tensors are there) and a warning says why, once.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from zoo.kernels.building import BuildError, build, cpu_plan
+from zoo.kernels.building import BuildError, build, build_cuda_library, cpu_plan
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("zoo.kernels")
 
@@ -23,6 +29,24 @@ ISAS = ("portable", "avx2", "avx512")
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
 _why_not: str | None = None
+_cuda_loaded = False
+_why_not_cuda: str | None = None
+
+
+def runs(name: str, tensor: torch.Tensor) -> bool:
+    """Whether the operation ``zoo::name`` runs natively on tensors like this one; loads what is needed.
+
+    fp64 never does. On CUDA every operation that the CUDA library has a kernel for does.
+
+    Raises:
+        ValueError, BuildError: see :func:`native`.
+    """
+    import torch
+
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda") or tensor.dtype is torch.float64:
+        return False
+    return native() if kind == "cpu" else native_cuda() and has_cuda_kernel(name)
 
 
 def native() -> bool:
@@ -45,9 +69,87 @@ def native() -> bool:
     return _library is not None
 
 
+def native_cuda() -> bool:
+    """Whether the CUDA operations run natively here; the first call loads the library, and builds it if need be.
+
+    Raises:
+        ValueError, BuildError: see :func:`native`.
+    """
+    if not native():
+        return False
+    if not _cuda_loaded and _why_not_cuda is None:
+        _load_cuda()
+    if _why_not_cuda is not None and os.environ.get("ZOO_KERNELS") == "native":
+        raise BuildError(f"ZOO_KERNELS=native, but {_why_not_cuda}")
+    return _cuda_loaded
+
+
+def has_cuda_kernel(name: str) -> bool:
+    """Whether the operation ``zoo::name`` has a kernel for CUDA in this process; nothing is loaded."""
+    import torch
+
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"zoo::{name}", "CUDA")
+    return found
+
+
+def operations() -> list[str]:
+    """The operations that have a kernel for CPUs in this process; nothing is loaded."""
+    import torch
+
+    names = {full.removeprefix("zoo::").partition(".")[0] for full in torch._C._dispatch_get_all_op_names()
+             if full.startswith("zoo::")}  # fmt: skip
+    return sorted(n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"zoo::{n}", "CPU"))
+
+
 def why_not() -> str | None:
     """Why the native library is not used, once that is known."""
     return _why_not
+
+
+def why_not_cuda() -> str | None:
+    """Why the native library for CUDA is not used, once that is known."""
+    return _why_not_cuda
+
+
+def load_cuda(architectures: tuple[int, ...]) -> None:
+    """Load the library for these GPUs, built if need be; none of them has to be here (for tests and checks).
+
+    Raises:
+        BuildError: it cannot be built, or the CPU library cannot.
+        OSError: it cannot be loaded.
+    """
+    import torch
+
+    global _cuda_loaded
+    if not native():
+        raise BuildError(f"the library for CUDA needs the one for CPUs: {_why_not or 'ZOO_KERNELS=reference'}")
+    if not _cuda_loaded:
+        torch.ops.load_library(str(build_cuda_library(architectures)))  # type: ignore[no-untyped-call]
+        _cuda_loaded = True
+
+
+def _load_cuda() -> None:
+    with _lock:
+        if not _cuda_loaded and _why_not_cuda is None:
+            _load_cuda_once()
+
+
+def _load_cuda_once() -> None:
+    global _why_not_cuda
+    import torch
+
+    try:
+        capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        if not capabilities:
+            raise BuildError("torch sees no GPU to build for.")
+        load_cuda(tuple(sorted(10 * major + minor for major, minor in capabilities)))
+    except (BuildError, OSError) as error:
+        _why_not_cuda = str(error)
+        logger.warning(
+            "the native operations for CUDA cannot be used, so the slower references in plain torch run on the GPU "
+            "instead: %s",
+            _why_not_cuda,
+        )
 
 
 def _load() -> None:

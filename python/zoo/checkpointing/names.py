@@ -20,7 +20,8 @@ _FILE = re.compile(r"rank_\d{5,}\.safetensors")
 class StateSlice(Protocol):
     """Elements [start, start + length) of the row-major logical tensor ``name`` of shape ``shape``, in one ``role``.
 
-    ``tensor`` is their (length,) flat view on this rank. Any object with these attributes will do.
+    ``tensor`` is their (length,) flat view on this rank. Any object with these attributes will do; one that has a
+    ``dtype`` as well is asked for its tensor only once, when it is written, so that it may load it then.
     """
 
     @property

@@ -11,14 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from zoo.checkpointing.coverage import Piece, check, group
-from zoo.checkpointing.disk import sha256_of, sync, write_text
+from zoo.checkpointing.disk import sync, write_text
 from zoo.checkpointing.errors import CheckpointError, together
 from zoo.checkpointing.names import (
     LATEST,
@@ -30,6 +30,7 @@ from zoo.checkpointing.names import (
     replaced_of,
     temporary_of,
 )
+from zoo.checkpointing.tensors import Entry, write_tensors
 from zoo.comm import Communicator
 
 FORMAT = "zoo-checkpoint"
@@ -114,26 +115,32 @@ def _write_rank(
 ) -> _Written:
     if not working.is_dir():
         raise CheckpointError(f"{str(working)!r} is not there: all ranks must see the directory that rank 0 made")
-    tensors: dict[str, torch.Tensor] = {}
+    entries: dict[str, Entry] = {}
     pieces: list[Piece] = []
     shapes: dict[str, tuple[int, ...]] = {}
     for item in slices:
         _check_slice(item, shapes)
         if item.length:
             key = key_of(item.role, item.name, item.start)
-            if key in tensors:
+            if key in entries:
                 raise CheckpointError(f"{item.role} {item.name!r} has two slices that start at element {item.start}")
-            tensors[key] = item.tensor.detach().contiguous()
-        dtype = str(item.tensor.dtype).removeprefix("torch.")
+            entries[key] = Entry(key, dtype_of(item), item.length, partial(getattr, item, "tensor"))
+        dtype = str(dtype_of(item)).removeprefix("torch.")
         pieces.append(Piece(item.role, item.name, item.start, item.length, rank, dtype))
     for name, tensor in rank_state.items():
-        tensors[key_of(RANK_ROLE, name, 0)] = tensor.detach().contiguous().reshape(-1)
-    path = working / file_of(rank)
-    save_file(tensors, path, metadata={"format": FORMAT, "version": str(VERSION), "rank": str(rank)})
-    sync(path)
-    written = _Written(path.stat().st_size, sha256_of(path), pieces, shapes)
+        key, flat = key_of(RANK_ROLE, name, 0), tensor.detach().reshape(-1)
+        entries[key] = Entry(key, flat.dtype, flat.numel(), partial(torch.Tensor.contiguous, flat))
+    metadata = {"format": FORMAT, "version": str(VERSION), "rank": str(rank)}
+    size, sha256 = write_tensors(working / file_of(rank), entries.values(), metadata)
+    written = _Written(size, sha256, pieces, shapes)
     written.scalars = dict(scalars)
     return written
+
+
+def dtype_of(item: StateSlice) -> torch.dtype:
+    """Of a slice's elements; one that knows it need not load its tensor for that."""
+    known: torch.dtype = getattr(item, "dtype", None) or item.tensor.dtype
+    return known
 
 
 def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -141,11 +148,6 @@ def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> None:
     if "|" in item.role or not item.role or item.role == RANK_ROLE:
         raise CheckpointError(
             f"{item.name!r} has the role {item.role!r}; a role is not empty, not {RANK_ROLE!r}, without '|'"
-        )
-    if item.tensor.dim() != 1 or item.tensor.numel() != item.length:
-        raise CheckpointError(
-            f"the slice of {item.role} {item.name!r} says {item.length} elements and comes with a tensor of shape "
-            f"{tuple(item.tensor.shape)}; it must be flat and of that length"
         )
     if shapes.setdefault(item.name, shape) != shape:
         raise CheckpointError(f"{item.name!r} is given with two shapes, {shapes[item.name]} and {shape}")

@@ -89,6 +89,24 @@ def _leave() -> None:
 
 
 @app.command()
+def forecast(
+    config: Path_,
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
+    rank: Annotated[int, typer.Option(min=0, help="Whose figures.")] = 0,
+    device: Annotated[str, typer.Option(help="Where the model computes: cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    set_: Set = None,
+) -> None:
+    """Print what a step of CONFIG will hold and move on each rank: memory by tier, bytes on the wire and on NVMe."""
+    with one_sentence(shared=True):
+        from zoo.train import forecast as make
+        from zoo.train import read_config
+
+        found = make(read_config(config, set_ or ()), ranks=ranks, rank=rank, device=device)
+        typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else found.table())
+
+
+@app.command()
 def components(kind: Annotated[str | None, typer.Argument(help="Only this kind.")] = None) -> None:
     """Print every component that can be named in a configuration."""
     with one_sentence(shared=True):
@@ -133,7 +151,7 @@ def schema() -> None:
 def build(
     cpu: Annotated[bool, typer.Option("--cpu", help="The library for the CPU (the default).")] = False,
     cuda_arch: Annotated[
-        str | None, typer.Option("--cuda-arch", metavar="80,90,100", help="The kernels for these GPUs, as objects.")
+        str | None, typer.Option("--cuda-arch", metavar="80,90,100", help="The library for these GPUs.")
     ] = None,
 ) -> None:
     """Compile the native operations ahead of their first use, into the cache."""
@@ -146,7 +164,6 @@ def build(
             if cpu or cuda_arch is None:
                 typer.echo(building.build(building.cpu_plan()))
             if cuda_arch is not None:
-                for path, _ in building.build_cuda(building.parse_architectures(cuda_arch)):
-                    typer.echo(path)
+                typer.echo(building.build_cuda_library(building.parse_architectures(cuda_arch)))
         except building.BuildError as error:
             raise ValueError(str(error)) from error

@@ -84,12 +84,13 @@ class Communicator:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self.backend = str(dist.get_backend(group))
             self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._know(node_of_each(nodes, self._ranks))
+        self.know_nodes(nodes)
         self._transport = choose_transport(group, self.backend) if self.size > 1 else None
 
-    def _know(self, nodes: tuple[int, ...] | None) -> None:
-        self.nodes = nodes
-        self.num_local = None if nodes is None else nodes.count(nodes[self.rank])
+    def know_nodes(self, nodes: Nodes) -> None:
+        """Which ranks share a node; see the argument of the class."""
+        self.nodes = node_of_each(nodes, self._ranks)
+        self.num_local = None if self.nodes is None else self.nodes.count(self.nodes[self.rank])
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
@@ -115,12 +116,18 @@ class Communicator:
         found.log, found.check, found._sequence, found._transport = self.log, self.check, 0, None
         found._ranks = [self._ranks[m] for m in members]
         found.rank, found.size, found.backend = members.index(self.rank), len(members), "local"
-        found._know(None if self.nodes is None else tuple(self.nodes[m] for m in members))
+        found.nodes = found.num_local = None
+        if self.nodes is not None:
+            found.know_nodes([self.nodes[m] for m in members])
         found.group = None
         if found.size > 1:
             found.group, found.backend = _new_group(found._ranks, self.group), self.backend
             found._transport = choose_transport(found.group, found.backend)
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        # A group cannot be copied: a copied model talks over the group, and into the log, of the original.
+        return self
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:
         """``full[r*n:(r+1)*n] = shard of rank r``, for every r. In place when ``shard`` is this rank's chunk.

@@ -140,6 +140,7 @@ class Config(Section):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _sections: dict[str, tuple[type[Section], bool]] = PrivateAttr(default_factory=dict)
     _world_size: int = PrivateAttr(default=1)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     if TYPE_CHECKING:
 
@@ -173,8 +174,13 @@ class Config(Section):
         return self._sources.get(path, "default")
 
     def explain(self) -> str:
-        """Every value with where it came from, one a line."""
-        return explain(self, self._sources)
+        """Every value with where it came from, one a line; then what was translated, one sentence a line."""
+        return "\n".join([explain(self, self._sources), *self._notes])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about keys of the document that were translated, each beginning with its path."""
+        return self._notes
 
     def to_dict(self) -> dict[str, Any]:
         """All values by their own names, ready for JSON."""
@@ -186,7 +192,7 @@ class Config(Section):
 
     def __reduce__(self) -> tuple[Callable[..., Config], tuple[Any, ...]]:
         # The class is made for the sections at hand, so pickle has to make it again.
-        return make_config, (self._sections, self._given, self._sources, self._world_size)
+        return make_config, (self._sections, self._given, self._sources, self._world_size, self._notes)
 
 
 CORE_SECTIONS = frozenset(Config.model_fields)
@@ -213,9 +219,14 @@ def _config_class(sections: tuple[tuple[str, tuple[type[Section], bool]], ...]) 
 
 
 def make_config(
-    sections: dict[str, tuple[type[Section], bool]], given: dict[str, Any], sources: dict[str, str], world_size: int
+    sections: dict[str, tuple[type[Section], bool]],
+    given: dict[str, Any],
+    sources: dict[str, str],
+    world_size: int,
+    notes: tuple[str, ...] = (),
 ) -> Config:
     """Validate given values and remember where they came from; raises pydantic's ValidationError."""
     config = config_class(sections).model_validate(given)
     config._sections, config._given, config._sources, config._world_size = sections, given, sources, world_size
+    config._notes = notes
     return config

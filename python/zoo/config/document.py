@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,12 +55,16 @@ def find_sections(
 
 @dataclass(frozen=True)
 class Document:
-    """Values by their fields' own names (``values``) and dotted path → where it came from (``sources``)."""
+    """Values by their fields' own names (``values``) and dotted path → where it came from (``sources``).
+
+    ``notes`` are the sentences of the sections about keys that they translated.
+    """
 
     values: dict[str, Any]
     sources: dict[str, str]
     sections: Sections
     where: str = "configuration"
+    notes: tuple[str, ...] = ()
 
     def auto_paths(self) -> list[str]:
         """Dotted paths whose value is still ``"auto"``."""
@@ -75,7 +80,7 @@ class Document:
         """
         root = config_class(self.sections)
         problems: list[str] = []
-        layer = _normalise(nest(values.items(), "resolve_auto"), root, "resolved auto", problems)
+        layer = _normalise(nest(values.items(), "resolve_auto"), root, "resolved auto", problems, [])
         if problems:
             raise ConfigError(problems, "resolve_auto")
         wanted = set(self.auto_paths())
@@ -93,10 +98,11 @@ class Document:
             ConfigError: a path that the schema does not have.
         """
         problems: list[str] = []
-        layer = _normalise(read_overrides(overrides), config_class(self.sections), "override", problems)
+        notes: list[str] = []
+        layer = _normalise(read_overrides(overrides), config_class(self.sections), "override", problems, notes)
         if problems:
             raise ConfigError(problems, "overrides")
-        return self._put(*layer)
+        return replace(self._put(*layer), notes=(*self.notes, *notes))
 
     def load(self, world_size: int | None = None) -> Config:
         """Validate and freeze.
@@ -116,13 +122,15 @@ class Document:
             raise ConfigError(problems, self.where)
         values, sources = self._with_batch_sizes(ranks, origin, problems)
         try:
-            config = make_config(self.sections, values, sources, ranks)
+            config = make_config(self.sections, values, sources, ranks, self.notes)
         except ValidationError as error:
             problems += [_sentence(item, config_class(self.sections)) for item in error.errors(include_url=False)]
             raise ConfigError(problems, self.where) from None
         problems += _contradictions(config, config)
         if problems:
             raise ConfigError(problems, self.where)
+        for note in self.notes:
+            warnings.warn(note, stacklevel=2)
         return config
 
     def _put(self, values: dict[str, Any], sources: dict[str, str]) -> Document:
@@ -177,10 +185,11 @@ def read(
     found, missing = find_sections(registry, sections)
     problems = [f"{name}: {why}" for name, why in missing.items() if name in raw]
     raw = {key: value for key, value in raw.items() if key not in missing}
-    values, sources = _normalise(raw, config_class(found), where, problems)
+    notes: list[str] = []
+    values, sources = _normalise(raw, config_class(found), where, problems, notes)
     if problems:
         raise ConfigError(problems, where)
-    document = Document(values, sources, found, where)
+    document = Document(values, sources, found, where, tuple(notes))
     return document.override(overrides) if overrides else document
 
 
@@ -188,14 +197,20 @@ def read(
 
 
 def _normalise(
-    raw: Mapping[str, Any], schema: type[BaseModel], origin: str, problems: list[str], path: str = ""
+    raw: Mapping[str, Any], schema: type[Section], origin: str, problems: list[str], notes: list[str], path: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Keys → field names; what is unknown or given twice goes to ``problems``."""
+    """Keys → field names; what is unknown or given twice goes to ``problems``, what was translated to ``notes``."""
+    try:
+        given, sentences = schema.translate(raw)
+    except ValueError as error:
+        problems.append(f"{path}{error}")
+        return {}, {}
+    notes += [f"{path}{sentence}" for sentence in sentences]
     keys = fields_by_key(schema)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     spelled: dict[str, str] = {}
-    for key, value in raw.items():
+    for key, value in given.items():
         here = f"{path}{key}"
         name = keys.get(key)
         if name is None:
@@ -208,9 +223,11 @@ def _normalise(
             continue
         spelled[name] = key
         said = origin if key == name else f"{origin}, alias {key!r}"
+        if key not in raw or raw[key] is not value:
+            said = f"{origin}, translated"
         inner = section_of(schema.model_fields[name].annotation)
         if inner is not None and isinstance(value, Mapping):
-            values[name], below = _normalise(value, inner, said, problems, f"{path}{name}.")
+            values[name], below = _normalise(value, inner, said, problems, notes, f"{path}{name}.")
             sources.update(below)
         else:
             values[name] = value

@@ -6,13 +6,14 @@ A subpackage describes its options as one frozen class::
         stage: int = Field(default=0, ge=0, le=3, description="which roles are sharded")
         prefetch_bucket_size: int = Field(default=50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
 
-An alias is a second spelling of a key: either may be used, both at once are an error.
+An alias is a second spelling of a key: either may be used, both at once are an error. Keys of former times, and keys
+that ask for nothing here, are not fields: `Section.translate` takes them.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -32,6 +33,9 @@ def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
         for alias in _aliases(field):
             if name in properties:
                 properties[alias] = {**properties[name], "description": f"Another name of {name}."}
+    if issubclass(model, Section):
+        for key, described in model.translated_keys().items():
+            properties.setdefault(key, dict(described))
 
 
 class Section(BaseModel):
@@ -49,6 +53,23 @@ class Section(BaseModel):
     def contradictions(self, config: Config) -> Iterable[str]:
         """Sentences about values that are fine alone and wrong together; `load` calls it with the whole tree."""
         return ()
+
+    @classmethod
+    def translate(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """What a document says, in keys that the section has, and a sentence for each change that users should know.
+
+        Reading calls it before keys are checked; unknown keys are to be left as they are. The sentences become warnings
+        and lines of ``explain``.
+
+        Raises:
+            ValueError: keys that contradict each other; the sentence becomes a problem of the document.
+        """
+        return raw, ()
+
+    @classmethod
+    def translated_keys(cls) -> Mapping[str, Mapping[str, Any]]:
+        """JSON schema of every key that :meth:`translate` takes beside the fields, for editors."""
+        return {}
 
     @field_validator("*", mode="before")
     @classmethod

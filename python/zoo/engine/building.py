@@ -91,6 +91,7 @@ def build_optimizer(
         clip_norm=config.gradient_clipping,
         check=config.comm.check,
         loss_scale=loss_scale(config),
+        aio=config.aio,
         **options,
     )
 

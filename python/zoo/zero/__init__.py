@@ -5,21 +5,54 @@ three placements; stage 0, plain data parallelism, is the fourth.
 """
 
 from zoo.zero.config import ZeroConfig
+from zoo.zero.dry import DryRun
+from zoo.zero.estimators import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from zoo.zero.forecast import Forecast
 from zoo.zero.guard import PartitionedAccessError
+from zoo.zero.init import Init, InitReport
+from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
+from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
 from zoo.zero.scaler import LossScaler
+from zoo.zero.sequence import SequenceParallelAttention, dot_product_attention
 from zoo.zero.state import StateSlice
+from zoo.zero.tiling import TiledLinear
+from zoo.zero.units import UnitList
 
 __all__ = [
+    "DryRun",
     "Forecast",
+    "Init",
+    "InitReport",
     "LossScaler",
+    "MemoryEfficientLinear",
+    "OffloadError",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
     "PartitionedAccessError",
+    "SequenceParallelAttention",
     "Stage0Optimizer",
     "Stage1Optimizer",
     "Stage2Optimizer",
     "Stage3Optimizer",
     "StateSlice",
+    "TiledLinear",
+    "UnitList",
     "ZeroConfig",
     "ZeroOptimizer",
+    "dot_product_attention",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "memory_efficient_linear",
 ]

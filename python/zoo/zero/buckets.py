@@ -30,6 +30,7 @@ from zoo.zero.guard import (
     raw_grad,
     refuse_storage,
 )
+from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
@@ -158,6 +159,7 @@ class Bucket:
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
+        updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         live: ``full`` holds valid parameters.
         pending: number of recorded forwards that still have to come back to this bucket in backward.
         active: number of running forwards of units that use it.
@@ -170,6 +172,11 @@ class Bucket:
         self._comm = routes.axes.shard
         self._stores, self.tiers = stores, stores.tiers
         self.layout = layout_of(spec, self._comm.size)
+        device_type = spec.parameters[0].device.type
+        self.updates_off_device = (
+            stores.tiers.states is not Tier.DEVICE
+            and (getattr(self._comm, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
+        )
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
@@ -195,7 +202,7 @@ class Bucket:
         )  # fmt: skip
         views = self._views(self.full)
         for slot, (name, parameter, view) in enumerate(zip(spec.names, spec.parameters, views, strict=True)):
-            view.copy_(parameter.data)
+            fill_from(view, parameter)
             parameter.data = view
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
@@ -215,6 +222,7 @@ class Bucket:
         self._grad_views = self._views(self.grads)
         self.grad_shard: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None  # of a copy to the host
         self.reduced = False
         self._accumulating = self._launched = False
         self._version = 0
@@ -235,7 +243,7 @@ class Bucket:
 
     def gather(self, *, exact: bool = False) -> None:
         """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
-        if self.live or self._handle is not None:
+        if self.live or self.coming:
             return
         self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
@@ -350,13 +358,21 @@ class Bucket:
         if self.packed is not None:
             return self.packed.values(self.spec.dtype)
         low, high = self.own_range()
-        copy = self.scratch.pool.empty(high - low, dtype=self.spec.dtype)
-        self.shelf.finish(self.begin_parameters(copy))
+        return self.full[low:high] if self.full.is_meta else self.load_parameters(0, high - low)
+
+    def load_parameters(self, start: int, length: int) -> torch.Tensor:
+        """Elements [start, start + length) of the shard, from NVMe or of what is packed."""
+        if self.packed is not None:
+            return self.packed.values(self.spec.dtype)[start : start + length]
+        copy = self.scratch.pool.empty(length, dtype=self.spec.dtype)
+        self.shelf.finish(self.begin_parameters(copy, start))
         return copy
 
     def set_shard(self, values: torch.Tensor) -> None:
         """Keep (n,) ``values`` as this rank's parameters, in the tier where they live."""
-        if not self.partitioned:
+        if self.full.is_meta:
+            self.shard = None if self.parameters_on_nvme else values
+        elif not self.partitioned:
             self.own_shard().copy_(values)
         elif self._routes.pack is not None:
             self.packed, self.shard = self._routes.pack(values), None
@@ -416,8 +432,8 @@ class Bucket:
         return self.num_bytes // group.size if group is not None and self.partitioned else 0
 
     def kept_bytes(self) -> int:
-        """Bytes of parameters that stay on this rank whatever runs."""
-        numel = self.layout.size // self.num_chunks
+        """Bytes of parameters that stay in this rank's memory whatever runs."""
+        numel = 0 if self.parameters_on_nvme else self.layout.size // self.num_chunks
         if not self.partitioned:
             return self.num_bytes
         return self._routes.pack.nbytes(numel) if self._routes.pack is not None else numel * self.spec.dtype.itemsize
@@ -533,34 +549,51 @@ class Bucket:
 
     def _new_grad_shard(self) -> torch.Tensor:
         numel = self.layout.size // self._comm.size
-        if self._parks and self.full.device.type == "cpu":
+        if self.parks and self.full.device.type == "cpu":
             return self.park.empty(numel, self.spec.dtype)
         return torch.empty(numel, dtype=self.spec.dtype, device=self.full.device)
 
     @property
-    def _parks(self) -> bool:
+    def parks(self) -> bool:
+        """Reduced gradients go to NVMe."""
         return self._stores.park is not None and self.tiers.states is Tier.NVME and self.placement.shard_gradients
 
     @property
     def parked_gradient(self) -> bool:
         """There is a reduced gradient, and it is on NVMe."""
-        return self._parks and self.reduced and self.grad_shard is None
+        return self.parks and self.reduced and self.grad_shard is None
 
     def _put_away(self) -> None:
-        if not self._parks or self.grad_shard is None:
+        if self.grad_shard is None or not (self.parks or self._streams_gradients):
             return
         self.grad_norm = norm_of(self.grad_shard) if self._stores.keep_norms else None
         host = self.grad_shard
         if host.device.type != "cpu":
-            host = self.park.empty(host.numel(), host.dtype).copy_(host)
-        self.park.put(self.index, host)
-        self.grad_shard = None
+            host = self.scratch.pool.empty(host.numel(), dtype=host.dtype).copy_(host, non_blocking=not self.parks)
+        if self.parks:
+            self.park.put(self.index, host)
+            self.grad_shard = None
+        else:
+            self.grad_shard = host
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    @property
+    def _streams_gradients(self) -> bool:
+        return self.updates_off_device and self.placement.shard_gradients and self.full.device.type == "cuda"
 
     def _grad_shard_here(self) -> torch.Tensor:
-        if self.grad_shard is not None:
-            return self.grad_shard
-        numel = self.layout.size // self._comm.size
-        return self.park.get(self.index, numel, self.spec.dtype).to(self.full.device)
+        """The reduced gradient on the device."""
+        return self._grad_shard_kept().to(self.full.device)
+
+    def _grad_shard_kept(self) -> torch.Tensor:
+        """The reduced gradient where the update takes it."""
+        if self.grad_shard is None:
+            return self.park.get(self.index, self.layout.size // self._comm.size, self.spec.dtype)
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self.grad_shard
 
     def begin_gradient(self, into: torch.Tensor, start: int) -> Future:
         """Begin reading elements [start, start + len) of the reduced gradient from NVMe."""
@@ -568,13 +601,13 @@ class Bucket:
 
     def reduced_norm(self, index: int) -> torch.Tensor:
         """‖·‖ of the reduced gradient of chunk ``index``, fp64."""
-        if self.parked_gradient and self.grad_norm is not None:
+        if self.grad_norm is not None:
             return self.grad_norm
         return norm_of(self.reduced_chunk(index))
 
     def scale_reduced(self, index: int, factor: float) -> None:
         """Multiply the reduced gradient of chunk ``index``."""
-        parked = self.parked_gradient
+        parked, self.grad_norm = self.parked_gradient, None
         chunk = self.reduced_chunk(index).mul_(factor)
         if parked:
             self.grad_shard = chunk
@@ -616,9 +649,12 @@ class Bucket:
     def drop_grads(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
         self.reduced = self._accumulating = self._launched = False
+        self.grad_norm = None
         if self.placement.shard_gradients:
-            if self._parks:
+            if self.parks:
                 self.park.forget(self.index)
+            if self._streams_gradients:
+                self.grad_shard = None
             if self._grads_here:
                 self._free_grads()
         else:
@@ -629,7 +665,7 @@ class Bucket:
         if self.placement.shard_gradients:
             if (self.grad_shard is None and not self.parked_gradient) or index != self._comm.rank:
                 raise AssertionError(f"rank {self._comm.rank}: no reduced gradient of chunk {index} of {self.label}.")
-            return self._grad_shard_here()
+            return self._grad_shard_kept()
         low, high = self.layout.shard_range(index, self._comm.size)
         return self.grads_raw[low:high]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from zoo.config import Section
+from zoo.zero import options
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 
@@ -40,9 +42,17 @@ class ZeroConfig(Section):
     model_persistence_threshold: int = Field(default=sys.maxsize, ge=0, alias="stage3_model_persistence_threshold")
     """Stage 3: at most this many elements stay whole because of param_persistence_threshold."""
 
+    override_module_apply: bool = True
+    """Inside ``zoo.zero.Init``, ``Module.apply`` makes a module's parameters whole at once for its function. Otherwise
+    each operation of the function makes whole what it touches."""
+
     sub_group_size: int = Field(default=2**22, ge=1)
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
     on NVMe: only one piece's gradient exists in fp32 at a time, and two or three pieces' states in memory."""
+
+    ignore_unused_parameters: bool = True
+    """False: a backward that leaves a trainable parameter of this rank without a gradient is an error that names it.
+    Otherwise its gradient counts as zero."""
 
     offload_param: OffloadParamConfig = OffloadParamConfig()
     """Where partitioned parameters live while they are not used; stage 3."""
@@ -109,6 +119,16 @@ class ZeroConfig(Section):
                 f'with offload_param.device = "{self.offload_param.device}"'
             )
         return self
+
+    @classmethod
+    def translate(cls, raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Deprecated keys in the words of today; see ``zoo.zero.options``."""
+        return options.translate(raw, cls)
+
+    @classmethod
+    def translated_keys(cls) -> dict[str, dict[str, Any]]:
+        """The schema of keys that are only translated."""
+        return options.schema_of_translated(cls)
 
     @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> ZeroConfig:

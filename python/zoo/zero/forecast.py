@@ -7,13 +7,15 @@ its backward will ask for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
+from zoo.zero.offload.plan import Tier
 from zoo.zero.routes import Hop
 from zoo.zero.runtime import REUSE_WINDOW
 
@@ -33,6 +35,35 @@ class Forecast:
     """Those of them for ranks of the same node, where it is known which these are."""
     inter_bytes: Mapping[str, int] = field(default_factory=dict)
     """Those of them for other nodes."""
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    """Model states by tier: device, host, nvme. Where the device is the CPU, device and host are the same memory."""
+    buffers_bytes: int = 0
+    """The most host memory that buffers between memory and NVMe take."""
+    pinned_bytes: int = 0
+    """Of the host memory, what is page-locked with pin_memory."""
+    nvme_files_bytes: int = 0
+    """The size of the files, whole pages."""
+    nvme_read_bytes: int = 0
+    nvme_written_bytes: int = 0
+    """Traffic of one backward and one step with the forward before them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, and the total."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def table(self) -> str:
+        """One line a figure."""
+        rows = [
+            ("parameters in memory", self.parameters_bytes), ("gradients in memory", self.gradients_bytes),
+            ("optimizer states in memory", self.optimizer_bytes),
+            *((f"model states, tier {tier}", size) for tier, size in self.tiers.items()),
+            ("buffers of offloading", self.buffers_bytes), ("page-locked", self.pinned_bytes),
+            ("files on NVMe", self.nvme_files_bytes), ("read from NVMe a step", self.nvme_read_bytes),
+            ("written to NVMe a step", self.nvme_written_bytes),
+            *((f"sent a step, {op}", size) for op, size in self.wire_bytes.items()),
+            *((f"to other nodes, {op}", size) for op, size in self.inter_bytes.items()),
+        ]  # fmt: skip
+        return "\n".join(f"{name:<32}{size:>20,} bytes" for name, size in rows)
 
     @property
     def total_bytes(self) -> int:
@@ -46,7 +77,7 @@ def forecast(
     calls: Iterable[Sequence[Bucket]],
     shard_group: Communicator,
     reduce_dtype: torch.dtype | None,
-    optimizer_bytes: int,
+    optimizer_bytes: Mapping[Tier, int],
     clips: bool,
     keep_bytes: int,
 ) -> Forecast:
@@ -56,19 +87,19 @@ def forecast(
         calls: the buckets that each unit call of a forward uses, in the order in which the calls end.
         shard_group: the ranks that split a bucket.
         reduce_dtype: in which gradients are sent, None for their own.
-        optimizer_bytes: bytes of masters and optimizer states on this rank.
+        optimizer_bytes: bytes of masters and optimizer states on this rank, by tier.
         clips: whether the gradient norm is exchanged.
         keep_bytes: see :class:`~zoo.zero.runtime.Runtime`.
     """
     parameters = gradients = 0
     hops: list[Hop] = []
     for bucket in buckets:
-        own = bucket.num_bytes // bucket.num_chunks
+        own = 0 if bucket.parks else bucket.num_bytes // bucket.num_chunks
         parameters += bucket.kept_bytes()
         if bucket.spec.trainable:
             gradients += own if bucket.placement.shard_gradients else bucket.num_bytes
             hops += bucket.reduce_hops(reduce_dtype)
-    for bucket, again in (gathers := _gathers(list(calls), keep_bytes)):
+    for bucket, again in (gathers := gathers_of(list(calls), keep_bytes)):
         hops += bucket.gather_hops(again=again)
     secondary = sum(bucket.secondary_bytes() for bucket in {bucket for bucket, again in gathers if again})
     trainable = [b for b in buckets if b.spec.trainable]
@@ -78,7 +109,7 @@ def forecast(
     return Forecast(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=sum(optimizer_bytes.values()) - optimizer_bytes[Tier.NVME],
         secondary_bytes=secondary,
         wire_bytes=wire,
         intra_bytes=intra,
@@ -94,7 +125,13 @@ def _added(hops: Iterable[Hop]) -> list[dict[str, int]]:
     return [{op: sent for op, sent in total.items() if sent} for total in totals]
 
 
-def _gathers(calls: list[Sequence[Bucket]], keep_bytes: int) -> list[tuple[Bucket, bool]]:
+def gathered_by_units(calls: Sequence[Sequence[Bucket]], keep_bytes: int, weigh: Callable[[Bucket], int]) -> int:
+    """Σ of a weight over the gathers of one forward and its backward that begin with the ranks' shards."""
+    gathers = gathers_of(calls, keep_bytes)
+    return sum(weigh(bucket) for bucket, again in gathers if not (again and bucket.secondary_bytes()))
+
+
+def gathers_of(calls: Sequence[Sequence[Bucket]], keep_bytes: int) -> list[tuple[Bucket, bool]]:
     """The gathers of one forward and its backward, and whether each is of something that forward had released before.
 
     Calls must not nest buckets.

@@ -53,11 +53,12 @@ def _allowed() -> frozenset[Any]:
     return frozenset(found)
 
 
-_ALLOWED = _allowed()
+ALLOWED_WHEN_PARTITIONED = _allowed()
+"""What reads metadata only."""
 
 
 def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    if func in _ALLOWED:
+    if func in ALLOWED_WHEN_PARTITIONED:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     names = sorted({p._zoo_name for p in _partitioned_in((args, kwargs or {}))})

@@ -8,6 +8,7 @@ Symbols: Ψ parameters, N data-parallel ranks, K bytes of optimizer state a para
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,9 +22,11 @@ from zoo.zero import state as state_io
 from zoo.zero.axes import make_axes
 from zoo.zero.buckets import STAGES, Bucket, plan_buckets
 from zoo.zero.config import ZeroConfig
-from zoo.zero.forecast import Forecast
+from zoo.zero.dry import DryRun
+from zoo.zero.forecast import Forecast, gathered_by_units
 from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
+from zoo.zero.offload.forecast import nvme_traffic, tier_bytes
 from zoo.zero.offload.opening import open_stores
 from zoo.zero.routing import choose_routes
 from zoo.zero.runtime import Runtime
@@ -51,8 +54,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
         optimizer: a class of ``zoo.optim`` or ``torch.optim``, or anything with the same interface, whose update is
             elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer").
-        group: process group or DeviceMesh of the data-parallel ranks, one-dimensional or of the axes ("node", "local");
-            None for the default group.
+        group: process group, DeviceMesh (one-dimensional or of the axes ("node", "local")) or Communicator of the
+            data-parallel ranks; None for the default group. A :class:`~zoo.zero.DryRun` makes a plan only.
         params: parameter groups as for ``torch.optim``; by default one group of all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
             :func:`~zoo.zero.units.find_units`.
@@ -92,10 +95,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.config = _resolve_config(config, stage, options)
         if not clip_norm >= 0:
             raise ValueError(f"clip_norm={clip_norm}; it must be a norm > 0, or 0 for no clipping.")
-        check_parameters(model)
+        check_parameters(model, dry=isinstance(group, DryRun))
         optimizer = _find_optimizer(optimizer)
         self.model, self.clip_norm, self.scaler, self._aio = model, clip_norm, make_scaler(loss_scale), aio
-        self.comm = Communicator(group, check=check, nodes=self.config.ranks_per_node)
+        nodes = self.config.ranks_per_node
+        self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
+        if self.comm is group and nodes is not None:
+            self.comm.know_nodes(nodes)
         self.grad_norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         groups = _param_groups(model, params)
@@ -133,7 +139,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shard = self._axes.shard
         routes = choose_routes(plan, placement, self._axes, cfg, dtype)
         norms = bool(self.clip_norm or self.scaler is not None)
-        self._scratch, stores = open_stores(plan, placement, cfg, shard.size, aio=self._aio, keep_norms=norms)
+        self._scratch, stores = open_stores(
+            plan, placement, cfg, shard.size, aio=self._aio, keep_norms=norms, dry=isinstance(self.comm, DryRun)
+        )
         self._buckets = [Bucket(i, spec, placement, routes[i], stores[i]) for i, spec in enumerate(plan)]
         self._trainable = [b for b in self._buckets if b.spec.trainable]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
@@ -147,6 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._buckets,
             reduce_dtype=dtype,
             overlap=cfg.overlap_comm,
+            demand_all=not cfg.ignore_unused_parameters,
             # One rank gathers by copying its own shard: there is nothing to overlap.
             prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if shard.size > 1 else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
@@ -284,10 +293,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.release()
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
-    @property
-    def _streams(self) -> bool:
-        return self._scratch is not None and self._scratch.nvme_bytes() > 0
-
     def memory(self) -> dict[str, int]:
         """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
 
@@ -302,21 +307,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
             found |= {"nvme": self._scratch.nvme_bytes(), "buffers": self._scratch.pool.stats().in_use_bytes}
         return found
 
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes that this rank has read from and written to NVMe since construction."""
+        return self._scratch.traffic() if self._scratch is not None else (0, 0)
+
     def forecast(self) -> Forecast:
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
 
         The order of the units is the recorded one where a training forward has run, else that of ``named_modules``.
         Exact for models whose partitioned units do not nest.
         """
-        return make_forecast(
+        states, calls = self._updater.forecast_bytes(), self._runtime.calls()
+        found = make_forecast(
             self._buckets,
-            calls=self._runtime.calls(),
+            calls=calls,
             shard_group=self._axes.shard,
             reduce_dtype=self._reduce_dtype,
-            optimizer_bytes=sum(self._updater.forecast_bytes().values()),
+            optimizer_bytes=states,
             clips=bool(self.clip_norm or self.scaler is not None),
             keep_bytes=self._runtime.keep_bytes,
         )
+        tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
+        read, written = nvme_traffic(
+            self._buckets, self._updater, lambda weigh: gathered_by_units(calls, self._runtime.keep_bytes, weigh)
+        )
+        pins = self.config.offload_param.pin_memory or self.config.offload_optimizer.pin_memory
+        return dataclasses.replace(
+            found, tiers=tiers, buffers_bytes=buffers, pinned_bytes=(buffers + tiers["host"]) * pins,
+            nvme_files_bytes=self._scratch.nvme_bytes() if self._scratch is not None else 0,
+            nvme_read_bytes=read, nvme_written_bytes=written,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
@@ -333,7 +353,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        return list(state_io.slices_of(self._updater.visit(), self.inner.state, self._buckets, copy=self._streams))
+        self._updater.check_whole()
+        updater = self._updater
+        return list(state_io.slices_of(updater.segments, self.inner.state, self._buckets, stored=updater.stored))
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
@@ -367,8 +389,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
         be read under another placement use :meth:`state_slices`.
         """
-        visited = self._updater.visit()
-        held = state_io.slices_of(visited, self.inner.state, self._buckets, owned=False, copy=self._streams)
+        self._updater.check_whole()
+        updater = self._updater
+        held = state_io.slices_of(updater.segments, self.inner.state, self._buckets, owned=False, stored=updater.stored)
         slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         return {"slices": slices, "scalars": self.state_scalars(), "param_groups": groups, "rank": self.comm.rank,

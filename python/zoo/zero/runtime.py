@@ -78,6 +78,7 @@ class Runtime:
         reduce_dtype: dtype in which gradients travel, None for their own.
         overlap: reduce buckets during backward; otherwise all at its end.
         prefetch_bytes: how far ahead of the running unit buckets are gathered.
+        demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
         keep_bytes: gathered buckets kept after a forward for the backward to come, the latest first.
         num_in_flight: reductions under way before the oldest is waited for.
     """
@@ -91,6 +92,7 @@ class Runtime:
         overlap: bool,
         prefetch_bytes: int,
         keep_bytes: int,
+        demand_all: bool = False,
         num_in_flight: int = 2,
     ) -> None:
         self.sync = True
@@ -116,7 +118,31 @@ class Runtime:
         self._hooks: list[Any] = []
         self._units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self._buckets)
+        self._unseen: set[str] = set()
+        self._demanded = self._demand_all() if demand_all else frozenset()
         self._install(units)
+
+    def _demand_all(self) -> frozenset[str]:
+        names = set()
+        for bucket in self._to_reduce:
+            for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
+                names.add(name)
+                seen: Callable[[Any], None] = partial(self._saw, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(seen))  # type: ignore[no-untyped-call]
+        self._unseen = set(names)
+        return frozenset(names)
+
+    def _saw(self, name: str, parameter: torch.Tensor) -> None:
+        self._unseen.discard(name)
+
+    def _check_all(self) -> None:
+        missing, self._unseen = sorted(self._unseen), set(self._demanded)
+        if missing:
+            raise ValueError(
+                f"{len(missing)} trainable parameter(s) got no gradient in backward: {', '.join(missing[:5])}. Use "
+                "them in the loss, freeze them, or leave ignore_unused_parameters=True, which takes their gradients as "
+                "zero."
+            )
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
         by_unit: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
@@ -355,6 +381,8 @@ class Runtime:
         else:
             self.unreduced = True
         self._release_all()
+        if self._demanded and self.sync:
+            self._check_all()
 
     def abandon(self) -> None:
         """Forget a forward or backward that ended with an exception."""

@@ -73,12 +73,14 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
                 part = values[start:stop] if values is not None else absent_of(stop - start, bucket.spec.dtype)
                 dtype = torch.float32 if masters and part.dtype.itemsize < 4 else part.dtype
                 # The update runs where the states are.
-                off_device = bucket.tiers.states is not Tier.DEVICE and part.device.type != "cpu"
+                off_device = bucket.updates_off_device
                 copied = dtype is not part.dtype or off_device
                 tensor = part
-                if copied:
-                    gone = values is None or bucket.tiers.states is Tier.NVME
-                    tensor = absent_of(stop - start, dtype) if gone else part.to("cpu" if off_device else None, dtype)
+                if copied and bucket.tiers.states is Tier.NVME:
+                    tensor = absent_of(stop - start, dtype)
+                elif copied:
+                    source = part if values is not None else bucket.own_shard()[start:stop]
+                    tensor = source.to("cpu" if off_device and not source.is_meta else source.device, dtype)
                 tensor = tensor.detach().requires_grad_()
                 segments.append(Segment(bucket, chunk, group, start, stop, tensor, part if copied else None))
     return segments

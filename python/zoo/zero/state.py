@@ -24,7 +24,8 @@ class StateSlice:
     """Elements [start, start + length) of the logical tensor ``name`` of ``shape``, in its row-major order.
 
     ``role`` is "parameter" (the fp32 value, or a frozen parameter in its own dtype) or the name of an optimizer state.
-    ``tensor`` is a flat view of the live state: copy it before training goes on.
+    ``tensor`` is a flat view of the live state: copy it before training goes on. What lives on NVMe is read when
+    ``tensor`` is asked for, and is a copy.
     """
 
     name: str
@@ -32,33 +33,66 @@ class StateSlice:
     start: int
     length: int
     shape: tuple[int, ...]
-    tensor: torch.Tensor
+    source: torch.Tensor | Stored
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements, flat."""
+        if isinstance(self.source, torch.Tensor):
+            return self.source
+        return self.source.read()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.source.dtype
+
+
+@dataclass(frozen=True)
+class Stored:
+    """``length`` elements of some state on NVMe, from element ``start`` of what ``load(start, length)`` reads."""
+
+    load: Callable[[int, int], torch.Tensor]
+    dtype: torch.dtype
+    start: int = 0
+    length: int = -1
+
+    def __getitem__(self, part: slice) -> Stored:
+        """A part of it, still unread."""
+        return Stored(self.load, self.dtype, self.start + part.start, part.stop - part.start)
+
+    def read(self) -> torch.Tensor:
+        """The elements."""
+        return self.load(self.start, self.length)
 
 
 def slices_of(
     segments: Iterable[Segment], state: Mapping[Any, Any], buckets: Sequence[Bucket], *, owned: bool = True,
-    copy: bool = False,
+    stored: Callable[[Segment], Mapping[str, Stored]] | None = None,
 ) -> Iterator[StateSlice]:  # fmt: skip
     """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap.
 
-    ``segments`` are in memory only while they are iterated over; ``copy`` makes tensors that stay.
+    ``stored`` gives, by role, what of a segment is on NVMe.
     """
     for segment in segments:
         if owned and not segment.bucket.owns(segment.chunk):
             continue
         entries = state.get(segment.tensor, {})
-        roles = {"parameter": segment.value(entries), **tensor_states(entries, segment)}
+        roles: dict[str, torch.Tensor | Stored] = {"parameter": segment.value(entries)}
+        roles |= tensor_states(entries, segment)
+        roles |= stored(segment) if stored is not None else {}
         for role, tensor in roles.items():
-            yield from _cut(segment.bucket, segment.slices(), role, tensor.clone() if copy else tensor)
+            yield from _cut(segment.bucket, segment.slices(), role, tensor)
     for bucket in buckets:
         if not bucket.spec.trainable:
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
                 continue
             low, high = bucket.own_range()
-            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", bucket.own_shard())
+            kept = bucket.shard if bucket.shard is not None else Stored(bucket.load_parameters, bucket.spec.dtype)
+            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", kept)
 
 
-def _cut(bucket: Bucket, pieces: Sequence[Any], role: str, tensor: torch.Tensor) -> Iterator[StateSlice]:
+def _cut(bucket: Bucket, pieces: Sequence[Any], role: str, tensor: torch.Tensor | Stored) -> Iterator[StateSlice]:
     shapes = {t.name: t.shape for t in bucket.layout.tensors}
     for piece in pieces:
         part = tensor[piece.offset : piece.offset + piece.length]

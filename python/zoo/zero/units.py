@@ -14,9 +14,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zoo.zero.init.parts import InitParameter
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 UnitChoice = Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool]
+
+
+class UnitList(nn.ModuleList):
+    """A list whose elements are each a unit, inside of other units too and whatever ``units=`` chooses.
+
+    For modules that are too large to be gathered with their neighbours and run one after the other (tiles, experts).
+    """
 
 
 @dataclass(eq=False)
@@ -36,6 +45,8 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
             blocks (children of a container of which there are at least two of one class), and outside of them every
             module that holds parameters directly.
 
+    The elements of a :class:`UnitList` are units in any case.
+
     Every parameter is owned by exactly one unit; units that own nothing are left out, except the model itself, whose
     forward marks where a pass begins and ends.
 
@@ -43,6 +54,9 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
         ValueError: a chosen module is not part of the model, or has no forward of its own that would be called.
     """
     chosen = _chosen(model, choice) if choice is not None else _default(model)
+    for path, module in model.named_modules():
+        if isinstance(module, UnitList):
+            chosen |= {f"{path}.{name}" if path else name for name, _ in module.named_children()}
     units = {name: UnitSpec(name, module) for name, module in model.named_modules() if name == "" or name in chosen}
     for name, (parameter, holders) in _holders(model).items():
         units[_owner(holders, units)].parameters[name] = parameter
@@ -114,11 +128,11 @@ def _enclosing(path: str, units: dict[str, UnitSpec]) -> list[str]:
     return [c for c in candidates if c in units] + [""]
 
 
-def check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
     devices: Counter[torch.device] = Counter()
     for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) not in (nn.Parameter, InitParameter):
             raise ValueError(
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
                 "Construct the optimizer from the original model, once, and before any other wrapper."
@@ -127,7 +141,7 @@ def check_parameters(model: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} is {parameter.layout} of {parameter.dtype}; only dense real ones work."
             )
-        if parameter.device.type == "meta":
+        if parameter.device.type == "meta" and not dry:
             raise ValueError(
                 f"parameter {name!r} is on the meta device: it has no values yet. Materialise the model first."
             )

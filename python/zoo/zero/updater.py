@@ -18,6 +18,7 @@ from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stream import StateStream, needs_stream
 from zoo.zero.parts import BucketParts
 from zoo.zero.segments import Segment, cut_segments, in_pieces
+from zoo.zero.state import Stored
 from zoo.zero.trial import Keeps, check_elementwise, what_it_keeps
 
 
@@ -108,6 +109,10 @@ class Updater:
         shards = [b.num_bytes // b.num_chunks for b in self._buckets]
         return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
 
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes that an update reads from and writes to NVMe, once states exist."""
+        return self._stream.traffic() if self._stream is not None else (0, 0)
+
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def update(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -186,12 +191,9 @@ class Updater:
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def visit(self) -> Iterator[Segment]:
-        """Each segment while its values and states are in memory, to be read."""
-        self.check_whole()
-        for index, (_, piece) in enumerate(self._pieces):
-            with self._stream.in_memory(index, write=False) if self._stream is not None else contextlib.nullcontext():
-                yield from piece
+    def stored(self, segment: Segment) -> dict[str, Stored]:
+        """By role, what of a segment is on NVMe."""
+        return self._stream.stored(segment) if self._stream is not None else {}
 
     def load(self, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
         """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it."""

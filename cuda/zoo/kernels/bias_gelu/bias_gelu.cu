@@ -1,14 +1,14 @@
 // Bias and GELU on CUDA: a thread a column and part of 64 rows.
 #include "../common/device.cuh"
 #include "../common/lanes.h"
-#include "bias_gelu.h"
+#include "bias_gelu_cuda.h"
 
 namespace zoo {
 namespace {
 
 template <int FORM, bool BACKWARD>
 __global__ void bias_gelu_kernel(BiasGelu c, float* parts) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, part = blockIdx.y;
+  const int64_t i = int64_t(blockIdx.y) * blockDim.x + threadIdx.x, part = blockIdx.x;
   if (i >= c.dim) return;
   const int64_t begin = part * PART_ROWS, end = begin + PART_ROWS < c.rows ? begin + PART_ROWS : c.rows;
   const float b = load(c.bias, c.bias_dtype, i);
@@ -28,11 +28,11 @@ __global__ void bias_gelu_kernel(BiasGelu c, float* parts) {
 }
 
 template <bool BACKWARD>
-int launch(const BiasGelu& c, float* parts, cudaStream_t stream) {
+int32_t launch(const BiasGelu& c, float* parts, cudaStream_t stream) {
   const int64_t count = num_parts(c.rows);
-  if (count > 65535) return cudaErrorInvalidValue;
   if (count == 0 || c.dim == 0) return cudaSuccess;
-  const dim3 blocks(blocks_for(c.dim, THREADS), unsigned(count));
+  const dim3 blocks(unsigned(count), blocks_for(c.dim, THREADS));
+  if (blocks.y > MAX_COLUMNS) return cudaErrorInvalidValue;
   if (c.form == GELU_TANH) bias_gelu_kernel<GELU_TANH, BACKWARD><<<blocks, THREADS, 0, stream>>>(c, parts);
   else bias_gelu_kernel<GELU_ERF, BACKWARD><<<blocks, THREADS, 0, stream>>>(c, parts);
   return cudaGetLastError();
@@ -41,17 +41,16 @@ int launch(const BiasGelu& c, float* parts, cudaStream_t stream) {
 }  // namespace
 }  // namespace zoo
 
-// The launchers return a cudaError_t. At most 65,535 parts of 64 rows.
-extern "C" int zoo_bias_gelu_cuda(const zoo::BiasGelu* c, cudaStream_t stream) {
-  return zoo::launch<false>(*c, nullptr, stream);
+int32_t zoo_bias_gelu_cuda(const zoo::BiasGelu* c, void* stream) {
+  return zoo::launch<false>(*c, nullptr, static_cast<cudaStream_t>(stream));
 }
 
-// `parts`: D floats for each 64 rows begun.
-extern "C" int zoo_bias_gelu_backward_cuda(const zoo::BiasGelu* c, float* parts, cudaStream_t stream) {
+int32_t zoo_bias_gelu_backward_cuda(const zoo::BiasGelu* c, float* parts, void* stream) {
   using namespace zoo;
-  const int failed = launch<true>(*c, parts, stream);
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  const int32_t failed = launch<true>(*c, parts, s);
   if (failed != cudaSuccess || c->dim == 0) return failed;
-  sum_parts_kernel<<<blocks_for(c->dim, THREADS), THREADS, 0, stream>>>(parts, num_parts(c->rows), c->dim, c->grad_bias,
-                                                                        c->bias_dtype, c->dim);
+  sum_parts_kernel<<<blocks_for(c->dim, THREADS), THREADS, 0, s>>>(parts, num_parts(c->rows), c->dim, c->grad_bias,
+                                                                   c->bias_dtype, c->dim);
   return cudaGetLastError();
 }

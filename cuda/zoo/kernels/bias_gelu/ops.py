@@ -26,7 +26,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
         ValueError: a dtype, shape, device or layout that cannot be, or another ``approximate``; with the numbers.
     """
     tanh = _is_tanh(approximate)
-    if native(x):
+    if native(x, "bias_gelu"):
         found: Tensor = call("bias_gelu", (x, bias, tanh), lambda: _check(x, bias))
         return found
     _check(x, bias)
@@ -42,7 +42,7 @@ def bias_gelu_backward(grad_y: Tensor, x: Tensor, bias: Tensor, *, approximate: 
         _check(x, bias)
         check_like("grad_y", grad_y, x.shape, x)
 
-    if native(x):
+    if native(x, "bias_gelu_backward"):
         found: tuple[Tensor, Tensor] = call("bias_gelu_backward", (grad_y, x, bias, tanh), check)
         return found
     check()

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from zoo.kernels.building.plan import SOURCES, BuildError, Plan
@@ -26,7 +26,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zoo"
 
 
-def build(plan: Plan, *, quiet: bool = False) -> Path:
+def build(plan: Plan, *, quiet: bool = False, objects: Callable[[], Sequence[Path]] | None = None) -> Path:
     """The library of ``plan``, compiled unless the cache has it.
 
     Processes that ask for one plan at the same time, on one machine, compile it once: the others wait. The lock is the
@@ -35,6 +35,7 @@ def build(plan: Plan, *, quiet: bool = False) -> Path:
 
     Args:
         quiet: without the lines on stderr that say what is going on.
+        objects: makes further objects that belong to the library; called only if it has to be built.
 
     Raises:
         BuildError: the compiler or the linker failed, or the cache cannot be written.
@@ -47,7 +48,7 @@ def build(plan: Plan, *, quiet: bool = False) -> Path:
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / f"{plan.key}.lock"):
             if not library.exists():
-                _build_into(home, plan, quiet)
+                _build_into(home, plan, quiet, objects)
     except OSError as error:
         raise BuildError(
             f"the cache {home} cannot be written ({error}); set ZOO_CACHE_DIR to a folder that can."
@@ -65,14 +66,16 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build_into(home: Path, plan: Plan, quiet: bool) -> None:
+def _build_into(home: Path, plan: Plan, quiet: bool, objects: Callable[[], Sequence[Path]] | None) -> None:
     for leftover in home.glob(f"{plan.key}.tmp-*"):  # we hold the lock: whoever made these is gone
         shutil.rmtree(leftover, ignore_errors=True)
     folder = home / f"{plan.key}.tmp-{os.getpid()}"
     folder.mkdir()
     try:
-        (folder / "build.ninja").write_text(ninja_file(plan), encoding="utf-8")
         began = time.monotonic()
+        _say(f"building {plan.name} from {SOURCES} with {plan.compiler[0]}, once ({plan.files} files)", quiet)
+        more = objects() if objects is not None else ()
+        (folder / "build.ninja").write_text(ninja_file(plan, more), encoding="utf-8")
         _run_ninja(folder, plan, quiet)
         for path in folder.iterdir():
             if path.name != f"{plan.name}.so":
@@ -83,8 +86,8 @@ def _build_into(home: Path, plan: Plan, quiet: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def ninja_file(plan: Plan) -> str:
-    """The text of ``build.ninja``: one edge a unit, one to link."""
+def ninja_file(plan: Plan, objects: Sequence[Path] = ()) -> str:
+    """The text of ``build.ninja``: one edge a unit, one to link them and ``objects``."""
 
     def quoted(text: str) -> str:
         # Once for the shell that ninja starts, once for ninja.
@@ -107,8 +110,8 @@ def ninja_file(plan: Plan) -> str:
     ]
     for unit in plan.units:
         lines += [f"build {unit.name}.o: compile {path(unit.source)}", f"  flags = {' '.join(map(quoted, unit.flags))}"]
-    objects = " ".join(f"{unit.name}.o" for unit in plan.units)
-    lines += [f"build {plan.name}.so: link {objects}", f"  flags = {' '.join(map(quoted, plan.link_flags))}"]
+    inputs = " ".join([*(f"{unit.name}.o" for unit in plan.units), *map(path, objects)])
+    lines += [f"build {plan.name}.so: link {inputs}", f"  flags = {' '.join(map(quoted, plan.link_flags))}"]
     return "\n".join([*lines, f"default {plan.name}.so", ""])
 
 
@@ -130,7 +133,6 @@ def _run_ninja(folder: Path, plan: Plan, quiet: bool) -> None:
     command = [find_ninja(), "-C", str(folder)]
     if os.environ.get("MAX_JOBS", "").isdigit():
         command.append(f"-j{os.environ['MAX_JOBS']}")
-    _say(f"building {plan.name} from {SOURCES} with {plan.compiler[0]}, once ({len(plan.units)} files)", quiet)
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     output: list[str] = []
     with subprocess.Popen(
@@ -148,7 +150,7 @@ def _run_ninja(folder: Path, plan: Plan, quiet: bool) -> None:
     if not quiet and sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     if code != 0:
-        errors = [line for line in output if "error" in line.lower()] or output
+        errors = [line for line in output if "error" in line.lower() or "undefined reference" in line] or output
         raise BuildError(f"{plan.compiler[0]} failed on {plan.name}:\n" + "\n".join(errors[:MAX_LINES]))
 
 

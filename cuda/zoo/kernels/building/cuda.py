@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from zoo.kernels.building.cache import cache_dir, locked
-from zoo.kernels.building.plan import SOURCES, BuildError
+from zoo.kernels.building.plan import SOURCES, BuildError, source_files
 
 DEFAULT_ARCHITECTURES = (80, 90, 100)
 # -fmad=false: the bits of the CPU kernels and of the reference, which round every operation by itself.
@@ -65,7 +66,8 @@ def cuda_sources() -> list[Path]:
 def build_cuda(architectures: Sequence[int] = DEFAULT_ARCHITECTURES) -> list[tuple[Path, bool]]:
     """Compile every CUDA source for these GPUs, one object for all of them; none of them has to be here.
 
-    Objects are kept in the cache under a hash of their source, all headers, flags and nvcc.
+    Objects are kept in the cache under a hash of their source, all headers, flags and nvcc. As many are compiled at a
+    time as this process has processors, or as ``MAX_JOBS`` says.
 
     Returns:
         The objects, and whether each had to be compiled.
@@ -76,29 +78,33 @@ def build_cuda(architectures: Sequence[int] = DEFAULT_ARCHITECTURES) -> list[tup
     nvcc, extra = find_nvcc()
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     command = [str(nvcc), *FLAGS, *extra, *codes]
-    version = _run([str(nvcc), "--version"])
-    headers = [path for path in sorted(SOURCES.glob("*/*")) if path.suffix in (".h", ".cuh")]
+    version = run([str(nvcc), "--version"])
     common = hashlib.sha256(repr((command, version)).encode())
-    for path in headers:
+    for path in source_files(".h", ".cuh"):
         common.update(path.name.encode() + b"\0" + path.read_bytes())
     home = cache_dir() / "kernels"
-    made = []
-    for source in cuda_sources():
+    home.mkdir(parents=True, exist_ok=True)
+
+    def make(source: Path) -> tuple[Path, bool]:
         digest = common.copy()
         digest.update(source.read_bytes())
         target = home / f"{source.stem}-{digest.hexdigest()[:20]}.o"
-        home.mkdir(parents=True, exist_ok=True)
         with locked(target.with_suffix(".lock")):
             missing = not target.exists()
             if missing:
                 unfinished = target.with_suffix(".tmp")
-                _run([*command, "-c", str(source), "-o", str(unfinished)])
+                run([*command, "-c", str(source), "-o", str(unfinished)])
                 unfinished.replace(target)
-        made.append((target, missing))
-    return made
+        return target, missing
+
+    asked = os.environ.get("MAX_JOBS", "")
+    workers = int(asked) if asked.isdigit() and int(asked) > 0 else len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(make, cuda_sources()))
 
 
-def _run(command: list[str]) -> str:
+def run(command: list[str]) -> str:
+    """What a command prints; a BuildError with its words if it fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

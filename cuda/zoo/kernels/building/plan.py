@@ -55,6 +55,13 @@ class Plan:
     units: tuple[Unit, ...]
     link_flags: tuple[str, ...]
     key: str
+    more_files: int = 0
+    """How many files are compiled by other means, for the line that says what is going on."""
+
+    @property
+    def files(self) -> int:
+        """How many files the library is made of."""
+        return len(self.units) + self.more_files
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -107,11 +114,6 @@ def cpu_plan(*, sanitize: bool = False) -> Plan:
     common: tuple[str, ...] = () if is_clang(version) else ("-fopenmp",)
     common += ("-DZOO_X86=1",) if x86 else ()
     common += ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1") if sanitize else ()
-    root = Path(torch.__file__).parent
-    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    standard = "-std=c++20" if numbers >= (2, 10) else "-std=c++17"
-    includes = (f"-isystem{root / 'include'}", f"-isystem{root / 'include/torch/csrc/api/include'}")
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     units = []
     for source in sorted(SOURCES.glob("*/*.cpp")):
         stem = f"{source.parent.name}-{source.stem}"
@@ -122,20 +124,47 @@ def cpu_plan(*, sanitize: bool = False) -> Plan:
                 flags = (*KERNEL_FLAGS, *common, f"-DZOO_ISA={isa}", *flags)
                 units.append(Unit(name=f"{stem}-{isa}", source=source, flags=flags))
         elif source.stem.startswith("binding"):
-            flags = (standard, "-O2", "-fPIC", "-fvisibility=hidden", abi, *common, *includes)
-            units.append(Unit(name=stem, source=source, flags=flags))
+            units.append(Unit(name=stem, source=source, flags=(*binding_flags(), *common)))
         else:
             units.append(Unit(name=stem, source=source, flags=(*KERNEL_FLAGS, *common)))
     # No -fopenmp here: that would link a second OpenMP runtime beside torch's. -z now: a missing symbol must be an
     # error when the library is loaded, not the end of the process in the middle of training.
-    link: tuple[str, ...] = ("-shared", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,-z,now")
+    link: tuple[str, ...] = ("-shared", f"-L{torch_folder() / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,-z,now")
     link += ("-fsanitize=address,undefined",) if sanitize else ()
-    return _keyed("zoo_kernels_cpu", compiler, units, link, [version, torch.__version__, platform.machine()])
+    sources = [path for path in source_files(".h", ".cpp") if not path.stem.endswith("_cuda")]
+    return keyed("zoo_kernels_cpu", compiler, units, link, [version, torch.__version__, platform.machine()], sources)
 
 
-def _keyed(
-    name: str, compiler: tuple[str, ...], units: Sequence[Unit], link: tuple[str, ...], facts: Sequence[str]
-) -> Plan:
+def torch_folder() -> Path:
+    """Where torch is installed."""
+    import torch
+
+    return Path(torch.__file__).parent
+
+
+def binding_flags() -> tuple[str, ...]:
+    """What the files that include headers of torch are compiled with."""
+    import torch
+
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    include = torch_folder() / "include"
+    return (
+        "-std=c++20" if numbers >= (2, 10) else "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-isystem{include}",
+        f"-isystem{include / 'torch/csrc/api/include'}",
+    )  # fmt: skip
+
+
+def source_files(*suffixes: str) -> list[Path]:
+    """The files of all operations that end so, in order."""
+    return [path for path in sorted(SOURCES.glob("*/*")) if path.suffix in suffixes]
+
+
+def keyed(
+    name: str, compiler: tuple[str, ...], units: Sequence[Unit], link: tuple[str, ...], facts: Sequence[str],
+    sources: Sequence[Path],
+) -> Plan:  # fmt: skip
+    """The plan, under a key of everything given and of the text of ``sources``."""
     digest = hashlib.sha256()
 
     def add(text: str) -> None:
@@ -147,10 +176,9 @@ def _keyed(
         for text in (unit.name, *unit.flags):
             add(text)
     # Headers are shared: the text of all of them decides, not only of those that a unit includes today.
-    for path in sorted(SOURCES.glob("*/*")):
-        if path.suffix in (".h", ".cpp"):
-            add(path.relative_to(SOURCES).as_posix())
-            digest.update(path.read_bytes())
+    for path in sources:
+        add(path.relative_to(SOURCES).as_posix())
+        digest.update(path.read_bytes())
     return Plan(
         name=name, compiler=compiler, units=tuple(units), link_flags=link, key=f"{name}-{digest.hexdigest()[:20]}"
     )

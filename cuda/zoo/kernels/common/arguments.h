@@ -7,18 +7,19 @@ namespace zoo {
 
 inline Dtype dtype_of(const at::Tensor& t, const char* what) { return format_of(t, what); }
 
-// Dense, contiguous and on the CPU.
-inline void check_memory(const at::Tensor& t, const char* what) {
-  TORCH_CHECK_VALUE(t.device().is_cpu(), what, " is on ", t.device(), "; all tensors must be on the CPU.");
+// Dense, contiguous and on the device of the call.
+inline void check_memory(const at::Tensor& t, const char* what, const at::Device& device = at::Device(at::kCPU)) {
+  TORCH_CHECK_VALUE(t.device() == device, what, " is on ", t.device(), "; all tensors must be on ", name_of(device), ".");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, what, " is ", t.layout(), "; it must be dense.");
   TORCH_CHECK_VALUE(t.is_contiguous(), what, " of shape ", t.sizes(), " has strides ", t.strides(),
                     "; it must be contiguous: pass .contiguous().");
 }
 
-inline void check_argument(const at::Tensor& t, const char* what, at::IntArrayRef shape, at::ScalarType dtype) {
+inline void check_argument(const at::Tensor& t, const char* what, at::IntArrayRef shape, at::ScalarType dtype,
+                           const at::Device& device = at::Device(at::kCPU)) {
   TORCH_CHECK_VALUE(t.scalar_type() == dtype, what, " is ", t.scalar_type(), "; it must be ", dtype, ".");
   TORCH_CHECK_VALUE(t.sizes() == shape, what, " has shape ", t.sizes(), "; it must be ", shape, ".");
-  check_memory(t, what);
+  check_memory(t, what, device);
 }
 
 // Unlike empty_like, this needs no operator's header; the result is contiguous.

@@ -28,9 +28,19 @@ inline Dtype dtype_of(const at::Tensor& tensor, const char* what, int64_t index)
   return format_of(tensor, what, "[", index, "]");
 }
 
-// Dense, on the CPU, contiguous, of `numel` elements and of the format of its list.
-inline void check_tensor(const at::Tensor& t, const char* what, int64_t index, int64_t numel, Dtype expected) {
-  TORCH_CHECK_VALUE(t.device().is_cpu(), what, "[", index, "] is on ", t.device(), "; all tensors must be on the CPU.");
+// The device of a call: that of its first tensor. A call comes to the kernels of a kind of device for any of its tensors,
+// so the first may be elsewhere; then no tensor passes, and the message names the kind.
+inline at::Device device_of(const at::Tensor& first, at::DeviceType kind) {
+  return first.device().type() == kind ? first.device() : at::Device(kind);
+}
+
+inline std::string name_of(const at::Device& device) { return device.is_cpu() ? "the CPU" : device.str(); }
+
+// Dense, on the device of the call, contiguous, of `numel` elements and of the format of its list.
+inline void check_tensor(const at::Tensor& t, const char* what, int64_t index, int64_t numel, Dtype expected,
+                         const at::Device& device = at::Device(at::kCPU)) {
+  TORCH_CHECK_VALUE(t.device() == device, what, "[", index, "] is on ", t.device(), "; all tensors must be on ",
+                    name_of(device), ".");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, what, "[", index, "] is ", t.layout(), "; it must be dense.");
   TORCH_CHECK_VALUE(t.numel() == numel, what, "[", index, "] has shape ", t.sizes(), ", ", t.numel(),
                     " elements; params[", index, "] has ", numel, ".");

@@ -12,6 +12,7 @@ namespace zoo {
 constexpr int WARP = 32;
 constexpr int WARPS = 4;  // a block of the kernels that give a row to a warp
 constexpr int THREADS = 256;
+constexpr unsigned MAX_COLUMNS = 65535;  // blocks along y: kernels with a thread a column put their parts of rows along x
 constexpr unsigned ALL = 0xFFFFFFFFu;
 
 __device__ __forceinline__ float load(const void* memory, Dtype dtype, int64_t i) {
@@ -51,6 +52,7 @@ static __global__ void sum_parts_kernel(const float* parts, int64_t num_parts, i
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= n) return;
   float sum = 0.0f;
+#pragma unroll 8
   for (int64_t p = 0; p < num_parts; ++p) sum += parts[p * stride + i];
   store(to, dtype, i, sum);
 }

@@ -1,7 +1,7 @@
 // Layer normalisation on CUDA: a warp a row; for dw and db a thread a column and part of 64 rows.
 #include "../common/device.cuh"
 #include "../common/lanes.h"
-#include "layer_norm.h"
+#include "layer_norm_cuda.h"
 
 namespace zoo {
 namespace {
@@ -48,7 +48,7 @@ __global__ void backward_kernel(LayerNormBackward c) {
 }
 
 __global__ void parts_kernel(LayerNormBackward c, float* parts) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, part = blockIdx.y;
+  const int64_t i = int64_t(blockIdx.y) * blockDim.x + threadIdx.x, part = blockIdx.x;
   if (i >= c.dim) return;
   const int64_t begin = part * PART_ROWS, end = begin + PART_ROWS < c.rows ? begin + PART_ROWS : c.rows;
   float dw = 0.0f, db = 0.0f;
@@ -64,24 +64,24 @@ __global__ void parts_kernel(LayerNormBackward c, float* parts) {
 }  // namespace
 }  // namespace zoo
 
-// The launchers return a cudaError_t. Addresses are the device's, on the stream's device; at most 2^31 - 1 blocks.
-extern "C" int zoo_layer_norm_cuda(const zoo::LayerNorm* c, cudaStream_t stream) {
+int32_t zoo_layer_norm_cuda(const zoo::LayerNorm* c, void* stream) {
+  using namespace zoo;
   if (c->rows == 0) return cudaSuccess;
-  zoo::forward_kernel<<<zoo::blocks_for(c->rows, zoo::WARPS), zoo::WARP * zoo::WARPS, 0, stream>>>(*c);
+  forward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
   return cudaGetLastError();
 }
 
-// `parts`: 2·D floats for each 64 rows begun, and at most 65,535 such parts.
-extern "C" int zoo_layer_norm_backward_cuda(const zoo::LayerNormBackward* c, float* parts, cudaStream_t stream) {
+int32_t zoo_layer_norm_backward_cuda(const zoo::LayerNormBackward* c, float* parts, void* stream) {
   using namespace zoo;
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
   const int64_t n = c->dim, count = num_parts(c->rows);
-  if (count > 65535) return cudaErrorInvalidValue;
   const unsigned columns = blocks_for(n, THREADS);
+  if (columns > MAX_COLUMNS) return cudaErrorInvalidValue;
   if (count > 0) {
-    backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, stream>>>(*c);
-    parts_kernel<<<dim3(columns, unsigned(count)), THREADS, 0, stream>>>(*c, parts);
+    backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, s>>>(*c);
+    parts_kernel<<<dim3(unsigned(count), columns), THREADS, 0, s>>>(*c, parts);
   }
-  sum_parts_kernel<<<columns, THREADS, 0, stream>>>(parts, count, 2 * n, c->grad_weight, c->weight_dtype, n);
-  sum_parts_kernel<<<columns, THREADS, 0, stream>>>(parts + n, count, 2 * n, c->grad_bias, c->weight_dtype, n);
+  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts, count, 2 * n, c->grad_weight, c->weight_dtype, n);
+  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts + n, count, 2 * n, c->grad_bias, c->weight_dtype, n);
   return cudaGetLastError();
 }

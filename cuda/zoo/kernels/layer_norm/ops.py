@@ -44,9 +44,9 @@ def layer_norm(
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be; with the numbers.
     """
-    if native(x):
+    name = "layer_norm" if residual is None else "add_layer_norm"
+    if native(x, name):
         first = (x,) if residual is None else (x, residual)
-        name = "layer_norm" if residual is None else "add_layer_norm"
         found = call(name, (*first, weight, bias, eps), lambda: _check(x, weight, bias, eps, residual))
     else:
         _check(x, weight, bias, eps, residual)
@@ -59,7 +59,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db) from dy, and ds where the sum went on; ``total`` is s. The gradient of a residual is dx."""
     args = (grad_y, grad_sum, total, weight, mean, rstd)
-    if native(total):
+    if native(total, "layer_norm_backward"):
         found: tuple[Tensor, Tensor, Tensor] = call("layer_norm_backward", args, lambda: _check_backward(*args))
         return found
     _check_backward(*args)

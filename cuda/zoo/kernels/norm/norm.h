@@ -7,8 +7,8 @@
 // the norm √S, the unscaling of loss-scaled gradients and the decision whether to skip the step cost one pass together.
 //
 // Memory contract: rows of fp32, bf16 or fp16, contiguous; S one fp64 for each row. A row is cut into parts of 65,536
-// elements whose sums are added in order, and a part goes into 16 lanes (squares.h): S does not depend on the threads
-// or on the instruction set. Against the exact sum |error| <= n·2^-53·S (Higham 2002, section 4.2).
+// elements whose sums are added in order, and a part goes into 16 lanes (squares.h): S does not depend on the threads,
+// on the instruction set or on CPU against CUDA. Against the exact sum |error| <= n·2^-53·S (Higham 2002, section 4.2).
 #pragma once
 
 #include "../common/numbers.h"
@@ -21,5 +21,11 @@ struct NormRow {
   void* x;
   int64_t n;
 };
+
+inline int64_t norm_parts(const NormRow* rows, int64_t num_rows) {
+  int64_t parts = 0;
+  for (int64_t i = 0; i < num_rows; ++i) parts += (rows[i].n + NORM_PART - 1) / NORM_PART;
+  return parts;
+}
 
 }  // namespace zoo

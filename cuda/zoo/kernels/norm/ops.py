@@ -1,4 +1,4 @@
-"""The norm over lists of tensors: native on the CPU, else the reference."""
+"""The norm over lists of tensors: native on CPUs and on CUDA, else the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sum_squares(tensors: Tensors) -> torch.Tensor:
     Raises:
         ValueError: a dtype, device or layout that cannot be.
     """
-    if tensors and _native(tensors):
+    if tensors and _native("sum_squares", tensors):
         found: torch.Tensor = torch.ops.zoo.sum_squares.default(list(tensors))
         return found
     _check(tensors)
@@ -33,7 +33,7 @@ def sum_squares(tensors: Tensors) -> torch.Tensor:
 @torch.no_grad()
 def scale_sum_squares_(tensors: Tensors, factor: float) -> torch.Tensor:
     """x ← factor·x in place, and :func:`sum_squares` of the result, in one pass: unscaling, norm and overflow check."""
-    if tensors and _native(tensors):
+    if tensors and _native("scale_sum_squares_", tensors):
         found: torch.Tensor = torch.ops.zoo.scale_sum_squares_.default(list(tensors), factor)
         return found
     _check(tensors)
@@ -45,9 +45,11 @@ def grad_norm(tensors: Tensors) -> float:
     return float(sum_squares(tensors).sum().sqrt())
 
 
-def _native(tensors: Tensors) -> bool:
-    plain = all(t.device.type == "cpu" and t.dtype is not torch.float64 for t in tensors)
-    return plain and loading.native()
+def _native(name: str, tensors: Tensors) -> bool:
+    first = tensors[0]
+    # Tensors on several devices, or of several dtypes, are for _check to refuse.
+    plain = all(t.device == first.device and t.dtype is not torch.float64 for t in tensors)
+    return plain and loading.runs(name, first)
 
 
 def _check(tensors: Tensors) -> None:

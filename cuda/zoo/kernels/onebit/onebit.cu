@@ -2,26 +2,12 @@
 //
 // One warp a group: lane k of the first 16 adds up the elements k, k + 16, k + 32 … of the group in order, as the CPU's
 // lanes do; then the signs of 32 elements at a time are a ballot.
-#include <cuda_runtime.h>
-
-#include "../common/numbers.h"
+#include "../common/blocks.cuh"
+#include "../common/device.cuh"
 #include "onebit_cuda.h"
 
 namespace zoo {
 namespace {
-
-constexpr int WARPS = 4;
-
-__device__ __forceinline__ float read(const void* memory, Dtype dtype, int64_t at) {
-  if (dtype == F32) return static_cast<const float*>(memory)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(memory)[at];
-  return dtype == BF16 ? bf16_to_float(bits) : f16_to_float(bits);
-}
-
-__device__ __forceinline__ void write(float value, void* memory, Dtype dtype, int64_t at) {
-  if (dtype == F32) static_cast<float*>(memory)[at] = value;
-  else static_cast<uint16_t*>(memory)[at] = dtype == BF16 ? float_to_bf16(value) : float_to_f16(value);
-}
 
 __global__ void __launch_bounds__(32 * WARPS) compress_kernel(const void* x, Dtype dtype, float* error, uint8_t* bits,
                                                               float* scales, int64_t n, int64_t group) {
@@ -32,7 +18,7 @@ __global__ void __launch_bounds__(32 * WARPS) compress_kernel(const void* x, Dty
   float sum = 0;
   for (int64_t at = begin; at < end; at += 32) {
     const bool inside = at + lane < end;
-    const float c = inside ? read(x, dtype, at + lane) + error[at + lane] : 0.0f;
+    const float c = inside ? load(x, dtype, at + lane) + error[at + lane] : 0.0f;
     if (inside) error[at + lane] = c;
     // Lane k < 16 takes element k, then element k + 16, which lane k + 16 has: the order of the reference.
     const float magnitude = fabsf(c), upper = __shfl_down_sync(0xFFFFFFFFu, magnitude, 16);
@@ -52,12 +38,24 @@ __global__ void __launch_bounds__(32 * WARPS) compress_kernel(const void* x, Dty
   }
 }
 
-__global__ void decompress_kernel(void* out, Dtype dtype, const uint8_t* bits, const float* scales, bool add, int64_t n,
-                                  int64_t group) {
-  const int64_t step = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) {
-    const float scale = scales[i / group], y = (bits[i / 8] >> (i % 8)) & 1 ? scale : -scale;
-    write(add ? read(out, dtype, i) + y : y, out, dtype, i);
+// A thread a byte of bits: eight elements, all of one group.
+__global__ void __launch_bounds__(THREADS) decompress_kernel(void* out, Dtype dtype, const uint8_t* bits,
+                                                             const float* scales, bool add, int64_t n, int64_t group) {
+  const int64_t byte = int64_t(blockIdx.x) * THREADS + threadIdx.x, begin = 8 * byte;
+  if (begin >= n) return;
+  const float scale = scales[begin / group];
+  const uint32_t signs = bits[byte];
+  for (int part = 0; part < 2; ++part) {
+    const int64_t at = begin + 4 * part;
+    if (at >= n) return;
+    const int count = n - at < 4 ? int(n - at) : 4;
+    Four y = {};
+    if (add) y = load4(out, dtype, at, count);
+    for (int k = 0; k < 4; ++k) {
+      const float s = (signs >> (4 * part + k)) & 1 ? scale : -scale;
+      y.x[k] = add ? y.x[k] + s : s;
+    }
+    store4(y, out, dtype, at, count);
   }
 }
 
@@ -77,9 +75,8 @@ int32_t zoo_onebit_compress_cuda(const void* x, int32_t dtype, float* error, uin
 int32_t zoo_onebit_decompress_cuda(void* out, int32_t dtype, const uint8_t* bits, const float* scales, int32_t add,
                                    int64_t n, int64_t group, void* stream) {
   using namespace zoo;
-  const int64_t blocks = (n + 1023) / 1024;
-  if (blocks > 0)
-    decompress_kernel<<<unsigned(blocks < 8192 ? blocks : 8192), 256, 0, static_cast<cudaStream_t>(stream)>>>(
+  if (n > 0)
+    decompress_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(
         out, Dtype(dtype), bits, scales, add != 0, n, group);
   return int32_t(cudaGetLastError());
 }

@@ -1,4 +1,4 @@
-"""1-bit compression: native on the CPU, else the reference."""
+"""1-bit compression: native on CPUs and on CUDA, else the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compress_(x: torch.Tensor, error: torch.Tensor, group_size: int = GROUP_SIZE
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if x.device.type == "cpu" and loading.native():
+    if _one_device(x, error) and loading.runs("onebit_compress_", x):
         found: tuple[torch.Tensor, torch.Tensor] = torch.ops.zoo.onebit_compress_.default(x, error, group_size)
         return found
     _check(x, "x", x.numel(), DTYPES, x)
@@ -56,7 +56,7 @@ def decompress_(
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if out.device.type == "cpu" and loading.native():
+    if _one_device(out, bits, scales) and loading.runs("onebit_decompress_", out):
         torch.ops.zoo.onebit_decompress_.default(out, bits, scales, group_size, add)
         return
     _check(out, "out", out.numel(), DTYPES, out)
@@ -64,6 +64,11 @@ def decompress_(
     _check(bits, "bits", -(-out.numel() // 8), (torch.uint8,), out)
     _check(scales, "scales", -(-out.numel() // group_size), (torch.float32,), out)
     reference.decompress_(out, bits, scales, group_size, add)
+
+
+def _one_device(*tensors: torch.Tensor) -> bool:
+    # Others are for _check to refuse: tensors of several devices may reach no kernel.
+    return all(t.device == tensors[0].device for t in tensors)
 
 
 def _check(t: torch.Tensor, what: str, numel: int, dtypes: Any, like: torch.Tensor) -> None:

@@ -1,51 +1,26 @@
 // Quantisation as operators of torch.
-#include "../common/checks.h"
+#include "binding.h"
 #include "quantise_cpu.h"
 
 namespace zoo {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-void check_options(int64_t bits, int64_t group) {
-  TORCH_CHECK_VALUE(bits == 8 || bits == 4, "bits=", bits, "; it must be 8 or 4.");
-  TORCH_CHECK_VALUE(group >= QUANT_GROUP_UNIT && group <= QUANT_GROUP_MAX && group % QUANT_GROUP_UNIT == 0,
-                    "group_size=", group, "; it must be a multiple of ", QUANT_GROUP_UNIT, " from ", QUANT_GROUP_UNIT,
-                    " to ", QUANT_GROUP_MAX, ".");
-}
-
-std::tuple<at::Tensor, at::Tensor> quantise(const at::Tensor& x, int64_t bits, int64_t group, int64_t nodes,
+std::tuple<at::Tensor, at::Tensor> quantise_(const at::Tensor& x, int64_t bits, int64_t group, int64_t nodes,
                                             int64_t local) {
-  check_options(bits, group);
-  const int64_t n = x.numel(), groups = ceil_div(n, group);
-  const Dtype dtype = dtype_of(x, "x", 0);
-  check_tensor(x, "x", 0, n, dtype);
-  TORCH_CHECK_VALUE(nodes >= 1 && local >= 1 && (nodes * local == 1 || n % (nodes * local * group) == 0),
-                    "swizzle=(", nodes, ", ", local, ") cuts ", n, " elements into ", nodes, " x ", local,
-                    " pieces; each must be a whole number of groups of ", group, ".");
-  at::Tensor q = x.new_empty({ceil_div(n * bits, 8)}, x.options().dtype(at::kChar).requires_grad(false));
-  at::Tensor scales = x.new_empty({groups}, x.options().dtype(at::kFloat).requires_grad(false));
-  const int64_t piece = groups / (nodes * local);
-  quantise_cpu(x.const_data_ptr(), dtype, int(bits), q.mutable_data_ptr<int8_t>(), scales.mutable_data_ptr<float>(), n,
-               group, Swizzle{nodes, local, piece > 0 ? piece : 1});
-  return {q, scales};
+  return quantise(x, bits, group, nodes, local, at::kCPU,
+                  [](const at::Tensor& t, Dtype dtype, int b, int8_t* q, float* scales, int64_t n, int64_t g,
+                     const Swizzle& swizzle) { 
+                    quantise_cpu(t.const_data_ptr(), dtype, b, q, scales, n, g, swizzle);
+                   });
 }
 
 void dequantise_(const at::Tensor& out, const at::Tensor& q, const at::Tensor& scales, int64_t bits, int64_t group,
                  int64_t ranks, double factor) {
-  check_options(bits, group);
-  const int64_t n = out.numel(), bytes = ceil_div(n * bits, 8), groups = ceil_div(n, group);
-  const Dtype dtype = dtype_of(out, "out", 0);
-  check_tensor(out, "out", 0, n, dtype);
-  TORCH_CHECK_VALUE(ranks >= 1, "ranks=", ranks, "; it must be at least 1.");
-  TORCH_CHECK_VALUE(q.device().is_cpu() && q.is_contiguous() && q.scalar_type() == at::kChar &&
-                        q.numel() == ranks * bytes,
-                    "q is ", q.scalar_type(), " of shape ", q.sizes(), " on ", q.device(), "; for ", ranks, " x ", n,
-                    " elements of ", bits, " bits it must be torch.int8 of ", ranks * bytes,
-                    " elements, contiguous, on the CPU.");
-  check_tensor(scales, "scales", 0, ranks * groups, F32);
-  dequantise_cpu(writable(out), dtype, int(bits), q.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), ranks,
-                 float(factor), n, group);
+  dequantise(out, q, scales, bits, group, ranks, factor, at::kCPU,
+             [](const at::Tensor& t, Dtype dtype, int b, const int8_t* from, const float* s, int64_t count, float f,
+                int64_t n, int64_t g) { 
+               dequantise_cpu(writable(t), dtype, b, from, s, count, f, n, g);
+              });
 }
 
 }  // namespace
@@ -57,7 +32,7 @@ TORCH_LIBRARY_FRAGMENT(zoo, m) {
 }
 
 TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("quantise", &quantise);
+  m.impl("quantise", &quantise_);
   m.impl("dequantise_", &dequantise_);
 }
 

@@ -1,4 +1,4 @@
-"""Quantisation: native on the CPU, else the reference."""
+"""Quantisation: native on CPUs and on CUDA, else the reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantise(
         ValueError: a dtype, layout, group size or number of pieces that cannot be.
     """
     nodes, local = swizzle
-    if x.device.type == "cpu" and loading.native():
+    if loading.runs("quantise", x):
         found: tuple[torch.Tensor, torch.Tensor] = torch.ops.zoo.quantise.default(x, bits, group_size, nodes, local)
         return found
     _check_options(bits, group_size)
@@ -57,7 +57,7 @@ def dequantise_(
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if out.device.type == "cpu" and loading.native():
+    if _one_device(out, q, scales) and loading.runs("dequantise_", out):
         torch.ops.zoo.dequantise_.default(out, q, scales, bits, group_size, ranks, factor)
         return
     _check_options(bits, group_size)
@@ -67,6 +67,11 @@ def dequantise_(
     _check(q, "q", ranks * -(-out.numel() * bits // 8), (torch.int8,), out)
     _check(scales, "scales", ranks * -(-out.numel() // group_size), (torch.float32,), out)
     reference.dequantise_(out, q, scales, bits, group_size, ranks, factor)
+
+
+def _one_device(*tensors: torch.Tensor) -> bool:
+    # Others are for _check to refuse: tensors of several devices may reach no kernel.
+    return all(t.device == tensors[0].device for t in tensors)
 
 
 def _check(t: torch.Tensor, what: str, numel: int, dtypes: Any, like: torch.Tensor) -> None:

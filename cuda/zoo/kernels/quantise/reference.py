@@ -16,7 +16,7 @@ def quantise(x: torch.Tensor, bits: int, group_size: int, nodes: int, local: int
     most = wide.abs().amax(1)
     scaled = wide * (torch.full_like(most, limit) / most)[:, None]
     q = torch.where(scaled.isnan(), 0.0, scaled).clamp(-limit, limit).round().to(torch.int8)
-    scales = most / limit
+    scales = most / torch.full_like(most, limit)  # by a number, torch would multiply by its inverse on a GPU
     if nodes * local > 1:
         q = q.view(nodes, local, -1).transpose(0, 1).reshape(groups, group_size)
         scales = scales.view(nodes, local, -1).transpose(0, 1).reshape(-1)

@@ -41,7 +41,7 @@ def update_(
     if not params:
         check(params, grads, states, masters, num_states(rule, flags))
         return
-    if _native(params):
+    if loading.runs("update_", params[0]):
         lists = [*map(list, states), [], [], []][:3]
         _call(
             "update_", (int(rule), int(flags), list(params), list(grads), *lists, list(masters), scalars.values()),
@@ -65,7 +65,7 @@ def lamb_direction_(
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs)
     _check_lamb(flags, exp_avgs)
-    if params and _native(params):
+    if params and loading.runs("lamb_direction_", params[0]):
         args = (int(flags), *map(list, lists), list(masters), scalars.values())
         found: torch.Tensor = _call(
             "lamb_direction_", args, lambda: check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
@@ -90,7 +90,7 @@ def lamb_apply_(
             f"ratios is {ratios.dtype} of shape {tuple(ratios.shape)}; it must be torch.float32 of shape "
             f"({len(params)},), one ratio for each parameter."
         )
-    if params and _native(params):
+    if params and loading.runs("lamb_apply_", params[0]):
         args = (int(flags), list(params), list(exp_avgs), list(exp_avg_sqs), list(masters), ratios, scalars.values())
         _call("lamb_apply_", args, lambda: check(params, params, (exp_avgs, exp_avg_sqs), masters, 2))
         return
@@ -170,10 +170,6 @@ def _check_lamb(flags: Flag, exp_avgs: Tensors) -> None:
 
 def _or_none(masters: Tensors, count: int) -> list[torch.Tensor | None]:
     return list(masters) if masters else [None] * count
-
-
-def _native(params: Tensors) -> bool:
-    return params[0].device.type == "cpu" and params[0].dtype is not torch.float64 and loading.native()
 
 
 def _call(name: str, args: tuple[Any, ...], explain: Any) -> Any:

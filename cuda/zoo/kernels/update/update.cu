@@ -1,29 +1,19 @@
 // The update on GPUs: the algebra and the memory contract of update.h. Compile with -fmad=false, for the bits of the CPU.
-//
-// A launch takes up to ROWS rows and PARTS parts of PART elements by value, in its arguments: no table has to be copied
-// to the device first, and nothing has to be kept alive after the call.
-#include <cuda_runtime.h>
-
+#include "../common/batch.cuh"
 #include "../common/blocks.cuh"
 #include "update_cuda.h"
 
 namespace zoo {
 namespace {
 
-constexpr int ROWS = 24, PARTS = 160, THREADS = 256;
 constexpr int64_t PART = 16384;
 
-struct Launch {
-  Row rows[ROWS];
-  int32_t part[PARTS];    // which part of its row
-  uint8_t row_of[PARTS];  // which row
-};
-static_assert(sizeof(Launch) + sizeof(Scalars) + sizeof(Formats) < 4096, "arguments of a kernel are at most 4 KB");
-
 template <int RULE, int FLAGS>
-__global__ void __launch_bounds__(THREADS) update_kernel(const Launch launch, const Scalars c, const Formats f) {
-  const Row& row = launch.rows[launch.row_of[blockIdx.x]];
-  const int64_t begin = launch.part[blockIdx.x] * PART;
+__global__ void __launch_bounds__(THREADS) update_kernel(const __grid_constant__ Batch<Row> batch, const Scalars c,
+                                                         const Formats f) {
+  const int index = batch.row_of(blockIdx.x);
+  const Row& row = batch.rows[index];
+  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * PART;
   const int64_t end = begin + PART < row.n ? begin + PART : row.n;
   const bool has_master = row.master != nullptr;
   void* const source = has_master ? row.master : row.param;
@@ -47,15 +37,15 @@ __global__ void __launch_bounds__(THREADS) update_kernel(const Launch launch, co
 }
 
 struct Launcher {
-  const Launch& launch;
-  int parts;
+  const Batch<Row>& batch;
   const Scalars& scalars;
   Formats formats;
   cudaStream_t stream;
 
   template <int RULE, int FLAGS>
   void operator()() const {
-    update_kernel<RULE, FLAGS><<<parts, THREADS, 0, stream>>>(launch, scalars, formats);
+    const int blocks = batch.first[batch.count];
+    if (blocks > 0) update_kernel<RULE, FLAGS><<<blocks, THREADS, 0, stream>>>(batch, scalars, formats);
   }
 };
 
@@ -65,28 +55,9 @@ struct Launcher {
 int32_t zoo_update_cuda(int32_t rule, int32_t flags, const zoo::Scalars* scalars, const zoo::Formats* formats,
                         const zoo::Row* rows, int64_t num_rows, void* stream) {
   using namespace zoo;
-  Launch launch = {};
-  int used_rows = 0, parts = 0;
   bool known = true;
-  const auto flush = [&] {
-    if (parts > 0)
-      known = with_rule(rule, flags, Launcher{launch, parts, *scalars, *formats, static_cast<cudaStream_t>(stream)});
-    used_rows = parts = 0;
-  };
-  for (int64_t i = 0; i < num_rows && known; ++i) {
-    if (rows[i].n == 0) continue;
-    if (used_rows == ROWS) flush();
-    launch.rows[used_rows] = rows[i];
-    for (int64_t part = 0; part * PART < rows[i].n; ++part) {
-      if (parts == PARTS) {
-        flush();
-        launch.rows[0] = rows[i];
-      }
-      launch.part[parts] = int32_t(part);
-      launch.row_of[parts++] = uint8_t(used_rows);
-    }
-    ++used_rows;
-  }
-  flush();
-  return known ? int32_t(cudaGetLastError()) : -1;
+  const int32_t error = each_batch(rows, num_rows, PART, [&](const Batch<Row>& batch, int64_t, int64_t) {
+    known = known && with_rule(rule, flags, Launcher{batch, *scalars, *formats, static_cast<cudaStream_t>(stream)});
+  });
+  return known ? error : -1;
 }

@@ -59,6 +59,10 @@ constexpr int NUM_SCALARS = 11;
 
 constexpr int MAX_STATES = 3;
 
+// The sums of LAMB over a row are made of those of its parts, in order, and these of 16 lanes (common/squares.h): they
+// depend neither on the threads nor on CPU against CUDA.
+constexpr int64_t LAMB_PART = 65536;
+
 struct Row {
   void* param;
   const void* grad;

@@ -18,10 +18,7 @@ int64_t total_of(const Row* rows, int64_t num_rows) {
   return total;
 }
 
-// Parts of rows, each short enough to share out and long enough to be worth it. The sums of a row are made of the sums
-// of its parts in order, so they do not depend on the number of threads.
-constexpr int64_t PART = 65536;
-
+// Parts of rows, each short enough to share out and long enough to be worth it.
 struct Part {
   int64_t row, begin, end;
 };
@@ -29,7 +26,8 @@ struct Part {
 std::vector<Part> parts_of(const Row* rows, int64_t num_rows) {
   std::vector<Part> parts;
   for (int64_t i = 0; i < num_rows; ++i)
-    for (int64_t at = 0; at < rows[i].n; at += PART) parts.push_back({i, at, at + PART < rows[i].n ? at + PART : rows[i].n});
+    for (int64_t at = 0; at < rows[i].n; at += LAMB_PART)
+      parts.push_back({i, at, at + LAMB_PART < rows[i].n ? at + LAMB_PART : rows[i].n});
   return parts;
 }
 

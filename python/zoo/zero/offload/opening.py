@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zoo.io import AioConfig, Handle
 from zoo.zero.buckets import BucketSpec, Placement, Stores, layout_of
+from zoo.zero.dry import DryScratch
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, plan_tiers
 from zoo.zero.offload.scratch import Scratch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def open_stores(
     plan: Sequence[BucketSpec], placement: Placement, config: ZeroConfig, num_ranks: int, *,
-    aio: AioConfig | Handle | None, keep_norms: bool,
+    aio: AioConfig | Handle | None, keep_norms: bool, dry: bool = False,
 ) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
     """The tiers of each bucket and what they need; the files have their full size afterwards."""
     parameters, optimizer = config.offload_param, config.offload_optimizer
@@ -29,13 +30,7 @@ def open_stores(
     tiers = plan_tiers(
         [(n, s, spec.trainable) for n, s, spec in zip(numels, split, plan, strict=True)], parameters, optimizer
     )
-    share = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    scratch = Scratch(
-        aio=aio if isinstance(aio, AioConfig) else None,
-        handle=aio if isinstance(aio, Handle) else None,
-        capacity_bytes=config.offload_host_bytes // share if config.offload_host_bytes is not None else None,
-        pinned=parameters.pin_memory or optimizer.pin_memory,
-    )
+    scratch: Any = DryScratch() if dry else _open(config, aio)
     sizes = [n * spec.dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
 
     def on_nvme(tier: Sequence[Tier]) -> list[int]:
@@ -48,3 +43,13 @@ def open_stores(
     if any(parked) and placement.shard_gradients:
         park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
     return scratch, [Stores(tiers=t, scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for t in tiers]
+
+
+def _open(config: ZeroConfig, aio: AioConfig | Handle | None) -> Scratch:
+    share = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return Scratch(
+        aio=aio if isinstance(aio, AioConfig) else None,
+        handle=aio if isinstance(aio, Handle) else None,
+        capacity_bytes=config.offload_host_bytes // share if config.offload_host_bytes is not None else None,
+        pinned=config.offload_param.pin_memory or config.offload_optimizer.pin_memory,
+    )

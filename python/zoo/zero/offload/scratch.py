@@ -29,6 +29,7 @@ class Shelf:
 
     def __init__(self, handle: Handle, folder: Path, name: str, sizes: list[int]) -> None:
         self._handle, self.what = handle, name
+        self.read_bytes = self.written_bytes = 0  # since it was made
         self.offsets, end = [], 0
         for size in sizes:
             self.offsets.append(end)
@@ -47,10 +48,12 @@ class Shelf:
 
     def read(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
         """Begin filling ``tensor`` from byte ``offset`` of a region."""
+        self.read_bytes += tensor.nbytes
         return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
         """Begin writing ``tensor`` at byte ``offset`` of a region."""
+        self.written_bytes += tensor.nbytes
         return self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset)
 
     def finish(self, future: Future) -> None:
@@ -132,6 +135,10 @@ class Scratch:
     def nvme_bytes(self) -> int:
         """Bytes of all files."""
         return sum(shelf.num_bytes for shelf in self._shelves)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes read and written so far."""
+        return sum(s.read_bytes for s in self._shelves), sum(s.written_bytes for s in self._shelves)
 
     def close(self) -> None:
         """Give files and threads back."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zoo.zero.buckets import Bucket
 from zoo.zero.offload.plan import Tier
 from zoo.zero.offload.scratch import Scratch, round_up
 from zoo.zero.segments import Segment, absent
+from zoo.zero.state import Stored
 
 ALIGN = 64  # of a section within a record, as vector loads like it
 
@@ -61,6 +63,7 @@ class StateStream:
         self._scratch, self._entries = scratch, entries
         self._pipeline_read, self._pipeline_write = pipeline_read, pipeline_write
         self._pieces = [[self._record(s, states_of(s)) for s in piece] for piece in pieces]
+        self._record_of = {r.segment: r for piece in self._pieces for r in piece}
         kept = [r for piece in self._pieces for r in piece if r.sections]
         for index, record in enumerate(kept):
             record.region = index
@@ -74,11 +77,24 @@ class StateStream:
         behind, ahead = int(self._pipeline_write), int(self._pipeline_read)
         return max((sum(sizes[max(k - behind, 0) : k + ahead + 1]) for k in range(len(sizes))), default=0)
 
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that an update reads and writes, once states exist."""
+        read = written = 0
+        for record in (r for piece in self._pieces for r in piece):
+            bucket, parameters = record.segment.bucket, 0
+            if bucket.parameters_on_nvme:
+                parameters = record.segment.tensor.numel() * bucket.spec.dtype.itemsize
+            read += record.num_bytes + (0 if self._has_master(record) else parameters)
+            written += record.num_bytes + parameters
+            if bucket.parks:
+                read += record.segment.tensor.numel() * bucket.spec.dtype.itemsize
+        return read, written
+
     @staticmethod
     def _bytes_of(record: Record) -> int:
         bucket, n = record.segment.bucket, record.segment.tensor.numel()
         total, itemsize = round_up(record.num_bytes), bucket.spec.dtype.itemsize
-        if bucket.tiers.states is Tier.NVME and bucket.placement.shard_gradients:
+        if bucket.parks:
             total += round_up(n * itemsize)
         return total + (round_up(n * itemsize) if bucket.parameters_on_nvme else 0)
 
@@ -219,6 +235,28 @@ class StateStream:
         for piece in self._pieces:
             for record in piece:
                 record.exists = False
+
+    def stored(self, segment: Segment) -> dict[str, Stored]:
+        """By role, what of a segment is not in memory."""
+        record, bucket, found = self._record_of[segment], segment.bucket, {}
+        if bucket.parameters_on_nvme:
+
+            def load(start: int, length: int) -> torch.Tensor:
+                return bucket.load_parameters(segment.start + start, length)
+
+            found["parameter"] = Stored(load, bucket.spec.dtype)
+        for name, (_, dtype) in record.sections.items() if record.exists else ():
+            role = "parameter" if name in ("", "master") else name
+            found[role] = Stored(partial(self._load, record, name), dtype)
+        return found
+
+    def _load(self, record: Record, name: str, start: int, length: int) -> torch.Tensor:
+        begin, dtype = record.sections[name]
+        tensor = self._scratch.pool.empty(length, dtype=dtype)
+        if self._shelf is None:
+            raise AssertionError("a record without a file")
+        self._shelf.finish(self._shelf.read(record.region, tensor, begin + start * dtype.itemsize))
+        return tensor
 
     @contextmanager
     def in_memory(self, index: int, *, write: bool) -> Iterator[None]:

@@ -1,0 +1,238 @@
+"""``python -m benchmarks.zero.offload``: a training step with its states on the host and on NVMe, beside DeepSpeed's.
+
+The model is a GPT of 38 M parameters in bf16 with fp32 masters and moments, one process, one thread. Every contender of
+every round is a fresh process; the rates of the device are measured in the process that is judged by them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.zero.launch import ContenderError, run_ranks
+from benchmarks.zero.workloads import WORKLOADS, Workload
+
+LR = 1e-4
+AIO = {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
+PAGE = Path(__file__).with_name("OFFLOAD.md")
+RAW = ROOT / "build" / "benchmarks" / "offload.json"
+
+# (optimizer states, parameters)
+CONTENDERS: dict[str, tuple[str, str, str]] = {
+    "zoo-memory": ("zoo", "none", "none"),
+    "zoo-cpu": ("zoo", "cpu", "cpu"),
+    "ds-cpu": ("deepspeed", "cpu", "none"),
+    "ds-cpu-all": ("deepspeed", "cpu", "cpu"),
+    "zoo-nvme": ("zoo", "nvme", "none"),
+    "ds-nvme": ("deepspeed", "nvme", "none"),
+    "zoo-nvme-all": ("zoo", "nvme", "nvme"),
+    "ds-nvme-all": ("deepspeed", "nvme", "nvme"),
+}
+
+
+def offload_section(device: str, folder: str, **more: Any) -> dict[str, Any]:
+    """A section of ``zero_optimization``."""
+    return {"device": device, **({"nvme_path": folder} if device == "nvme" else {}), **more}
+
+
+def build_zoo(workload: Workload, states: str, parameters: str, folder: str) -> tuple[Callable[[Any], Any], Any, Any]:
+    from zoo.optim import AdamW
+    from zoo.zero import Stage3Optimizer
+
+    model = workload.model()
+    optimizer = Stage3Optimizer(
+        model, optimizer=AdamW, lr=LR, offload_optimizer=offload_section(states, folder),
+        offload_param=offload_section(parameters, folder, max_in_cpu=0),
+    )  # fmt: skip
+
+    updates: list[dict[str, float]] = []
+
+    def step(batch: Any) -> torch.Tensor:
+        loss = workload.loss(model(batch[0]), batch[1])
+        loss.backward()
+        before, began = optimizer.nvme_traffic(), time.perf_counter()
+        optimizer.step()
+        seconds, after = time.perf_counter() - began, optimizer.nvme_traffic()
+        updates.append({"wall_s": seconds, "read": after[0] - before[0], "written": after[1] - before[1]})
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, optimizer, updates
+
+
+def build_deepspeed(workload: Workload, states: str, parameters: str, folder: str) -> Callable[[Any], Any]:
+    from benchmarks.zero.contenders import import_deepspeed
+
+    deepspeed = import_deepspeed()
+    largest = 2**21  # more than any parameter of the model
+    zero: dict[str, Any] = {"stage": 3, "sub_group_size": 2**22, "stage3_max_live_parameters": 2**22}
+    pipelines = {"pipeline_read": True, "pipeline_write": True} if states == "nvme" else {}
+    zero["offload_optimizer"] = offload_section(states, folder, buffer_count=16, **pipelines)
+    if parameters != "none":
+        zero["offload_param"] = offload_section(parameters, folder, buffer_count=100, buffer_size=largest, max_in_cpu=0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero,
+        "steps_per_print": 10**9, "bf16": {"enabled": True}, "aio": AIO,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+    }  # fmt: skip
+    model = workload.model()
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    def step(batch: Any) -> torch.Tensor:
+        loss = workload.loss(engine(batch[0]), batch[1])
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def rates(folder: str, num_bytes: int = 256 << 20) -> dict[str, float]:
+    """Bytes a second of the device for reading, for writing, and for both at once (their sum), from pool memory."""
+    from zoo.io import Handle
+
+    found: dict[str, list[float]] = {"read": [], "write": [], "both": []}
+    with Handle() as handle, tempfile.TemporaryDirectory(dir=folder) as inside:
+        one, two = (handle.empty(num_bytes, dtype=torch.uint8).zero_() for _ in range(2))
+        paths = [f"{inside}/{name}" for name in "ab"]
+        for path, tensor in zip(paths, (one, two), strict=True):
+            handle.write(tensor, path)
+        for _ in range(3):
+            began = time.perf_counter()
+            handle.pread(one, paths[0])
+            found["read"].append(num_bytes / (time.perf_counter() - began))
+            began = time.perf_counter()
+            handle.pwrite(two, paths[1])
+            found["write"].append(num_bytes / (time.perf_counter() - began))
+            began = time.perf_counter()
+            futures = [handle.async_pread(one, paths[0]), handle.async_pwrite(two, paths[1])]
+            for future in futures:
+                future.wait()
+            found["both"].append(2 * num_bytes / (time.perf_counter() - began))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def measure_offload(spec: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Wall and CPU time of a step, its losses, and of zoo's the traffic and the rates of the device."""
+    library, states, parameters = CONTENDERS[spec["contender"]]
+    workload = WORKLOADS["wide"]
+    with tempfile.TemporaryDirectory(dir=spec["folder"]) as folder:
+        optimizer, updates = None, []
+        if library == "zoo":
+            step, optimizer, updates = build_zoo(workload, states, parameters, folder)
+        else:
+            step = build_deepspeed(workload, states, parameters, folder)
+        losses, wall, cpu = [], [], []
+        for number in range(workload.num_warmup + workload.num_steps):
+            before = optimizer.nvme_traffic() if optimizer is not None else (0, 0)
+            began, cpu_began = time.perf_counter(), time.process_time()
+            losses.append(float(step(workload.batch(rank, number))))
+            wall.append(time.perf_counter() - began)
+            cpu.append(time.process_time() - cpu_began)
+        found: dict[str, Any] = {
+            "updates": updates[workload.num_warmup :],
+            "losses": losses,
+            "wall_s": wall[workload.num_warmup :],
+            "cpu_s": cpu[workload.num_warmup :],
+        }
+        if optimizer is not None and states == "nvme":
+            after = optimizer.nvme_traffic()
+            found["read_bytes"], found["written_bytes"] = (a - b for a, b in zip(after, before, strict=True))
+            found["rates"] = rates(folder)
+        return found
+
+
+def measure(rounds: int, folder: str, names: list[str]) -> dict[str, Any]:
+    raw: dict[str, Any] = {"machine": machine(["torch", "deepspeed"]), "rounds": [], "failures": {}}
+    for number in range(rounds):
+        figures: dict[str, Any] = {}
+        raw["rounds"].append(figures)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            print(f"\rround {number + 1}/{rounds} {name:<14}", end="", file=sys.stderr, flush=True)
+            try:
+                spec = {"section": "offload", "contender": name, "folder": folder}
+                figures[name] = run_ranks(spec, 1, timeout_s=240)[0]
+            except ContenderError as error:
+                raw["failures"][name] = str(error)
+                print(f"\n{name} failed: {error}", file=sys.stderr, flush=True)
+            RAW.parent.mkdir(parents=True, exist_ok=True)
+            RAW.write_text(json.dumps(raw))
+    print(file=sys.stderr)
+    return raw
+
+
+def update_s(figures: dict[str, Any]) -> float:
+    """Median time of the optimizer's step."""
+    return statistics.median(update["wall_s"] for update in figures["updates"])
+
+
+def floor_of(figures: dict[str, Any], compute_s: float) -> float:
+    """max(compute, bytes ÷ bandwidth) of an update: reads and writes share the device while both go on."""
+    rate, update = figures["rates"], figures["updates"][-1]
+    together = min(update["read"], update["written"])
+    device_s = 2 * together / rate["both"] + (update["read"] - together) / rate["read"]
+    return max(compute_s, device_s + (update["written"] - together) / rate["write"])
+
+
+def report(raw: dict[str, Any]) -> str:
+    rows = []
+    rounds = raw["rounds"]
+    for name, (library, states, parameters) in CONTENDERS.items():
+        have = [r for r in rounds if name in r]
+        if not have:
+            rows.append([name, library, states, parameters, "failed", "", "", "", "", ""])
+            continue
+        seconds = [statistics.median(r[name]["wall_s"]) for r in have]
+        cpu = [statistics.median(r[name]["cpu_s"]) for r in have]
+        peer = {"zoo-cpu": "ds-cpu-all", "zoo-nvme": "ds-nvme", "zoo-nvme-all": "ds-nvme-all"}.get(name)
+        both = [r for r in have if peer in r] if peer else []
+        ratio = [statistics.median(r[name]["wall_s"]) / statistics.median(r[peer]["wall_s"]) for r in both]
+        over = [
+            update_s(r[name]) / floor_of(r[name], update_s(r["zoo-memory"]))
+            for r in have if "rates" in r[name] and "zoo-memory" in r
+        ]  # fmt: skip
+        updates = Spread(tuple(update_s(r[name]) for r in have)).text(3) if library == "zoo" else ""
+        moved = [(r[name].get("read_bytes", 0) + r[name].get("written_bytes", 0)) / 1e6 for r in have]
+        rows.append([
+            name, library, states, parameters, Spread(tuple(seconds)).text(), Spread(tuple(cpu)).text(), updates,
+            Spread(tuple(ratio)).text() if ratio else "", Spread(tuple(over)).text() if over else "",
+            f"{moved[0]:.0f}" if moved[0] else "",
+        ])  # fmt: skip
+    header = ["contender", "library", "states", "parameters", "step, s", "CPU, s", "its update, s",
+              "of DeepSpeed's step", "update of max(compute, bytes ÷ rate)", "MB moved a step"]  # fmt: skip
+    return table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zero.offload")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on the device")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--report-only", action="store_true")
+    parser.add_argument("--write-results", action="store_true", help="write OFFLOAD.md (its remarks are kept)")
+    args = parser.parse_args()
+    raw = json.loads(RAW.read_text()) if args.report_only else measure(args.rounds, args.folder, args.only)
+    text = report(raw)
+    print(text)
+    if args.write_results:
+        facts = "\n".join(f"- {key}: {value}" for key, value in raw["machine"].items())
+        PAGE.write_text(
+            "# Offloading: a step with its states on the host and on NVMe\n\nWritten by `python -m benchmarks.zero."
+            f"offload`, {len(raw['rounds'])} rounds; medians (lowest–highest). 38 M parameters in bf16, masters and "
+            "two moments in fp32, stage 3, one process of one thread, batch 1 x 128.\n\n"
+            f"{facts}\n\n{text}\n\n{remarks(PAGE)}"
+        )
+
+
+if __name__ == "__main__":
+    main()

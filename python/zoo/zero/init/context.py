@@ -1,0 +1,213 @@
+"""``Init``: a model that is partitioned while it is built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator
+from zoo.config import ConfigError, read
+from zoo.io import AioConfig, Handle
+from zoo.zero.config import ZeroConfig
+from zoo.zero.init import patching
+from zoo.zero.init.keeping import Keeper
+from zoo.zero.init.materialise import Materialiser
+from zoo.zero.init.report import InitReport
+from zoo.zero.init.session import Session
+
+_log = logging.getLogger("zoo.zero.init")
+_DEVICES = {"none": "device", "device": "device", "cuda": "device", "cpu": "cpu", "nvme": "nvme"}
+
+
+class Init:
+    """Partitions the parameters of each module as soon as it is built, so that a model is never whole anywhere.
+
+    ::
+
+        with zoo.zero.Init(dtype=torch.bfloat16):
+            model = MyLargeModel()
+        optimizer = Stage3Optimizer(model, lr=3e-4)
+
+    When the ``__init__`` of a module ends, each parameter that it holds itself is cut into N parts of
+    n = ceil(numel / N) elements; rank r keeps elements [r n, (r + 1) n) and the rest is freed. So a rank holds at most
+    one module's own parameters and 1/N of all others. The values of rank 0 count everywhere, as in ``ZeroOptimizer``.
+
+    What a parent does to a child's parameters after that (``nn.init``, ``apply``, ``.data.zero_()``, ``copy_``) takes
+    effect on every rank: the parameter is made whole for it, and its parts are stored again. :meth:`report` lists it.
+    Ties stay ties. What cannot be followed is an error that names the parameter.
+
+    Args:
+        module: partition this module, built already (also on the meta device), at once.
+        data_parallel_group: the ranks that share the model; None for the default group.
+        mem_efficient_linear: accepted, without effect: backward keeps no copy of a gathered weight in any case.
+        remote_device: where parts live: None or "device" with the parameter, "cpu", "nvme" (needs ``offload_param``
+            with nvme_path in the configuration).
+        pin_memory: page-lock parts in host memory (with a CUDA device).
+        config_dict_or_path, config: a ds_config, its path, or a :class:`~zoo.zero.ZeroConfig`. It gives what is not
+            given here: remote_device and pin_memory (offload_param), dtype (bf16, fp16), override_module_apply.
+        enabled: False makes this do nothing.
+        dtype: floating-point parameters are kept in it. A module's own initialisation runs in the dtype it is built in.
+        mpu: an object with ``get_data_parallel_group()``, instead of data_parallel_group.
+        sequence_data_parallel_group: takes the place of data_parallel_group where sequences are split too.
+        materialise: called with each module that holds parameters or buffers on the meta device, to initialise them;
+            by default their ``reset_parameters()`` is.
+        device: where parameters built on the meta device are made; default: the CUDA device with an nccl group, else
+            the CPU.
+        aio: how to reach NVMe, see ``ZeroOptimizer``.
+
+    On the meta device (``with torch.device("meta"), Init(): ...``) each module is materialised when it is built.
+    Nested contexts: the inner one partitions what is built in it.
+
+    Raises:
+        ValueError: options that contradict each other; a module on the meta device that cannot be initialised.
+        CollectiveMismatchError: ranks build different models, or run different initialisers.
+        PartitionedAccessError: an initialiser that cannot be followed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool | None = None,
+        config_dict_or_path: Mapping[str, Any] | ZeroConfig | str | Path | None = None,
+        config: Mapping[str, Any] | ZeroConfig | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        *,
+        materialise: Callable[[nn.Module], object] | None = None,
+        device: torch.device | str | None = None,
+        aio: AioConfig | Handle | None = None,
+    ) -> None:
+        self._session: Session | None = None
+        _refuse_unsupported(
+            zero_param_parallel_group=zero_param_parallel_group,
+            zero_quantized_weights=zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
+            param_swapper=param_swapper,
+        )
+        zero, configured = _read_config(config_dict_or_path, config)
+        if not enabled:
+            return
+        offload = zero.offload_param
+        where = _where(remote_device if remote_device is not None else offload.device)
+        if where == "nvme" and offload.nvme_path is None:
+            raise ValueError(
+                'Init got remote_device="nvme" and no directory: give config={"zero_optimization": {"stage": 3, '
+                '"offload_param": {"device": "nvme", "nvme_path": ...}}}.'
+            )
+        group = _group(data_parallel_group, mpu, sequence_data_parallel_group)
+        comm = Communicator(group)
+        pinned = offload.pin_memory if pin_memory is None else pin_memory
+        keeper = Keeper(where, offload.nvme_path, pinned=pinned and torch.cuda.is_available(), aio=aio)
+        materialiser = Materialiser(_device(device, comm), materialise)
+        self._session = Session(
+            comm, keeper, _dtype(dtype if dtype is not None else configured), materialiser,
+            override_apply=zero.override_module_apply,
+        )  # fmt: skip
+        if module is not None:
+            with self:
+                self._session.partition(module)
+                self._session.give_names([module])
+
+    def __enter__(self) -> Init:
+        if self._session is not None:
+            patching.install()
+            self._session.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        session = self._session
+        if session is None:
+            return
+        try:
+            if kind is None:
+                session.finish()
+            else:
+                session.abandon()
+        finally:
+            session.leave()
+            patching.uninstall()
+        if kind is None:
+            _log.info("%s", session.report())
+
+    def report(self) -> InitReport:
+        """What was partitioned, and which initialisers ran on what was partitioned already."""
+        if self._session is None:
+            return InitReport(0, 0, 0, ())
+        return self._session.report()
+
+
+def _refuse_unsupported(**options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise NotImplementedError(f"Init got {name}={value!r}, which zoo.zero.Init does not have; leave it out.")
+
+
+def _group(data_parallel_group: Any, mpu: Any, sequence_data_parallel_group: Any) -> Any:
+    if sequence_data_parallel_group is not None:
+        return sequence_data_parallel_group
+    if mpu is None:
+        return data_parallel_group
+    if data_parallel_group is not None:
+        raise ValueError("Init got both data_parallel_group and mpu; give one of them.")
+    if not callable(getattr(mpu, "get_data_parallel_group", None)):
+        raise ValueError(f"Init got mpu={mpu!r}, which has no method get_data_parallel_group().")
+    return mpu.get_data_parallel_group()
+
+
+def _where(device: str) -> str:
+    if device not in _DEVICES:
+        raise ValueError(f'Init got remote_device={device!r}; allowed are None, "device", "cpu" and "nvme".')
+    return _DEVICES[device]
+
+
+def _device(given: torch.device | str | None, comm: Communicator) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    if "nccl" in comm.backend:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"Init got dtype={dtype}; it must be a floating-point one.")
+    return dtype
+
+
+def _read_config(*given: Mapping[str, Any] | ZeroConfig | str | Path | None) -> tuple[ZeroConfig, torch.dtype | None]:
+    found = [g for g in given if g is not None]
+    if len(found) > 1:
+        raise ValueError("Init got both config_dict_or_path and config; they are two names of one argument.")
+    if not found:
+        return ZeroConfig(), None
+    source = found[0]
+    if isinstance(source, ZeroConfig):
+        return source, None
+    document = read(source).values
+    dtype = None
+    for key, meant in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        section = document.get(key)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            dtype = meant
+    zero = {k: v for k, v in dict(document.get("zero_optimization") or {}).items() if v != "auto"}
+    try:
+        return ZeroConfig.model_validate(zero), dtype
+    except ValueError as error:
+        raise ConfigError([f"zero_optimization: {error}"]) from error
