@@ -13,7 +13,12 @@ from torch import nn
 
 import zoo.optim
 from zoo import sim
-from zoo.zero import ZeroOptimizer
+from zoo.zero import (
+    GatheredParameters,
+    ZeroOptimizer,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+)
 
 from .cases import Case, cases, train_reference, train_zero
 
@@ -278,6 +283,49 @@ def test_state_moves_between_axes(worlds: Any, placements: Any, dtype: torch.dty
     for values in sim.run(worlds[1], load):
         for name, value in values.items():
             torch.testing.assert_close(value, saved[0][2][name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mics_shard_size": 2},
+        {"mics_shard_size": 2, "zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+        {"zero_hpz_partition_size": 2, "zero_quantized_nontrainable_weights": True},
+        {"zero_quantized_weights": True, "max_live_parameters": 10**6},
+    ],
+    ids=str,
+)
+def test_values_can_be_read_and_changed_between_forward_and_backward(options: dict[str, Any]) -> None:
+    def fn(rank: int) -> None:
+        model = small(torch.float32)
+        optimizer = ZeroOptimizer(
+            model, stage=3, lr=0.01, param_persistence_threshold=0, **{"max_live_parameters": 0, **options}
+        )
+        loss = model(data(rank, 0)).square().mean()
+        with GatheredParameters(model.parameters()):
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        assert all(torch.equal(before[n], v) for n, v in optimizer.consolidated_parameters().items())
+        with GatheredParameters([model[2].weight, model[0].bias], modifier_rank=3):
+            if rank == 3:
+                model[2].weight.data.add_(1.0)
+                model[0].bias.data.fill_(0.25)
+        assert torch.equal(safe_get_full_fp32_param(model[2].weight), before["2.weight"] + 1.0)
+        assert torch.equal(optimizer.consolidated_parameters()["0.bias"], torch.full((6,), 0.25))
+        seen: list[torch.Tensor] = []
+        hook = model[2].register_forward_pre_hook(lambda m, a: seen.append(m.weight.detach().clone()))
+        loss.backward()
+        model(data(rank, 0))
+        hook.remove()
+        assert float((seen[0] - before["2.weight"] - 1.0).abs().max()) < 0.02
+        optimizer.step()
+        state = safe_get_full_optimizer_state(model[2].weight, "exp_avg")
+        assert state is not None
+        everyone = torch.empty(4 * state.numel())
+        optimizer.comm.all_gather(everyone, state.flatten().contiguous()).wait()
+        assert all(torch.equal(part, state.flatten()) for part in everyone.chunk(4))
+        assert float(state.abs().sum()) > 0
+
+    sim.run(4, fn)
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------

@@ -292,8 +292,29 @@ def test_touching_after_the_context_is_refused_by_name() -> None:
             touch(model[0].weight)
     with pytest.raises(PartitionedAccessError, match=r"0\.weight"):
         model(torch.ones(1, 3))
-    with pytest.raises(PartitionedAccessError, match=r"0\.weight"):
-        model.half()
+
+
+def test_a_partitioned_model_can_be_converted_and_moved(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 5)
+        tied = nn.Linear(3, 5)
+        tied.weight = layer.weight
+        return nn.Sequential(layer, tied)
+
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(4)
+        with Init(config=config if rank == 0 else None):
+            model = build().to("cpu")
+            model[0].bfloat16()
+        model.to(dtype=torch.bfloat16, device="cpu").to(torch.bfloat16)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert model[0].weight is model[1].weight
+        return whole(model)
+
+    for found in sim.run(3, fn):
+        same(found, seeded(build, 4).to(torch.bfloat16))
 
 
 def test_ranks_that_build_different_models_are_named() -> None:

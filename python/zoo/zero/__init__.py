@@ -4,6 +4,23 @@
 three placements; stage 0, plain data parallelism, is the fourth.
 """
 
+from zoo.zero.access import (
+    get_full_fp32_params,
+    get_full_grads,
+    get_full_optimizer_states,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 from zoo.zero.config import ZeroConfig
 from zoo.zero.dry import DryRun
 from zoo.zero.estimators import (
@@ -15,6 +32,7 @@ from zoo.zero.estimators import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zoo.zero.forecast import Forecast
+from zoo.zero.gathering import GatheredParameters
 from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.init import Init, InitReport
 from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
@@ -29,6 +47,7 @@ from zoo.zero.units import UnitList
 __all__ = [
     "DryRun",
     "Forecast",
+    "GatheredParameters",
     "Init",
     "InitReport",
     "LossScaler",
@@ -54,5 +73,20 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "get_full_fp32_params",
+    "get_full_grads",
+    "get_full_optimizer_states",
     "memory_efficient_linear",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
 ]

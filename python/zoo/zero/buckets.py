@@ -11,9 +11,10 @@ buffers exist whole on every rank and which only as the rank's shard.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +38,9 @@ from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
 from zoo.zero.routes import Hop, Packed, Routes
 from zoo.zero.units import UnitSpec
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
 
@@ -160,6 +164,7 @@ class Bucket:
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
+        owner: the optimizer it belongs to.
         live: ``full`` holds valid parameters.
         pending: number of recorded forwards that still have to come back to this bucket in backward.
         active: number of running forwards of units that use it.
@@ -188,6 +193,7 @@ class Bucket:
         self.packed: Packed | None = None
         self._route = routes.gather
         self._reading: tuple[Future, torch.Tensor] | None = None
+        self.owner: weakref.ref[ZeroOptimizer] | None = None
         self._lay_out_parameters()
         if spec.trainable:
             self._lay_out_gradients()
@@ -291,6 +297,11 @@ class Bucket:
         if self._hidden:
             self._hidden = False
             self._guard.show()
+
+    @property
+    def hidden(self) -> bool:
+        """The parameters are refused."""
+        return self._hidden
 
     def hide(self) -> None:
         """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
@@ -609,6 +620,15 @@ class Bucket:
         """Multiply the reduced gradient of chunk ``index``."""
         parked, self.grad_norm = self.parked_gradient, None
         chunk = self.reduced_chunk(index).mul_(factor)
+        if parked:
+            self.grad_shard = chunk
+            self._put_away()
+
+    def set_reduced(self, index: int, start: int, values: torch.Tensor) -> None:
+        """Put ``values`` in the place of elements [start, start + len) of the reduced gradient of chunk ``index``."""
+        parked = self.parked_gradient
+        chunk = self.reduced_chunk(index)
+        chunk[start : start + values.numel()].copy_(values)
         if parked:
             self.grad_shard = chunk
             self._put_away()

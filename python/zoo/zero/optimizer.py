@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -143,6 +144,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             plan, placement, cfg, shard.size, aio=self._aio, keep_norms=norms, dry=isinstance(self.comm, DryRun)
         )
         self._buckets = [Bucket(i, spec, placement, routes[i], stores[i]) for i, spec in enumerate(plan)]
+        for bucket in self._buckets:
+            bucket.owner = weakref.ref(self)
         self._trainable = [b for b in self._buckets if b.spec.trainable]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
         itemsize = plan[0].dtype.itemsize
@@ -162,6 +165,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     # Training --------------------------------------------------------------------------------------------------------
+
+    @property
+    def updater(self) -> Updater:
+        """The wrapped optimizer on this rank's segments."""
+        return self._updater
+
+    @property
+    def shard_group(self) -> Communicator:
+        """The ranks that split what is split: all of them but with shard groups (MiCS)."""
+        return self._axes.shard
+
+    @property
+    def runtime(self) -> Runtime:
+        """What gathers, releases and reduces."""
+        return self._runtime
 
     @property
     def loss_scale(self) -> float:
@@ -216,6 +234,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._updater.update(factor, self.param_groups)
         self._publish()
         return loss
+
+    def settle_gradients(self) -> None:
+        """Reduce what ``no_sync()`` left on each rank. Collective if there is any."""
+        self._settle()
 
     def _settle(self) -> None:
         if self._runtime.unreduced:
@@ -279,6 +301,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets:
                 bucket.active -= 1
             self._runtime.reset()
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters that are kept for the next forward or backward (stage 3). Call it on all ranks."""
+        self._runtime.reset()
 
     @torch.no_grad()
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -115,6 +115,7 @@ class Runtime:
         self._pass_grad = False
         self._in_backward = False
         self._hold = False  # reduce nothing before the end of this backward
+        self.held: dict[Bucket, list[int]] = {}
         self._hooks: list[Any] = []
         self._units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self._buckets)
@@ -419,6 +420,43 @@ class Runtime:
                 if bucket.partitioned and not bucket.active:
                     bucket.release()
                 bucket.drop_secondary()
+
+    # Held by the user ------------------------------------------------------------------------------------------------
+
+    def hold(self, bucket: Bucket) -> tuple[bool, bool]:
+        """Make a bucket whole and keep it so; returns what :meth:`let_go` needs. Collective."""
+        stays = bucket.live and (bucket.active > 0 or not bucket.rounds)
+        before = (stays, bucket.hidden)
+        bucket.wait(exact=True)
+        bucket.active += 1
+        if bucket not in self.held:
+            self.note(bucket)
+        return before
+
+    def note(self, bucket: Bucket) -> None:
+        """Remember the versions of a held bucket's parameters: a later change is somebody's write."""
+        self.held[bucket] = [p._version for p in bucket.spec.parameters]
+
+    def let_go(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:
+        """End a :meth:`hold`; with ``forget`` what is gathered is not used any more."""
+        was_live, was_hidden = before
+        bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
+        if bucket.active:
+            return
+        self.held.pop(bucket, None)
+        if forget or not was_live:
+            self.forget(bucket)
+        elif was_hidden:
+            bucket.hide()
+
+    def forget(self, bucket: Bucket) -> None:
+        """What is gathered of this bucket is stale; the next use gathers it again."""
+        if bucket in self._kept:
+            del self._kept[bucket]
+            self._kept_bytes -= bucket.num_bytes
+        self._early.pop(bucket, None)
+        if not bucket.active:
+            bucket.release()
 
     def calls(self) -> list[tuple[Bucket, ...]]:
         """The partitioned buckets of each unit call of the latest training forward, or of all units in turn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -195,6 +195,29 @@ class Updater:
         """By role, what of a segment is on NVMe."""
         return self._stream.stored(segment) if self._stream is not None else {}
 
+    def visit(self, buckets: Collection[Bucket] | None = None) -> Iterator[Segment]:
+        """Each segment (of ``buckets``) while its values and states are in memory, to be read."""
+        self.check_whole()
+        for index, (_, piece) in enumerate(self._pieces):
+            if buckets is not None and not any(s.bucket in buckets for s in piece):
+                continue
+            with self._stream.in_memory(index, write=False) if self._stream is not None else contextlib.nullcontext():
+                yield from (s for s in piece if buckets is None or s.bucket in buckets)
+
+    def edit(self, buckets: Collection[Bucket], change: Callable[[Segment, dict[str, Any]], None]) -> None:
+        """Let ``change`` write to the values (:meth:`Segment.value`) and states of each segment of ``buckets``."""
+        self.check_whole()
+        for index, (_, piece) in enumerate(self._pieces):
+            if not any(s.bucket in buckets for s in piece):
+                continue
+            stream = self._stream
+            with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
+                for segment in piece:
+                    if segment.bucket in buckets:
+                        change(segment, self.inner.state.get(segment.tensor, {}))
+                    # All of a piece: what is on NVMe is written back whole.
+                    self._write_back(segment)
+
     def load(self, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
         """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it."""
         self.broken = None
@@ -226,6 +249,9 @@ class Updater:
         if not fill(segment, state):
             # Nothing but parameters yet; a master is one.
             self.inner.state[segment.tensor] = {k: v for k, v in state.items() if k == "master"}
+        self._write_back(segment)
+
+    def _write_back(self, segment: Segment) -> None:
         if segment.target is not None:
             segment.target.copy_(segment.tensor)
             return

@@ -31,7 +31,7 @@ class Kept:
             return self._tensor
         if self._shelf is None:
             raise AssertionError("a shard that was dropped is read.")
-        found = self._keeper.scratch.pool.empty(self._numel, dtype=self._dtype)
+        found = torch.empty(self._numel, dtype=self._dtype)
         self._shelf.finish(self._shelf.read(0, found, self._offset))
         return found
 
@@ -42,7 +42,7 @@ class Kept:
         if self._keeper.device != "nvme" or not values.numel():
             self._tensor = self._keeper.in_memory(values)
             return
-        host = self._keeper.scratch.pool.empty(values.numel(), dtype=values.dtype).copy_(values)
+        host = values.detach().cpu().contiguous()
         if not same_place:
             self._shelf, self._offset = self._keeper.space(values.nbytes)
         if self._shelf is None:

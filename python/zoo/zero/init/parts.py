@@ -34,6 +34,9 @@ _ALLOWED = ALLOWED_WHEN_PARTITIONED | {
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 SET_DATA: Any = _DATA.__set__
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "half", "bfloat16", "float", "double", "cpu", "cuda")
+)
 
 
 class InitParameter(nn.Parameter):
@@ -50,6 +53,10 @@ class InitParameter(nn.Parameter):
 
             session = current()
             parts = parts_in((args, kwargs))
+            if func in _CONVERSIONS and parts and not parts[0].whole:
+                return parts[0].converted(func, args[1:], kwargs)
+            if func == SET_DATA and parts and parts[0].take_over(args[1]):
+                return None
             if session is not None:
                 return session.run(func, args, kwargs, parts)
             refuse_closed(func, parts)
@@ -114,6 +121,7 @@ class Part:
         self.flat: torch.Tensor | None = None
         self.users = 0
         self.aliased = False
+        self.origin: Part | None = None  # from which it was converted
         self._version = 0
         self._kept: Kept | None = None
 
@@ -136,6 +144,33 @@ class Part:
         part.store(src=0)
         part.drop_whole()
         return part
+
+    def converted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Parameter:
+        """What ``parameter.to(...)`` returns: each rank converts its own elements."""
+        kwargs = {k: v for k, v in kwargs.items() if k != "copy"}
+        now = torch.empty(0, dtype=self.dtype, device=self.device)
+        meant = func(now, *args, **kwargs)
+        if (meant.dtype, meant.device) == (self.dtype, self.device):
+            return self.parameter
+        made = self.copy()
+        part = part_of(made)
+        if part is None:
+            raise AssertionError("a copy of a partitioned parameter is partitioned")
+        part.origin, part.dtype, part.device = self, meant.dtype, meant.device
+        part.kept.replace(part.kept.values().to(meant.dtype))
+        part.drop_whole()
+        return made
+
+    def take_over(self, value: torch.Tensor) -> bool:
+        """Do ``parameter.data = value`` if ``value`` is this parameter, or was converted from it."""
+        other = part_of(value)
+        if other is self:
+            return True
+        if other is None or other.origin is not self or self.whole:
+            return False
+        self._kept, self.dtype, self.device = other.kept, other.dtype, other.device
+        self.drop_whole()
+        return True
 
     def copy(self) -> nn.Parameter:
         """See ``InitParameter.__deepcopy__``."""

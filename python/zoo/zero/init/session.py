@@ -183,6 +183,10 @@ class Session:
             part.make_whole()
             self._open[part] = part.parameter
 
+    def uses(self, part: Part) -> bool:
+        """An initialiser touched it, and it is still whole."""
+        return part in self._open
+
     def settle(self, keep: Sequence[Part] = ()) -> bool:
         """Store what was written, and free what is whole; False if views of some of it exist. Collective."""
         free = True

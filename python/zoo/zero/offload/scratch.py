@@ -12,6 +12,7 @@ import torch
 
 from zoo.io import AioConfig, BufferPool, Future, Handle
 from zoo.zero.offload.errors import OffloadError
+from zoo.zero.offload.heap import map_large_blocks
 
 PAGE = 4096
 
@@ -96,6 +97,8 @@ def _why(error: OSError, name: str, folder: Path, num_bytes: int) -> str:
 class Scratch:
     """The engine, the buffers and the folders of one rank's offloaded state.
 
+    Memory is scarce where one is made: large blocks of the process go back to the system when they are freed (heap.py).
+
     Args:
         capacity_bytes: hard cap of the buffers; None for none but the pool's own.
         handle: an engine to use; by default one with the options of ``aio``.
@@ -105,6 +108,7 @@ class Scratch:
         self, *, aio: AioConfig | None = None, handle: Handle | None = None, capacity_bytes: int | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
+        map_large_blocks()
         self._capacity_bytes = capacity_bytes
         self.pool = BufferPool(capacity_bytes or (1 << 46), pinned="auto" if pinned else False)
         self.handle = handle if handle is not None else Handle.from_config(aio or AioConfig(), pool=self.pool)

@@ -1,0 +1,47 @@
+"""A model whose states are several times larger than what its process may allocate trains, and trains the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT_MIB = 128
+
+
+def run(folder: Path, limit_mib: int, layers: int) -> dict[str, Any]:
+    script = Path(__file__).with_name("limited.py")
+    command = [sys.executable, str(script), str(folder), str(limit_mib), "1024", str(layers)]
+    # One arena: those of other threads reserve 64 MiB each of what is limited.
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env={**os.environ, "MALLOC_ARENA_MAX": "1"}
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def check(folder: Path, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    limited, free = run(folder, LIMIT_MIB, layers), run(folder, 0, layers)
+    assert limited["losses"] == free["losses"]
+    assert len(set(free["losses"])) == len(free["losses"])
+    assert limited["states_bytes"] == free["states_bytes"]
+    return limited, free
+
+
+def test_states_of_four_times_the_memory_that_is_left(tmp_path: Path) -> None:
+    limited, free = check(tmp_path, layers=34)
+    assert limited["states_bytes"] >= 4 * LIMIT_MIB * 2**20
+    assert free["rss_growth_bytes"] >= free["states_bytes"]
+
+
+@pytest.mark.slow
+def test_states_of_four_times_all_memory_of_the_process(tmp_path: Path) -> None:
+    """As above, with the limit counting torch and everything else that the process has: about 5 GB against 1.1 GB."""
+    limited, _ = check(tmp_path, layers=304)
+    assert limited["states_bytes"] >= 4 * limited["limit_bytes"]
