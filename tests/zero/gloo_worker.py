@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,11 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 32, (16,), generator=generator), torch.randint(0, 32, (16,), generator=generator)
 
 
-def train_ddp(rank: int) -> dict[str, torch.Tensor]:
+def train_ddp(rank: int, num_steps: int = NUM_STEPS) -> dict[str, torch.Tensor]:
     model = make_model()
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         x, y = batch(rank, step)
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
@@ -45,12 +46,13 @@ def train_ddp(rank: int) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def train_zoo(rank: int, stage: int, check: bool) -> dict[str, torch.Tensor]:
+def train_zoo(
+    rank: int, stage: int, check: bool, num_steps: int = NUM_STEPS, **options: Any
+) -> dict[str, torch.Tensor]:
     model = make_model()
-    optimizer = ZeroOptimizer(
-        model, stage=stage, lr=1e-3, clip_norm=1.0, param_persistence_threshold=100, reduce_bucket_size=700, check=check
-    )
-    for step in range(NUM_STEPS):
+    base = {"clip_norm": 1.0, "param_persistence_threshold": 100, "reduce_bucket_size": 700}
+    optimizer = ZeroOptimizer(model, stage=stage, lr=1e-3, check=check, **{**base, **options})
+    for step in range(num_steps):
         x, y = batch(rank, step)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -66,6 +68,27 @@ def equality(rank: int) -> dict[str, float]:
         got = train_zoo(rank, stage, check=stage % 2 == 1)
         found[str(stage)] = max(float((got[n] - expected[n]).abs().max()) for n in expected)
     return found
+
+
+def axes(rank: int) -> dict[str, float]:
+    """The largest difference of any parameter from DDP, or from plain stage 3, after 5 steps on 2 nodes of 2 ranks."""
+    expected = train_ddp(rank, 5)
+    plain = train_zoo(rank, 3, False, 5)
+
+    def away(other: dict[str, torch.Tensor], stage: int, **options: Any) -> float:
+        got = train_zoo(rank, stage, len(options) % 2 == 1, 5, ranks_per_node=2, max_live_parameters=0, **options)
+        return max(float((got[n] - other[n]).abs().max()) for n in other)
+
+    return {
+        "all-reduce": away(expected, 0, hierarchical_all_reduce=True),
+        "mics": away(expected, 3, mics_shard_size=2),
+        "two stages": away(plain, 3, mics_hierarchical_params_gather=True),
+        "hpz": away(plain, 3, zero_hpz_partition_size=2),
+        "quantised": away(
+            plain, 3, zero_hpz_partition_size=2, zero_quantized_weights=True, zero_quantized_gradients=True,
+            mics_hierarchical_params_gather=True,
+        ),
+    }  # fmt: skip
 
 
 def dies(rank: int) -> dict[str, float]:
@@ -122,7 +145,7 @@ def main() -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=5 if job == "stalls" else 60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
-    result = {"equality": equality, "dies": dies, "stalls": stalls, "mismatch": mismatch}[job](rank)
+    result = {"equality": equality, "axes": axes, "dies": dies, "stalls": stalls, "mismatch": mismatch}[job](rank)
     (out / f"{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)

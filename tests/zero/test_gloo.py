@@ -36,6 +36,17 @@ def test_all_stages_equal_ddp_after_20_steps(tmp_path: Path) -> None:
             assert difference <= 1e-6, f"rank {rank} stage {stage} differs from DDP by {difference}"
 
 
+@pytest.mark.slow
+def test_axes_within_the_group(tmp_path: Path) -> None:
+    found = run("axes", tmp_path, world=4)
+    assert sorted(found) == [0, 1, 2, 3]
+    for differences in found.values():
+        assert max(differences["all-reduce"], differences["mics"]) <= 1e-6
+        assert differences["two stages"] == differences["hpz"] == 0
+        # Adam moves an element by about lr a step at most, whatever its gradient: 5 steps of 1e-3.
+        assert 0 < differences["quantised"] <= 0.011
+
+
 def test_a_dead_peer_is_noticed(tmp_path: Path) -> None:
     found = run("dies", tmp_path)
     assert list(found) == [0]

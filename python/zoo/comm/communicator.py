@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from zoo.comm.check import verify
 from zoo.comm.log import CommsLog, OpStats
+from zoo.comm.nodes import Nodes, node_of_each, ranks_of
 from zoo.comm.transport import DONE, Handle, choose_transport
 
 
@@ -35,27 +37,41 @@ class Communicator:
     """Collectives on one process group.
 
     Args:
-        group: a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None for the default group. Without an
-            initialised default group, None means a world of one rank, in which every collective is local.
+        group: a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, one of the axes ("node", "local"), whose ranks
+            are then taken together, or None for the default group. Without an initialised default group, None means
+            a world of one rank, in which every collective is local.
         log: where operations are counted; a fresh :class:`CommsLog` if not given.
+        nodes: which ranks share a node, so that the log can tell bytes that leave it: ranks of a node, a
+            :class:`~zoo.layout.Mesh` with an axis "node", or the node of each rank. By default what the DeviceMesh or
+            torchrun (LOCAL_WORLD_SIZE) says.
         check: agree on a fingerprint before every collective (one extra small collective each); the error names the
             ranks that differ.
 
     Attributes:
         rank, size: this process's rank in the group, and the number of ranks.
         backend: name of the group's backend, "local" for a world of one without a group.
+        nodes: the node of each rank, None if unknown.
+        num_local: how many ranks of the group are on this rank's node, itself among them; None if unknown.
 
     All buffers are flat and contiguous. Chunk r of a full buffer (N*n,) belongs to group rank r.
     """
 
-    def __init__(self, group: Any = None, *, log: CommsLog | None = None, check: bool = False) -> None:
+    def __init__(
+        self, group: Any = None, *, log: CommsLog | None = None, check: bool = False, nodes: Nodes = None
+    ) -> None:
         if hasattr(group, "get_group") and hasattr(group, "mesh"):
-            if group.ndim != 1:
+            members = ranks_of(group)
+            if members is not None:
+                nodes = [i // group.shape[1] for i in range(len(members))] if nodes is None else nodes
+                group = None if members == list(range(dist.get_world_size())) else _new_group(members, None)
+            elif group.ndim != 1:
                 raise ValueError(
                     f"Communicator got a DeviceMesh with {group.ndim} dimensions {group.mesh_dim_names}; it works on "
-                    "one axis: pass mesh['axis_name'] or mesh.get_group('axis_name')."
+                    "one axis: pass mesh['axis_name'] or mesh.get_group('axis_name'), or a mesh of the axes "
+                    "('node', 'local')."
                 )
-            group = group.get_group()
+            else:
+                group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("Communicator got a process group that this rank is not a member of.")
         self.group = group
@@ -63,14 +79,51 @@ class Communicator:
         self.check = check
         self._sequence = 0
         if group is None and not dist.is_initialized():
-            self.rank, self.size, self.backend = 0, 1, "local"
+            self.rank, self.size, self.backend, self._ranks = 0, 1, "local", [0]
         else:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self.backend = str(dist.get_backend(group))
+            self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.know_nodes(nodes)
         self._transport = choose_transport(group, self.backend) if self.size > 1 else None
+
+    def know_nodes(self, nodes: Nodes) -> None:
+        """Which ranks share a node; see the argument of the class."""
+        self.nodes = node_of_each(nodes, self._ranks)
+        self.num_local = None if self.nodes is None else self.nodes.count(self.nodes[self.rank])
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
+
+    def subgroup(self, members: Sequence[int]) -> Communicator:
+        """The communicator of some ranks of this group, which counts in the same log. Collective over ``members``.
+
+        Args:
+            members: ranks of this group in ascending order, this rank among them.
+
+        Raises:
+            ValueError: ``members`` is not that.
+        """
+        members = list(members)
+        if self.rank not in members or members != sorted({m for m in members if 0 <= m < self.size}):
+            raise ValueError(
+                f"subgroup got the ranks {members} on rank {self.rank} of {self.size}; it takes ranks of the group in "
+                "ascending order, the calling one among them."
+            )
+        if len(members) == self.size:
+            return self
+        found = Communicator.__new__(Communicator)
+        found.log, found.check, found._sequence, found._transport = self.log, self.check, 0, None
+        found._ranks = [self._ranks[m] for m in members]
+        found.rank, found.size, found.backend = members.index(self.rank), len(members), "local"
+        found.nodes = found.num_local = None
+        if self.nodes is not None:
+            found.know_nodes([self.nodes[m] for m in members])
+        found.group = None
+        if found.size > 1:
+            found.group, found.backend = _new_group(found._ranks, self.group), self.backend
+            found._transport = choose_transport(found.group, found.backend)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         # A group cannot be copied: a copied model talks over the group, and into the log, of the original.
@@ -167,8 +220,16 @@ class Communicator:
             verify(self.group, f"{what} as its collective number {self._sequence}", tensor.device)
 
     def _timed(self, op: str, tensor: torch.Tensor, handle: Any) -> Handle:
-        row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size)
+        row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size, self.num_local)
         return _Timed(handle, row)
+
+
+def _new_group(ranks: list[int], parent: Any) -> Any:
+    # Only its members take part, whatever groups other ranks make meanwhile. Timeouts are not inherited by themselves.
+    parent = parent if parent is not None else dist.group.WORLD
+    device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
+    timeout = getattr(getattr(parent._get_backend(device), "options", None), "_timeout", None)
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
 def init_distributed(*, backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:

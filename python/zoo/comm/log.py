@@ -15,11 +15,18 @@ class OpStats:
     "bus bandwidth": with N ranks, (N-1)/N of the message for all-gather, reduce-scatter and all-to-all, 2(N-1)/N for
     all-reduce, the message itself for broadcast. ``time_s`` runs from issuing an operation to its completion, so for
     overlapped operations it includes the computation they hide behind.
+
+    Where the communicator knows the nodes, ``intra_bytes`` are the wire bytes for ranks of the same node and
+    ``inter_bytes`` those for other nodes, as if every message went straight to the rank that needs it: each of the N-1
+    peers gets an equal part. That is what gloo and all-to-all do. In a ring (nccl) only one rank of a node sends to
+    another node, so fewer bytes leave the node, at most 1/L of these with L ranks of a node; the log does not know it.
     """
 
     count: int = 0
     message_bytes: int = 0
     wire_bytes: int = 0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
     time_s: float = 0.0
 
     @property
@@ -37,20 +44,35 @@ WIRE_FACTOR: dict[str, Callable[[int], float]] = {
 }
 
 
+def wire_bytes(op: str, message_bytes: int, group_size: int, num_local: int | None) -> tuple[int, int, int]:
+    """(all, to the same node, to other nodes): what one rank sends; see :class:`OpStats` for the conventions.
+
+    ``num_local`` ranks of the group are on the sender's node; None, for unknown, gives (all, 0, 0).
+    """
+    sent = round(message_bytes * WIRE_FACTOR[op](group_size))
+    if num_local is None or group_size == 1:
+        return sent, 0, 0
+    inter = round(sent * (group_size - num_local) / (group_size - 1))
+    return sent, sent - inter, inter
+
+
 @dataclass
 class CommsLog:
     """Byte and time accounting of a communicator; cheap enough to be always on."""
 
     ops: dict[str, OpStats] = field(default_factory=dict)
 
-    def issued(self, op: str, message_bytes: int, group_size: int) -> OpStats:
+    def issued(self, op: str, message_bytes: int, group_size: int, num_local: int | None = None) -> OpStats:
         """Count one call of ``op``; returns the row so that the caller can add the time when it completes."""
         row = self.ops.get(op)
         if row is None:
             row = self.ops[op] = OpStats()
         row.count += 1
         row.message_bytes += message_bytes
-        row.wire_bytes += round(message_bytes * WIRE_FACTOR[op](group_size))
+        sent, intra, inter = wire_bytes(op, message_bytes, group_size, num_local)
+        row.wire_bytes += sent
+        row.intra_bytes += intra
+        row.inter_bytes += inter
         return row
 
     @property
@@ -58,16 +80,24 @@ class CommsLog:
         """Bytes this rank had to send, over all operations."""
         return sum(row.wire_bytes for row in self.ops.values())
 
+    @property
+    def inter_bytes(self) -> int:
+        """Those of them that went to other nodes, as far as nodes were known."""
+        return sum(row.inter_bytes for row in self.ops.values())
+
     def reset(self) -> None:
         """Forget everything counted so far."""
         self.ops.clear()
 
     def table(self) -> str:
         """The log as text: a header line, then one line an operation."""
-        lines = [f"{'op':<16}{'count':>10}{'message MB':>14}{'wire MB':>12}{'time ms':>12}{'bus GB/s':>12}"]
+        split = any(row.intra_bytes or row.inter_bytes for row in self.ops.values())
+        more = f"{'intra MB':>12}{'inter MB':>12}" if split else ""
+        lines = [f"{'op':<16}{'count':>10}{'message MB':>14}{'wire MB':>12}{more}{'time ms':>12}{'bus GB/s':>12}"]
         for op, row in sorted(self.ops.items()):
+            more = f"{row.intra_bytes / 1e6:>12.3f}{row.inter_bytes / 1e6:>12.3f}" if split else ""
             lines.append(
-                f"{op:<16}{row.count:>10}{row.message_bytes / 1e6:>14.3f}{row.wire_bytes / 1e6:>12.3f}"
+                f"{op:<16}{row.count:>10}{row.message_bytes / 1e6:>14.3f}{row.wire_bytes / 1e6:>12.3f}{more}"
                 f"{row.time_s * 1e3:>12.2f}{row.bus_bandwidth / 1e9:>12.3f}"
             )
         return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 The *full* functions are collective: every rank calls them with the same parameter and gets, or sets, the whole tensor.
 The *local* ones are about this rank's elements, a flat tensor: the part of the parameter that lies in this rank's chunk
-of its bucket, which may be empty; at stage 0 every rank has all of it.
+of its bucket, which may be empty; at stage 0 every rank has all of it. Ranks at the same place of their shard groups
+(MiCS) have the same elements and have to set the same values.
 
 Values are in fp32 (fp64 for fp64 parameters). An optimizer that keeps no fp32 value of a 16-bit parameter before its
 first step has the 16-bit one until then, so that a value set earlier is rounded. Gradients are the mean over the ranks,
@@ -128,7 +129,7 @@ def _fill(out: torch.Tensor, start: int, pieces: Pieces) -> None:
 
 def _window(place: _Place, start: int, stop: int, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
     """Elements [start, stop) of the bucket on every rank. Collective but at stage 0."""
-    bucket, comm = place.bucket, place.optimizer.comm
+    bucket, comm = place.bucket, place.optimizer.shard_group
     out = torch.zeros(stop - start, dtype=dtype, device=bucket.full.device)
     _fill(out, start, pieces)
     if place.everywhere or comm.size == 1:
@@ -177,7 +178,7 @@ def _kept(place: _Place) -> dict[str, Any]:
 
 def _agreed_kept(place: _Place) -> dict[str, Any]:
     """What the rank that has the parameter's first element knows, on every rank. Collective but at stage 0."""
-    mine, comm, bucket = _kept(place), place.optimizer.comm, place.bucket
+    mine, comm, bucket = _kept(place), place.optimizer.shard_group, place.bucket
     if place.everywhere or comm.size == 1:
         return mine
     owner = min(place.start // max(bucket.layout.size // comm.size, 1), comm.size - 1)

@@ -1,6 +1,7 @@
 """Buckets: parameters that share one flat buffer and travel in one collective.
 
-Legend: N ranks, P elements of a bucket's flat buffer (padding included), n = P / N the length of a shard.
+Legend: p ranks of a shard group (all N ranks unless options say otherwise, see ``axes.py``), P elements of a bucket's
+flat buffer (padding included), n = P / p the length of a shard.
 
 A bucket's layout does not depend on the ZeRO stage, so that every stage sums and updates the same chunks in the same
 order and all stages compute the same bits. What the stage decides is the :class:`Placement`: which of a bucket's
@@ -9,6 +10,7 @@ buffers exist whole on every rank and which only as the rank's shard.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from zoo.comm import Communicator, Handle
+from zoo.comm import Handle
 from zoo.io import Future
 from zoo.layout import FlatLayout, LogicalTensor
 from zoo.zero.guard import (
@@ -34,6 +36,7 @@ from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
+from zoo.zero.routes import Hop, Packed, Routes
 from zoo.zero.units import UnitSpec
 
 if TYPE_CHECKING:
@@ -70,6 +73,8 @@ class BucketSpec:
     parameters: list[nn.Parameter]
     groups: list[int]
     units: list[str]
+    group_size: int = 0
+    """Elements that share a scale when something of the bucket is quantised: chunks are whole numbers of them."""
 
     @property
     def numel(self) -> int:
@@ -131,7 +136,7 @@ def layout_of(spec: BucketSpec, num_chunks: int) -> FlatLayout:
         LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
         for name, p in zip(spec.names, spec.parameters, strict=True)
     ]
-    return FlatLayout.pack(tensors, align=align, multiple=align * num_chunks)
+    return FlatLayout.pack(tensors, align=align, multiple=math.lcm(align, spec.group_size or 1) * num_chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +158,9 @@ class Bucket:
 
     Attributes:
         full: (P,) parameters. At stage 3, unless resident, its storage is empty between ``gather`` and ``release``.
-        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while they are on NVMe.
+        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while on NVMe or packed.
+        packed: frozen parameters of this rank that are kept quantised.
+        secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
@@ -164,15 +171,16 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, placement: Placement, comm: Communicator, stores: Stores = Stores()
+        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores = Stores()
     ) -> None:
-        self.index, self.spec, self.placement, self._comm = index, spec, placement, comm
+        self.index, self.spec, self.placement, self._routes = index, spec, placement, routes
+        self._comm = routes.axes.shard
         self._stores, self.tiers = stores, stores.tiers
-        self.layout = layout_of(spec, comm.size)
+        self.layout = layout_of(spec, self._comm.size)
         device_type = spec.parameters[0].device.type
         self.updates_off_device = (
             stores.tiers.states is not Tier.DEVICE
-            and (getattr(comm, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
+            and (getattr(self._comm, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
         )
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
@@ -181,6 +189,9 @@ class Bucket:
         self.live, self.pending, self.active, self.tape_serial = True, 0, 0, -1
         self._hidden = False
         self._handle: Handle | None = None
+        self.secondary: torch.Tensor | None = None
+        self.packed: Packed | None = None
+        self._route = routes.gather
         self._reading: tuple[Future, torch.Tensor] | None = None
         self.owner: weakref.ref[ZeroOptimizer] | None = None
         self._lay_out_parameters()
@@ -201,7 +212,7 @@ class Bucket:
             parameter.data = view
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
-        self._comm.broadcast(self.full).wait()
+        self._routes.axes.world.broadcast(self.full).wait()
         low, high = self.own_range()
         self.shard: torch.Tensor | None = self.full[low:high]
         if self.partitioned:
@@ -236,20 +247,27 @@ class Bucket:
 
     # Parameters ------------------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Start gathering the parameters, if they are neither here nor on their way."""
+    def gather(self, *, exact: bool = False) -> None:
+        """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
         if self.live or self.coming:
             return
+        self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
         self._storage.resize_(self.num_bytes)
+        if self.secondary is not None and self._routes.secondary is not None and not (exact and self.rounds):
+            self._handle = self._routes.secondary.start(self.full, self.secondary, self._parameters_label)
+            return
+        if self.packed is not None:
+            self._handle = self.packed.start(self.full, self._parameters_label)
+            return
         if self.shard is not None and self.shard.device == self.full.device:
-            self._handle = self._comm.all_gather(self.full, self.shard, label=self._parameters_label)
+            self._handle = self._route.start(self.full, self.shard, self._parameters_label)
             return
         low, high = self.own_range()
         own = self.full[low:high]
         if self.shard is not None:
             own.copy_(self.shard, non_blocking=True)
-            self._handle = self._comm.all_gather(self.full, own, label=self._parameters_label)
+            self._handle = self._route.start(self.full, own, self._parameters_label)
             return
         # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
         into = own if own.device.type == "cpu" else self.scratch.pool.empty(own.numel(), dtype=own.dtype)
@@ -260,11 +278,21 @@ class Bucket:
         """A gather is under way."""
         return self._handle is not None or self._reading is not None
 
-    def wait(self) -> None:
-        """Gather if needed, and wait until the parameters are whole."""
+    @property
+    def rounds(self) -> bool:
+        """What is gathered is not exactly what the ranks keep."""
+        return self._routes.exact is not self._routes.gather
+
+    def wait(self, *, exact: bool = False) -> None:
+        """Gather if needed, and wait until the parameters are whole.
+
+        ``exact``: as the ranks keep them, also where gathering rounds; but what a running forward uses stays.
+        """
+        if exact and self.rounds and not self.active and self._route is not self._routes.exact:
+            self.release()
         if not self.live:
             if not self.coming:
-                self.gather()
+                self.gather(exact=exact)
             self._finish_gather()
         if self._hidden:
             self._hidden = False
@@ -293,20 +321,31 @@ class Bucket:
             own = self.full[low:high]
             if read.device != own.device:
                 own.copy_(read)
-            self._handle = self._comm.all_gather(self.full, own, label=self._parameters_label)
+            self._handle = self._route.start(self.full, own, self._parameters_label)
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
         self.live = True
 
-    def release(self) -> None:
-        """Free the gathered parameters; this rank keeps its shard."""
+    def release(self, *, again: bool = False) -> None:
+        """Free the gathered parameters; this rank keeps its shard.
+
+        ``again``: a backward will gather them once more; with hpZ this rank keeps a part of them until then.
+        """
         if not self.partitioned:
             return
         if self.coming:
             self._finish_gather()
         if self.live:
+            group = self._routes.axes.secondary
+            if again and group is not None and self.secondary is None:
+                low, high = self.layout.shard_range(group.rank, group.size)
+                self.secondary = self.full[low:high].clone()
             self._drop_full()
+
+    def drop_secondary(self) -> None:
+        """Forget what was kept for backward: it is over, or an update made it stale."""
+        self.secondary = None
 
     def _drop_full(self) -> None:
         self._storage.resize_(0)
@@ -324,14 +363,18 @@ class Bucket:
         return self._comm.all_gather(self.full, self.own_shard(), label=self._parameters_label)
 
     def own_shard(self) -> torch.Tensor:
-        """(n,) this rank's parameters: the live ones, or a copy where they are on NVMe."""
+        """(n,) this rank's parameters: the live ones, or a copy where they are on NVMe or packed."""
         if self.shard is not None:
             return self.shard
+        if self.packed is not None:
+            return self.packed.values(self.spec.dtype)
         low, high = self.own_range()
         return self.full[low:high] if self.full.is_meta else self.load_parameters(0, high - low)
 
     def load_parameters(self, start: int, length: int) -> torch.Tensor:
-        """Elements [start, start + length) of the shard from NVMe."""
+        """Elements [start, start + length) of the shard, from NVMe or of what is packed."""
+        if self.packed is not None:
+            return self.packed.values(self.spec.dtype)[start : start + length]
         copy = self.scratch.pool.empty(length, dtype=self.spec.dtype)
         self.shelf.finish(self.begin_parameters(copy, start))
         return copy
@@ -342,6 +385,8 @@ class Bucket:
             self.shard = None if self.parameters_on_nvme else values
         elif not self.partitioned:
             self.own_shard().copy_(values)
+        elif self._routes.pack is not None:
+            self.packed, self.shard = self._routes.pack(values), None
         elif self.parameters_on_nvme:
             host = self.scratch.pool.empty(values.numel(), dtype=values.dtype)
             host.copy_(values)
@@ -382,8 +427,35 @@ class Bucket:
 
     @property
     def num_chunks(self) -> int:
-        """N: the layout is cut into one chunk a rank at every stage."""
+        """p: the layout is cut into one chunk for each rank of the shard group at every stage."""
         return self._comm.size
+
+    def gather_hops(self, *, again: bool) -> list[Hop]:
+        """The collectives of one gather of a partitioned bucket; ``again``: after a release in the same pass."""
+        route = self._routes.pack or self._routes.gather
+        if again and self._routes.secondary is not None:
+            route = self._routes.secondary
+        return route.hops(self.layout.size, self.spec.dtype.itemsize)
+
+    def secondary_bytes(self) -> int:
+        """Bytes that a release in forward leaves behind for backward."""
+        group = self._routes.axes.secondary
+        return self.num_bytes // group.size if group is not None and self.partitioned else 0
+
+    def kept_bytes(self) -> int:
+        """Bytes of parameters that stay in this rank's memory whatever runs."""
+        numel = 0 if self.parameters_on_nvme else self.layout.size // self.num_chunks
+        if not self.partitioned:
+            return self.num_bytes
+        return self._routes.pack.nbytes(numel) if self._routes.pack is not None else numel * self.spec.dtype.itemsize
+
+    def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
+        """The collectives of one backward and step for a trainable bucket, beside gathers."""
+        itemsize = self.spec.dtype.itemsize
+        hops = self._routes.reduce.hops(self.layout.size, reduce_dtype.itemsize if reduce_dtype else itemsize)
+        if not self.partitioned:  # of the mean gradient at stage 0, of the new parameters at 1 and 2
+            hops.append(Hop("all_gather", self._comm, self.num_bytes))
+        return hops
 
     def own_range(self) -> tuple[int, int]:
         """[start, stop) of this rank's chunk in the flat buffer."""
@@ -391,7 +463,7 @@ class Bucket:
 
     def owns(self, chunk: int) -> bool:
         """Whether checkpoints take this chunk from this rank."""
-        return chunk == self._comm.rank
+        return chunk == self._comm.rank and self._routes.axes.first_replica
 
     def updated_chunks(self) -> Sequence[int]:
         """The chunks this rank's optimizer updates."""
@@ -406,7 +478,8 @@ class Bucket:
 
     def parameter_bytes(self) -> int:
         """Bytes of parameters on this rank now."""
-        return self._storage.nbytes() + (self.shard.nbytes if self.partitioned and self.shard is not None else 0)
+        kept = [self.shard, self.packed, self.secondary] if self.partitioned else []
+        return self._storage.nbytes() + sum(t.nbytes for t in kept if t is not None)
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients on this rank now."""
@@ -458,7 +531,7 @@ class Bucket:
             out = self.grad_shard
         else:
             out = chunk
-        handle = self._comm.reduce_scatter(sent, out, scale=1.0 / self._comm.size, label=f"gradients of {self.label}")
+        handle = self._routes.reduce.start(sent, out, f"gradients of {self.label}")
         self.reduced = True
         return lambda: self._finish_reduce(handle, out, chunk, fresh)
 
@@ -624,7 +697,7 @@ class Bucket:
             return self._grad_views[slot]
         if not self.reduced:
             return None
-        if (self.placement.shard_optimizer and self._comm.size > 1) or not self._grads_here:
+        if (self.placement.shard_optimizer and self._routes.axes.world.size > 1) or not self._grads_here:
             raise PartitionedAccessError(
                 f"the gradient of {self.spec.names[slot]!r} is partitioned: this rank holds a shard of the mean. Use "
                 "clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -63,6 +63,62 @@ class ZeroConfig(Section):
     offload_host_bytes: int | None = Field(default=None, ge=4096)
     """Hard cap of the host memory that offloading takes, over all ranks of a node (LOCAL_WORLD_SIZE says how many share
     it). Default: no cap but the machine's."""
+
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Ranks of a node, for what treats a node's ranks apart from others. Default: torchrun's LOCAL_WORLD_SIZE."""
+
+    hierarchical_all_reduce: bool = False
+    """Stage 0: gradients are reduce-scattered within nodes, all-reduced between them, all-gathered within them."""
+
+    mics_shard_size: int = Field(default=-1, ge=-1)
+    """Stage 3, MiCS: everything is split over groups of this many consecutive ranks, and each group has all of it. Must
+    divide the number of data-parallel ranks; -1: one group."""
+
+    mics_hierarchical_params_gather: bool = False
+    """Stage 3: gather parameters in two stages, first between nodes, then within them."""
+
+    zero_hpz_partition_size: int = Field(default=1, ge=0)
+    """Stage 3, hpZ: what forward gathered is kept, split over groups of this many ranks (those of a node), and backward
+    gathers from there. 0 and 1: off."""
+
+    zero_quantized_weights: bool = False
+    """Stage 3, qwZ: parameters are gathered as int8 with one fp32 scale for each group of elements."""
+
+    zero_quantized_nontrainable_weights: bool = False
+    """Stage 3: frozen parameters are kept, and gathered, as int8 with scales."""
+
+    zero_quantized_gradients: bool = False
+    """Stage 3, qgZ: gradients are reduced by two quantised all-to-all, within nodes and between them."""
+
+    quantized_gradients_bits: Literal[4, 8] = 4
+    """Bits of an element on both ways of zero_quantized_gradients."""
+
+    @model_validator(mode="after")
+    def _axes_fit_the_stage(self) -> ZeroConfig:
+        if self.mics_shard_size == 0:
+            raise ValueError("mics_shard_size=0; it is a number of ranks, or -1 for no shard groups")
+        asked = {
+            "mics_shard_size": self.mics_shard_size != -1,
+            "mics_hierarchical_params_gather": self.mics_hierarchical_params_gather,
+            "zero_hpz_partition_size": self.zero_hpz_partition_size > 1,
+            "zero_quantized_weights": self.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+            "zero_quantized_gradients": self.zero_quantized_gradients,
+        }
+        for name in (name for name, on in asked.items() if on):
+            if self.stage != 3:
+                raise ValueError(f"{name} needs stage 3, where parameters are partitioned; stage is {self.stage}")
+        if self.hierarchical_all_reduce and self.stage != 0:
+            raise ValueError(
+                f"hierarchical_all_reduce is about the all-reduce of stage 0; at stage {self.stage} gradients are "
+                "reduce-scattered"
+            )
+        if self.zero_quantized_nontrainable_weights and self.offload_param.device != "none":
+            raise ValueError(
+                "zero_quantized_nontrainable_weights keeps frozen parameters quantised on the device; it does not go "
+                f'with offload_param.device = "{self.offload_param.device}"'
+            )
+        return self
 
     @classmethod
     def translate(cls, raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

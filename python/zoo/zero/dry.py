@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ class DryRun(Communicator):
             raise ValueError(f"DryRun got size={size}, rank={rank}; needed is 0 <= rank < size.")
         self.group, self.check, self.log = None, False, CommsLog()
         self.rank, self.size, self.backend, self.device_type = rank, size, "dry", device_type
+        self._ranks = list(range(size))
+        self.know_nodes(None)
+
+    def subgroup(self, members: Sequence[int]) -> DryRun:
+        """As :meth:`zoo.comm.Communicator.subgroup`."""
+        found = DryRun(len(members), list(members).index(self.rank), device_type=self.device_type)
+        found.log = self.log
+        if self.nodes is not None:
+            found.know_nodes([self.nodes[m] for m in members])
+        return found
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:
         """Nothing is gathered."""
@@ -35,6 +46,10 @@ class DryRun(Communicator):
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
         """Nothing is reduced."""
+        return _Done()
+
+    def all_to_all(self, out: torch.Tensor, given: torch.Tensor, *, label: str = "") -> Handle:
+        """Nothing is exchanged."""
         return _Done()
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:

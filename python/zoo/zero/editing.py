@@ -41,6 +41,7 @@ def write_values(optimizer: ZeroOptimizer, changes: Mapping[Bucket, Values], *, 
         keep_equal: an fp32 value stays where it rounds to the value given: what nobody changed keeps its precision.
     """
     for bucket, values in changes.items():
+        bucket.drop_secondary()
         if bucket.live:
             for offset, part in overlaps(values, bucket.layout.slices(0, bucket.layout.size)):
                 bucket.full[offset : offset + part.numel()].copy_(part)
@@ -70,5 +71,7 @@ def _write_shard(bucket: Bucket, values: Values) -> None:
     shard = bucket.own_shard()
     for offset, part in found:
         shard[offset : offset + part.numel()].copy_(part)
-    if bucket.parameters_on_nvme:
+    if bucket.packed is not None:
+        bucket.set_shard(shard)
+    elif bucket.parameters_on_nvme:
         bucket.shelf.finish(bucket.write_parameters(shard))

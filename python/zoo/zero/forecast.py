@@ -1,16 +1,22 @@
 """What a ZeRO step will cost, from the plan alone: bytes a rank holds, and bytes it sends.
 
-Symbols: P elements of a bucket with its padding, N ranks, n = P/N, b bytes an element, s optimizer states an element.
+The traffic is the sum of the hops (``routes.py``) of every bucket's reductions and of the gathers that one forward and
+its backward will ask for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
+from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
 from zoo.zero.offload.plan import Tier
+from zoo.zero.routes import Hop
 from zoo.zero.runtime import REUSE_WINDOW
 
 
@@ -21,8 +27,14 @@ class Forecast:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    secondary_bytes: int = 0
+    """hpZ: what forward leaves on this rank for backward, beside parameters; gone after the step."""
     wire_bytes: Mapping[str, int]
     """Bytes this rank sends, by operation (the convention of :class:`zoo.comm.OpStats`)."""
+    intra_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Those of them for ranks of the same node, where it is known which these are."""
+    inter_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Those of them for other nodes."""
     tiers: Mapping[str, int] = field(default_factory=dict)
     """Model states by tier: device, host, nvme. Where the device is the CPU, device and host are the same memory."""
     buffers_bytes: int = 0
@@ -49,6 +61,7 @@ class Forecast:
             ("files on NVMe", self.nvme_files_bytes), ("read from NVMe a step", self.nvme_read_bytes),
             ("written to NVMe a step", self.nvme_written_bytes),
             *((f"sent a step, {op}", size) for op, size in self.wire_bytes.items()),
+            *((f"to other nodes, {op}", size) for op, size in self.inter_bytes.items()),
         ]  # fmt: skip
         return "\n".join(f"{name:<32}{size:>20,} bytes" for name, size in rows)
 
@@ -62,7 +75,8 @@ def forecast(
     buckets: Sequence[Bucket],
     *,
     calls: Iterable[Sequence[Bucket]],
-    num_chunks: int,
+    shard_group: Communicator,
+    reduce_dtype: torch.dtype | None,
     optimizer_bytes: Mapping[Tier, int],
     clips: bool,
     keep_bytes: int,
@@ -71,47 +85,62 @@ def forecast(
 
     Args:
         calls: the buckets that each unit call of a forward uses, in the order in which the calls end.
-        num_chunks: N.
+        shard_group: the ranks that split a bucket.
+        reduce_dtype: in which gradients are sent, None for their own.
         optimizer_bytes: bytes of masters and optimizer states on this rank, by tier.
         clips: whether the gradient norm is exchanged.
         keep_bytes: see :class:`~zoo.zero.runtime.Runtime`.
     """
     parameters = gradients = 0
-    gathered = reduced = 0
+    hops: list[Hop] = []
     for bucket in buckets:
-        own = bucket.num_bytes // num_chunks
-        kept = 0 if bucket.parameters_on_nvme else own
-        parameters += kept if bucket.partitioned else bucket.num_bytes
-        if not bucket.spec.trainable:
-            continue
-        place = bucket.placement
-        kept = 0 if bucket.parks else own
-        gradients += kept if place.shard_gradients else bucket.num_bytes
-        reduced += bucket.num_bytes
-        if not bucket.partitioned:  # of the mean gradient at stage 0, of the new parameters at 1 and 2
-            gathered += bucket.num_bytes
-    gathered += gathered_by_units(list(calls), keep_bytes, lambda bucket: bucket.num_bytes)
-
-    def sent(message: int) -> int:
-        return message * (num_chunks - 1) // num_chunks
-
-    wire = {"reduce_scatter": sent(reduced), "all_gather": sent(gathered)}
+        own = 0 if bucket.parks else bucket.num_bytes // bucket.num_chunks
+        parameters += bucket.kept_bytes()
+        if bucket.spec.trainable:
+            gradients += own if bucket.placement.shard_gradients else bucket.num_bytes
+            hops += bucket.reduce_hops(reduce_dtype)
+    for bucket, again in (gathers := gathers_of(list(calls), keep_bytes)):
+        hops += bucket.gather_hops(again=again)
+    secondary = sum(bucket.secondary_bytes() for bucket in {bucket for bucket, again in gathers if again})
     trainable = [b for b in buckets if b.spec.trainable]
     if clips and trainable and trainable[0].placement.shard_optimizer:
-        wire["all_gather"] += sent(8 * len(trainable) * num_chunks)
+        hops.append(Hop("all_gather", shard_group, 8 * len(trainable) * shard_group.size))
+    wire, intra, inter = _added(hops)
     return Forecast(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=sum(optimizer_bytes.values()) - optimizer_bytes[Tier.NVME],
-        wire_bytes=wire if num_chunks > 1 else {},
+        secondary_bytes=secondary,
+        wire_bytes=wire,
+        intra_bytes=intra,
+        inter_bytes=inter,
     )
 
 
+def _added(hops: Iterable[Hop]) -> list[dict[str, int]]:
+    totals: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    for hop in hops:
+        for total, sent in zip(totals, hop.sent(), strict=True):
+            total[hop.op] += sent
+    return [{op: sent for op, sent in total.items() if sent} for total in totals]
+
+
 def gathered_by_units(calls: Sequence[Sequence[Bucket]], keep_bytes: int, weigh: Callable[[Bucket], int]) -> int:
-    """Σ of a weight over the gathers of one forward and its backward; calls must not nest buckets."""
+    """Σ of a weight over the gathers of one forward and its backward that begin with the ranks' shards."""
+    gathers = gathers_of(calls, keep_bytes)
+    return sum(weigh(bucket) for bucket, again in gathers if not (again and bucket.secondary_bytes()))
+
+
+def gathers_of(calls: Sequence[Sequence[Bucket]], keep_bytes: int) -> list[tuple[Bucket, bool]]:
+    """The gathers of one forward and its backward, and whether each is of something that forward had released before.
+
+    Calls must not nest buckets.
+    """
     sequence = [bucket for used in calls for bucket in used]
-    total, kept_bytes, position = 0, 0, 0
+    found: list[tuple[Bucket, bool]] = []
+    kept_bytes, position = 0, 0
     kept: dict[Bucket, None] = {}
+    released: set[Bucket] = set()
     soon: set[Bucket] = set()
     for used in calls:
         position += len(used)
@@ -120,7 +149,7 @@ def gathered_by_units(calls: Sequence[Sequence[Bucket]], keep_bytes: int, weigh:
                 del kept[bucket]
                 kept_bytes -= bucket.num_bytes
             elif bucket not in soon:
-                total += weigh(bucket)
+                found.append((bucket, bucket in released))
             soon.discard(bucket)
         for bucket in used:
             if bucket in sequence[position : position + REUSE_WINDOW]:
@@ -128,8 +157,11 @@ def gathered_by_units(calls: Sequence[Sequence[Bucket]], keep_bytes: int, weigh:
             elif bucket.num_bytes <= keep_bytes:
                 kept[bucket] = None
                 kept_bytes += bucket.num_bytes
+            else:
+                released.add(bucket)
         while kept_bytes > keep_bytes:
             oldest = next(iter(kept))
             del kept[oldest]
             kept_bytes -= oldest.num_bytes
-    return total + sum(weigh(b) for b in set(sequence) if b not in kept)
+            released.add(oldest)
+    return found + [(b, b in released) for b in dict.fromkeys(sequence) if b not in kept]

@@ -20,6 +20,7 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero import state as state_io
+from zoo.zero.axes import make_axes
 from zoo.zero.buckets import STAGES, Bucket, plan_buckets
 from zoo.zero.config import ZeroConfig
 from zoo.zero.dry import DryRun
@@ -28,6 +29,7 @@ from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.offload.forecast import nvme_traffic, tier_bytes
 from zoo.zero.offload.opening import open_stores
+from zoo.zero.routing import choose_routes
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
 from zoo.zero.units import UnitChoice, check_parameters, find_units
@@ -53,8 +55,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
         optimizer: a class of ``zoo.optim`` or ``torch.optim``, or anything with the same interface, whose update is
             elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer").
-        group: process group, one-dimensional DeviceMesh or Communicator of the data-parallel ranks; None for the
-            default group. A :class:`~zoo.zero.DryRun` makes a plan only.
+        group: process group, DeviceMesh (one-dimensional or of the axes ("node", "local")) or Communicator of the
+            data-parallel ranks; None for the default group. A :class:`~zoo.zero.DryRun` makes a plan only.
         params: parameter groups as for ``torch.optim``; by default one group of all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
             :func:`~zoo.zero.units.find_units`.
@@ -97,14 +99,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_parameters(model, dry=isinstance(group, DryRun))
         optimizer = _find_optimizer(optimizer)
         self.model, self.clip_norm, self.scaler, self._aio = model, clip_norm, make_scaler(loss_scale), aio
-        self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check)
+        nodes = self.config.ranks_per_node
+        self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
+        if self.comm is group and nodes is not None:
+            self.comm.know_nodes(nodes)
         self.grad_norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         groups = _param_groups(model, params)
         self._build(model, groups, units, reduce_dtype)
         self._updater = Updater(
-            self._trainable, optimizer, groups, options, comm=self.comm, sub_group_size=self.config.sub_group_size,
-            offload=self.config.offload_optimizer, scratch=self._scratch,
+            self._trainable, optimizer, groups, options, comm=self._axes.shard,
+            sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=self._scratch,
         )  # fmt: skip
         self.inner = self._updater.inner
         self._sealed = False
@@ -128,13 +133,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         described = [(b.names, [tuple(p.shape) for p in b.parameters], str(b.dtype), b.groups) for b in plan]
         digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
+        self._reduce_dtype = dtype
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
         placement = STAGES[cfg.stage]
+        self._axes = make_axes(self.comm, cfg)
+        shard = self._axes.shard
+        routes = choose_routes(plan, placement, self._axes, cfg, dtype)
         norms = bool(self.clip_norm or self.scaler is not None)
         self._scratch, stores = open_stores(
-            plan, placement, cfg, self.comm.size, aio=self._aio, keep_norms=norms, dry=isinstance(self.comm, DryRun)
+            plan, placement, cfg, shard.size, aio=self._aio, keep_norms=norms, dry=isinstance(self.comm, DryRun)
         )
-        self._buckets = [Bucket(i, spec, placement, self.comm, stores[i]) for i, spec in enumerate(plan)]
+        self._buckets = [Bucket(i, spec, placement, routes[i], stores[i]) for i, spec in enumerate(plan)]
         for bucket in self._buckets:
             bucket.owner = weakref.ref(self)
         self._trainable = [b for b in self._buckets if b.spec.trainable]
@@ -151,7 +160,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap=cfg.overlap_comm,
             demand_all=not cfg.ignore_unused_parameters,
             # One rank gathers by copying its own shard: there is nothing to overlap.
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if self.comm.size > 1 else 0,
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if shard.size > 1 else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
 
@@ -161,6 +170,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def updater(self) -> Updater:
         """The wrapped optimizer on this rank's segments."""
         return self._updater
+
+    @property
+    def shard_group(self) -> Communicator:
+        """The ranks that split what is split: all of them but with shard groups (MiCS)."""
+        return self._axes.shard
 
     @property
     def runtime(self) -> Runtime:
@@ -235,9 +249,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             torch.stack([b.reduced_norm(c) for b in self._trainable]) for c in self._trainable[0].updated_chunks()
         ]
         mine = torch.cat(partials)
-        if len(partials) < self.comm.size:
-            everyone = mine.new_empty(self.comm.size * mine.numel())
-            self.comm.all_gather(everyone, mine).wait()
+        shard = self._axes.shard
+        if len(partials) < shard.size:
+            everyone = mine.new_empty(shard.size * mine.numel())
+            shard.all_gather(everyone, mine).wait()
             mine = everyone
         return float(mine.square().sum().sqrt())
 
@@ -278,8 +293,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gathered(self) -> Iterator[None]:
         """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
         for bucket in self._buckets:
+            bucket.wait(exact=True)
             bucket.active += 1
-            bucket.wait()
         try:
             yield
         finally:
@@ -296,8 +311,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
         found: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
-            was_live = bucket.live
-            bucket.wait()
+            was_live = bucket.live and not (bucket.rounds and not bucket.active)
+            bucket.wait(exact=True)
             for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
                 found[name] = parameter.detach().to("cpu", dtype, copy=True)
             if not was_live:
@@ -332,7 +347,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found = make_forecast(
             self._buckets,
             calls=calls,
-            num_chunks=self.comm.size,
+            shard_group=self._axes.shard,
+            reduce_dtype=self._reduce_dtype,
             optimizer_bytes=states,
             clips=bool(self.clip_norm or self.scaler is not None),
             keep_bytes=self._runtime.keep_bytes,
@@ -352,7 +368,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
         self._runtime.remove()
         for bucket in self._buckets:
-            bucket.wait()
+            bucket.wait(exact=True)
             for parameter in bucket.spec.parameters:
                 release_parameter(parameter)
                 parameter.data = parameter.data.clone()

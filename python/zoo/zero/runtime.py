@@ -261,8 +261,9 @@ class Runtime:
             self._early[bucket] = None  # the next unit of the same bucket is about to start
             bucket.hide()
             return
+        again = keep or self._pass_grad
         if not keep or bucket.num_bytes > self.keep_bytes:
-            bucket.release()
+            bucket.release(again=again)
             return
         bucket.hide()
         self._kept[bucket] = None
@@ -271,7 +272,7 @@ class Runtime:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._kept_bytes -= oldest.num_bytes
-            oldest.release()
+            oldest.release(again=True)
 
     def _end_pass(self) -> None:
         self._tape = None
@@ -354,6 +355,7 @@ class Runtime:
                 del self._kept[bucket]
                 self._kept_bytes -= bucket.num_bytes
             bucket.release()
+            bucket.drop_secondary()
 
     def _launch_ready(self) -> None:
         waiting = self._to_reduce
@@ -417,14 +419,16 @@ class Runtime:
             for bucket in self._buckets:
                 if bucket.partitioned and not bucket.active:
                     bucket.release()
+                bucket.drop_secondary()
 
     # Held by the user ------------------------------------------------------------------------------------------------
 
     def hold(self, bucket: Bucket) -> tuple[bool, bool]:
         """Make a bucket whole and keep it so; returns what :meth:`let_go` needs. Collective."""
-        before = (bucket.live, bucket.hidden)
+        stays = bucket.live and (bucket.active > 0 or not bucket.rounds)
+        before = (stays, bucket.hidden)
+        bucket.wait(exact=True)
         bucket.active += 1
-        bucket.wait()
         if bucket not in self.held:
             self.note(bucket)
         return before

@@ -85,6 +85,8 @@ def slices_of(
             yield from _cut(segment.bucket, segment.slices(), role, tensor)
     for bucket in buckets:
         if not bucket.spec.trainable:
+            if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
+                continue
             low, high = bucket.own_range()
             kept = bucket.shard if bucket.shard is not None else Stored(bucket.load_parameters, bucket.spec.dtype)
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", kept)
@@ -172,5 +174,5 @@ def fill_frozen(bucket: Bucket, read: Reader) -> None:
     for piece in bucket.layout.slices(low, high):
         part = tensor[piece.offset : piece.offset + piece.length]
         part.copy_(read(piece.name, "parameter", piece.start, piece.length))
-    if bucket.parameters_on_nvme:
+    if bucket.shard is None:  # it was a copy
         bucket.set_shard(tensor)
