@@ -148,6 +148,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.owner = weakref.ref(self)
         self._trainable = [b for b in self._buckets if b.spec.trainable]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
+        reads = any(b.parameters_on_nvme for b in self._buckets)
         itemsize = plan[0].dtype.itemsize
 
         def budget(elements: int | None, default: int) -> int:
@@ -159,8 +160,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             reduce_dtype=dtype,
             overlap=cfg.overlap_comm,
             demand_all=not cfg.ignore_unused_parameters,
-            # One rank gathers by copying its own shard: there is nothing to overlap.
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if shard.size > 1 else 0,
+            # One rank gathers by copying its own shard from memory: there is nothing to overlap.
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if shard.size > 1 or reads else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
 
