@@ -79,7 +79,7 @@ def test_everything_can_be_read(
                 one = found[f"{name} {what}"]
                 assert (value is None) == (one is None)
                 assert value is None or torch.equal(value, one)
-        with pytest.raises(ValueError, match="'momentum'.*'exp_avg'"):
+        with pytest.raises(ValueError, match=r"'momentum'.*'exp_avg'"):
             zero.safe_get_full_optimizer_state(model[0].weight, "momentum")
         opt.close()
         return found
