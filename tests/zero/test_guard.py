@@ -77,30 +77,6 @@ def test_metadata_stays_readable() -> None:
     assert p.grad is None
 
 
-def test_a_parameter_used_by_another_module_raises_by_name() -> None:
-    class Thief(nn.Module):
-        def __init__(self, owner: nn.Linear) -> None:
-            super().__init__()
-            self.owner = [owner]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.owner[0].weight
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.thief = Thief(self.inner)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.thief(self.inner(x))
-
-    model = Model()
-    partitioned(model)
-    with pytest.raises(PartitionedAccessError, match=r"inner\.weight.*outside of its unit"):
-        model(torch.ones(1, 4))
-
-
 def test_gathered_makes_everything_readable() -> None:
     model = small()
     expected = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -31,6 +31,7 @@ from zoo.zero.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from zoo.zero.external import register_external_parameter, unregister_external_parameter
 from zoo.zero.forecast import Forecast
 from zoo.zero.gathering import GatheredParameters
 from zoo.zero.guard import PartitionedAccessError
@@ -77,6 +78,7 @@ __all__ = [
     "get_full_grads",
     "get_full_optimizer_states",
     "memory_efficient_linear",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -89,4 +91,5 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "unregister_external_parameter",
 ]

@@ -164,6 +164,7 @@ class Bucket:
         grads: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it.
         grad_shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
+        on_refused: called with the name of a refused parameter that was touched; True if it is whole now.
         owner: the optimizer it belongs to.
         live: ``full`` holds valid parameters.
         pending: number of recorded forwards that still have to come back to this bucket in backward.
@@ -193,6 +194,7 @@ class Bucket:
         self.packed: Packed | None = None
         self._route = routes.gather
         self._reading: tuple[Future, torch.Tensor] | None = None
+        self.on_refused: Callable[[Bucket, str], bool] | None = None
         self.owner: weakref.ref[ZeroOptimizer] | None = None
         self._lay_out_parameters()
         if spec.trainable:
@@ -297,6 +299,14 @@ class Bucket:
         if self._hidden:
             self._hidden = False
             self._guard.show()
+
+    def take_external(self, name: str) -> bool:
+        """Parameter ``name`` was touched while it is refused: whether a running forward takes it."""
+        return self.on_refused is not None and self.on_refused(self, name)
+
+    def agree(self, what: str, value: str) -> None:
+        """Raise on all ranks unless all of them pass the same."""
+        self._comm.agree(what, value, self.full.device)
 
     @property
     def hidden(self) -> bool:
@@ -641,8 +651,8 @@ class Bucket:
     def _late(self) -> PartitionedAccessError:
         return PartitionedAccessError(
             f"a gradient of {self.label} arrived after it had been reduced: one of its parameters was used before its "
-            "unit's forward, so its gradient comes last in backward. Pass overlap_comm=False, which reduces at the end "
-            "of backward."
+            "unit's forward, so its gradient comes last in backward. Say so with register_external_parameter(module, "
+            "parameter), or pass overlap_comm=False, which reduces at the end of backward."
         )
 
     def settle(self) -> None:

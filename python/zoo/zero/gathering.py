@@ -13,6 +13,7 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
 from zoo.zero.editing import write_values
+from zoo.zero.external import register_external_parameter
 from zoo.zero.init.parts import Part, part_of
 from zoo.zero.init.session import current
 
@@ -38,7 +39,8 @@ class GatheredParameters:
             everybody's, wherever they live: shards, whole copies, host memory or NVMe, and the fp32 values that the
             optimizer updates (those that round to the value at the end keep their precision). What other ranks wrote is
             overwritten. After an exception inside, nothing is changed.
-        fwd_module: not supported yet; use the parameters inside of this context instead.
+        fwd_module: a module in whose forward the parameters are used from now on: they are registered as external to
+            it (:func:`~zoo.zero.register_external_parameter`).
         enabled: False makes this do nothing.
 
     Raises:
@@ -57,9 +59,7 @@ class GatheredParameters:
     ) -> None:
         given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = list({id(p): p for p in given}.values()) if enabled else []
-        if fwd_module is not None:
-            raise NotImplementedError("GatheredParameters got fwd_module, which is not supported; leave it out.")
-        self._modifier = modifier_rank
+        self._modifier, self._fwd_module = modifier_rank, fwd_module
         self._parts: list[Part] = []
         self._slots: dict[Bucket, list[int]] = {}
         self._before: dict[Bucket, tuple[bool, bool]] = {}
@@ -92,6 +92,10 @@ class GatheredParameters:
                 slots.setdefault(bucket, []).append(parameter._zoo_slot)
         # In the order of the buckets, whatever order the ranks gave.
         self._slots = {bucket: sorted(slots[bucket]) for bucket in sorted(slots, key=lambda b: b.index)}
+
+        if self._fwd_module is not None:
+            for parameter in self._params:
+                register_external_parameter(self._fwd_module, parameter)
 
     def _agree(self) -> None:
         comms: dict[int, tuple[Communicator, torch.device, list[str]]] = {}

@@ -61,12 +61,20 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     if func in ALLOWED_WHEN_PARTITIONED:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    names = sorted({p._zoo_name for p in _partitioned_in((args, kwargs or {}))})
+    touched = _partitioned_in((args, kwargs or {}))
+    hidden = {type(p)._zoo_bucket: p for p in touched if type(p)._zoo_bucket.hidden}
+    # In a forward the running unit takes them as its own, all in the same order on every rank.
+    in_order = sorted(hidden.items(), key=lambda item: item[0].index)
+    if hidden and all(bucket.take_external(p._zoo_name) for bucket, p in in_order):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    names = sorted({p._zoo_name for p in touched})
     raise PartitionedAccessError(
         f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
         "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
         "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
-        "(param_persistence_threshold), or read it inside `with optimizer.gathered():`."
+        "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
+        "GatheredParameters(...):`."
     )
 
 

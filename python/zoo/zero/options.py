@@ -135,7 +135,7 @@ OPTIONS: tuple[Option, ...] = (
         silent=(False,),
     ),
     _needless("pipeline_loading_checkpoint", False, "every rank reads its own slices of a checkpoint at the same time"),
-    _needless("override_module_apply", True, "Module.apply runs on whole parameters before the optimizer splits them"),
+    _option("override_module_apply", True, "in zoo.zero.Init, Module.apply sees whole parameters of each module"),
     _option("device", "none", "none, cpu or nvme", section="offload_param"),
     _option("nvme_path", None, "a directory on the NVMe device", section="offload_param"),
     _option("buffer_count", 5, "buffers for parameters on NVMe", section="offload_param"),

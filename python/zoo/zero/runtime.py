@@ -16,6 +16,7 @@ All of it is a constant number of Python operations a unit; nothing is done by p
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,26 +28,45 @@ from torch import nn
 from torch.autograd import Variable
 
 from zoo.zero.buckets import Bucket
+from zoo.zero.external import registered
 from zoo.zero.orders import Orders
 from zoo.zero.units import UnitSpec
 
 # A bucket that one of the next acquisitions of the recorded order needs again is not released in between.
 REUSE_WINDOW = 4
 
+_log = logging.getLogger("zoo.zero")
 _graph_task = torch._C._current_graph_task_id
 
 
 class Unit:
     """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
 
-    __slots__ = ("depth", "name", "partitioned", "recorded", "trainable")
+    __slots__ = ("_own", "depth", "external", "name", "partitioned", "recorded", "trainable")
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
         self.name = spec.name
+        self.depth = 0
+        self.external: dict[Bucket, None] = {}
+        self._own = tuple(buckets)
+        self._list()
+
+    def _list(self) -> None:
+        buckets = (*self._own, *(b for b in self.external if b not in self._own))
         self.partitioned = tuple(b for b in buckets if b.partitioned)
         self.trainable = tuple(b for b in buckets if b.spec.trainable)
         self.recorded = tuple(b for b in buckets if b.partitioned or b.spec.trainable)
-        self.depth = 0
+
+    def set_external(self, bucket: Bucket, *, present: bool) -> bool:
+        """Use a bucket that another unit owns, or stop using it; whether that changed anything."""
+        if (bucket in self.external) == present or bucket in self._own:
+            return False
+        if present:
+            self.external[bucket] = None
+        else:
+            del self.external[bucket]
+        self._list()
+        return True
 
 
 class Tape:
@@ -116,11 +136,14 @@ class Runtime:
         self._in_backward = False
         self._hold = False  # reduce nothing before the end of this backward
         self.held: dict[Bucket, list[int]] = {}
+        self._running: list[Unit] = []
+        self._model = units[0].module
         self._hooks: list[Any] = []
         self._units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self._buckets)
         self._unseen: set[str] = set()
         self._demanded = self._demand_all() if demand_all else frozenset()
+        self._hooked: dict[str, Unit] = {}
         self._install(units)
 
     def _demand_all(self) -> frozenset[str]:
@@ -157,6 +180,14 @@ class Runtime:
                 continue
             self._hooks.append(spec.module.register_forward_pre_hook(partial(self._enter, unit)))
             self._hooks.append(spec.module.register_forward_hook(partial(self._exit, unit), always_call=True))
+            self._hooked[spec.name] = unit
+        for bucket in self._buckets:
+            bucket.on_refused = self._take_external
+        for module in self._model.modules():
+            for parameter in registered(module):
+                owner = getattr(type(parameter), "_zoo_bucket", None)
+                if owner in self._buckets:
+                    self.set_external(module, owner, present=True)
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -176,17 +207,21 @@ class Runtime:
             self._begin_pass(module)
         self._depth += 1
         unit.depth += 1
+        self._running.append(unit)
+        self._record(unit.recorded)
+        if unit.partitioned:
+            self._acquire(unit)
+
+    def _record(self, buckets: Sequence[Bucket]) -> None:
         tape = self._tape
         # Without gradients inside of a pass with them: re-entrant checkpointing, which comes back in backward.
         if tape is not None and (self._pass_grad or torch.is_grad_enabled()):
             serial, start = tape.serial, len(tape.units)
-            for bucket in unit.recorded:
+            for bucket in buckets:
                 if bucket.tape_serial != serial:
                     bucket.tape_serial = serial
                     bucket.pending += 1
                     tape.order.append((start, bucket))
-        if unit.partitioned:
-            self._acquire(unit)
 
     def _begin_pass(self, module: nn.Module) -> None:
         self._serial += 1
@@ -198,18 +233,53 @@ class Runtime:
     def _acquire(self, unit: Unit) -> None:
         for bucket in unit.partitioned:
             bucket.active += 1
-            if bucket.live or bucket.coming:
-                if bucket in self._kept:
-                    del self._kept[bucket]
-                    self._kept_bytes -= bucket.num_bytes
-                self._early.pop(bucket, None)
-            else:
-                bucket.gather()
-            self._orders.advance(bucket.index)
+            self._claim(bucket)
         if self._prefetch_bytes:
             self._prefetch()
         for bucket in unit.partitioned:
             bucket.wait()
+
+    def _claim(self, bucket: Bucket) -> None:
+        if bucket.live or bucket.coming:
+            if bucket in self._kept:
+                del self._kept[bucket]
+                self._kept_bytes -= bucket.num_bytes
+            self._early.pop(bucket, None)
+        else:
+            bucket.gather()
+        self._orders.advance(bucket.index)
+
+    # External parameters ---------------------------------------------------------------------------------------------
+
+    def set_external(self, module: nn.Module, bucket: Bucket, *, present: bool) -> bool:
+        """A bucket is used in the forward of ``module``, or no longer; whether that changed anything."""
+        path = next((name for name, found in self._model.named_modules() if found is module), None)
+        if path is None:
+            raise ValueError(f"this {type(module).__name__} is not part of the model of the optimizer.")
+        if self._depth:
+            raise ValueError("external parameters are registered outside of the model's forward.")
+        while path not in self._hooked:
+            path = path.rpartition(".")[0]
+        return self._hooked[path].set_external(bucket, present=present)
+
+    def _take_external(self, bucket: Bucket, name: str) -> bool:
+        """A parameter was touched while no unit that has it runs: the running one takes it from now on."""
+        if not self._running or _graph_task() != -1:
+            return False
+        unit = self._running[-1]
+        # Each running call of the unit gives it back when it ends.
+        calls = sum(running is unit for running in self._running)
+        if not unit.set_external(bucket, present=True):
+            return False
+        where = repr(unit.name) if unit.name else "the model itself"
+        # Once for each: a rank that does not touch it here would answer this gather with another one.
+        bucket.agree("an external parameter was found:", f"{name} in {where} (register_external_parameter)")
+        self._record([bucket])
+        bucket.active += calls
+        self._claim(bucket)
+        bucket.wait()
+        _log.info("%s is used in the forward of %s, which does not own it: registered as external", name, where)
+        return True
 
     def _prefetch(self) -> None:
         ahead = 0
@@ -232,6 +302,7 @@ class Runtime:
                     self._hook(tensor, partial(self._on_late, unit))
             return
         self._depth -= 1
+        self._running.pop()
         tape = self._tape
         if tape is not None:
             recorded = False
@@ -253,7 +324,7 @@ class Runtime:
         node = tensor.grad_fn
         if node is not None:
             node.register_prehook(function)
-        elif tensor.requires_grad:
+        elif tensor.requires_grad and getattr(type(tensor), "_zoo_bucket", None) is None:  # a parameter stays
             tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
     def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
@@ -394,6 +465,7 @@ class Runtime:
         self._tape = None
         self._visited.clear()
         self._in_flight.clear()
+        self._running.clear()
         for unit in self._units:
             unit.depth = 0
         for bucket in self._buckets:

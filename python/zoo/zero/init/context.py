@@ -45,7 +45,8 @@ class Init:
     Args:
         module: partition this module, built already (also on the meta device), at once.
         data_parallel_group: the ranks that share the model; None for the default group.
-        mem_efficient_linear: accepted, without effect: backward keeps no copy of a gathered weight in any case.
+        mem_efficient_linear: accepted, without effect: backward keeps no copy of a gathered weight. Under autocast it
+            does; :func:`zoo.zero.memory_efficient_linear` is for that.
         remote_device: where parts live: None or "device" with the parameter, "cpu", "nvme" (needs ``offload_param``
             with nvme_path in the configuration).
         pin_memory: page-lock parts in host memory (with a CUDA device).

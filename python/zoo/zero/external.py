@@ -1,0 +1,59 @@
+"""External parameters: used in the forward of a unit that does not own them.
+
+At stage 3 they are found when they are touched: the unit that runs at that moment keeps them whole until its forward
+ends, backward makes them whole again before that unit's backward and waits with their reduction until it is finished.
+From then on the unit gathers them when it starts. Where nothing refuses access (stages 0 to 2, small parameters that
+stay whole) a parameter that is used before, or without, its own unit's forward must be registered by hand, so that its
+gradient is not reduced before it has arrived; without that it is an error. So must one that only some ranks use:
+finding it is collective.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+_KEY = "_zoo_external_parameters"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that ``module``'s forward uses ``parameter``, which another module owns.
+
+    May be called at any time outside of a forward, also in ``__init__``, before there is an optimizer. It holds for the
+    innermost unit around ``module``.
+
+    Raises:
+        ValueError: ``parameter`` is no parameter, or its optimizer was built from a model without ``module``.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise ValueError(
+            f"register_external_parameter got a {type(parameter).__name__}; it must be an nn.Parameter of the model."
+        )
+    known = module.__dict__.setdefault(_KEY, [])
+    if not any(p is parameter for p in known):
+        known.append(parameter)
+    _apply(module, parameter, present=True)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo :func:`register_external_parameter`, or an automatic registration.
+
+    Raises:
+        ValueError: it is not registered.
+    """
+    known = module.__dict__.get(_KEY, [])
+    before = len(known)
+    known[:] = [p for p in known if p is not parameter]
+    if not _apply(module, parameter, present=False) and len(known) == before:
+        raise ValueError(f"the parameter is not registered as external to this {type(module).__name__}.")
+
+
+def registered(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters registered by hand."""
+    found: list[nn.Parameter] = module.__dict__.get(_KEY, [])
+    return found
+
+
+def _apply(module: nn.Module, parameter: nn.Parameter, *, present: bool) -> bool:
+    bucket = getattr(type(parameter), "_zoo_bucket", None)
+    owner = bucket.owner() if bucket is not None and bucket.owner is not None else None
+    return owner is not None and owner.runtime.set_external(module, bucket, present=present)
