@@ -58,8 +58,8 @@ def cases(draw: st.DrawFn, max_world: int = 8, dtype: torch.dtype = torch.float3
     # does not recompute on some ranks is not gathered there: at stage 3 that is a divergence of the ranks' programs.
     kinds = ["tensor", "tuple"] if recompute == "reentrant" else ["tensor", "tuple", "dict", "dataclass"]
     silent = draw(st.sets(st.integers(0, world - 1), max_size=world))
-    # A single block is no repeated one: its layers are units of their own. Ranks that recompute it gather them forwards,
-    # a rank that does not backwards, which is a divergence too.
+    # A single block is no repeated one: its layers are units of their own. Ranks that recompute it gather them
+    # forwards, a rank that does not backwards, which is a divergence too.
     if recompute == "non_reentrant" and num_blocks == 1:
         silent = set()
     return Case(
