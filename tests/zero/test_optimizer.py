@@ -374,3 +374,27 @@ def test_unused_parameters_are_an_error_where_that_is_asked_for(cls: type[ZeroOp
         optimizer.step()
 
     sim.run(2, fn)
+
+
+def test_states_go_away_and_come_back() -> None:
+    def fn(rank: int) -> None:
+        model = small()
+        optimizer = Stage3Optimizer(model, optimizer=zoo.optim.AdamW, lr=0.1, param_persistence_threshold=0)
+        model(data(rank)).square().mean().backward()
+        optimizer.step()
+        before = optimizer.state_dict()["slices"]
+        elements = sum(b.layout.size // 2 for b in optimizer.buckets)
+        assert optimizer.offload_states(["optim_states"]) == 8 * elements
+        with pytest.raises(ValueError, match="call reload_states"):
+            optimizer.step()
+        optimizer.reload_states()
+        assert optimizer.offload_states() == 16 * elements  # parameters and gradients too
+        optimizer.reload_states()
+        after = optimizer.state_dict()["slices"]
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        with pytest.raises(ValueError, match="include has 'states'; allowed are 'optim_states'"):
+            optimizer.offload_states(["states"])
+        with pytest.raises(ValueError, match="at stage 2"):
+            ZeroOptimizer(small(), stage=2, lr=0.1).offload_states()
+
+    sim.run(2, fn)

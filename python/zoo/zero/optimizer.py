@@ -27,6 +27,7 @@ from zoo.zero.dry import DryRun
 from zoo.zero.forecast import Forecast, gathered_by_units
 from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
+from zoo.zero.moving import Moved
 from zoo.zero.offload.forecast import nvme_traffic, tier_bytes
 from zoo.zero.offload.opening import open_stores
 from zoo.zero.routing import choose_routes
@@ -104,6 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.comm is group and nodes is not None:
             self.comm.know_nodes(nodes)
         self.grad_norm: float | None = None
+        self._moved: Moved | None = None
         self.skipped, self.num_skipped = False, 0
         groups = _param_groups(model, params)
         self._build(model, groups, units, reduce_dtype)
@@ -168,6 +170,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # Training --------------------------------------------------------------------------------------------------------
 
     @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What travels and lives together."""
+        return self._buckets
+
+    @property
     def updater(self) -> Updater:
         """The wrapped optimizer on this rank's segments."""
         return self._updater
@@ -215,6 +222,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.skipped = False
+        if self._moved is not None:
+            raise ValueError("step() while states are offloaded; call reload_states() first.")
         self._updater.check_whole()
         self._settle()
         if not self._runtime.reduced:
@@ -306,6 +315,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are kept for the next forward or backward (stage 3). Call it on all ranks."""
         self._runtime.reset()
+
+    def offload_states(
+        self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> int:  # fmt: skip
+        """Move state from the device to host memory until :meth:`reload_states`; returns its bytes. Stage 3.
+
+        Args:
+            include: of "optim_states", "hp_params" (fp32 masters), "lp_params" (shards of the parameters) and
+                "lp_grads" (reduced gradients); None for all.
+            device: "cpu"; where parameters are on the CPU anyway nothing has to move.
+            pin_memory, non_blocking: of the copies, on a GPU.
+
+        Raises:
+            ValueError: another stage or device, or a name that is none.
+        """
+        if self.config.stage != 3 or device != "cpu":
+            raise ValueError(
+                f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."
+            )
+        if self._moved is None:
+            pins = pin_memory and torch.cuda.is_available()
+            self._moved = Moved(
+                self, tuple(include) if include is not None else None, pin_memory=pins, non_blocking=non_blocking
+            )
+        return self._moved.num_bytes()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` took away."""
+        if self._moved is not None:
+            self._moved.back(non_blocking=non_blocking)
+            self._moved = None
 
     @torch.no_grad()
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -1,0 +1,69 @@
+"""Training state that leaves the device for a while, so that something else has its memory, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads")
+"""Optimizer states; fp32 masters; this rank's shards of the parameters (an fp32 one is its own master); reduced
+gradients."""
+
+
+def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[torch.Tensor]:
+    """The tensors on the device that ``include`` names; what lives in another tier is elsewhere already."""
+    for segment in optimizer.updater.segments:
+        entries = optimizer.inner.state.get(segment.tensor, {})
+        if "hp_params" in include:
+            if segment.target is not None:
+                yield segment.tensor
+            if "master" in entries:
+                yield entries["master"]
+        if "optim_states" in include:
+            yield from (v for k, v in entries.items() if k != "master" and isinstance(v, torch.Tensor) and v.dim())
+    for bucket in optimizer.buckets:
+        if "lp_params" in include and bucket.partitioned and bucket.shard is not None:
+            bucket.release()
+            yield bucket.shard
+        if "lp_grads" in include and bucket.spec.trainable and bucket.grad_shard is not None:
+            yield bucket.grad_shard
+
+
+class Moved:
+    """What :meth:`ZeroOptimizer.offload_states` took away, and where it belongs."""
+
+    def __init__(
+        self, optimizer: ZeroOptimizer, include: Collection[str] | None, *, pin_memory: bool, non_blocking: bool
+    ) -> None:
+        named = tuple(include) if include is not None else STATES
+        unknown = [name for name in named if name not in STATES]
+        if unknown:
+            raise ValueError(
+                f"include has {', '.join(map(repr, unknown))}; allowed are {', '.join(map(repr, STATES))}."
+            )
+        self.include = named
+        self._moved: list[tuple[torch.Tensor, torch.device]] = []
+        for tensor in tensors_of(optimizer, named):
+            if tensor.numel() > 1 and tensor.dim() == 1 and tensor.stride(0) == 0:
+                continue  # on NVMe
+            self._moved.append((tensor, tensor.device))
+            if tensor.device.type != "cpu":
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
+                tensor.data = host.copy_(tensor.detach(), non_blocking=non_blocking)
+        if non_blocking and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def num_bytes(self) -> int:
+        """Of everything that is away."""
+        return sum(tensor.nbytes for tensor, _ in self._moved)
+
+    def back(self, *, non_blocking: bool) -> None:
+        """To where it was."""
+        for tensor, device in self._moved:
+            tensor.data = tensor.detach().to(device, non_blocking=non_blocking)
+        self._moved.clear()
