@@ -21,7 +21,8 @@ from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero import state as state_io
 from zoo.zero.axes import make_axes
-from zoo.zero.buckets import STAGES, Bucket, plan_buckets
+from zoo.zero.bucketing import STAGES, plan_buckets
+from zoo.zero.buckets import Bucket
 from zoo.zero.config import ZeroConfig
 from zoo.zero.dry import DryRun
 from zoo.zero.forecast import Forecast, gathered_by_units

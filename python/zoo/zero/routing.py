@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zoo.zero.axes import Axes
-from zoo.zero.buckets import BucketSpec, Placement, layout_of
+from zoo.zero.bucketing import BucketSpec, Placement, layout_of
 from zoo.zero.routes import Routes, plain_routes
 
 if TYPE_CHECKING:

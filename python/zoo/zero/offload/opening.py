@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zoo.io import AioConfig, Handle
-from zoo.zero.buckets import BucketSpec, Placement, Stores, layout_of
+from zoo.zero.bucketing import BucketSpec, Placement, layout_of
+from zoo.zero.buckets import Stores
 from zoo.zero.dry import DryScratch
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, plan_tiers
