@@ -126,6 +126,7 @@ def test_a_small_limit_of_locked_memory_is_said_and_nothing_else(folder: Path) -
 
 INTERRUPT = """
 import os, signal, sys, threading, time, torch, zoo.io
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
 with zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=2.0, times=1),))) as handle:
     future = handle.async_pwrite(torch.ones(10), sys.argv[1])
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
