@@ -33,6 +33,20 @@ def check_like(
     _check_memory(what, t)
 
 
+def one_device(*tensors: torch.Tensor) -> bool:
+    """Whether they are on one device; others are for :func:`check_flat` to refuse: they may reach no kernel."""
+    return all(t.device == tensors[0].device for t in tensors)
+
+
+def check_flat(t: torch.Tensor, what: str, numel: int, dtypes: Sequence[torch.dtype], like: torch.Tensor) -> None:
+    """Raise ValueError unless ``t`` is contiguous, has ``numel`` elements of one of ``dtypes``, where ``like`` is."""
+    if t.dtype not in dtypes or t.numel() != numel or not t.is_contiguous() or t.device != like.device:
+        raise ValueError(
+            f"{what} is {t.dtype} of shape {tuple(t.shape)} with strides {t.stride()} on {t.device}; it must have "
+            f"{numel} elements of {' or '.join(map(str, dtypes))}, be contiguous, and be on {like.device}."
+        )
+
+
 def _check_memory(what: str, t: torch.Tensor) -> None:
     if t.layout is not torch.strided:
         raise ValueError(f"{what} is {t.layout}; it must be dense.")

@@ -537,7 +537,7 @@ class Bucket:
 
     def set_reduced(self, index: int, start: int, values: torch.Tensor) -> None:
         """Put ``values`` in the place of elements [start, start + len) of the reduced gradient of chunk ``index``."""
-        parked = self.parked_gradient
+        parked, self.grad_norm = self.parked_gradient, None
         chunk = self.reduced_chunk(index)
         chunk[start : start + values.numel()].copy_(values)
         if parked:

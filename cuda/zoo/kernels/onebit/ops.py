@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from zoo.kernels import loading
+from zoo.kernels.checks import check_flat, one_device
 from zoo.kernels.onebit import reference
 
 GROUP_SIZE = 2048
@@ -35,11 +34,11 @@ def compress_(x: torch.Tensor, error: torch.Tensor, group_size: int = GROUP_SIZE
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if _one_device(x, error) and loading.runs("onebit_compress_", x):
+    if one_device(x, error) and loading.runs("onebit_compress_", x):
         found: tuple[torch.Tensor, torch.Tensor] = torch.ops.zoo.onebit_compress_.default(x, error, group_size)
         return found
-    _check(x, "x", x.numel(), DTYPES, x)
-    _check(error, "error", x.numel(), (torch.float32,), x)
+    check_flat(x, "x", x.numel(), DTYPES, x)
+    check_flat(error, "error", x.numel(), (torch.float32,), x)
     _check_group(group_size)
     return reference.compress_(x, error, group_size)
 
@@ -56,27 +55,14 @@ def decompress_(
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if _one_device(out, bits, scales) and loading.runs("onebit_decompress_", out):
+    if one_device(out, bits, scales) and loading.runs("onebit_decompress_", out):
         torch.ops.zoo.onebit_decompress_.default(out, bits, scales, group_size, add)
         return
-    _check(out, "out", out.numel(), DTYPES, out)
+    check_flat(out, "out", out.numel(), DTYPES, out)
     _check_group(group_size)
-    _check(bits, "bits", -(-out.numel() // 8), (torch.uint8,), out)
-    _check(scales, "scales", -(-out.numel() // group_size), (torch.float32,), out)
+    check_flat(bits, "bits", -(-out.numel() // 8), (torch.uint8,), out)
+    check_flat(scales, "scales", -(-out.numel() // group_size), (torch.float32,), out)
     reference.decompress_(out, bits, scales, group_size, add)
-
-
-def _one_device(*tensors: torch.Tensor) -> bool:
-    # Others are for _check to refuse: tensors of several devices may reach no kernel.
-    return all(t.device == tensors[0].device for t in tensors)
-
-
-def _check(t: torch.Tensor, what: str, numel: int, dtypes: Any, like: torch.Tensor) -> None:
-    if t.dtype not in dtypes or t.numel() != numel or not t.is_contiguous() or t.device != like.device:
-        raise ValueError(
-            f"{what} is {t.dtype} of shape {tuple(t.shape)} with strides {t.stride()} on {t.device}; it must have "
-            f"{numel} elements of {' or '.join(map(str, dtypes))}, be contiguous, and be on {like.device}."
-        )
 
 
 def _check_group(group_size: int) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from zoo.kernels import loading
+from zoo.kernels.checks import check_flat, one_device
 from zoo.kernels.quantise import reference
 
 UNIT, LARGEST = 16, 1 << 20
@@ -36,7 +35,7 @@ def quantise(
         found: tuple[torch.Tensor, torch.Tensor] = torch.ops.zoo.quantise.default(x, bits, group_size, nodes, local)
         return found
     _check_options(bits, group_size)
-    _check(x, "x", x.numel(), DTYPES, x)
+    check_flat(x, "x", x.numel(), DTYPES, x)
     if nodes < 1 or local < 1 or (nodes * local > 1 and x.numel() % (nodes * local * group_size)):
         raise ValueError(
             f"swizzle=({nodes}, {local}) cuts {x.numel()} elements into {nodes} x {local} pieces; each must be a whole "
@@ -57,29 +56,16 @@ def dequantise_(
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if _one_device(out, q, scales) and loading.runs("dequantise_", out):
+    if one_device(out, q, scales) and loading.runs("dequantise_", out):
         torch.ops.zoo.dequantise_.default(out, q, scales, bits, group_size, ranks, factor)
         return
     _check_options(bits, group_size)
     if ranks < 1:
         raise ValueError(f"ranks={ranks}; it must be at least 1.")
-    _check(out, "out", out.numel(), DTYPES, out)
-    _check(q, "q", ranks * -(-out.numel() * bits // 8), (torch.int8,), out)
-    _check(scales, "scales", ranks * -(-out.numel() // group_size), (torch.float32,), out)
+    check_flat(out, "out", out.numel(), DTYPES, out)
+    check_flat(q, "q", ranks * -(-out.numel() * bits // 8), (torch.int8,), out)
+    check_flat(scales, "scales", ranks * -(-out.numel() // group_size), (torch.float32,), out)
     reference.dequantise_(out, q, scales, bits, group_size, ranks, factor)
-
-
-def _one_device(*tensors: torch.Tensor) -> bool:
-    # Others are for _check to refuse: tensors of several devices may reach no kernel.
-    return all(t.device == tensors[0].device for t in tensors)
-
-
-def _check(t: torch.Tensor, what: str, numel: int, dtypes: Any, like: torch.Tensor) -> None:
-    if t.dtype not in dtypes or t.numel() != numel or not t.is_contiguous() or t.device != like.device:
-        raise ValueError(
-            f"{what} is {t.dtype} of shape {tuple(t.shape)} with strides {t.stride()} on {t.device}; it must have "
-            f"{numel} elements of {' or '.join(map(str, dtypes))}, be contiguous, and be on {like.device}."
-        )
 
 
 def _check_options(bits: int, group_size: int) -> None:

@@ -22,11 +22,11 @@ from torch import nn
 
 from zoo.comm import Communicator
 from zoo.zero.guard import PartitionedAccessError
-from zoo.zero.init.heap import Trimmer
 from zoo.zero.init.keeping import Keeper
 from zoo.zero.init.materialise import Materialiser
 from zoo.zero.init.parts import SET_DATA, Part, part_of
 from zoo.zero.init.report import InitReport, Touch
+from zoo.zero.offload.heap import map_large_blocks
 
 _local = threading.local()
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
@@ -52,7 +52,8 @@ class Session:
         override_apply: bool,
     ) -> None:  # fmt: skip
         self.comm, self.keeper, self.dtype, self.override_apply = comm, keeper, dtype, override_apply
-        self._materialiser, self._trimmer = materialiser, Trimmer()
+        self._materialiser = materialiser
+        map_large_blocks()  # else building and freeing one module after another takes as much as all of them
         self._building: list[nn.Module] = []
         self._roots: list[weakref.ref[nn.Module]] = []
         self._open: dict[Part, nn.Parameter] = {}
@@ -114,7 +115,6 @@ class Session:
                 done[id(parameter)] = Part.split(parameter, f"{label}.{leaf}", self.comm, self.keeper, self.dtype)
         numel = sum(part.numel for part in done.values())
         self._num, self._numel = self._num + len(done), self._numel + numel
-        self._trimmer.freed(sum(p.numel * p.dtype.itemsize for p in done.values() if p.device.type == "cpu"))
         self._largest = max(self._largest, numel)
 
     # Initialisers ----------------------------------------------------------------------------------------------------
