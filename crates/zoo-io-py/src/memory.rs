@@ -114,10 +114,10 @@ pub(crate) struct Pool {
 #[pymethods]
 impl Pool {
     #[new]
-    fn new(py: Python<'_>, capacity: usize, page_locked: bool) -> PyResult<Self> {
+    fn new(py: Python<'_>, capacity: usize, page_locked: bool, segment: usize) -> PyResult<Self> {
         let lock =
             if page_locked { Some(py.detach(zoo_io::memory::cuda).map_err(PyRuntimeError::new_err)?) } else { None };
-        let inner = zoo_io::Pool::new(capacity, lock).map_err(|error| raise(py, &error))?;
+        let inner = zoo_io::Pool::with_segment(capacity, lock, segment).map_err(|error| raise(py, &error))?;
         Ok(Pool { inner })
     }
 

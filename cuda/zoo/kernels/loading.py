@@ -13,7 +13,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from zoo.kernels.building import BuildError, build, build_cuda_library, cpu_plan
@@ -167,6 +167,7 @@ def _load_once() -> None:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         _library = ctypes.CDLL(str(path))
         _library.zoo_use_isa.argtypes = [ctypes.c_int32]
+        _library.zoo_lend_storage.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     except (BuildError, OSError) as error:
         _why_not = str(error)
         logger.warning(
@@ -177,6 +178,18 @@ def _load_once() -> None:
 
     fakes.register()
     differentiable.register()
+
+
+def native_function(name: str) -> Callable[..., int] | None:
+    """A function of the CPU library that takes and returns addresses or numbers; None where there is no library.
+
+    Raises:
+        ValueError, BuildError: see :func:`native`.
+    """
+    if not native() or _library is None:
+        return None
+    function: ctypes._NamedFuncPointer = getattr(_library, name)
+    return function
 
 
 def isas() -> tuple[str, ...]:

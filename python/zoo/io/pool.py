@@ -16,6 +16,7 @@ from zoo.io.memory import num_bytes_of
 from zoo.io.notices import once
 
 DEFAULT_CAPACITY_BYTES = 4 << 30
+DEFAULT_REGION_BYTES = 64 << 20
 
 
 class PoolStats(NamedTuple):
@@ -48,16 +49,19 @@ class BufferPool:
         capacity_bytes: hard cap, at least 4096.
         pinned: ``"auto"`` page-locks where there is CUDA and elsewhere logs once why not; True demands it; False does
             not.
+        region_bytes: how much is taken from the system at a time; a larger buffer gets a region of its own.
 
     Raises:
-        ValueError: a cap that is too small.
+        ValueError: a cap or region that is too small.
         UnavailableError: page-locked memory was demanded and there is no CUDA runtime or device.
     """
 
     def __init__(
-        self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, *, pinned: bool | Literal["auto"] = "auto"
-    ) -> None:
+        self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, *, pinned: bool | Literal["auto"] = "auto",
+        region_bytes: int = DEFAULT_REGION_BYTES,
+    ) -> None:  # fmt: skip
         whole_number("capacity_bytes", capacity_bytes, 4096, 1 << 62)
+        whole_number("region_bytes", region_bytes, 4096, 1 << 62)
         if pinned not in (True, False, "auto"):
             raise ValueError(f'pinned = {pinned!r}; allowed are True, False and "auto"')
         problem = _native.cuda_problem() if pinned else None
@@ -65,7 +69,7 @@ class BufferPool:
             if pinned is True:
                 raise UnavailableError(f"page-locked memory was demanded and cannot be had: {problem}")
             once(f"buffers are aligned but not page-locked: {problem}", level="info")
-        self._pool = _native.Pool(capacity_bytes, bool(pinned) and problem is None)
+        self._pool = _native.Pool(capacity_bytes, bool(pinned) and problem is None, region_bytes)
 
     @property
     def pinned(self) -> bool:

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::{BUFFER_ALIGNMENT, PageLock, Region};
 use crate::error::Error;
 
-/// Small buffers share regions of this size, so that a thousand of them are one registration and one page lock.
+/// Small buffers share regions of this size unless a pool is told another one, so that a thousand of them are one
+/// registration and one page lock.
 const SEGMENT: usize = 64 << 20;
 
 /// What a pool has and had; all but the counts in bytes.
@@ -69,7 +70,7 @@ struct State {
 
 /// Hands out buffers that start at a page and takes them back when they are dropped. Never holds more than its cap.
 ///
-/// Memory is taken from the system in regions of 64 MiB (larger buffers get a region of their own) and kept for the next
+/// Memory is taken from the system in regions (64 MiB; larger buffers get a region of their own) and kept for the next
 /// buffer: the same sequence of buffers step after step takes nothing new. An unused region is given up only when
 /// another one is needed and the cap leaves no room.
 #[derive(Debug)]
@@ -77,6 +78,7 @@ pub struct Pool {
     state: Mutex<State>,
     lock: Option<Arc<dyn PageLock>>,
     capacity: usize,
+    segment: usize,
 }
 
 impl Pool {
@@ -85,13 +87,22 @@ impl Pool {
     /// # Errors
     /// [`Error::Invalid`] for less than one page.
     pub fn new(capacity: usize, lock: Option<Arc<dyn PageLock>>) -> Result<Arc<Pool>, Error> {
+        Pool::with_segment(capacity, lock, SEGMENT)
+    }
+
+    /// The same with regions of `segment` bytes, rounded up to whole pages.
+    ///
+    /// # Errors
+    /// See [`Pool::new`].
+    pub fn with_segment(capacity: usize, lock: Option<Arc<dyn PageLock>>, segment: usize) -> Result<Arc<Pool>, Error> {
         if capacity < BUFFER_ALIGNMENT {
             return Err(Error::Invalid(format!(
                 "a pool of {capacity} bytes; a buffer takes whole pages, so allowed is {BUFFER_ALIGNMENT} or more"
             )));
         }
         let stats = PoolStats { capacity, ..PoolStats::default() };
-        Ok(Arc::new(Pool { state: Mutex::new(State { stats, ..State::default() }), lock, capacity }))
+        let segment = segment.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(SEGMENT);
+        Ok(Arc::new(Pool { state: Mutex::new(State { stats, ..State::default() }), lock, capacity, segment }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -158,7 +169,7 @@ impl Pool {
                 state.largest_gap(room(state)),
             )));
         }
-        let len = rounded.max(SEGMENT.min(room(state) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT));
+        let len = rounded.max(self.segment.min(room(state) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT));
         let region = Region::new(len, self.lock.clone())?;
         let key = state.next;
         state.next += 1;
@@ -300,6 +311,16 @@ mod tests {
             drop(step());
         }
         assert_eq!(pool.stats().reserved, after_one);
+    }
+
+    #[test]
+    fn regions_are_as_large_as_was_asked_and_large_buffers_get_their_own() {
+        let pool = Pool::with_segment(1 << 30, None, 3 << 20).unwrap();
+        let one = pool.take(1 << 20).unwrap();
+        assert_eq!(pool.stats().reserved, 3 << 20);
+        let two = pool.take(5 << 20).unwrap();
+        assert_eq!((pool.stats().reserved, pool.stats().regions), (8 << 20, 2));
+        drop((one, two));
     }
 
     #[derive(Debug, Default)]

@@ -1,0 +1,81 @@
+"""Memory lent to a storage: every tensor of it sees it, and it goes back when the storage is resized."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zoo.io import BufferPool
+from zoo.kernels import loading
+from zoo.kernels.storage import lend
+
+native = pytest.mark.skipif(not loading.native(), reason="no compiler here")
+
+
+def raw(num_bytes: int) -> torch.Tensor:
+    return torch.arange(num_bytes, dtype=torch.uint8)
+
+
+@native
+def test_tensors_of_the_holder_see_the_memory() -> None:
+    holder, memory = torch.zeros(4, dtype=torch.float32), raw(16)
+    view = holder.view(2, 2)[1]
+    assert lend(holder.untyped_storage(), memory.untyped_storage())
+    assert holder.data_ptr() == memory.data_ptr()
+    assert holder.view(torch.uint8).tolist() == list(range(16))
+    view.zero_()
+    assert memory.tolist() == [0, 1, 2, 3, 4, 5, 6, 7] + 8 * [0]
+
+
+@native
+def test_it_lives_as_long_as_the_holder_and_goes_back_when_that_is_resized() -> None:
+    pool = BufferPool(1 << 20, pinned=False)
+    holder = torch.zeros(1024)
+    storage = holder.untyped_storage()
+    for _ in range(3):
+        assert lend(storage, pool.empty(4096, dtype=torch.uint8).untyped_storage())
+        gc.collect()
+        assert pool.stats().in_use_bytes == 4096
+        holder.fill_(7)
+        assert holder.sum() == 7 * 1024
+        storage.resize_(0)
+        assert pool.stats().in_use_bytes == 0
+    assert lend(storage, pool.empty(4096, dtype=torch.uint8).untyped_storage())
+    del holder, storage
+    assert pool.stats().in_use_bytes == 0
+
+
+@native
+def test_the_size_is_that_of_the_memory_and_growing_moves_away_from_it() -> None:
+    pool = BufferPool(1 << 20, pinned=False)
+    storage = torch.zeros(1).untyped_storage()
+    assert lend(storage, pool.empty(8192, dtype=torch.uint8).fill_(3).untyped_storage())
+    assert storage.nbytes() == 8192
+    storage.resize_(16384)
+    assert pool.stats().in_use_bytes == 0
+    assert bytes(storage[:8192].tolist()) == 8192 * b"\x03"
+
+
+@native
+def test_what_it_cannot_be_for() -> None:
+    fixed = torch.frombuffer(bytearray(16), dtype=torch.uint8).untyped_storage()
+    memory = raw(16).untyped_storage()
+    before = fixed.data_ptr()
+    assert fixed.resizable() or not lend(fixed, memory)
+    assert fixed.resizable() or fixed.data_ptr() == before
+    assert not lend(memory, memory)
+    assert not lend(torch.empty(4, device="meta").untyped_storage(), memory)
+    assert not lend(memory, torch.empty(4, device="meta").untyped_storage())
+
+
+def test_there_is_none_without_the_library() -> None:
+    code = (
+        "import torch; from zoo.kernels.storage import lend; a, b = torch.zeros(4), torch.ones(4)\n"
+        "assert not lend(a.untyped_storage(), b.untyped_storage()) and a.tolist() == [0.0] * 4"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "ZOO_KERNELS": "reference"})
