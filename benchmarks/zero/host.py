@@ -43,9 +43,9 @@ def _zoo(model: nn.Sequential) -> tuple[Forward, Resident]:
 
     def resident() -> int:
         # A bucket that is being gathered ahead has memory and is not live yet.
-        if any(b.live and b.full.untyped_storage().nbytes() == 0 for b in buckets):
+        if any(b.parameters.live and b.parameters.full.untyped_storage().nbytes() == 0 for b in buckets):
             raise AssertionError("a bucket is live without memory.")
-        return sum(b.full.untyped_storage().nbytes() > 0 for b in buckets)
+        return sum(b.parameters.full.untyped_storage().nbytes() > 0 for b in buckets)
 
     return model, resident
 

@@ -179,6 +179,18 @@ def test_thawing_a_frozen_parameter_raises_by_name() -> None:
     model[2].weight.requires_grad = True
 
 
+def test_a_frozen_parameter_takes_no_gradient() -> None:
+    model = small()
+    model[0].weight.requires_grad_(False)
+    optimizer = Stage0Optimizer(model, lr=0.01)
+    model[0].weight.grad = None
+    with pytest.raises(ValueError, match=r"'0\.weight' was frozen .* takes no gradient"):
+        model[0].weight.grad = torch.ones(6, 4)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert model[0].weight.grad is None
+
+
 def test_create_graph_is_refused() -> None:
     model = small()
     Stage2Optimizer(model, lr=0.01)

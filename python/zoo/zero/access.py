@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zoo.zero.bucket_gradients import BucketGradients
 from zoo.zero.buckets import Bucket
 from zoo.zero.editing import Values, overlaps, write_values
 from zoo.zero.gathering import owner_of
@@ -92,9 +93,9 @@ def _segments(place: _Place) -> Iterator[tuple[Segment, dict[str, Any], int]]:
 def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
     if not place.bucket.spec.trainable:
         if place.everywhere:
-            yield 0, place.bucket.full
+            yield 0, place.bucket.parameters.full
         else:
-            yield place.bucket.own_range()[0], place.bucket.own_shard()
+            yield place.bucket.own_range()[0], place.bucket.parameters.own_shard()
         return
     for segment, state, base in _segments(place):
         yield base, segment.value(state)
@@ -107,17 +108,18 @@ def _state_pieces(place: _Place, key: str) -> Iterator[tuple[int, torch.Tensor]]
             yield base, found
 
 
-def _grad_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
-    bucket = place.bucket
-    for chunk in bucket.updated_chunks():
-        yield bucket.layout.shard_range(chunk, bucket.num_chunks)[0], bucket.reduced_chunk(chunk)
-
-
-def _has_grad(place: _Place) -> bool:
-    """Brings gradients together that no_sync() left apart. Collective."""
-    optimizer = place.optimizer
+def _reduced_gradients(place: _Place) -> BucketGradients | None:
+    """Those of the bucket, if there are any. Brings gradients together that no_sync() left apart. Collective."""
+    optimizer, gradients = place.optimizer, place.bucket.gradients
     optimizer.settle_gradients()
-    return place.bucket.spec.trainable and optimizer.runtime.reduced and place.bucket.reduced
+    there = gradients is not None and optimizer.runtime.reduced and gradients.reduced
+    return gradients if there else None
+
+
+def _grad_pieces(gradients: BucketGradients) -> Iterator[tuple[int, torch.Tensor]]:
+    bucket = gradients.bucket
+    for chunk in bucket.updated_chunks():
+        yield bucket.layout.shard_range(chunk, bucket.num_chunks)[0], gradients.reduced_chunk(chunk)
 
 
 def _fill(out: torch.Tensor, start: int, pieces: Pieces) -> None:
@@ -130,7 +132,7 @@ def _fill(out: torch.Tensor, start: int, pieces: Pieces) -> None:
 def _window(place: _Place, start: int, stop: int, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
     """Elements [start, stop) of the bucket on every rank. Collective but at stage 0."""
     bucket, comm = place.bucket, place.optimizer.shard_group
-    out = torch.zeros(stop - start, dtype=dtype, device=bucket.full.device)
+    out = torch.zeros(stop - start, dtype=dtype, device=bucket.device)
     _fill(out, start, pieces)
     if place.everywhere or comm.size == 1:
         return out
@@ -155,7 +157,7 @@ def _full(place: _Place, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
 
 def _local(place: _Place, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
     low, high = place.own()
-    out = torch.zeros(high - low, dtype=dtype, device=place.bucket.full.device)
+    out = torch.zeros(high - low, dtype=dtype, device=place.bucket.device)
     _fill(out, place.start + low, pieces)
     return out
 
@@ -183,9 +185,9 @@ def _agreed_kept(place: _Place) -> dict[str, Any]:
         return mine
     owner = min(place.start // max(bucket.layout.size // comm.size, 1), comm.size - 1)
     text = json.dumps(mine).encode()
-    length = torch.tensor([len(text)], device=bucket.full.device)
+    length = torch.tensor([len(text)], device=bucket.device)
     comm.broadcast(length, owner).wait()
-    data = torch.zeros(int(length), dtype=torch.uint8, device=bucket.full.device)
+    data = torch.zeros(int(length), dtype=torch.uint8, device=bucket.device)
     if comm.rank == owner:
         data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     comm.broadcast(data, owner).wait()
@@ -215,9 +217,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of the whole gradient, or None where there is none. Collective."""
     place = _find(param)
-    if not _has_grad(place):
+    gradients = _reduced_gradients(place)
+    if gradients is None:
         return None
-    return _full(place, _grad_pieces(place), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
+    return _full(place, _grad_pieces(gradients), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
 
 
 @torch.no_grad()
@@ -250,9 +253,10 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     Collective only if gradients that ``no_sync()`` left on each rank are to be brought together first.
     """
     place = _find(param)
-    if not _has_grad(place):
+    gradients = _reduced_gradients(place)
+    if gradients is None:
         return None
-    return _local(place, _grad_pieces(place), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
+    return _local(place, _grad_pieces(gradients), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
 
 
 @torch.no_grad()
@@ -303,10 +307,11 @@ def get_full_grads(params: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.
     """(name, whole gradient or None) of many parameters; see :func:`get_full_fp32_params`."""
 
     def scaled(place: _Place) -> tuple[Pieces, torch.dtype] | None:
-        if not _has_grad(place):
+        gradients = _reduced_gradients(place)
+        if gradients is None:
             return None
         factor = 1.0 / place.optimizer.loss_scale
-        return ((base, values.to(place.dtype) * factor) for base, values in _grad_pieces(place)), place.dtype
+        return ((base, values.to(place.dtype) * factor) for base, values in _grad_pieces(gradients)), place.dtype
 
     return _bulk(params, scaled)
 
@@ -333,7 +338,7 @@ def get_full_optimizer_states(
 def _whole_value(place: _Place, value: torch.Tensor) -> torch.Tensor:
     if value.shape != place.shape:
         raise ValueError(f"{place.name!r} has shape {tuple(place.shape)}; the value given has {tuple(value.shape)}.")
-    flat = value.detach().to(place.bucket.full.device, place.dtype, copy=True).reshape(-1).contiguous()
+    flat = value.detach().to(place.bucket.device, place.dtype, copy=True).reshape(-1).contiguous()
     if flat.numel():
         place.optimizer.comm.broadcast(flat).wait()
     return flat
@@ -367,7 +372,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     place = _find(param)
     _write_param(place, _local_value(place, value))
     if not place.bucket.partitioned and place.bucket.spec.trainable:
-        handle = place.bucket.publish()
+        handle = place.bucket.parameters.publish()
         if handle is not None:
             handle.wait()
 
@@ -424,24 +429,26 @@ def _write_state(place: _Place, values: tuple[int, torch.Tensor], key: str) -> N
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the whole gradient, of the parameter's shape; that of rank 0 counts. Collective, after ``backward``."""
     place = _find(param)
-    _check_grad(place)
-    _write_grad(place, 0, _whole_value(place, value))
+    gradients = _settable_gradients(place)
+    _write_grad(place, gradients, 0, _whole_value(place, value))
 
 
 @torch.no_grad()
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's elements of the gradient, after ``backward``."""
     place = _find(param)
-    _check_grad(place)
-    _write_grad(place, *_local_value(place, value))
+    gradients = _settable_gradients(place)
+    _write_grad(place, gradients, *_local_value(place, value))
 
 
-def _check_grad(place: _Place) -> None:
-    if not _has_grad(place):
+def _settable_gradients(place: _Place) -> BucketGradients:
+    gradients = _reduced_gradients(place)
+    if gradients is None:
         raise ValueError(f"{place.name!r} has no gradient to be replaced: call it between backward and step.")
+    return gradients
 
 
-def _write_grad(place: _Place, first: int, values: torch.Tensor) -> None:
+def _write_grad(place: _Place, gradients: BucketGradients, first: int, values: torch.Tensor) -> None:
     bucket = place.bucket
     scaled = values.to(place.dtype) * place.optimizer.loss_scale
     for chunk in bucket.updated_chunks():
@@ -449,4 +456,4 @@ def _write_grad(place: _Place, first: int, values: torch.Tensor) -> None:
         begin = place.start + first
         low, high = max(base, begin), min(end, begin + scaled.numel())
         if low < high:
-            bucket.set_reduced(chunk, low - base, scaled[low - begin : high - begin])
+            gradients.set_reduced(chunk, low - base, scaled[low - begin : high - begin])

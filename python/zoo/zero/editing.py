@@ -41,10 +41,11 @@ def write_values(optimizer: ZeroOptimizer, changes: Mapping[Bucket, Values], *, 
         keep_equal: an fp32 value stays where it rounds to the value given: what nobody changed keeps its precision.
     """
     for bucket, values in changes.items():
-        bucket.drop_secondary()
-        if bucket.live:
+        parameters = bucket.parameters
+        parameters.drop_secondary()
+        if parameters.live:
             for offset, part in overlaps(values, bucket.layout.slices(0, bucket.layout.size)):
-                bucket.full[offset : offset + part.numel()].copy_(part)
+                parameters.full[offset : offset + part.numel()].copy_(part)
         if bucket.partitioned:
             _write_shard(bucket, values)
 
@@ -68,10 +69,11 @@ def _write_shard(bucket: Bucket, values: Values) -> None:
     found = list(overlaps(values, bucket.layout.slices(low, high)))
     if not found:
         return
-    shard = bucket.own_shard()
+    parameters = bucket.parameters
+    shard = parameters.own_shard()
     for offset, part in found:
         shard[offset : offset + part.numel()].copy_(part)
-    if bucket.packed is not None:
-        bucket.set_shard(shard)
+    if parameters.packed is not None:
+        parameters.set_shard(shard)
     elif bucket.parameters_on_nvme:
-        bucket.shelf.finish(bucket.write_parameters(shard))
+        bucket.shelf.finish(parameters.begin_write(shard))

@@ -94,7 +94,7 @@ def forecast(
     parameters = gradients = 0
     hops: list[Hop] = []
     for bucket in buckets:
-        own = 0 if bucket.parks else bucket.num_bytes // bucket.num_chunks
+        own = 0 if bucket.gradients_on_nvme else bucket.num_bytes // bucket.num_chunks
         parameters += bucket.kept_bytes()
         if bucket.spec.trainable:
             gradients += own if bucket.placement.shard_gradients else bucket.num_bytes

@@ -103,7 +103,7 @@ class GatheredParameters:
             comms.setdefault(id(part.comm), (part.comm, part.device, []))[2].append(part.name)
         for bucket, slots in self._slots.items():
             comm = owner_of(bucket).comm
-            names = comms.setdefault(id(comm), (comm, bucket.full.device, []))[2]
+            names = comms.setdefault(id(comm), (comm, bucket.device, []))[2]
             names += [bucket.spec.names[slot] for slot in slots]
         for comm, device, names in comms.values():
             if self._modifier is not None and not 0 <= self._modifier < comm.size:
@@ -164,7 +164,7 @@ class GatheredParameters:
         by_owner: dict[int, tuple[ZeroOptimizer, dict[Bucket, dict[str, tuple[int, torch.Tensor]]]]] = {}
         for bucket, slots in self._slots.items():
             owner = owner_of(bucket)
-            if not bucket.live:
+            if not bucket.parameters.live:
                 raise RuntimeError(
                     f"the parameters of {bucket.label} were partitioned again inside GatheredParameters, by a step or "
                     "a nested context: what was written to them is lost. Step outside of it."
@@ -191,4 +191,4 @@ def owner_of(bucket: Bucket) -> ZeroOptimizer:
 
 def _flat(bucket: Bucket, slot: int) -> torch.Tensor:
     offset = bucket.layout.offsets[slot]
-    return bucket.full[offset : offset + bucket.layout.tensors[slot].numel]
+    return bucket.parameters.full[offset : offset + bucket.layout.tensors[slot].numel]

@@ -62,7 +62,7 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     touched = _partitioned_in((args, kwargs or {}))
-    hidden = {type(p)._zoo_bucket: p for p in touched if type(p)._zoo_bucket.hidden}
+    hidden = {type(p)._zoo_bucket: p for p in touched if type(p)._zoo_bucket.parameters.hidden}
     # In a forward the running unit takes them as its own, all in the same order on every rank.
     in_order = sorted(hidden.items(), key=lambda item: item[0].index)
     if hidden and all(bucket.take_external(p._zoo_name) for bucket, p in in_order):
@@ -89,11 +89,16 @@ def _partitioned_in(value: Any) -> list[Any]:
 
 
 def _get_grad(self: Any) -> torch.Tensor | None:
-    return type(self)._zoo_bucket.visible_grad(self._zoo_slot)  # type: ignore[no-any-return]
+    gradients = type(self)._zoo_bucket.gradients
+    return gradients.visible(self._zoo_slot) if gradients is not None else None
 
 
 def _set_grad(self: Any, value: torch.Tensor | None) -> None:
-    type(self)._zoo_bucket.assign_grad(self._zoo_slot, value)
+    gradients = type(self)._zoo_bucket.gradients
+    if gradients is not None:
+        gradients.assign(self._zoo_slot, value)
+    elif value is not None:
+        raise ValueError(f"{self._zoo_name!r} was frozen when the optimizer was constructed; it takes no gradient.")
 
 
 def _get_requires_grad(self: Any) -> bool:

@@ -27,11 +27,12 @@ def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[t
         if "optim_states" in include:
             yield from (v for k, v in entries.items() if k != "master" and isinstance(v, torch.Tensor) and v.dim())
     for bucket in optimizer.buckets:
-        if "lp_params" in include and bucket.partitioned and bucket.shard is not None:
-            bucket.release()
-            yield bucket.shard
-        if "lp_grads" in include and bucket.spec.trainable and bucket.grad_shard is not None:
-            yield bucket.grad_shard
+        parameters, gradients = bucket.parameters, bucket.gradients
+        if "lp_params" in include and bucket.partitioned and parameters.shard is not None:
+            parameters.release()
+            yield parameters.shard
+        if "lp_grads" in include and gradients is not None and gradients.shard is not None:
+            yield gradients.shard
 
 
 class Moved:

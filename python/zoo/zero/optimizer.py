@@ -150,6 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.owner = weakref.ref(self)
         self._trainable = [b for b in self._buckets if b.spec.trainable]
+        self._gradients = [b.gradients for b in self._buckets if b.gradients is not None]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
         reads = any(b.parameters_on_nvme for b in self._buckets)
         itemsize = plan[0].dtype.itemsize
@@ -257,7 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _norm(self) -> float:
         """sqrt(Σ g²) over the whole mean gradient, summed bucket by bucket and chunk by chunk at every stage."""
         partials = [
-            torch.stack([b.reduced_norm(c) for b in self._trainable]) for c in self._trainable[0].updated_chunks()
+            torch.stack([g.reduced_norm(c) for g in self._gradients]) for c in self._trainable[0].updated_chunks()
         ]
         mine = torch.cat(partials)
         shard = self._axes.shard
@@ -274,13 +275,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return 0.0
         norm = self._norm() / self.loss_scale
         factor = min(max_norm / (norm + 1e-6), 1.0)
-        for bucket in self._trainable:
-            for chunk in bucket.updated_chunks():
-                bucket.scale_reduced(chunk, factor)
+        for gradients in self._gradients:
+            for chunk in gradients.bucket.updated_chunks():
+                gradients.scale_reduced(chunk, factor)
         return norm
 
     def _publish(self) -> None:
-        handles = [bucket.publish() for bucket in self._trainable]
+        handles = [bucket.parameters.publish() for bucket in self._trainable]
         self._runtime.reset()
         for handle in handles:
             if handle is not None:
@@ -289,8 +290,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
         self._runtime.abandon()
-        for bucket in self._trainable:
-            bucket.drop_grads()
+        for gradients in self._gradients:
+            gradients.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only construction adds groups: buckets are laid out once."""
@@ -304,7 +305,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gathered(self) -> Iterator[None]:
         """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
         for bucket in self._buckets:
-            bucket.wait(exact=True)
+            bucket.parameters.wait(exact=True)
             bucket.active += 1
         try:
             yield
@@ -354,12 +355,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
         found: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
-            was_live = bucket.live and not (bucket.rounds and not bucket.active)
-            bucket.wait(exact=True)
+            parameters = bucket.parameters
+            was_live = parameters.live and not (parameters.rounds and not bucket.active)
+            parameters.wait(exact=True)
             for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
                 found[name] = parameter.detach().to("cpu", dtype, copy=True)
             if not was_live:
-                bucket.release()
+                parameters.release()
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
     def memory(self) -> dict[str, int]:
@@ -368,8 +370,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Beside them "nvme": bytes of this rank's files, and "buffers": host memory of the buffers that serve them.
         """
         optimizer = self._updater.state_bytes()
-        parameters = sum(b.parameter_bytes() for b in self._buckets)
-        gradients = sum(b.gradient_bytes() for b in self._trainable)
+        parameters = sum(b.parameters.memory_bytes() for b in self._buckets)
+        gradients = sum(g.memory_bytes() for g in self._gradients)
         total = parameters + gradients + optimizer
         found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
         if self._scratch is not None:
@@ -411,7 +413,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
         self._runtime.remove()
         for bucket in self._buckets:
-            bucket.wait(exact=True)
+            bucket.parameters.wait(exact=True)
             for parameter in bucket.spec.parameters:
                 release_parameter(parameter)
                 parameter.data = parameter.data.clone()

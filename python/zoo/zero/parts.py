@@ -68,7 +68,7 @@ class BucketParts:
         wanted = [b for b in self._buckets if any(g in groups for g in b.spec.groups)]
         if not wanted:
             return []
-        device, dtype = wanted[0].full.device, torch.bfloat16
+        device, dtype = wanted[0].device, torch.bfloat16
         if values:
             dtype = values[0].dtype
         flat = {b: torch.zeros(b.layout.size, dtype=dtype, device=device) for b in wanted}

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from zoo.zero.bucket_gradients import BucketGradients
 from zoo.zero.buckets import Bucket
 from zoo.zero.external import registered
 from zoo.zero.orders import Orders
@@ -42,7 +43,7 @@ _graph_task = torch._C._current_graph_task_id
 class Unit:
     """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
 
-    __slots__ = ("_own", "depth", "external", "name", "partitioned", "recorded", "trainable")
+    __slots__ = ("_own", "depth", "external", "gradients", "name", "partitioned", "recorded")
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
         self.name = spec.name
@@ -54,7 +55,7 @@ class Unit:
     def _list(self) -> None:
         buckets = (*self._own, *(b for b in self.external if b not in self._own))
         self.partitioned = tuple(b for b in buckets if b.partitioned)
-        self.trainable = tuple(b for b in buckets if b.spec.trainable)
+        self.gradients = tuple(b.gradients for b in buckets if b.gradients is not None)
         self.recorded = tuple(b for b in buckets if b.partitioned or b.spec.trainable)
 
     def set_external(self, bucket: Bucket, *, present: bool) -> bool:
@@ -121,7 +122,7 @@ class Runtime:
         self._reduce_dtype, self._overlap = reduce_dtype, overlap
         self._prefetch_bytes, self.keep_bytes, self._num_in_flight = prefetch_bytes, keep_bytes, num_in_flight
         self._buckets = list(buckets)
-        self._to_reduce = [b for b in reversed(self._buckets) if b.spec.trainable]
+        self._to_reduce = [b.gradients for b in reversed(self._buckets) if b.gradients is not None]
         self._next_reduce = 0
         self._in_flight: deque[Callable[[], None]] = deque()
         self._kept: dict[Bucket, None] = {}
@@ -148,8 +149,9 @@ class Runtime:
 
     def _demand_all(self) -> frozenset[str]:
         names = set()
-        for bucket in self._to_reduce:
-            for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
+        for gradients in self._to_reduce:
+            spec = gradients.bucket.spec
+            for name, parameter in zip(spec.names, spec.parameters, strict=True):
                 names.add(name)
                 seen: Callable[[Any], None] = partial(self._saw, name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(seen))  # type: ignore[no-untyped-call]
@@ -201,7 +203,7 @@ class Runtime:
             self._begin_backward()
             unit.depth += 1
             for bucket in unit.partitioned:
-                bucket.wait()
+                bucket.parameters.wait()
             return
         if self._depth == 0:
             self._begin_pass(module)
@@ -237,16 +239,17 @@ class Runtime:
         if self._prefetch_bytes:
             self._prefetch()
         for bucket in unit.partitioned:
-            bucket.wait()
+            bucket.parameters.wait()
 
     def _claim(self, bucket: Bucket) -> None:
-        if bucket.live or bucket.coming:
+        parameters = bucket.parameters
+        if parameters.live or parameters.coming:
             if bucket in self._kept:
                 del self._kept[bucket]
                 self._kept_bytes -= bucket.num_bytes
             self._early.pop(bucket, None)
         else:
-            bucket.gather()
+            parameters.gather()
         self._orders.advance(bucket.index)
 
     # External parameters ---------------------------------------------------------------------------------------------
@@ -277,7 +280,7 @@ class Runtime:
         self._record([bucket])
         bucket.active += calls
         self._claim(bucket)
-        bucket.wait()
+        bucket.parameters.wait()
         _log.info("%s is used in the forward of %s, which does not own it: registered as external", name, where)
         return True
 
@@ -288,9 +291,9 @@ class Runtime:
             ahead += bucket.num_bytes
             if ahead > self._prefetch_bytes:
                 break
-            if not bucket.live:
+            if not bucket.parameters.live:
                 self._early[bucket] = None
-                bucket.gather()
+                bucket.parameters.gather()
 
     def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.depth == 0:  # its forward did not get as far as our first hook
@@ -330,20 +333,20 @@ class Runtime:
     def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
         if len(bucket.spec.units) > 1 and bucket.index in islice(self._orders.upcoming(), REUSE_WINDOW):
             self._early[bucket] = None  # the next unit of the same bucket is about to start
-            bucket.hide()
+            bucket.parameters.hide()
             return
         again = keep or self._pass_grad
         if not keep or bucket.num_bytes > self.keep_bytes:
-            bucket.release(again=again)
+            bucket.parameters.release(again=again)
             return
-        bucket.hide()
+        bucket.parameters.hide()
         self._kept[bucket] = None
         self._kept_bytes += bucket.num_bytes
         while self._kept_bytes > self.keep_bytes:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._kept_bytes -= oldest.num_bytes
-            oldest.release(again=True)
+            oldest.parameters.release(again=True)
 
     def _end_pass(self) -> None:
         self._tape = None
@@ -351,7 +354,7 @@ class Runtime:
             self._orders.end()
             # Prefetched and not used: the prediction was wrong.
             for bucket in self._early:
-                bucket.release()
+                bucket.parameters.release()
             self._early.clear()
 
     # Backward --------------------------------------------------------------------------------------------------------
@@ -405,14 +408,14 @@ class Runtime:
             for bucket in tape.units[position].partitioned:
                 ahead += bucket.num_bytes
                 if ahead <= self._prefetch_bytes:
-                    bucket.gather()
+                    bucket.parameters.gather()
             position -= 1
 
     def _open(self, unit: Unit) -> None:
         for bucket in unit.partitioned:
-            bucket.wait()
-        for bucket in unit.trainable:
-            bucket.open_grads()
+            bucket.parameters.wait()
+        for gradients in unit.gradients:
+            gradients.open()
 
     def _on_late(self, unit: Unit, grads: Any) -> None:
         # A unit that was run inside backward (re-entrant checkpointing) and now gets its own, nested backward.
@@ -425,19 +428,19 @@ class Runtime:
             if bucket in self._kept:
                 del self._kept[bucket]
                 self._kept_bytes -= bucket.num_bytes
-            bucket.release()
-            bucket.drop_secondary()
+            bucket.parameters.release()
+            bucket.parameters.drop_secondary()
 
     def _launch_ready(self) -> None:
         waiting = self._to_reduce
-        while self._next_reduce < len(waiting) and waiting[self._next_reduce].pending == 0:
+        while self._next_reduce < len(waiting) and waiting[self._next_reduce].bucket.pending == 0:
             self._launch(waiting[self._next_reduce])
             self._next_reduce += 1
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, gradients: BucketGradients) -> None:
         while len(self._in_flight) >= self._num_in_flight:
             self._in_flight.popleft()()
-        self._in_flight.append(bucket.start_reduce(self._reduce_dtype))
+        self._in_flight.append(gradients.start_reduce(self._reduce_dtype))
 
     def _end_backward(self) -> None:
         for tape in self._visited:
@@ -474,13 +477,13 @@ class Runtime:
 
     def reduce_all(self) -> None:
         """Reduce every bucket that this backward has not reduced yet, and wait for all of it."""
-        for bucket in self._to_reduce[self._next_reduce :]:
-            self._launch(bucket)
+        for gradients in self._to_reduce[self._next_reduce :]:
+            self._launch(gradients)
         self._next_reduce = 0
         while self._in_flight:
             self._in_flight.popleft()()
-        for bucket in self._to_reduce:
-            bucket.settle()
+        for gradients in self._to_reduce:
+            gradients.settle()
         self.unreduced, self.reduced = False, True
 
     def _release_all(self) -> None:
@@ -490,16 +493,17 @@ class Runtime:
             self._kept_bytes = 0
             for bucket in self._buckets:
                 if bucket.partitioned and not bucket.active:
-                    bucket.release()
-                bucket.drop_secondary()
+                    bucket.parameters.release()
+                bucket.parameters.drop_secondary()
 
     # Held by the user ------------------------------------------------------------------------------------------------
 
     def hold(self, bucket: Bucket) -> tuple[bool, bool]:
         """Make a bucket whole and keep it so; returns what :meth:`let_go` needs. Collective."""
-        stays = bucket.live and (bucket.active > 0 or not bucket.rounds)
-        before = (stays, bucket.hidden)
-        bucket.wait(exact=True)
+        parameters = bucket.parameters
+        stays = parameters.live and (bucket.active > 0 or not parameters.rounds)
+        before = (stays, parameters.hidden)
+        parameters.wait(exact=True)
         bucket.active += 1
         if bucket not in self.held:
             self.note(bucket)
@@ -519,7 +523,7 @@ class Runtime:
         if forget or not was_live:
             self.forget(bucket)
         elif was_hidden:
-            bucket.hide()
+            bucket.parameters.hide()
 
     def forget(self, bucket: Bucket) -> None:
         """What is gathered of this bucket is stale; the next use gathers it again."""
@@ -528,7 +532,7 @@ class Runtime:
             self._kept_bytes -= bucket.num_bytes
         self._early.pop(bucket, None)
         if not bucket.active:
-            bucket.release()
+            bucket.parameters.release()
 
     def calls(self) -> list[tuple[Bucket, ...]]:
         """The partitioned buckets of each unit call of the latest training forward, or of all units in turn."""

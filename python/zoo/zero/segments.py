@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zoo.layout import Slice
+from zoo.zero.bucket_gradients import BucketGradients
 from zoo.zero.buckets import Bucket
 from zoo.zero.offload.plan import Tier
 
@@ -36,11 +37,18 @@ class Segment:
     target: torch.Tensor | None
     loaded_gradient: torch.Tensor | None = None
 
+    @property
+    def gradients(self) -> BucketGradients:
+        """Those of the bucket: only trainable ones have segments."""
+        if self.bucket.gradients is None:
+            raise AssertionError(f"a segment of the frozen bucket of {self.bucket.label}.")
+        return self.bucket.gradients
+
     def gradient(self) -> torch.Tensor:
         """The reduced gradient of this segment, in the gradient's own dtype."""
         if self.loaded_gradient is not None:
             return self.loaded_gradient
-        return self.bucket.reduced_chunk(self.chunk)[self.start : self.stop]
+        return self.gradients.reduced_chunk(self.chunk)[self.start : self.stop]
 
     def value(self, state: Mapping[str, Any]) -> torch.Tensor:
         """The parameters in the precision in which they are kept: the master where there is one."""
@@ -66,7 +74,7 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
     segments = []
     for chunk in bucket.updated_chunks():
         base = chunk * length
-        values = bucket.chunk_parameters(chunk)
+        values = bucket.parameters.chunk(chunk)
         for group, low, high in ranges:
             start, stop = max(low - base, 0), min(high - base, length)
             if start < stop:
@@ -79,7 +87,7 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
                 if copied and bucket.tiers.states is Tier.NVME:
                     tensor = absent_of(stop - start, dtype)
                 elif copied:
-                    source = part if values is not None else bucket.own_shard()[start:stop]
+                    source = part if values is not None else bucket.parameters.own_shard()[start:stop]
                     tensor = source.to("cpu" if off_device and not source.is_meta else source.device, dtype)
                 tensor = tensor.detach().requires_grad_()
                 segments.append(Segment(bucket, chunk, group, start, stop, tensor, part if copied else None))

@@ -88,7 +88,8 @@ def slices_of(
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
                 continue
             low, high = bucket.own_range()
-            kept = bucket.shard if bucket.shard is not None else Stored(bucket.load_parameters, bucket.spec.dtype)
+            shard = bucket.parameters.shard
+            kept = shard if shard is not None else Stored(bucket.parameters.load, bucket.spec.dtype)
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", kept)
 
 
@@ -170,9 +171,10 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
 def fill_frozen(bucket: Bucket, read: Reader) -> None:
     """Load a frozen bucket: this rank's shard where it is partitioned, all of it where it is whole."""
     low, high = bucket.own_range() if bucket.partitioned else (0, bucket.layout.size)
-    tensor = bucket.own_shard() if bucket.partitioned else bucket.full
+    parameters = bucket.parameters
+    tensor = parameters.own_shard() if bucket.partitioned else parameters.full
     for piece in bucket.layout.slices(low, high):
         part = tensor[piece.offset : piece.offset + piece.length]
         part.copy_(read(piece.name, "parameter", piece.start, piece.length))
-    if bucket.shard is None:  # it was a copy
-        bucket.set_shard(tensor)
+    if parameters.shard is None:  # it was a copy
+        parameters.set_shard(tensor)

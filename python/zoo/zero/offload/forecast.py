@@ -31,6 +31,6 @@ def nvme_traffic(buckets: Sequence[Bucket], updater: Updater, gathered: Gathered
     """Bytes that one rank reads from and writes to NVMe in one backward and one step, once states exist."""
     read, written = updater.nvme_traffic()
     for bucket in buckets:
-        if bucket.parks:
+        if bucket.gradients_on_nvme:
             written += bucket.num_bytes // bucket.num_chunks
     return read + gathered(lambda b: b.num_bytes // b.num_chunks if b.parameters_on_nvme else 0), written

@@ -86,7 +86,7 @@ class StateStream:
                 parameters = record.segment.tensor.numel() * bucket.spec.dtype.itemsize
             read += record.num_bytes + (0 if self._has_master(record) else parameters)
             written += record.num_bytes + parameters
-            if bucket.parks:
+            if bucket.gradients_on_nvme:
                 read += record.segment.tensor.numel() * bucket.spec.dtype.itemsize
         return read, written
 
@@ -94,7 +94,7 @@ class StateStream:
     def _bytes_of(record: Record) -> int:
         bucket, n = record.segment.bucket, record.segment.tensor.numel()
         total, itemsize = round_up(record.num_bytes), bucket.spec.dtype.itemsize
-        if bucket.parks:
+        if bucket.gradients_on_nvme:
             total += round_up(n * itemsize)
         return total + (round_up(n * itemsize) if bucket.parameters_on_nvme else 0)
 
@@ -134,13 +134,13 @@ class StateStream:
         if record.exists and self._shelf is not None:
             loaded.states = pool.empty(record.num_bytes, dtype=torch.uint8)
             loaded.reading.append((self._shelf, self._shelf.read(record.region, loaded.states)))
-        if gradients and bucket.parked_gradient:
+        if gradients and segment.gradients.parked:
             loaded.gradient = pool.empty(n, dtype=bucket.spec.dtype)
-            loaded.reading.append((bucket.park, bucket.begin_gradient(loaded.gradient, segment.start)))
+            loaded.reading.append((bucket.park, segment.gradients.begin_read(loaded.gradient, segment.start)))
         if bucket.parameters_on_nvme:
             loaded.parameters = pool.empty(n, dtype=bucket.spec.dtype)
             if not record.exists or not self._has_master(record):
-                loaded.reading.append((bucket.shelf, bucket.begin_parameters(loaded.parameters, segment.start)))
+                loaded.reading.append((bucket.shelf, bucket.parameters.begin_read(loaded.parameters, segment.start)))
         return loaded
 
     @staticmethod
@@ -196,8 +196,8 @@ class StateStream:
             writing.append((self._shelf, self._shelf.write(record.region, loaded.states)))
             record.exists = True
         if loaded.parameters is not None:
-            shelf = segment.bucket.shelf
-            writing.append((shelf, segment.bucket.write_parameters(loaded.parameters, segment.start)))
+            bucket = segment.bucket
+            writing.append((bucket.shelf, bucket.parameters.begin_write(loaded.parameters, segment.start)))
 
     def _detach(self, loaded: Loaded) -> None:
         segment = loaded.record.segment
@@ -242,7 +242,7 @@ class StateStream:
         if bucket.parameters_on_nvme:
 
             def load(start: int, length: int) -> torch.Tensor:
-                return bucket.load_parameters(segment.start + start, length)
+                return bucket.parameters.load(segment.start + start, length)
 
             found["parameter"] = Stored(load, bucket.spec.dtype)
         for name, (_, dtype) in record.sections.items() if record.exists else ():

@@ -1,0 +1,239 @@
+"""The parameters of one bucket: whole while they are used, this rank's shard in its tier in between.
+
+Legend: see ``buckets.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from zoo.comm import Handle
+from zoo.io import Future
+from zoo.zero.guard import Guard
+from zoo.zero.init.parts import fill_from
+from zoo.zero.offload.errors import OffloadError
+from zoo.zero.offload.plan import Tier
+from zoo.zero.routes import Packed
+
+if TYPE_CHECKING:
+    from zoo.zero.buckets import Bucket
+
+
+class BucketParameters:
+    """The buffers of a bucket's parameters on this rank.
+
+    Attributes:
+        full: (P,) parameters; the model's are views of it. Where the bucket is partitioned its storage is empty between
+            ``release`` and ``gather``.
+        shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while on NVMe or packed.
+        packed: frozen parameters of this rank that are kept quantised.
+        secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
+        live: ``full`` holds valid parameters.
+        hidden: the model's parameters are refused to everybody.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._routes = bucket.routes
+        self._route = self._routes.gather
+        self._label = f"parameters of {bucket.label}"
+        self.live, self.hidden = True, False
+        self.secondary: torch.Tensor | None = None
+        self.packed: Packed | None = None
+        self._handle: Handle | None = None
+        self._reading: tuple[Future, torch.Tensor] | None = None
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        bucket, spec = self.bucket, self.bucket.spec
+        self.full = torch.zeros(bucket.layout.size, dtype=spec.dtype, device=bucket.device)
+        self._storage = self.full.untyped_storage()
+        self._guard = Guard(
+            bucket, self._storage, f"a parameter of {bucket.label} (or a view of one) was touched while it is "
+            "partitioned (ZeRO stage 3): only inside its unit's forward and backward is it whole.",
+        )  # fmt: skip
+        views = bucket.views(self.full)
+        for slot, (name, parameter, view) in enumerate(zip(spec.names, spec.parameters, views, strict=True)):
+            fill_from(view, parameter)
+            parameter.data = view
+            parameter.grad = None
+            self._guard.adopt(parameter, name, slot)
+        self._routes.axes.world.broadcast(self.full).wait()
+        low, high = bucket.own_range()
+        self.shard: torch.Tensor | None = self.full[low:high]
+        if bucket.partitioned:
+            self.set_shard(self.full[low:high])
+            self.release()
+
+    # Whole -----------------------------------------------------------------------------------------------------------
+
+    def gather(self, *, exact: bool = False) -> None:
+        """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
+        if self.live or self.coming:
+            return
+        self._route = self._routes.exact if exact else self._routes.gather
+        self._guard.open()
+        self._storage.resize_(self.bucket.num_bytes)
+        if self.secondary is not None and self._routes.secondary is not None and not (exact and self.rounds):
+            self._handle = self._routes.secondary.start(self.full, self.secondary, self._label)
+            return
+        if self.packed is not None:
+            self._handle = self.packed.start(self.full, self._label)
+            return
+        if self.shard is not None and self.shard.device == self.full.device:
+            self._handle = self._route.start(self.full, self.shard, self._label)
+            return
+        low, high = self.bucket.own_range()
+        own = self.full[low:high]
+        if self.shard is not None:
+            own.copy_(self.shard, non_blocking=True)
+            self._handle = self._route.start(self.full, own, self._label)
+            return
+        # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
+        into = own if own.device.type == "cpu" else self.bucket.scratch.pool.empty(own.numel(), dtype=own.dtype)
+        self._reading = (self.begin_read(into), into)
+
+    @property
+    def coming(self) -> bool:
+        """A gather is under way."""
+        return self._handle is not None or self._reading is not None
+
+    @property
+    def rounds(self) -> bool:
+        """What is gathered is not exactly what the ranks keep."""
+        return self._routes.exact is not self._routes.gather
+
+    def wait(self, *, exact: bool = False) -> None:
+        """Gather if needed, and wait until the parameters are whole.
+
+        ``exact``: as the ranks keep them, also where gathering rounds; but what a running forward uses stays.
+        """
+        if exact and self.rounds and not self.bucket.active and self._route is not self._routes.exact:
+            self.release()
+        if not self.live:
+            if not self.coming:
+                self.gather(exact=exact)
+            self._finish_gather()
+        if self.hidden:
+            self.hidden = False
+            self._guard.show()
+
+    def hide(self) -> None:
+        """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
+        if not self.hidden:
+            self._guard.hide()
+            self.hidden = True
+
+    def _finish_gather(self) -> None:
+        if self._reading is not None:
+            (future, read), self._reading = self._reading, None
+            try:
+                self.bucket.shelf.finish(future)
+            except OffloadError:
+                self._drop_full()  # nothing of it is valid
+                raise
+            low, high = self.bucket.own_range()
+            own = self.full[low:high]
+            if read.device != own.device:
+                own.copy_(read)
+            self._handle = self._route.start(self.full, own, self._label)
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+        self.live = True
+
+    def release(self, *, again: bool = False) -> None:
+        """Free the gathered parameters; this rank keeps its shard.
+
+        ``again``: a backward will gather them once more; with hpZ this rank keeps a part of them until then.
+        """
+        if not self.bucket.partitioned:
+            return
+        if self.coming:
+            self._finish_gather()
+        if self.live:
+            group = self._routes.axes.secondary
+            if again and group is not None and self.secondary is None:
+                low, high = self.bucket.layout.shard_range(group.rank, group.size)
+                self.secondary = self.full[low:high].clone()
+            self._drop_full()
+
+    def drop_secondary(self) -> None:
+        """Forget what was kept for backward: it is over, or an update made it stale."""
+        self.secondary = None
+
+    def _drop_full(self) -> None:
+        self._storage.resize_(0)
+        self._guard.close()
+        self.live = False
+        self.hide()
+
+    def publish(self) -> Handle | None:
+        """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
+        if self.bucket.partitioned:
+            self.release()
+            return None
+        if not self.bucket.placement.shard_optimizer:
+            return None
+        return self.bucket.shard_group.all_gather(self.full, self.own_shard(), label=self._label)
+
+    # This rank's shard -----------------------------------------------------------------------------------------------
+
+    def own_shard(self) -> torch.Tensor:
+        """(n,) this rank's parameters: the live ones, or a copy where they are on NVMe or packed."""
+        if self.shard is not None:
+            return self.shard
+        if self.packed is not None:
+            return self.packed.values(self.full.dtype)
+        low, high = self.bucket.own_range()
+        return self.full[low:high] if self.full.is_meta else self.load(0, high - low)
+
+    def set_shard(self, values: torch.Tensor) -> None:
+        """Keep (n,) ``values`` as this rank's parameters, in the tier where they live."""
+        bucket = self.bucket
+        if self.full.is_meta:
+            self.shard = None if bucket.parameters_on_nvme else values
+        elif not bucket.partitioned:
+            self.own_shard().copy_(values)
+        elif self._routes.pack is not None:
+            self.packed, self.shard = self._routes.pack(values), None
+        elif bucket.parameters_on_nvme:
+            host = bucket.scratch.pool.empty(values.numel(), dtype=values.dtype)
+            host.copy_(values)
+            bucket.shelf.finish(self.begin_write(host))
+            self.shard = None
+        elif bucket.tiers.parameters is Tier.HOST and values.device.type != "cpu":
+            self.shard = bucket.scratch.pool.empty(values.numel(), dtype=values.dtype).copy_(values)
+        else:
+            self.shard = values.clone()
+
+    def load(self, start: int, length: int) -> torch.Tensor:
+        """Elements [start, start + length) of the shard, from NVMe or of what is packed."""
+        if self.packed is not None:
+            return self.packed.values(self.full.dtype)[start : start + length]
+        copy = self.bucket.scratch.pool.empty(length, dtype=self.full.dtype)
+        self.bucket.shelf.finish(self.begin_read(copy, start))
+        return copy
+
+    def begin_read(self, into: torch.Tensor, start: int = 0) -> Future:
+        """Begin reading elements [start, start + len) of the shard from NVMe."""
+        return self.bucket.shelf.read(self.bucket.index, into, start * into.itemsize)
+
+    def begin_write(self, values: torch.Tensor, start: int = 0) -> Future:
+        """Begin writing elements [start, start + len) of the shard to NVMe."""
+        return self.bucket.shelf.write(self.bucket.index, values, start * values.itemsize)
+
+    def chunk(self, index: int) -> torch.Tensor | None:
+        """(n,) the parameters of chunk ``index``: only this rank's own where they are partitioned, None on NVMe."""
+        group = self.bucket.shard_group
+        if index == group.rank:
+            return self.shard
+        low, high = self.bucket.layout.shard_range(index, group.size)
+        return self.full[low:high]
+
+    def memory_bytes(self) -> int:
+        """Bytes of parameters on this rank now."""
+        kept = [self.shard, self.packed, self.secondary] if self.bucket.partitioned else []
+        return self._storage.nbytes() + sum(t.nbytes for t in kept if t is not None)
