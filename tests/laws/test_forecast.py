@@ -36,6 +36,7 @@ OPTIMIZERS = {
     prefetch=st.sampled_from([0, 50, 10**6]),
     frozen=st.booleans(),
     tiers=st.tuples(st.sampled_from(["none", "nvme"]), st.sampled_from(["none", "nvme"])),
+    early=st.booleans(),
 )
 def test_memory_and_traffic_are_as_forecast(
     tmp_path_factory: pytest.TempPathFactory,
@@ -51,6 +52,7 @@ def test_memory_and_traffic_are_as_forecast(
     prefetch: int,
     frozen: bool,
     tiers: tuple[str, str],
+    early: bool,
 ) -> None:
     cls, options = OPTIMIZERS[name]
     options = dict(options)
@@ -67,8 +69,8 @@ def test_memory_and_traffic_are_as_forecast(
             model[1].requires_grad_(False)
         return model, ZeroOptimizer(
             model.to("meta") if group is not None else model, stage=stage, optimizer=cls, units=[nn.Linear],
-            clip_norm=clip, reduce_bucket_size=bucket_size, param_persistence_threshold=threshold, group=group,
-            max_live_parameters=keep, prefetch_bucket_size=prefetch, **options,
+            clip_norm=0.0 if early else clip, reduce_bucket_size=bucket_size, param_persistence_threshold=threshold,
+            group=group, max_live_parameters=keep, prefetch_bucket_size=prefetch, update_in_backward=early, **options,
         )  # fmt: skip
 
     def fn(rank: int) -> None:

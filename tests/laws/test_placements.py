@@ -44,6 +44,22 @@ def check_same_bits(case: Case, seeds: int) -> None:
 
 
 @quick
+@given(case=cases(), stage=st.integers(0, 3), sub_group=st.sampled_from([1, 40, 10**6]), seed=st.integers(0, 50))
+def test_updates_in_backward_have_the_same_bits(case: Case, stage: int, sub_group: int, seed: int) -> None:
+    accumulation = "no_sync" if case.accumulation == "backwards" else case.accumulation
+    case = replace(case, clip_norm=0.0, accumulation=accumulation)
+
+    def fn(rank: int, early: bool) -> tuple[dict[str, torch.Tensor], list[object]]:
+        return train_zero(case, stage, rank, update_in_backward=early, sub_group_size=sub_group)
+
+    expected = sim.run(case.world, lambda rank: fn(rank, False))
+    for rank, (parameters, history) in enumerate(sim.run(case.world, lambda rank: fn(rank, True), seed=seed)):
+        assert history == expected[rank][1]
+        for name, value in parameters.items():
+            assert torch.equal(value, expected[rank][0][name]), f"rank {rank}: {name}"
+
+
+@quick
 @given(case=cases(dtype=torch.float64), stage=st.integers(0, 3))
 def test_every_stage_equals_one_process(case: Case, stage: int) -> None:
     check_one_process(case, stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,17 @@ def section(device: str, path: Path, **more: Any) -> dict[str, Any]:
 @given(
     case=cases(max_world=4), stage=st.integers(1, 3), states=st.sampled_from(TIERS), parameters=st.sampled_from(TIERS),
     ratio=st.sampled_from([1.0, 0.5]), max_in_cpu=st.sampled_from([0, 50]), pipelines=st.integers(0, 3),
-    sub_group=st.sampled_from([1, 40, 10**6]), low=st.booleans(),
+    sub_group=st.sampled_from([1, 40, 10**6]), low=st.booleans(), early=st.booleans(),
 )  # fmt: skip
 def test_every_tier_computes_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, case: Case, stage: int, states: str, parameters: str, ratio: float,
-    max_in_cpu: int, pipelines: int, sub_group: int, low: bool,
+    max_in_cpu: int, pipelines: int, sub_group: int, low: bool, early: bool,
 ) -> None:  # fmt: skip
+    if early:
+        accumulation = "no_sync" if case.accumulation == "backwards" else case.accumulation
+        case = replace(case, clip_norm=0.0, accumulation=accumulation)
     if low:
-        case = Case(**{**case.__dict__, "dtype": torch.bfloat16})
+        case = replace(case, dtype=torch.bfloat16)
     folder = tmp_path_factory.mktemp("nvme")
     optimizer = section(
         states, folder, ratio=ratio, pipeline_read=bool(pipelines & 1), pipeline_write=bool(pipelines & 2)
@@ -51,7 +55,7 @@ def test_every_tier_computes_the_same_bits(
     def offloaded(rank: int) -> Any:
         # A device that answers out of order, and with less than it was asked for.
         with Handle(backend=Mock(seed=case.seed, short=0.2), direct="never") as handle:
-            return train_zero(case, stage, rank, aio=handle, **options)
+            return train_zero(case, stage, rank, aio=handle, update_in_backward=early, **options)
 
     expected = sim.run(case.world, lambda rank: train_zero(case, stage, rank, sub_group_size=sub_group))
     found = sim.run(case.world, offloaded)
@@ -106,9 +110,11 @@ def test_state_is_really_on_the_device(tmp_path: Path) -> None:
 def test_nothing_grows(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path)
     train(model, optimizer, range(3))
+    optimizer.updater.settle()
     pool = optimizer._scratch.pool
     before, files = pool.stats(), len(os.listdir("/proc/self/fd"))
     train(model, optimizer, range(3, 40))
+    optimizer.updater.settle()
     after = pool.stats()
     assert after.reserved_bytes == before.reserved_bytes
     assert after.in_use_bytes == before.in_use_bytes == 0
@@ -154,14 +160,17 @@ def test_a_cap_that_is_too_small_is_an_error_with_the_need(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("direction", ["read", "write"])
 @pytest.mark.parametrize("after", range(0, 24, 3))
-def test_a_device_that_fails_loses_nothing_that_was_saved(tmp_path: Path, direction: Any, after: int) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_device_that_fails_loses_nothing_that_was_saved(
+    tmp_path: Path, direction: Any, after: int, early: bool
+) -> None:
     """After any failure: an OffloadError, refusal to go on with half a step, and the checkpoint continues exactly."""
-    model, healthy = build(tmp_path)
+    model, healthy = build(tmp_path, update_in_backward=early)
     train(model, healthy, range(2))
     saved = healthy.state_dict()
     expected = train(model, healthy, range(2, 5))
 
-    model, optimizer = build(tmp_path)
+    model, optimizer = build(tmp_path, update_in_backward=early)
     optimizer.load_state_dict(saved)
     failing = Failing(optimizer._scratch.handle, direction, after)
     for shelf in optimizer._scratch._shelves:
@@ -199,6 +208,9 @@ class Failing:
 
 
 class Failed:
+    def done(self) -> bool:
+        return True
+
     def wait(self) -> None:
         raise TransferError("the device gave up: Input/output error (os error 5)", errno.EIO, "x", 0, 1)
 

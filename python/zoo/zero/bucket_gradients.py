@@ -77,7 +77,7 @@ class BucketGradients:
             raise self._late()
         if not self._here:
             allow_storage(self._storage._cdata)
-            self._storage.resize_(self.bucket.num_bytes)
+            self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
             if not CAN_REFUSE_STORAGE:
                 self._attach()
         elif self.reduced:
@@ -135,6 +135,12 @@ class BucketGradients:
         if not self.bucket.placement.shard_optimizer:
             self.bucket.shard_group.all_gather(self._raw, chunk).wait()
 
+    def consume(self) -> None:
+        """The update has taken it, before its backward is over: a gradient that comes now is late."""
+        self.reduced = False
+        if self.bucket.placement.shard_gradients:
+            self.shard = None
+
     def settle(self) -> None:
         """The backward that reduced this bucket is over."""
         self._check_late()
@@ -190,7 +196,7 @@ class BucketGradients:
         numel = bucket.layout.size // bucket.num_chunks
         if bucket.gradients_on_nvme and bucket.device.type == "cpu":
             return bucket.park.empty(numel, bucket.spec.dtype)
-        return torch.empty(numel, dtype=bucket.spec.dtype, device=bucket.device)
+        return bucket.memory.empty(numel, bucket.spec.dtype, bucket.device)
 
     @property
     def parked(self) -> bool:

@@ -75,7 +75,7 @@ class BucketParameters:
             return
         self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
-        self._storage.resize_(self.bucket.num_bytes)
+        self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
         if self.secondary is not None and self._routes.secondary is not None and not (exact and self.rounds):
             self._handle = self._routes.secondary.start(self.full, self.secondary, self._label)
             return
@@ -93,7 +93,11 @@ class BucketParameters:
             return
         # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
         into = own if own.device.type == "cpu" else self.bucket.scratch.pool.empty(own.numel(), dtype=own.dtype)
-        self._reading = (self.begin_read(into), into)
+        try:
+            self._reading = (self.begin_read(into), into)
+        except OffloadError:
+            self._drop_full()
+            raise
 
     @property
     def coming(self) -> bool:

@@ -22,6 +22,8 @@ class Placement:
     shard_optimizer: bool
     shard_gradients: bool
     shard_parameters: bool
+    keep_gradients: bool = True
+    """Reduced gradients stay until ``zero_grad``; otherwise each until its update, before backward ends."""
 
 
 STAGES = {

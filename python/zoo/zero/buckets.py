@@ -27,6 +27,7 @@ from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
 from zoo.zero.routes import Hop, Routes
+from zoo.zero.working import WorkingMemory
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
@@ -62,6 +63,7 @@ class Bucket:
         num_bytes: of a flat buffer.
         partitioned: the parameters are whole only between gather and release.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
+        memory: of what comes and goes in every step.
         label: for messages: the units whose parameters these are.
         owner: the optimizer it belongs to.
         on_refused: called with the name of a refused parameter that was touched; True if it is whole now.
@@ -73,10 +75,10 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores = Stores()
+        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores, memory: WorkingMemory
     ) -> None:
         self.index, self.spec, self.placement, self.routes = index, spec, placement, routes
-        self.shard_group = routes.axes.shard
+        self.shard_group, self.memory = routes.axes.shard, memory
         self._stores, self.tiers, self.keep_norms = stores, stores.tiers, stores.keep_norms
         self.layout = layout_of(spec, self.shard_group.size)
         self.device = spec.parameters[0].device
@@ -175,6 +177,14 @@ class Bucket:
         if not self.partitioned:
             return self.num_bytes
         return self.routes.pack.nbytes(numel) if self.routes.pack is not None else numel * self.spec.dtype.itemsize
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that stay between backward and the next one, in whatever tier; 0 for frozen parameters."""
+        if not self.spec.trainable:
+            return 0
+        if not self.placement.shard_gradients:
+            return self.num_bytes
+        return self.num_bytes // self.num_chunks if self.placement.keep_gradients else 0
 
     def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
         """The collectives of one backward and step for a trainable bucket, beside gathers."""

@@ -50,6 +50,11 @@ class ZeroConfig(Section):
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
     on NVMe: only one piece's gradient exists in fp32 at a time, and two or three pieces' states in memory."""
 
+    update_in_backward: bool = False
+    """A shard is updated as soon as its gradient is reduced, and the traffic of its states overlaps with backward. Each
+    backward outside of no_sync() is a step then, which step() has to follow; learning rates count that are set before
+    it. Not with clipping, loss scaling or optimizers of whole tensors."""
+
     ignore_unused_parameters: bool = True
     """False: a backward that leaves a trainable parameter of this rank without a gradient is an error that names it.
     Otherwise its gradient counts as zero."""
@@ -117,6 +122,15 @@ class ZeroConfig(Section):
             raise ValueError(
                 "zero_quantized_nontrainable_weights keeps frozen parameters quantised on the device; it does not go "
                 f'with offload_param.device = "{self.offload_param.device}"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _backward_can_update(self) -> ZeroConfig:
+        if self.update_in_backward and not self.ignore_unused_parameters:
+            raise ValueError(
+                "ignore_unused_parameters=False finds out at the end of backward; with update_in_backward=True the "
+                "others would be updated by then. Drop one of the two"
             )
         return self
 

@@ -94,10 +94,9 @@ def forecast(
     parameters = gradients = 0
     hops: list[Hop] = []
     for bucket in buckets:
-        own = 0 if bucket.gradients_on_nvme else bucket.num_bytes // bucket.num_chunks
         parameters += bucket.kept_bytes()
         if bucket.spec.trainable:
-            gradients += own if bucket.placement.shard_gradients else bucket.num_bytes
+            gradients += 0 if bucket.gradients_on_nvme else bucket.gradient_bytes()
             hops += bucket.reduce_hops(reduce_dtype)
     for bucket, again in (gathers := gathers_of(list(calls), keep_bytes)):
         hops += bucket.gather_hops(again=again)

@@ -25,6 +25,7 @@ from zoo.zero.bucketing import STAGES, plan_buckets
 from zoo.zero.buckets import Bucket
 from zoo.zero.config import ZeroConfig
 from zoo.zero.dry import DryRun
+from zoo.zero.early import EarlyUpdate, LateUpdate
 from zoo.zero.forecast import Forecast, gathered_by_units
 from zoo.zero.forecast import forecast as make_forecast
 from zoo.zero.guard import release as release_parameter
@@ -36,6 +37,7 @@ from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
 from zoo.zero.units import UnitChoice, check_parameters, find_units
 from zoo.zero.updater import Updater
+from zoo.zero.working import WorkingMemory
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -98,6 +100,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.config = _resolve_config(config, stage, options)
         if not clip_norm >= 0:
             raise ValueError(f"clip_norm={clip_norm}; it must be a norm > 0, or 0 for no clipping.")
+        if self.config.update_in_backward and (clip_norm or loss_scale is not None):
+            given = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
+            raise ValueError(
+                f"update_in_backward=True with {given}, which needs all gradients before the first update. Drop one of "
+                "the two."
+            )
         check_parameters(model, dry=isinstance(group, DryRun))
         optimizer = _find_optimizer(optimizer)
         self.model, self.clip_norm, self.scaler, self._aio = model, clip_norm, make_scaler(loss_scale), aio
@@ -113,7 +121,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._updater = Updater(
             self._trainable, optimizer, groups, options, comm=self._axes.shard,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=self._scratch,
+            in_backward=self.config.update_in_backward,
         )  # fmt: skip
+        self._early = (
+            EarlyUpdate(self._updater, self._options_of_update, self._publish)
+            if self.config.update_in_backward else None
+        )  # fmt: skip
+        self._runtime.reductions.follower = self._early or LateUpdate(self._updater)
         self.inner = self._updater.inner
         self._sealed = False
         super().__init__(groups, self.inner.defaults)
@@ -138,15 +152,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         device = plan[0].parameters[0].device
         self._reduce_dtype = dtype
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
-        placement = STAGES[cfg.stage]
+        placement = dataclasses.replace(STAGES[cfg.stage], keep_gradients=not cfg.update_in_backward)
         self._axes = make_axes(self.comm, cfg)
         shard = self._axes.shard
         routes = choose_routes(plan, placement, self._axes, cfg, dtype)
         norms = bool(self.clip_norm or self.scaler is not None)
+        memory = WorkingMemory()
         self._scratch, stores = open_stores(
             plan, placement, cfg, shard.size, aio=self._aio, keep_norms=norms, dry=isinstance(self.comm, DryRun)
         )
-        self._buckets = [Bucket(i, spec, placement, routes[i], stores[i]) for i, spec in enumerate(plan)]
+        self._buckets = [Bucket(i, spec, placement, routes[i], stores[i], memory) for i, spec in enumerate(plan)]
         for bucket in self._buckets:
             bucket.owner = weakref.ref(self)
         self._trainable = [b for b in self._buckets if b.spec.trainable]
@@ -224,10 +239,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.skipped = False
-        if self._moved is not None:
-            raise ValueError("step() while states are offloaded; call reload_states() first.")
+        groups = self._options_of_update()
         self._updater.check_whole()
         self._settle()
+        if self._early is not None:
+            self._early.step()
+            return loss
         if not self._runtime.reduced:
             return loss
         factor = 1.0 / self.loss_scale
@@ -243,13 +260,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     return loss
             if self.clip_norm:
                 factor *= min(self.clip_norm / (norm + 1e-6), 1.0)
-        self._updater.update(factor, self.param_groups)
+        self._updater.update(factor, groups)
         self._publish()
         return loss
 
+    def _options_of_update(self) -> list[dict[str, Any]]:
+        if self._moved is not None:
+            raise ValueError("an update while states are offloaded; call reload_states() first.")
+        return self.param_groups
+
     def settle_gradients(self) -> None:
-        """Reduce what ``no_sync()`` left on each rank. Collective if there is any."""
-        self._settle()
+        """Reduce what ``no_sync()`` left on each rank, unless that is an update. Collective if there is any."""
+        if self._early is None:
+            self._settle()
 
     def _settle(self) -> None:
         if self._runtime.unreduced:
@@ -270,6 +293,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
+        if self._early is not None:
+            raise ValueError("clip_grad_norm_() with update_in_backward=True: backward has used the gradients already.")
         self._settle()
         if not self._runtime.reduced:
             return 0.0
@@ -289,6 +314,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
+        if self._early is not None:
+            self._early.check_dropped()
         self._runtime.abandon()
         for gradients in self._gradients:
             gradients.drop()
@@ -424,7 +451,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        self._updater.check_whole()
+        self._updater.settle()
         updater = self._updater
         return list(state_io.slices_of(updater.segments, self.inner.state, self._buckets, stored=updater.stored))
 
@@ -444,6 +471,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 there is no such state (nothing but parameters exists before the first step).
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
         """
+        if self._early is not None:
+            self._early.step()  # whatever it made is overwritten
         self.zero_grad()
         self._updater.load(lambda segment, state: state_io.fill_segment(segment, state, read, scalars))
         for bucket in self._buckets:
@@ -460,7 +489,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
         be read under another placement use :meth:`state_slices`.
         """
-        self._updater.check_whole()
+        self._updater.settle()
         updater = self._updater
         held = state_io.slices_of(updater.segments, self.inner.state, self._buckets, owned=False, stored=updater.stored)
         slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -27,10 +26,10 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from zoo.zero.bucket_gradients import BucketGradients
 from zoo.zero.buckets import Bucket
 from zoo.zero.external import registered
 from zoo.zero.orders import Orders
+from zoo.zero.reductions import Demand, Reductions
 from zoo.zero.units import UnitSpec
 
 # A bucket that one of the next acquisitions of the recorded order needs again is not released in between.
@@ -101,7 +100,6 @@ class Runtime:
         prefetch_bytes: how far ahead of the running unit buckets are gathered.
         demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
         keep_bytes: gathered buckets kept after a forward for the backward to come, the latest first.
-        num_in_flight: reductions under way before the oldest is waited for.
     """
 
     def __init__(
@@ -114,17 +112,14 @@ class Runtime:
         prefetch_bytes: int,
         keep_bytes: int,
         demand_all: bool = False,
-        num_in_flight: int = 2,
     ) -> None:
         self.sync = True
         self.unreduced = False  # some backward accumulated without reducing
         self.reduced = False  # there is a reduced gradient to step with
-        self._reduce_dtype, self._overlap = reduce_dtype, overlap
-        self._prefetch_bytes, self.keep_bytes, self._num_in_flight = prefetch_bytes, keep_bytes, num_in_flight
+        self._overlap, self._prefetch_bytes, self.keep_bytes = overlap, prefetch_bytes, keep_bytes
         self._buckets = list(buckets)
-        self._to_reduce = [b.gradients for b in reversed(self._buckets) if b.gradients is not None]
-        self._next_reduce = 0
-        self._in_flight: deque[Callable[[], None]] = deque()
+        self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
+        self._demand = Demand(self._buckets) if demand_all else None
         self._kept: dict[Bucket, None] = {}
         self._kept_bytes = 0
         self._early: dict[Bucket, None] = {}  # prefetched in this forward, not used yet
@@ -139,36 +134,11 @@ class Runtime:
         self.held: dict[Bucket, list[int]] = {}
         self._running: list[Unit] = []
         self._model = units[0].module
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
         self._units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self._buckets)
-        self._unseen: set[str] = set()
-        self._demanded = self._demand_all() if demand_all else frozenset()
         self._hooked: dict[str, Unit] = {}
         self._install(units)
-
-    def _demand_all(self) -> frozenset[str]:
-        names = set()
-        for gradients in self._to_reduce:
-            spec = gradients.bucket.spec
-            for name, parameter in zip(spec.names, spec.parameters, strict=True):
-                names.add(name)
-                seen: Callable[[Any], None] = partial(self._saw, name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(seen))  # type: ignore[no-untyped-call]
-        self._unseen = set(names)
-        return frozenset(names)
-
-    def _saw(self, name: str, parameter: torch.Tensor) -> None:
-        self._unseen.discard(name)
-
-    def _check_all(self) -> None:
-        missing, self._unseen = sorted(self._unseen), set(self._demanded)
-        if missing:
-            raise ValueError(
-                f"{len(missing)} trainable parameter(s) got no gradient in backward: {', '.join(missing[:5])}. Use "
-                "them in the loss, freeze them, or leave ignore_unused_parameters=True, which takes their gradients as "
-                "zero."
-            )
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
         by_unit: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
@@ -361,8 +331,9 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
+            if self.sync:
+                self.reductions.begin()
             self._in_backward, self._hold = True, False
-            self._next_reduce = 0
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _on_output_grad(self, tape: Tape, index: int, grads: Any) -> None:
@@ -400,7 +371,7 @@ class Runtime:
             if unit.partitioned:
                 self._prefetch_before(tape)
             if self._overlap and self.sync and not self._hold:
-                self._launch_ready()
+                self.reductions.launch_ready()
 
     def _prefetch_before(self, tape: Tape) -> None:
         ahead, position = 0, tape.cursor - 1
@@ -431,17 +402,6 @@ class Runtime:
             bucket.parameters.release()
             bucket.parameters.drop_secondary()
 
-    def _launch_ready(self) -> None:
-        waiting = self._to_reduce
-        while self._next_reduce < len(waiting) and waiting[self._next_reduce].bucket.pending == 0:
-            self._launch(waiting[self._next_reduce])
-            self._next_reduce += 1
-
-    def _launch(self, gradients: BucketGradients) -> None:
-        while len(self._in_flight) >= self._num_in_flight:
-            self._in_flight.popleft()()
-        self._in_flight.append(gradients.start_reduce(self._reduce_dtype))
-
     def _end_backward(self) -> None:
         for tape in self._visited:
             if tape.cursor > 0:
@@ -456,18 +416,18 @@ class Runtime:
         else:
             self.unreduced = True
         self._release_all()
-        if self._demanded and self.sync:
-            self._check_all()
+        if self._demand is not None and self.sync:
+            self._demand.check()
 
     def abandon(self) -> None:
         """Forget a forward or backward that ended with an exception."""
         self.unreduced = self.reduced = False
+        self.reductions.abandon()
         if not (self._in_backward or self._depth):
             return
-        self._in_backward, self._depth, self._next_reduce = False, 0, 0
+        self._in_backward, self._depth = False, 0
         self._tape = None
         self._visited.clear()
-        self._in_flight.clear()
         self._running.clear()
         for unit in self._units:
             unit.depth = 0
@@ -477,13 +437,7 @@ class Runtime:
 
     def reduce_all(self) -> None:
         """Reduce every bucket that this backward has not reduced yet, and wait for all of it."""
-        for gradients in self._to_reduce[self._next_reduce :]:
-            self._launch(gradients)
-        self._next_reduce = 0
-        while self._in_flight:
-            self._in_flight.popleft()()
-        for gradients in self._to_reduce:
-            gradients.settle()
+        self.reductions.finish()
         self.unreduced, self.reduced = False, True
 
     def _release_all(self) -> None:

@@ -37,11 +37,13 @@ class Updater:
         sub_group_size: elements of a piece.
         offload: where states go that live on NVMe.
         scratch: its files.
+        in_backward: backward makes the gradients, the last buckets first, while pieces are updated.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
         *, comm: Communicator, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
+        in_backward: bool = False,
     ) -> None:  # fmt: skip
         self._buckets = buckets
         self.broken: str | None = None
@@ -49,6 +51,11 @@ class Updater:
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
         name = getattr(optimizer, "__name__", str(optimizer))
         plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        if whole and in_backward:
+            raise ValueError(
+                f"update_in_backward=True with {name}, which needs whole tensors: ranks would meet in the middle of "
+                "backward. Use an elementwise optimizer, or leave update_in_backward out."
+            )
         if not whole:
             check_elementwise(lambda tensors: optimizer(tensors, **options), name)
         self._plain, self._optimizer, self._options = plain, optimizer, options
@@ -64,16 +71,17 @@ class Updater:
             inner[segment.group]["params"].append(segment.tensor)
         self.inner = optimizer(inner, **options)
         streams = scratch is not None and needs_stream(buckets)
-        self._pieces = self._cut(sub_group_size, streams=streams)
+        self._pieces = self._cut(sub_group_size, streams=streams, in_backward=in_backward)
         self._stream: StateStream | None = None
         if scratch is not None and streams:
             self._stream = StateStream(
                 scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
-                pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write,
+                # Between two units of a backward the device has more than one piece to do.
+                ahead=(1 + in_backward) * offload.pipeline_read, behind=(1 + in_backward) * offload.pipeline_write,
             )  # fmt: skip
             scratch.check_room(self.buffer_bytes())
 
-    def _cut(self, limit: int, *, streams: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
+    def _cut(self, limit: int, *, streams: bool, in_backward: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
         if self._parts is not None:  # pieces of whole buckets, the same on every rank
             pieces: list[tuple[list[Bucket], list[Segment]]] = []
             size = 0
@@ -85,6 +93,9 @@ class Updater:
                 pieces[-1][0].append(bucket)
                 pieces[-1][1].extend(s for s in self.segments if s.bucket is bucket)
             return list(pieces)
+        if in_backward:
+            backwards = [s for b in reversed(self._buckets) for s in self.segments if s.bucket is b]
+            return [((), piece) for piece in in_pieces(backwards, limit)]
         if streams or any(s.target is not None for s in self.segments):
             return [((), piece) for piece in in_pieces(self.segments, limit)]
         return [((), self.segments)]
@@ -121,20 +132,67 @@ class Updater:
         Raises:
             OffloadError: a device failed; this and every later step, until a state is loaded.
         """
+        self.begin(groups)
+        for index in range(len(self._pieces)):
+            self.run(index, factor)
+
+    def begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
         self.check_whole()
+        self._finish_writes()
         for outer, group in zip(groups, self.inner.param_groups, strict=True):
             group.update({k: v for k, v in outer.items() if k != "params"})
-        with self._restoring_groups():
-            for index, (buckets, piece) in enumerate(self._pieces):
-                if len(self._pieces) > 1:
-                    self._restrict(piece)
-                if self._parts is not None:
-                    self._parts.about(buckets)
-                with self._loaded(index):
-                    self._update_piece(piece, factor)
-            if self._stream is not None:
-                with self._failing():
-                    self._stream.finish()
+        self.read_ahead()
+
+    def run(self, index: int, factor: float) -> None:
+        """Update piece ``index`` of the step; the pieces come in order."""
+        buckets, piece = self._pieces[index]
+        if self._parts is not None:
+            self._parts.about(buckets)
+        with self._restoring_groups(), self._loaded(index):
+            if len(self._pieces) > 1:
+                self._restrict(piece)
+            self._update_piece(piece, factor)
+
+    def arrived(self, index: int) -> bool:
+        """Whether :meth:`run` would not wait for a device."""
+        return self._stream is None or self._stream.arrived(index)
+
+    def pieces(self) -> list[list[Segment]]:
+        """What is updated together, in the order of the update."""
+        return [piece for _, piece in self._pieces]
+
+    def drop_read(self) -> None:
+        """What was read ahead may be stale, or the step that it was for does not go on."""
+        if self._stream is not None:
+            self._stream.drop_read()
+
+    def give_up(self, why: str) -> None:
+        """A step that has begun will not end: refuse everything until a state is loaded."""
+        self.broken = why
+        if self._stream is not None:
+            self._stream.give_up()
+
+    def settle(self) -> None:
+        """Wait until what the latest step updated is where it belongs.
+
+        Raises:
+            OffloadError: it is not, or a step did not end.
+        """
+        self.check_whole()
+        self._finish_writes()
+        self.drop_read()
+
+    def read_ahead(self) -> None:
+        """What the first pieces of the next step need may come in by now."""
+        if self._stream is not None and self._pieces:
+            with self._failing():
+                self._stream.begin(0)
+
+    def _finish_writes(self) -> None:
+        if self._stream is not None:
+            with self._failing():
+                self._stream.finish()
 
     def check_whole(self) -> None:
         """Raise OffloadError if a failure left states of two different steps behind."""
@@ -165,9 +223,7 @@ class Updater:
         try:
             yield
         except BaseException as error:
-            self.broken = str(error) or type(error).__name__
-            if self._stream is not None:
-                self._stream.give_up()
+            self.give_up(str(error) or type(error).__name__)
             raise
 
     def _restrict(self, piece: Sequence[Segment]) -> None:
@@ -197,7 +253,7 @@ class Updater:
 
     def visit(self, buckets: Collection[Bucket] | None = None) -> Iterator[Segment]:
         """Each segment (of ``buckets``) while its values and states are in memory, to be read."""
-        self.check_whole()
+        self.settle()
         for index, (_, piece) in enumerate(self._pieces):
             if buckets is not None and not any(s.bucket in buckets for s in piece):
                 continue
@@ -206,7 +262,7 @@ class Updater:
 
     def edit(self, buckets: Collection[Bucket], change: Callable[[Segment, dict[str, Any]], None]) -> None:
         """Let ``change`` write to the values (:meth:`Segment.value`) and states of each segment of ``buckets``."""
-        self.check_whole()
+        self.settle()
         for index, (_, piece) in enumerate(self._pieces):
             if not any(s.bucket in buckets for s in piece):
                 continue
@@ -220,6 +276,8 @@ class Updater:
 
     def load(self, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
         """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it."""
+        with contextlib.suppress(OffloadError):
+            self.settle()  # whatever was wrong, what comes now is whole
         self.broken = None
         if self._stream is not None:
             self._stream.forget()

@@ -21,9 +21,8 @@ def tier_bytes(buckets: Iterable[Bucket], states: dict[Tier, int]) -> dict[str, 
     for bucket in buckets:
         own = bucket.num_bytes // bucket.num_chunks
         found[bucket.tiers.parameters] += own if bucket.partitioned else bucket.num_bytes
-        if bucket.spec.trainable:
-            split = bucket.placement.shard_gradients
-            found[bucket.tiers.states if split else Tier.DEVICE] += own if split else bucket.num_bytes
+        split = bucket.placement.shard_gradients
+        found[bucket.tiers.states if split else Tier.DEVICE] += bucket.gradient_bytes()
     return {tier.value: num_bytes for tier, num_bytes in found.items()}
 
 

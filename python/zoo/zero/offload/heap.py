@@ -8,18 +8,34 @@ one badly. Measured with 12 layers of 4 MiB from NVMe: 290 MB of growth, against
 from __future__ import annotations
 
 import ctypes
-import functools
 
-_M_MMAP_THRESHOLD = -3
-THRESHOLD_BYTES = 1 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MAPPED_BYTES = 1 << 20
+_HEAP_BYTES = 32 << 20  # as far as glibc itself goes
+
+_mapped = False
 
 
-@functools.cache
 def map_large_blocks() -> None:
-    """For the rest of the process blocks of 1 MiB and more are mapped, and unmapped when freed.
+    """From now on blocks of 1 MiB and more are mapped, and unmapped when freed: for all of the process.
 
     Without effect where the C library has no ``mallopt``.
     """
+    global _mapped
+    _mapped = True
+    _set(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def reuse_large_blocks() -> None:
+    """End :func:`map_large_blocks`: where nothing large is kept between small objects it costs page faults only."""
+    global _mapped
+    if _mapped:
+        _mapped = False
+        _set(_M_MMAP_THRESHOLD, _HEAP_BYTES)
+        _set(_M_TRIM_THRESHOLD, 2 * _HEAP_BYTES)
+
+
+def _set(option: int, num_bytes: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, THRESHOLD_BYTES)
+        mallopt(option, num_bytes)

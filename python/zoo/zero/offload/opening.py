@@ -41,7 +41,7 @@ def open_stores(
     if any(kept):
         shelf = scratch.shelf(parameters.nvme_path, "parameters", kept)
     parked = on_nvme([t.states for t in tiers])
-    if any(parked) and placement.shard_gradients:
+    if any(parked) and placement.shard_gradients and placement.keep_gradients:
         park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
     return scratch, [Stores(tiers=t, scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for t in tiers]
 

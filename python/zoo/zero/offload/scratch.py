@@ -13,6 +13,7 @@ import torch
 from zoo.io import AioConfig, BufferPool, Future, Handle
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.heap import map_large_blocks
+from zoo.zero.working import lends
 
 PAGE = 4096
 
@@ -26,11 +27,14 @@ class Shelf:
     """A file of a known size, cut into regions that are read and written as tensors.
 
     The file has no name any more once it is open: its space is free again when the process ends, however that happens.
+    A device may answer in any order; a region is not read while something of it is being written.
     """
 
     def __init__(self, handle: Handle, folder: Path, name: str, sizes: list[int]) -> None:
         self._handle, self.what = handle, name
         self.read_bytes = self.written_bytes = 0  # since it was made
+        # Writes that nobody has waited for yet, or that failed, and their regions.
+        self._writing: dict[Future, int] = {}
         self.offsets, end = [], 0
         for size in sizes:
             self.offsets.append(end)
@@ -49,13 +53,27 @@ class Shelf:
 
     def read(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
         """Begin filling ``tensor`` from byte ``offset`` of a region."""
+        for future in self._writes_to(region):
+            self.finish(future)
         self.read_bytes += tensor.nbytes
         return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
         """Begin writing ``tensor`` at byte ``offset`` of a region."""
         self.written_bytes += tensor.nbytes
-        return self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset)
+        future = self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset)
+        for older in self._writes_to(region):
+            if older.done():  # whether it failed is known to who waits for it
+                del self._writing[older]
+        self._writing[future] = region
+        return future
+
+    def _writes_to(self, region: int) -> list[Future]:
+        return [future for future, where in self._writing.items() if where == region]
+
+    def forget(self) -> None:
+        """What was written is of no use any more, nor whether it got there."""
+        self._writing.clear()
 
     def finish(self, future: Future) -> None:
         """Wait for an operation; a failure names what it was about."""
@@ -66,6 +84,7 @@ class Shelf:
                 f"offloaded state was lost: {self._where}: {error}. Free or replace the device and continue from the "
                 "last checkpoint (load_state)."
             ) from error
+        self._writing.pop(future, None)
 
     def close(self) -> None:
         """Give the space back."""
@@ -97,7 +116,8 @@ def _why(error: OSError, name: str, folder: Path, num_bytes: int) -> str:
 class Scratch:
     """The engine, the buffers and the folders of one rank's offloaded state.
 
-    Memory is scarce where one is made: large blocks of the process go back to the system when they are freed (heap.py).
+    Under a cap memory is scarce, and where gathered parameters and gradients do not come from a pool they tear the heap
+    to pieces: large blocks of the process then go back to the system when they are freed (heap.py).
 
     Args:
         capacity_bytes: hard cap of the buffers; None for none but the pool's own.
@@ -108,7 +128,8 @@ class Scratch:
         self, *, aio: AioConfig | None = None, handle: Handle | None = None, capacity_bytes: int | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
-        map_large_blocks()
+        if capacity_bytes is not None or not lends():
+            map_large_blocks()
         self._capacity_bytes = capacity_bytes
         self.pool = BufferPool(capacity_bytes or (1 << 46), pinned="auto" if pinned else False)
         self.handle = handle if handle is not None else Handle.from_config(aio or AioConfig(), pool=self.pool)

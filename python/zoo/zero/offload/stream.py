@@ -1,8 +1,10 @@
 """The update's states on NVMe: brought to memory piece by piece, updated, and written back.
 
-A piece is a list of segments. While piece k is updated, piece k+1 is read and piece k-1 is written, so at most three
-pieces are in memory. The tensors that the optimizer knows stay the same objects: in memory they are given a buffer of
-the moment, otherwise a single element that repeats, so that shapes stay and nothing holds memory.
+A piece is a list of segments. While piece k is updated, the next ones are read and those before it are written, one
+each unless more are asked for, so that at most three pieces are in memory. What was written last may still be on its
+way when the update is over; it is waited for before the next backward. The tensors that the optimizer knows stay the
+same objects: in memory they are given a buffer of the moment, otherwise a single element that repeats, so that shapes
+stay and nothing holds memory.
 """
 
 from __future__ import annotations
@@ -53,15 +55,17 @@ class StateStream:
     pieces: the segments in the order of the update.
     states_of: what the optimizer keeps of a segment: dtype by name, "" for a master that it got as its parameter.
     entries: ``optimizer.state``.
+    ahead: pieces that are read while one is updated.
+    behind: pieces that are written meanwhile.
     """
 
     def __init__(
         self, scratch: Scratch, folder: Path | None, pieces: Sequence[Sequence[Segment]],
         states_of: Callable[[Segment], Mapping[str, torch.dtype]], entries: Mapping[Any, dict[str, Any]], *,
-        pipeline_read: bool, pipeline_write: bool,
+        ahead: int, behind: int,
     ) -> None:  # fmt: skip
         self._scratch, self._entries = scratch, entries
-        self._pipeline_read, self._pipeline_write = pipeline_read, pipeline_write
+        self._ahead, self._behind = ahead, behind
         self._pieces = [[self._record(s, states_of(s)) for s in piece] for piece in pieces]
         self._record_of = {r.segment: r for piece in self._pieces for r in piece}
         kept = [r for piece in self._pieces for r in piece if r.sections]
@@ -74,8 +78,8 @@ class StateStream:
     def buffer_bytes(self) -> int:
         """Host memory of the pieces that are in memory together, in the worst moment of an update."""
         sizes = [sum(self._bytes_of(record) for record in piece) for piece in self._pieces]
-        behind, ahead = int(self._pipeline_write), int(self._pipeline_read)
-        return max((sum(sizes[max(k - behind, 0) : k + ahead + 1]) for k in range(len(sizes))), default=0)
+        together = self._behind + 1 + self._ahead
+        return max((sum(sizes[k : k + together]) for k in range(len(sizes))), default=0)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes that an update reads and writes, once states exist."""
@@ -111,22 +115,25 @@ class StateStream:
     # A piece in memory -----------------------------------------------------------------------------------------------
 
     def load(self, index: int, *, gradients: bool = True) -> None:
-        """Bring piece ``index`` to memory, and begin with the next one."""
-        self._begin(index, gradients)
-        if self._pipeline_read and index + 1 < len(self._pieces):
-            self._begin(index + 1, gradients)
+        """Bring piece ``index`` to memory, and begin with the next ones."""
+        self.begin(index, gradients=gradients)
         for loaded in self._loaded[index]:
             for shelf, future in loaded.reading:
                 shelf.finish(future)
             self._attach(loaded)
 
-    def _begin(self, index: int, gradients: bool) -> None:
-        if index in self._loaded:
-            return
-        for older in [k for k in self._writing if k < index - 1 or not self._pipeline_write]:
-            self._settle(older)
-        self._settle(index)
-        self._loaded[index] = [self._read(record, gradients) for record in self._pieces[index]]
+    def begin(self, index: int, *, gradients: bool = True) -> None:
+        """Begin reading piece ``index`` and the next ones, as far as that is not done yet."""
+        for k in range(index, min(index + 1 + self._ahead, len(self._pieces))):
+            if k not in self._loaded:
+                self._settle(k)
+                while self._writing and len(self._loaded) + len(self._writing) > self._ahead + self._behind:
+                    self._settle(next(iter(self._writing)))  # the oldest
+                self._loaded[k] = [self._read(record, gradients) for record in self._pieces[k]]
+
+    def arrived(self, index: int) -> bool:
+        """Whether :meth:`load` would not have to wait for piece ``index``."""
+        return index in self._loaded and all(f.done() for loaded in self._loaded[index] for _, f in loaded.reading)
 
     def _read(self, record: Record, gradients: bool) -> Loaded:
         loaded, segment, pool = Loaded(record), record.segment, self._scratch.pool
@@ -178,7 +185,7 @@ class StateStream:
         for loaded in self._loaded.pop(index):
             self._write(loaded, self._writing[index])
             self._detach(loaded)
-        if not self._pipeline_write:
+        if not self._behind:
             self._settle(index)
 
     def _write(self, loaded: Loaded, writing: list[tuple[Any, Future]]) -> None:
@@ -222,19 +229,27 @@ class StateStream:
         for index in list(self._writing):
             self._settle(index)
 
-    def give_up(self) -> None:
-        """After a failure: forget what is in memory; the states are of no step any more."""
+    def drop_read(self) -> None:
+        """Forget what is in memory: the update that it was read for does not go on."""
         for pieces in self._loaded.values():
             for loaded in pieces:
                 self._detach(loaded)
         self._loaded.clear()
+
+    def give_up(self) -> None:
+        """After a failure: forget all that is under way; the states are of no step any more."""
+        self.drop_read()
         self._writing.clear()
 
     def forget(self) -> None:
-        """There are no states: the next step makes them."""
+        """There are no states: the next step makes them. All parameters will be written."""
+        if self._shelf is not None:
+            self._shelf.forget()
         for piece in self._pieces:
             for record in piece:
                 record.exists = False
+                if record.segment.bucket.parameters_on_nvme:
+                    record.segment.bucket.shelf.forget()
 
     def stored(self, segment: Segment) -> dict[str, Stored]:
         """By role, what of a segment is not in memory."""
@@ -261,7 +276,7 @@ class StateStream:
     @contextmanager
     def in_memory(self, index: int, *, write: bool) -> Iterator[None]:
         """Piece ``index`` without gradients, for reading, or to be written back."""
-        before, self._pipeline_read = self._pipeline_read, False
+        before, self._ahead = self._ahead, 0
         try:
             self.load(index, gradients=False)
             yield
@@ -272,7 +287,7 @@ class StateStream:
                 for loaded in self._loaded.pop(index):
                     self._detach(loaded)
         finally:
-            self._pipeline_read = before
+            self._ahead = before
 
 
 def needs_stream(buckets: Sequence[Bucket]) -> bool:
