@@ -34,7 +34,9 @@ class Contender:
     needs: str = ""
 
 
-def _step(model: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, workload: Workload) -> Step:
+def train_step(model: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, workload: Workload) -> Step:
+    """Forward, backward, update."""
+
     def step(batch: Batch) -> torch.Tensor:
         loss = workload.loss(model(batch[0]), batch[1])
         loss.backward()
@@ -48,7 +50,7 @@ def _step(model: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, workloa
 def _plain() -> Builder:
     def build(workload: Workload) -> Step:
         model = workload.model()
-        return _step(model, torch.optim.AdamW(model.parameters(), lr=LR), workload)
+        return train_step(model, torch.optim.AdamW(model.parameters(), lr=LR), workload)
 
     return build
 
@@ -64,7 +66,7 @@ def _ddp(*, view: bool = False, sharded: bool = False) -> Builder:
             optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        return _step(model, optimizer, workload)
+        return train_step(model, optimizer, workload)
 
     return build
 
@@ -74,7 +76,7 @@ def _zoo(stage: int) -> Builder:
 
     def build(workload: Workload) -> Step:
         model = workload.model()
-        return _step(model, ZeroOptimizer(model, stage=stage, optimizer=torch.optim.AdamW, lr=LR), workload)
+        return train_step(model, ZeroOptimizer(model, stage=stage, optimizer=torch.optim.AdamW, lr=LR), workload)
 
     return build
 
@@ -90,7 +92,7 @@ def _fsdp2(reshard: bool) -> Builder:
         for block in workload.blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        return _step(model, torch.optim.AdamW(model.parameters(), lr=LR), workload)
+        return train_step(model, torch.optim.AdamW(model.parameters(), lr=LR), workload)
 
     return build
 
@@ -117,19 +119,23 @@ def deepspeed_engine(deepspeed: Any, model: nn.Module, stage: int, **zero: Any) 
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
+def engine_step(engine: Any, workload: Workload) -> Step:
+    """The same with an engine of DeepSpeed."""
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss = workload.loss(engine(batch[0]), batch[1])
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
 def _deepspeed(stage: int) -> Builder:
     deepspeed = import_deepspeed()
 
     def build(workload: Workload) -> Step:
-        engine = deepspeed_engine(deepspeed, workload.model(), stage)
-
-        def step(batch: Batch) -> torch.Tensor:
-            loss = workload.loss(engine(batch[0]), batch[1])
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-
-        return step
+        return engine_step(deepspeed_engine(deepspeed, workload.model(), stage), workload)
 
     return build
 
@@ -140,7 +146,7 @@ def _bare() -> Builder:
     def build(workload: Workload) -> Step:
         model = workload.model()
         model, shards = bare_loop(model, workload.blocks(model))
-        return _step(model, torch.optim.AdamW(shards, lr=LR), workload)
+        return train_step(model, torch.optim.AdamW(shards, lr=LR), workload)
 
     return build
 

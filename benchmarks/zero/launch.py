@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ from benchmarks.common import ROOT
 
 class ContenderError(RuntimeError):
     """A contender's process failed; the message ends with what it said last."""
+
+    @property
+    def last(self) -> str:
+        """The last line, without the number of its rank."""
+        return re.sub(r"^\[rank\d+\]: ", "", str(self).strip().splitlines()[-1])
 
 
 def environment(rank: int, size: int) -> dict[str, str]:
@@ -33,17 +40,18 @@ def environment(rank: int, size: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run_ranks(spec: dict[str, Any], size: int, timeout_s: float = 180.0) -> list[dict[str, Any]]:
-    """Run the worker once a rank, all at once; returns the figures by rank."""
+def run_ranks(
+    spec: dict[str, Any], size: int, timeout_s: float = 180.0, variables: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Run the worker once a rank, all at once, with these environment variables more; returns the figures by rank."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         command = [sys.executable, "-m", "benchmarks.zero.worker", json.dumps(spec), folder]
         processes = []
         for rank in range(size):
             with (out / f"log{rank}").open("w") as log:
-                processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment(rank, size), stdout=log, stderr=log)
-                )
+                env = {**environment(rank, size), **(variables or {})}
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
         deadline = time.monotonic() + timeout_s
         try:
             while any(p.poll() is None for p in processes):

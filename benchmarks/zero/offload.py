@@ -70,7 +70,7 @@ def build_zoo(workload: Workload, states: str, parameters: str, folder: str) -> 
 
 
 def build_deepspeed(workload: Workload, states: str, parameters: str, folder: str) -> Callable[[Any], Any]:
-    from benchmarks.zero.contenders import import_deepspeed
+    from benchmarks.zero.contenders import engine_step, import_deepspeed
 
     deepspeed = import_deepspeed()
     largest = 2**21  # more than any parameter of the model
@@ -86,14 +86,7 @@ def build_deepspeed(workload: Workload, states: str, parameters: str, folder: st
     }  # fmt: skip
     model = workload.model()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-    def step(batch: Any) -> torch.Tensor:
-        loss = workload.loss(engine(batch[0]), batch[1])
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return engine_step(engine, workload)
 
 
 def rates(folder: str, num_bytes: int = 256 << 20) -> dict[str, float]:

@@ -106,6 +106,14 @@ def main() -> None:
         from benchmarks.zero.offload import measure_offload
 
         figures = measure_offload(spec, rank)
+    elif spec["section"] == "traffic":
+        from benchmarks.zero.traffic import measure_traffic
+
+        figures = measure_traffic(spec, rank)
+    elif spec["section"] == "init":
+        from benchmarks.zero.init import measure_init
+
+        figures = measure_init(spec, rank)
     else:
         from benchmarks.zero.states import measure_states
 

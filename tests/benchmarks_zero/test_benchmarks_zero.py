@@ -1,0 +1,109 @@
+"""What the pages of benchmarks/zero decide by themselves: bytes against the papers, bandwidths, verdicts, pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.zero import init, traffic
+from benchmarks.zero.launch import ContenderError, run_ranks
+from benchmarks.zero.workloads import GPT
+from torch import nn
+
+FIGURES = {"wall_s": 1.0, "cpu_s": 0.5, "losses": [2.0, 1.0], "inter_bytes": 3000}
+
+
+@pytest.mark.parametrize(
+    "name", ["stage 3", "stage 3, hpZ", "stage 3, MiCS 4", "the same, `mics_hierarchical_params_gather`"]
+)
+def test_bytes_are_those_of_the_papers_and_of_the_forecast(name: str) -> None:
+    options, predicted = traffic.PLACEMENTS[name]
+    got = traffic.count(options, 2, 64)  # nothing to pad at this size
+    assert predicted is not None
+    # More scales: groups are smaller where chunks are no multiple of 256 elements.
+    rel = 0.02 if "zero_quantized_weights" in options else 1e-12
+    assert (got["inter"] / got["M"], got["intra"] / got["M"]) == pytest.approx(predicted, rel=rel)
+    assert (got["forecast"], got["forecast_inter"]) == (got["all"], got["inter"])
+
+
+def raw_traffic(cpu_s: float) -> dict[str, Any]:
+    sent = {"M": 100, "all": 200, "intra": 50, "inter": 150, "forecast": 200, "forecast_inter": 150}
+    other = {**FIGURES, "cpu_s": cpu_s, "inter_bytes": 1000}
+    return {
+        "machine": {"cores": 1}, "bytes": dict.fromkeys(traffic.PLACEMENTS, sent),
+        "rounds": [{"stage 3": [FIGURES, {**FIGURES, "cpu_s": 1.5}], "qwZ": [other, other]}],
+        "failures": {"DeepSpeed qwZ": "ValueError: no"},
+    }  # fmt: skip
+
+
+def test_quantising_pays_below_the_bytes_that_it_spares_over_the_seconds_that_it_costs() -> None:
+    raw = raw_traffic(1.5)
+    plain, other = raw["rounds"][0]["stage 3"], raw["rounds"][0]["qwZ"]
+    assert traffic.pays_below(plain, other) == 2000 / 0.5
+    assert "failed: ValueError: no" in traffic.seconds_table(raw)
+    assert "at any" not in traffic.seconds_table(raw)
+    assert "at any" in traffic.seconds_table(raw_traffic(0.9))
+
+
+def test_the_page_keeps_its_remarks(tmp_path: Path) -> None:
+    page = tmp_path / "TRAFFIC.md"
+    page.write_text("figures of last year\n\n## Remarks\n\nby hand\n")
+    traffic.write_page(raw_traffic(2.0), page)
+    assert page.read_text().endswith("## Remarks\n\nby hand\n")
+    assert "last year" not in page.read_text()
+
+
+def test_deferred_initialisation_gives_the_same_bits_whole_and_in_parts(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return GPT(1, 16, 8)
+
+    for how, like in (("zoo", "plain"), ("zoo-meta", "plain"), ("zoo-later", "plain-later")):
+        found, expected = (dict(init.digests(init.construct(h, w, str(tmp_path), build), h))
+                           for h, w in ((how, "nvme"), (like, "cpu")))  # fmt: skip
+        assert found == expected, how
+    assert found != dict(init.digests(init.construct("plain", "cpu", "", build), "plain"))
+
+
+def test_files_without_a_name_are_counted(tmp_path: Path) -> None:
+    assert init.bytes_in_files(str(tmp_path)) == 0
+    with (tmp_path / "a").open("wb", buffering=0) as file:
+        file.write(bytes(8192))
+        (tmp_path / "a").unlink()
+        assert init.bytes_in_files(str(tmp_path)) == 8192
+
+
+def test_a_wrong_parameter_and_an_allocation_that_failed_show_in_the_table() -> None:
+    fine = {"wall_s": 1.0, "cpu_s": 1.0, "growth": 2**20, "files": 0, "error": "", "digests": {"a": "1", "b": "2"}}
+    raw: dict[str, Any] = {
+        "rounds": [{
+            "plain": [fine], "zoo-2": [fine, {**fine, "digests": {"a": "1", "b": "3"}}], "zoo-nvme": [fine],
+            "plain-cap": [{**fine, "error": "RuntimeError: no memory", "digests": {}}],
+        }],
+        "failures": {"ds": "ImportError: none"}, "numel": 2**20, "caps": [1, 2],
+    }  # fmt: skip
+    assert init.verdict(raw, "zoo-nvme") == "all of 2"
+    assert init.verdict(raw, "zoo-2") == "1 of 2"
+    text = init.report(raw)
+    assert "no: RuntimeError: no memory" in text
+    assert "failed: ImportError: none" in text
+    assert re.search(r"\| 4\.0 +\|", text)
+
+
+def test_one_process_measures_a_construction_under_a_cap(tmp_path: Path) -> None:
+    spec = {"section": "init", "contender": "zoo-nvme", "folder": str(tmp_path), "size": "quick"}
+    figures = run_ranks(spec, 1, 120, {"MALLOC_ARENA_MAX": "1"})[0]
+    assert figures["error"] == ""
+    torch.manual_seed(0)
+    layers, width, *_ = init.SIZES["quick"]
+    assert figures["digests"] == dict(init.digests(GPT(layers, width, init.CONTEXT), "plain"))
+    assert figures["files"] >= 4 * sum(p.numel() for p in GPT(layers, width, init.CONTEXT).parameters())
+
+
+def test_of_a_failure_the_last_line_is_shown() -> None:
+    error = ContenderError(
+        "spec: [rank0]: Traceback\n[rank0]: ValueError: no | [rank1]: Traceback\n[rank1]: ValueError: no\n"
+    )
+    assert error.last == "ValueError: no"
