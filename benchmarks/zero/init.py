@@ -36,7 +36,8 @@ RAW = ROOT / "build" / "benchmarks" / "init.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """``cap``: 0 none, 1 or 2 one of the caps; ``like``: with whose parameters its own are compared."""
+    """``cap``: 0 none, 1 or 2 one of the caps; ``like``: with whose parameters its own are compared; ``heap``: the C
+    library gives freed blocks of a MiB and more back, which zoo asks it for by itself."""
 
     label: str
     how: str
@@ -44,6 +45,13 @@ class Contender:
     size: int = 1
     cap: int = 0
     like: str = "plain"
+    heap: bool = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """One arena, since those of other threads reserve 64 MiB each of what is limited."""
+        fixed = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
+        return {"MALLOC_ARENA_MAX": "1", **(fixed if self.heap else {})}
 
 
 CONTENDERS = {
@@ -62,6 +70,9 @@ CONTENDERS = {
     "ds": Contender(label="`deepspeed.zero.Init`", how="deepspeed"),
     "ds-nvme-free": Contender(label="`deepspeed.zero.Init`", how="deepspeed", where="nvme"),
     "ds-nvme": Contender(label="`deepspeed.zero.Init`", how="deepspeed", where="nvme", cap=1),
+    "ds-nvme-heap": Contender(
+        label="`deepspeed.zero.Init`, `MALLOC_MMAP_THRESHOLD_` 1 MiB", how="deepspeed", where="nvme", cap=1, heap=True
+    ),
 }  # fmt: skip
 
 
@@ -201,8 +212,7 @@ def measure(rounds: int, folder: str, quick: bool, names: list[str]) -> dict[str
             print(f"\rround {number + 1}/{rounds} {name:<14}", end="", file=sys.stderr, flush=True)
             spec = {"section": "init", "contender": name, "folder": folder, "size": size}
             try:
-                # One arena: those of other threads reserve 64 MiB each of what is limited.
-                figures[name] = run_ranks(spec, CONTENDERS[name].size, 300, {"MALLOC_ARENA_MAX": "1"})
+                figures[name] = run_ranks(spec, CONTENDERS[name].size, 300, CONTENDERS[name].variables)
             except ContenderError as error:
                 raw["failures"][name] = error.last
                 print(f"\n{name} failed: {error}", file=sys.stderr, flush=True)

@@ -94,7 +94,7 @@ def test_a_wrong_parameter_and_an_allocation_that_failed_show_in_the_table() -> 
 
 def test_one_process_measures_a_construction_under_a_cap(tmp_path: Path) -> None:
     spec = {"section": "init", "contender": "zoo-nvme", "folder": str(tmp_path), "size": "quick"}
-    figures = run_ranks(spec, 1, 120, {"MALLOC_ARENA_MAX": "1"})[0]
+    figures = run_ranks(spec, 1, 120, init.CONTENDERS["zoo-nvme"].variables)[0]
     assert figures["error"] == ""
     torch.manual_seed(0)
     layers, width, *_ = init.SIZES["quick"]
