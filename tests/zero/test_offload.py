@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,8 @@ class Failing:
     def __init__(self, handle: Handle, direction: str, left: int) -> None:
         self._handle, self._direction, self.left = handle, direction, left
 
-    def async_pread(self, *args: Any) -> Any:
-        return self._one("read", self._handle.async_pread, args)
+    def async_pread(self, *args: Any, urgent: bool) -> Any:
+        return self._one("read", partial(self._handle.async_pread, urgent=urgent), args)
 
     def async_pwrite(self, *args: Any) -> Any:
         return self._one("write", self._handle.async_pwrite, args)

@@ -230,13 +230,14 @@ impl Engine {
         checksum: bool,
         expected: Option<u32>,
         durable: bool,
+        urgent: bool,
     ) -> PyResult<Ticket> {
         let files = files.iter().map(|file| file.get()).collect::<PyResult<Vec<_>>>()?;
         let buffer = Box::new(Foreign { address, len: num_bytes, _owner: owner });
         py.detach(|| {
             let target = Target::striped(files, stripe)?;
             let direction = direction(write);
-            self.inner.submit(Request { direction, target, offset, buffer, checksum, expected, durable })
+            self.inner.submit(Request { direction, target, offset, buffer, checksum, expected, durable, urgent })
         })
         .map(|inner| Ticket { inner })
         .map_err(|error| raise(py, &error))

@@ -59,6 +59,7 @@ fn operations(c: &mut Criterion) {
         checksum: false,
         expected: None,
         durable: false,
+        urgent: false,
     };
     for backend in [BackendChoice::Auto, BackendChoice::Threads] {
         let engine = Engine::new(&Settings { backend, ..Settings::default() }).unwrap();

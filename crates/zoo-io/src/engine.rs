@@ -283,7 +283,7 @@ impl Engine {
     pub fn submit(&self, request: Request) -> Result<Ticket, Error> {
         self.check_usable()?;
         check(&request)?;
-        let (direction, len) = (request.direction, request.buffer.len() as u64);
+        let (direction, len, urgent) = (request.direction, request.buffer.len() as u64, request.urgent);
         let plan =
             Plan::new(direction, &request.target, request.offset, len, request.buffer.start() as u64, self.block);
         let op = Op::new(self.next.fetch_add(1, Ordering::Relaxed), request, Arc::clone(&self.shared.tracker));
@@ -294,7 +294,7 @@ impl Engine {
             return Ok(ticket);
         }
         let workers = len.div_ceil(self.block).min(MAX_WORKERS as u64) as usize;
-        match self.shared.queue.push(Pending { op: Arc::clone(&op), plan }, workers) {
+        match self.shared.queue.push(Pending { op: Arc::clone(&op), plan }, workers, urgent) {
             Ok(sleepers) => {
                 self.shared.wake(sleepers);
                 Ok(ticket)

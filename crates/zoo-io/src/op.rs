@@ -288,6 +288,8 @@ pub struct Request {
     pub expected: Option<u32>,
     /// For a write: whether the bytes must be on the device at the end (`fdatasync`).
     pub durable: bool,
+    /// Whether its transfers begin before those of all operations that are not urgent.
+    pub urgent: bool,
 }
 
 /// The caller's end of an operation. Dropping it neither stops the operation nor frees its memory early; a failure is

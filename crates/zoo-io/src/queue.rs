@@ -33,19 +33,22 @@ pub(crate) enum Taken<T> {
 }
 
 struct Inner<S> {
+    urgent: VecDeque<S>,
     sources: VecDeque<S>,
     sleepers: Sleepers,
     closed: bool,
 }
 
-/// First in, first out; several workers may take from the head at the same time.
+/// First in, first out, what is urgent before the rest; several workers may take from the head at the same time.
 pub(crate) struct Queue<S> {
     inner: Mutex<Inner<S>>,
 }
 
 impl<S: Source> Queue<S> {
     pub(crate) fn new() -> Self {
-        Queue { inner: Mutex::new(Inner { sources: VecDeque::new(), sleepers: 0, closed: false }) }
+        Queue {
+            inner: Mutex::new(Inner { urgent: VecDeque::new(), sources: VecDeque::new(), sleepers: 0, closed: false }),
+        }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner<S>> {
@@ -54,12 +57,12 @@ impl<S: Source> Queue<S> {
     }
 
     /// Add work for `wanted` workers at most; gives it back when the queue is closed.
-    pub(crate) fn push(&self, source: S, wanted: usize) -> Result<Sleepers, S> {
+    pub(crate) fn push(&self, source: S, wanted: usize, urgent: bool) -> Result<Sleepers, S> {
         let mut inner = self.inner();
         if inner.closed {
             return Err(source);
         }
-        inner.sources.push_back(source);
+        if urgent { &mut inner.urgent } else { &mut inner.sources }.push_back(source);
         let mut chosen = 0;
         for _ in 0..wanted {
             // The lowest bit that is set; zero when none is.
@@ -72,17 +75,20 @@ impl<S: Source> Queue<S> {
 
     /// Take the next item, or be marked asleep.
     pub(crate) fn take_or_sleep(&self, worker: usize) -> Taken<S::Item> {
-        let mut inner = self.inner();
-        while let Some(source) = inner.sources.front_mut() {
-            match source.take() {
-                Some((item, last)) => {
-                    if last {
-                        inner.sources.pop_front();
+        let mut guard = self.inner();
+        let inner = &mut *guard;
+        for line in [&mut inner.urgent, &mut inner.sources] {
+            while let Some(source) = line.front_mut() {
+                match source.take() {
+                    Some((item, last)) => {
+                        if last {
+                            line.pop_front();
+                        }
+                        return Taken::Item(item);
                     }
-                    return Taken::Item(item);
-                }
-                None => {
-                    inner.sources.pop_front();
+                    None => {
+                        line.pop_front();
+                    }
                 }
             }
         }
@@ -104,7 +110,9 @@ impl<S: Source> Queue<S> {
     pub(crate) fn abort(&self) -> (Vec<S>, Sleepers) {
         let mut inner = self.inner();
         inner.closed = true;
-        (inner.sources.drain(..).collect(), std::mem::take(&mut inner.sleepers))
+        let mut left: Vec<S> = inner.urgent.drain(..).collect();
+        left.extend(inner.sources.drain(..));
+        (left, std::mem::take(&mut inner.sleepers))
     }
 
     /// Everybody who sleeps, to be woken for another reason than work.
@@ -177,7 +185,7 @@ mod model {
                 })
                 .collect();
             for &count in pushes {
-                ring(&alarms, queue.push(Count(count), count).ok().unwrap());
+                ring(&alarms, queue.push(Count(count), count, count == 1).ok().unwrap());
             }
             ring(&alarms, queue.close());
             // A worker that missed a wake would make loom report a deadlock here.

@@ -56,7 +56,8 @@ fn content(ticket: &Ticket) -> Vec<u8> {
 
 fn request(direction: Direction, target: &Target, offset: u64, buffer: Shifted) -> Request {
     let buffer = Box::new(buffer);
-    Request { direction, target: target.clone(), offset, buffer, checksum: true, expected: None, durable: false }
+    let target = target.clone();
+    Request { direction, target, offset, buffer, checksum: true, expected: None, durable: false, urgent: false }
 }
 
 fn open(paths: &[std::path::PathBuf], direction: Direction, mode: DirectMode, stripe: u64, kept: bool) -> Target {
@@ -308,6 +309,25 @@ fn aborting_ends_every_ticket_and_frees_every_buffer() {
 }
 
 #[test]
+fn what_is_urgent_begins_before_what_waits() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f");
+    let alive = Arc::new(AtomicUsize::new(0));
+    let backend = BackendChoice::Mock(MockPlan { faults: vec![delay(2)], ..MockPlan::default() });
+    let engine = Engine::new(&Settings { block_size: 4096, queue_depth: 1, backend, ..Settings::default() }).unwrap();
+    let target = Target::single(Arc::new(File::open(&path, Direction::Write, DirectMode::Auto, false).unwrap()));
+    // All to the same place: the last one that began stays.
+    let write = |value: u8, urgent: bool| {
+        let buffer = Shifted::new(&[value; 8192], 0, &alive);
+        engine.submit(Request { urgent, ..request(Direction::Write, &target, 0, buffer) }).unwrap()
+    };
+    let tickets = [write(1, false), write(2, false), write(3, true), write(4, true)];
+    assert!(tickets.iter().all(|ticket| ticket.wait(None).unwrap().is_ok()));
+    assert_eq!(std::fs::read(&path).unwrap(), vec![2; 8192]);
+    engine.close();
+}
+
+#[test]
 fn reading_past_the_end_and_a_file_that_shrinks_say_where_it_ends() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("f");
@@ -357,6 +377,7 @@ fn pool_memory_travels_in_place_and_registered() {
             checksum: false,
             expected: None,
             durable: true,
+            urgent: false,
         })
         .unwrap();
     ticket.wait(None).unwrap().unwrap();

@@ -189,8 +189,9 @@ class Handle:
         return self._submit("w", tensor, target, offset, checksum, None, fsync)
 
     def async_pread(
-        self, tensor: torch.Tensor, target: Target, offset: int = 0, *, checksum: bool | int = False
-    ) -> Future:
+        self, tensor: torch.Tensor, target: Target, offset: int = 0, *, checksum: bool | int = False,
+        urgent: bool = False,
+    ) -> Future:  # fmt: skip
         """Begin filling the tensor with the bytes at ``offset`` of a file.
 
         Args:
@@ -198,12 +199,13 @@ class Handle:
             target: a path, a `File` or a `Striped`.
             offset: first byte in the file.
             checksum: sum the bytes; a number is the CRC-32C they must have, anything else is a `ChecksumError`.
+            urgent: before all operations of this handle that are not; ``queue_depth`` transfers may be under way.
 
         Raises:
             UnexpectedEndError: the file ends before ``offset + tensor.nbytes``.
         """
         expected = None if isinstance(checksum, bool) else checksum
-        return self._submit("r", tensor, target, offset, bool(checksum), expected, False)
+        return self._submit("r", tensor, target, offset, bool(checksum), expected, False, urgent=urgent)
 
     def pwrite(
         self, tensor: torch.Tensor, target: Target, offset: int = 0, *, checksum: bool = False, fsync: bool = False
@@ -251,6 +253,7 @@ class Handle:
         durable: bool,
         *,
         whole: bool = False,
+        urgent: bool = False,
     ) -> Future:
         address, num_bytes = memory_of(tensor, verb="write" if mode == "w" else "read into")
         whole_number("offset", offset, 0, (1 << 63) - 1)
@@ -264,7 +267,7 @@ class Handle:
         if mode == "r":
             mark_changed(tensor)
         ticket = self._engine.submit(
-            files, stripe, mode == "w", offset, address, num_bytes, tensor, checksum, expected, durable
+            files, stripe, mode == "w", offset, address, num_bytes, tensor, checksum, expected, durable, urgent
         )
         return Future(ticket, self)
 

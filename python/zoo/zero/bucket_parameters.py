@@ -94,7 +94,7 @@ class BucketParameters:
         # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
         into = own if own.device.type == "cpu" else self.bucket.scratch.pool.empty(own.numel(), dtype=own.dtype)
         try:
-            self._reading = (self.begin_read(into), into)
+            self._reading = (self.begin_read(into, urgent=True), into)
         except OffloadError:
             self._drop_full()
             raise
@@ -218,12 +218,12 @@ class BucketParameters:
         if self.packed is not None:
             return self.packed.values(self.full.dtype)[start : start + length]
         copy = self.bucket.scratch.pool.empty(length, dtype=self.full.dtype)
-        self.bucket.shelf.finish(self.begin_read(copy, start))
+        self.bucket.shelf.finish(self.begin_read(copy, start, urgent=True))
         return copy
 
-    def begin_read(self, into: torch.Tensor, start: int = 0) -> Future:
-        """Begin reading elements [start, start + len) of the shard from NVMe."""
-        return self.bucket.shelf.read(self.bucket.index, into, start * into.itemsize)
+    def begin_read(self, into: torch.Tensor, start: int = 0, *, urgent: bool = False) -> Future:
+        """Begin reading elements [start, start + len) of the shard from NVMe; ``urgent``: somebody computes with them."""
+        return self.bucket.shelf.read(self.bucket.index, into, start * into.itemsize, urgent=urgent)
 
     def begin_write(self, values: torch.Tensor, start: int = 0) -> Future:
         """Begin writing elements [start, start + len) of the shard to NVMe."""

@@ -77,7 +77,7 @@ class Updater:
             self._stream = StateStream(
                 scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
                 # Between two units of a backward the device has more than one piece to do.
-                ahead=(1 + in_backward) * offload.pipeline_read, behind=(1 + in_backward) * offload.pipeline_write,
+                ahead=(1 + 2 * in_backward) * offload.pipeline_read, behind=(1 + 2 * in_backward) * offload.pipeline_write,
             )  # fmt: skip
             scratch.check_room(self.buffer_bytes())
 

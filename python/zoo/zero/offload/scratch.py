@@ -51,12 +51,12 @@ class Shelf:
             raise OffloadError(_why(error, name, folder, end)) from error
         path.unlink()
 
-    def read(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
-        """Begin filling ``tensor`` from byte ``offset`` of a region."""
+    def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Future:
+        """Begin filling ``tensor`` from byte ``offset`` of a region; ``urgent``: before what waits at the device."""
         for future in self._writes_to(region):
             self.finish(future)
         self.read_bytes += tensor.nbytes
-        return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset)
+        return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset, urgent=urgent)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
         """Begin writing ``tensor`` at byte ``offset`` of a region."""
