@@ -38,9 +38,10 @@ from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.init import Init, InitReport
 from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
 from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
-from zoo.zero.optimizer import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
+from zoo.zero.optimizer import ZeroOptimizer
 from zoo.zero.scaler import LossScaler
 from zoo.zero.sequence import SequenceParallelAttention, dot_product_attention
+from zoo.zero.stages import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer
 from zoo.zero.state import StateSlice
 from zoo.zero.tiling import TiledLinear
 from zoo.zero.units import UnitList

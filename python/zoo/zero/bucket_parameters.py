@@ -222,7 +222,7 @@ class BucketParameters:
         return copy
 
     def begin_read(self, into: torch.Tensor, start: int = 0, *, urgent: bool = False) -> Future:
-        """Begin reading elements [start, start + len) of the shard from NVMe; ``urgent``: somebody computes with them."""
+        """Begin reading elements [start, start + len) of the shard from NVMe; ``urgent``: to compute with them."""
         return self.bucket.shelf.read(self.bucket.index, into, start * into.itemsize, urgent=urgent)
 
     def begin_write(self, values: torch.Tensor, start: int = 0) -> Future:

@@ -20,6 +20,7 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero import state as state_io
+from zoo.zero.arguments import find_optimizer, param_groups_of, resolve_config
 from zoo.zero.axes import make_axes
 from zoo.zero.bucketing import STAGES, plan_buckets
 from zoo.zero.buckets import Bucket
@@ -97,7 +98,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         aio: AioConfig | Handle | None = None,
         **options: Any,
     ) -> None:
-        self.config = _resolve_config(config, stage, options)
+        self.config = resolve_config(config, stage, options)
         if not clip_norm >= 0:
             raise ValueError(f"clip_norm={clip_norm}; it must be a norm > 0, or 0 for no clipping.")
         if self.config.update_in_backward and (clip_norm or loss_scale is not None):
@@ -107,7 +108,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "the two."
             )
         check_parameters(model, dry=isinstance(group, DryRun))
-        optimizer = _find_optimizer(optimizer)
+        optimizer = find_optimizer(optimizer)
         self.model, self.clip_norm, self.scaler, self._aio = model, clip_norm, make_scaler(loss_scale), aio
         nodes = self.config.ranks_per_node
         self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
@@ -116,7 +117,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self._moved: Moved | None = None
         self.skipped, self.num_skipped = False, 0
-        groups = _param_groups(model, params)
+        groups = param_groups_of(model, params)
         self._build(model, groups, units, reduce_dtype)
         self._updater = Updater(
             self._trainable, optimizer, groups, options, comm=self._axes.shard,
@@ -515,83 +516,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.load_state(read, state_dict["scalars"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
-
-
-class Stage0Optimizer(ZeroOptimizer):
-    """Plain data parallelism: nothing is split, gradients are all-reduced. See :class:`ZeroOptimizer`."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, stage=0, **options)
-
-
-class Stage1Optimizer(ZeroOptimizer):
-    """Optimizer states are split over the ranks (P_os). See :class:`ZeroOptimizer`."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, stage=1, **options)
-
-
-class Stage2Optimizer(ZeroOptimizer):
-    """Optimizer states and gradients are split over the ranks (P_os+g). See :class:`ZeroOptimizer`."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, stage=2, **options)
-
-
-class Stage3Optimizer(ZeroOptimizer):
-    """Optimizer states, gradients and parameters are split over the ranks (P_os+g+p). See :class:`ZeroOptimizer`."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, stage=3, **options)
-
-
-def _resolve_config(config: ZeroConfig | None, stage: int | None, options: dict[str, Any]) -> ZeroConfig:
-    """Take the ZeRO options out of ``options`` and put them over ``config``."""
-    given = {key: options.pop(key) for key in list(options) if key in ZeroConfig.model_fields}
-    if stage is not None:
-        given["stage"] = stage
-    base = config.model_dump() if config is not None else {}
-    return ZeroConfig.model_validate({**base, **given})
-
-
-def _find_optimizer(optimizer: Any) -> Any:
-    if isinstance(optimizer, str):
-        from zoo import registry
-
-        optimizer = registry.get("optimizer", optimizer)
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise ValueError(
-            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass the class (optimizer=torch.optim.AdamW) "
-            "and its arguments (lr=3e-4), so that it can be built on this rank's part of the parameters."
-        )
-    return optimizer
-
-
-def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
-    """Parameter groups as lists of dicts, each trainable parameter of the model in exactly one."""
-    trainable = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
-    if params is None:
-        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    given = list(params)
-    groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
-    seen: set[int] = set()
-    for i, group in enumerate(groups):
-        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        group["params"] = [p for p in members if p.requires_grad]
-        for p in group["params"]:
-            if id(p) not in trainable:
-                raise ValueError(
-                    f"params= group {i} holds a tensor of shape {tuple(p.shape)} that is not in the model."
-                )
-            if id(p) in seen:
-                raise ValueError(f"params= holds {trainable[id(p)]!r} more than once.")
-            seen.add(id(p))
-    missing = [name for key, name in trainable.items() if key not in seen]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} trainable parameter(s) are in no group of params=: {', '.join(missing[:5])}. Add them to "
-            "a group, or freeze them (requires_grad=False)."
-        )
-    return groups

@@ -21,6 +21,9 @@ from zoo.zero.segments import Segment, cut_segments, in_pieces
 from zoo.zero.state import Stored
 from zoo.zero.trial import Keeps, check_elementwise, what_it_keeps
 
+DEPTH_IN_BACKWARD = 3
+"""Pieces that are read ahead, and written behind, in backward: so much has the device to do between two units."""
+
 
 class Updater:
     """Builds the wrapped optimizer on the segments of the buckets and runs its steps, piece by piece.
@@ -73,11 +76,11 @@ class Updater:
         streams = scratch is not None and needs_stream(buckets)
         self._pieces = self._cut(sub_group_size, streams=streams, in_backward=in_backward)
         self._stream: StateStream | None = None
+        depth = DEPTH_IN_BACKWARD if in_backward else 1
         if scratch is not None and streams:
             self._stream = StateStream(
                 scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
-                # Between two units of a backward the device has more than one piece to do.
-                ahead=(1 + 2 * in_backward) * offload.pipeline_read, behind=(1 + 2 * in_backward) * offload.pipeline_write,
+                ahead=depth * offload.pipeline_read, behind=depth * offload.pipeline_write,
             )  # fmt: skip
             scratch.check_room(self.buffer_bytes())
 
