@@ -26,17 +26,23 @@ AIO = {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap
 PAGE = Path(__file__).with_name("OFFLOAD.md")
 RAW = ROOT / "build" / "benchmarks" / "offload.json"
 
-# (optimizer states, parameters)
-CONTENDERS: dict[str, tuple[str, str, str]] = {
-    "zoo-memory": ("zoo", "none", "none"),
-    "zoo-cpu": ("zoo", "cpu", "cpu"),
-    "ds-cpu": ("deepspeed", "cpu", "none"),
-    "ds-cpu-all": ("deepspeed", "cpu", "cpu"),
-    "zoo-nvme": ("zoo", "nvme", "none"),
-    "ds-nvme": ("deepspeed", "nvme", "none"),
-    "zoo-nvme-all": ("zoo", "nvme", "nvme"),
-    "ds-nvme-all": ("deepspeed", "nvme", "nvme"),
+# (library, optimizer states, parameters, when the update runs)
+CONTENDERS: dict[str, tuple[str, str, str, str]] = {
+    "zoo-memory": ("zoo", "none", "none", "step"),
+    "zoo-cpu": ("zoo", "cpu", "cpu", "step"),
+    "ds-cpu": ("deepspeed", "cpu", "none", "step"),
+    "ds-cpu-all": ("deepspeed", "cpu", "cpu", "step"),
+    "zoo-nvme": ("zoo", "nvme", "none", "step"),
+    "zoo-nvme-early": ("zoo", "nvme", "none", "backward"),
+    "ds-nvme": ("deepspeed", "nvme", "none", "step"),
+    "zoo-nvme-all": ("zoo", "nvme", "nvme", "step"),
+    "zoo-nvme-all-early": ("zoo", "nvme", "nvme", "backward"),
+    "ds-nvme-all": ("deepspeed", "nvme", "nvme", "step"),
 }
+PEERS = {
+    "zoo-cpu": "ds-cpu-all", "zoo-nvme": "ds-nvme", "zoo-nvme-early": "ds-nvme", "zoo-nvme-all": "ds-nvme-all",
+    "zoo-nvme-all-early": "ds-nvme-all",
+}  # fmt: skip
 
 
 def offload_section(device: str, folder: str, **more: Any) -> dict[str, Any]:
@@ -44,14 +50,16 @@ def offload_section(device: str, folder: str, **more: Any) -> dict[str, Any]:
     return {"device": device, **({"nvme_path": folder} if device == "nvme" else {}), **more}
 
 
-def build_zoo(workload: Workload, states: str, parameters: str, folder: str) -> tuple[Callable[[Any], Any], Any, Any]:
+def build_zoo(
+    workload: Workload, states: str, parameters: str, folder: str, *, early: bool
+) -> tuple[Callable[[Any], Any], Any, Any]:
     from zoo.optim import AdamW
     from zoo.zero import Stage3Optimizer
 
     model = workload.model()
     optimizer = Stage3Optimizer(
         model, optimizer=AdamW, lr=LR, offload_optimizer=offload_section(states, folder),
-        offload_param=offload_section(parameters, folder, max_in_cpu=0),
+        offload_param=offload_section(parameters, folder, max_in_cpu=0), update_in_backward=early,
     )  # fmt: skip
 
     updates: list[dict[str, float]] = []
@@ -116,12 +124,12 @@ def rates(folder: str, num_bytes: int = 256 << 20) -> dict[str, float]:
 
 def measure_offload(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Wall and CPU time of a step, its losses, and of zoo's the traffic and the rates of the device."""
-    library, states, parameters = CONTENDERS[spec["contender"]]
+    library, states, parameters, when = CONTENDERS[spec["contender"]]
     workload = WORKLOADS["wide"]
     with tempfile.TemporaryDirectory(dir=spec["folder"]) as folder:
         optimizer, updates = None, []
         if library == "zoo":
-            step, optimizer, updates = build_zoo(workload, states, parameters, folder)
+            step, optimizer, updates = build_zoo(workload, states, parameters, folder, early=when == "backward")
         else:
             step = build_deepspeed(workload, states, parameters, folder)
         losses, wall, cpu = [], [], []
@@ -151,7 +159,7 @@ def measure(rounds: int, folder: str, names: list[str]) -> dict[str, Any]:
         raw["rounds"].append(figures)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            print(f"\rround {number + 1}/{rounds} {name:<14}", end="", file=sys.stderr, flush=True)
+            print(f"\rround {number + 1}/{rounds} {name:<20}", end="", file=sys.stderr, flush=True)
             try:
                 spec = {"section": "offload", "contender": name, "folder": folder}
                 figures[name] = run_ranks(spec, 1, timeout_s=240)[0]
@@ -169,40 +177,47 @@ def update_s(figures: dict[str, Any]) -> float:
     return statistics.median(update["wall_s"] for update in figures["updates"])
 
 
-def floor_of(figures: dict[str, Any], compute_s: float) -> float:
-    """max(compute, bytes ÷ bandwidth) of an update: reads and writes share the device while both go on."""
-    rate, update = figures["rates"], figures["updates"][-1]
-    together = min(update["read"], update["written"])
-    device_s = 2 * together / rate["both"] + (update["read"] - together) / rate["read"]
-    return max(compute_s, device_s + (update["written"] - together) / rate["write"])
+def device_s(rate: dict[str, float], read: float, written: float) -> float:
+    """bytes ÷ bandwidth: reads and writes share the device while both go on."""
+    together = min(read, written)
+    alone = (read - together) / rate["read"] + (written - together) / rate["write"]
+    return 2 * together / rate["both"] + alone
+
+
+def over_floor(figures: dict[str, Any], memory: dict[str, Any], *, whole: bool) -> float:
+    """The step, or its update alone, over max(compute, bytes ÷ bandwidth); compute is that of the run in memory."""
+    if whole:
+        floor = device_s(figures["rates"], figures["read_bytes"], figures["written_bytes"])
+        return statistics.median(figures["wall_s"]) / max(statistics.median(memory["wall_s"]), floor)
+    update = figures["updates"][-1]
+    floor = device_s(figures["rates"], update["read"], update["written"])
+    return update_s(figures) / max(update_s(memory), floor)
 
 
 def report(raw: dict[str, Any]) -> str:
     rows = []
     rounds = raw["rounds"]
-    for name, (library, states, parameters) in CONTENDERS.items():
+    for name, (_, states, parameters, when) in CONTENDERS.items():
         have = [r for r in rounds if name in r]
         if not have:
-            rows.append([name, library, states, parameters, "failed", "", "", "", "", ""])
+            rows.append([name, states, parameters, when, "failed", "", "", "", "", ""])
             continue
         seconds = [statistics.median(r[name]["wall_s"]) for r in have]
         cpu = [statistics.median(r[name]["cpu_s"]) for r in have]
-        peer = {"zoo-cpu": "ds-cpu-all", "zoo-nvme": "ds-nvme", "zoo-nvme-all": "ds-nvme-all"}.get(name)
+        peer = PEERS.get(name)
         both = [r for r in have if peer in r] if peer else []
         ratio = [statistics.median(r[name]["wall_s"]) / statistics.median(r[peer]["wall_s"]) for r in both]
-        over = [
-            update_s(r[name]) / floor_of(r[name], update_s(r["zoo-memory"]))
-            for r in have if "rates" in r[name] and "zoo-memory" in r
-        ]  # fmt: skip
-        updates = Spread(tuple(update_s(r[name]) for r in have)).text(3) if library == "zoo" else ""
+        judged = [(r[name], r["zoo-memory"]) for r in have if "rates" in r[name] and "zoo-memory" in r]
+        step = [over_floor(figures, memory, whole=True) for figures, memory in judged]
+        update = [over_floor(figures, memory, whole=False) for figures, memory in judged] if when == "step" else []
         moved = [(r[name].get("read_bytes", 0) + r[name].get("written_bytes", 0)) / 1e6 for r in have]
         rows.append([
-            name, library, states, parameters, Spread(tuple(seconds)).text(), Spread(tuple(cpu)).text(), updates,
-            Spread(tuple(ratio)).text() if ratio else "", Spread(tuple(over)).text() if over else "",
+            name, states, parameters, when, Spread(tuple(seconds)).text(), Spread(tuple(cpu)).text(),
+            *(Spread(tuple(values)).text() if values else "" for values in (ratio, step, update)),
             f"{moved[0]:.0f}" if moved[0] else "",
         ])  # fmt: skip
-    header = ["contender", "library", "states", "parameters", "step, s", "CPU, s", "its update, s",
-              "of DeepSpeed's step", "update of max(compute, bytes ÷ rate)", "MB moved a step"]  # fmt: skip
+    header = ["contender", "states", "parameters", "update in", "step, s", "CPU, s", "of DeepSpeed's step",
+              "step of max(compute, bytes ÷ rate)", "update of the same", "MB moved a step"]  # fmt: skip
     return table(header, rows)
 
 

@@ -197,8 +197,8 @@ class Failing:
     def async_pread(self, *args: Any, urgent: bool) -> Any:
         return self._one("read", partial(self._handle.async_pread, urgent=urgent), args)
 
-    def async_pwrite(self, *args: Any) -> Any:
-        return self._one("write", self._handle.async_pwrite, args)
+    def async_pwrite(self, *args: Any, urgent: bool) -> Any:
+        return self._one("write", partial(self._handle.async_pwrite, urgent=urgent), args)
 
     def _one(self, direction: str, function: Any, args: tuple[Any, ...]) -> Any:
         if direction == self._direction:

@@ -173,8 +173,9 @@ class Handle:
     # Positional operations.
 
     def async_pwrite(
-        self, tensor: torch.Tensor, target: Target, offset: int = 0, *, checksum: bool = False, fsync: bool = False
-    ) -> Future:
+        self, tensor: torch.Tensor, target: Target, offset: int = 0, *, checksum: bool = False, fsync: bool = False,
+        urgent: bool = False,
+    ) -> Future:  # fmt: skip
         """Begin writing the tensor's bytes at ``offset`` of a file; other bytes of it stay.
 
         The space is allocated here, so that a full disk is known before anything is written.
@@ -185,8 +186,9 @@ class Handle:
             offset: first byte in the file.
             checksum: sum the bytes (CRC-32C) on the engine's threads.
             fsync: the future is done when the bytes are on the device, not only in its cache.
+            urgent: before all operations of this handle that are not; ``queue_depth`` transfers may be under way.
         """
-        return self._submit("w", tensor, target, offset, checksum, None, fsync)
+        return self._submit("w", tensor, target, offset, checksum, None, fsync, urgent=urgent)
 
     def async_pread(
         self, tensor: torch.Tensor, target: Target, offset: int = 0, *, checksum: bool | int = False,

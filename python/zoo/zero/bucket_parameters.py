@@ -226,8 +226,8 @@ class BucketParameters:
         return self.bucket.shelf.read(self.bucket.index, into, start * into.itemsize, urgent=urgent)
 
     def begin_write(self, values: torch.Tensor, start: int = 0) -> Future:
-        """Begin writing elements [start, start + len) of the shard to NVMe."""
-        return self.bucket.shelf.write(self.bucket.index, values, start * values.itemsize)
+        """Begin writing elements [start, start + len) of the shard to NVMe; the next forward may wait for it."""
+        return self.bucket.shelf.write(self.bucket.index, values, start * values.itemsize, urgent=True)
 
     def chunk(self, index: int) -> torch.Tensor | None:
         """(n,) the parameters of chunk ``index``: only this rank's own where they are partitioned, None on NVMe."""

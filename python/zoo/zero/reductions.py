@@ -64,6 +64,8 @@ class Reductions:
             self._land()
         self._in_flight.append((gradients.bucket, gradients.start_reduce(self._reduce_dtype)))
         self._next += 1
+        if gradients.bucket.routes.axes.world.size == 1:  # it is over already
+            self._land()
 
     def _land(self) -> None:
         bucket, finish = self._in_flight.popleft()

@@ -58,10 +58,10 @@ class Shelf:
         self.read_bytes += tensor.nbytes
         return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset, urgent=urgent)
 
-    def write(self, region: int, tensor: torch.Tensor, offset: int = 0) -> Future:
-        """Begin writing ``tensor`` at byte ``offset`` of a region."""
+    def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Future:
+        """Begin writing ``tensor`` at byte ``offset`` of a region; ``urgent``: all writes to a region are, or none."""
         self.written_bytes += tensor.nbytes
-        future = self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset)
+        future = self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset, urgent=urgent)
         for older in self._writes_to(region):
             if older.done():  # whether it failed is known to who waits for it
                 del self._writing[older]
