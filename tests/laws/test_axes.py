@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import zoo.optim
 from zoo import sim
+from zoo.comm import Communicator
 from zoo.zero import (
     GatheredParameters,
     ZeroOptimizer,
@@ -377,3 +379,60 @@ def test_a_mesh_and_torchrun_say_which_ranks_share_a_node(monkeypatch: pytest.Mo
     same_bits(expected, sim.run(4, on_a_mesh))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     same_bits(expected, run(case, 0, hierarchical_all_reduce=True))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_second_stage_of_a_gather_and_of_a_reduction_begins_a_unit_early(
+    monkeypatch: pytest.MonkeyPatch, quantised: bool
+) -> None:
+    """Within the node a layer is gathered before the layer in front of it runs; see ``zoo.zero.routes.advance``."""
+    events: dict[int, list[str]] = {rank: [] for rank in range(4)}
+
+    def watched(name: str) -> Any:
+        plain = getattr(Communicator, name)
+
+        def collective(self: Communicator, *args: Any, label: str = "", **more: Any) -> Any:
+            events[dist.get_rank()].append(label)
+            return plain(self, *args, label=label, **more)
+
+        return collective
+
+    for name in ("all_gather", "all_to_all"):
+        monkeypatch.setattr(Communicator, name, watched(name))
+
+    def fn(rank: int) -> list[str]:
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+        optimizer = ZeroOptimizer(
+            model, stage=3, lr=0.1, units=[nn.Linear], param_persistence_threshold=0, reduce_bucket_size=1,
+            max_live_parameters=0, ranks_per_node=2, mics_hierarchical_params_gather=True,
+            zero_quantized_weights=quantised, zero_quantized_gradients=True,
+        )  # fmt: skip
+        for number, layer in enumerate(model):
+            layer.register_forward_pre_hook(lambda *_, n=number: events[rank].append(f"run {n}"))
+            layer.register_full_backward_pre_hook(lambda *_, n=number: events[rank].append(f"back {n}"))
+        for _ in range(2):  # the first records the order
+            events[rank].clear()
+            model(torch.ones(2, 16, requires_grad=True)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return events[rank]
+
+    for seen in sim.run(4, fn):
+        back = seen.index("back 4")
+
+        def first(start: str, end: str, since: int = 0, seen: list[str] = seen) -> int:
+            return next(i for i in range(since, len(seen)) if seen[i].startswith(start) and seen[i].endswith(end))
+
+        gathered = " as int8, within a node" if quantised else ", within a node"
+        for layer in (2, 3, 4):
+            assert first(f"parameters of '{layer}'", gathered) < seen.index(f"run {layer - 1}")
+        for layer in (
+            2,
+            1,
+            0,
+        ):  # what two layers further on is ready to be reduced is reduced while the one between runs
+            assert first(f"parameters of '{layer}'", gathered, back) < first(f"gradients of '{layer + 2}'", "int4")
+        for layer in (4, 3, 2):
+            assert first(f"gradients of '{layer}'", "between nodes as int4") < first(
+                f"gradients of '{layer - 2}'", "int4"
+            )

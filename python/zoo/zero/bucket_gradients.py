@@ -22,6 +22,7 @@ from zoo.zero.guard import (
     raw_grad,
     refuse_storage,
 )
+from zoo.zero.routes import advance
 
 if TYPE_CHECKING:
     from zoo.zero.buckets import Bucket
@@ -51,6 +52,7 @@ class BucketGradients:
         self._arrived: torch.cuda.Event | None = None  # of a copy to the host
         self.reduced = False
         self._accumulating = self._launched = False
+        self._handle: Handle | None = None  # of the reduction that is under way
         self._version = 0
         self._attach()
         self._free()
@@ -110,12 +112,17 @@ class BucketGradients:
             out = self.shard
         else:
             out = chunk
-        handle = bucket.routes.reduce.start(sent, out, f"gradients of {bucket.label}")
+        handle = self._handle = bucket.routes.reduce.start(sent, out, f"gradients of {bucket.label}")
         self.reduced = True
         return lambda: self._finish_reduce(handle, out, chunk, fresh)
 
+    def advance(self) -> None:
+        """A reduction that has two stages, and has been under way for a while, goes on to the second."""
+        advance(self._handle)
+
     def _finish_reduce(self, handle: Handle, out: torch.Tensor, chunk: torch.Tensor, fresh: bool) -> None:
         handle.wait()
+        self._handle = None
         self._check_late()
         if self.bucket.placement.shard_gradients:
             if not fresh:

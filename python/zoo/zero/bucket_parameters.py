@@ -15,7 +15,7 @@ from zoo.zero.guard import Guard
 from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.plan import Tier
-from zoo.zero.routes import Packed
+from zoo.zero.routes import Packed, advance
 
 if TYPE_CHECKING:
     from zoo.zero.buckets import Bucket
@@ -91,7 +91,7 @@ class BucketParameters:
             own.copy_(self.shard, non_blocking=True)
             self._handle = self._route.start(self.full, own, self._label)
             return
-        # What comes from NVMe is exchanged when somebody waits for it: all ranks do that in the same order.
+        # What comes from NVMe is exchanged later: all ranks do that in the same order.
         into = own if own.device.type == "cpu" else self.bucket.scratch.pool.empty(own.numel(), dtype=own.dtype)
         try:
             self._reading = (self.begin_read(into, urgent=True), into)
@@ -130,19 +130,31 @@ class BucketParameters:
             self._guard.hide()
             self.hidden = True
 
-    def _finish_gather(self) -> None:
+    def advance(self) -> None:
+        """A gather that has two stages, and has been under way for a while, goes on to the second."""
         if self._reading is not None:
-            (future, read), self._reading = self._reading, None
-            try:
-                self.bucket.shelf.finish(future)
-            except OffloadError:
-                self._drop_full()  # nothing of it is valid
-                raise
-            low, high = self.bucket.own_range()
-            own = self.full[low:high]
-            if read.device != own.device:
-                own.copy_(read)
-            self._handle = self._route.start(self.full, own, self._label)
+            self._exchange()
+        else:
+            advance(self._handle)
+
+    def _exchange(self) -> None:
+        """What was read from NVMe goes to all ranks."""
+        if self._reading is None:
+            return
+        (future, read), self._reading = self._reading, None
+        try:
+            self.bucket.shelf.finish(future)
+        except OffloadError:
+            self._drop_full()  # nothing of it is valid
+            raise
+        low, high = self.bucket.own_range()
+        own = self.full[low:high]
+        if read.device != own.device:
+            own.copy_(read)
+        self._handle = self._route.start(self.full, own, self._label)
+
+    def _finish_gather(self) -> None:
+        self._exchange()
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()

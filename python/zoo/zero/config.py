@@ -30,7 +30,8 @@ class ZeroConfig(Section):
     """Reduce gradients during backward. Otherwise all of them at its end."""
 
     prefetch_bucket_size: int | None = Field(default=None, ge=0, alias="stage3_prefetch_bucket_size")
-    """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: one bucket."""
+    """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: one bucket, or two where
+    a gather has two stages (from NVMe, or between nodes first)."""
 
     max_live_parameters: int | None = Field(default=None, ge=0, alias="stage3_max_live_parameters")
     """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units

@@ -169,6 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gradients = [b.gradients for b in self._buckets if b.gradients is not None]
         largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
         reads = any(b.parameters_on_nvme for b in self._buckets)
+        stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
         itemsize = plan[0].dtype.itemsize
 
         def budget(elements: int | None, default: int) -> int:
@@ -181,7 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap=cfg.overlap_comm,
             demand_all=not cfg.ignore_unused_parameters,
             # One rank gathers by copying its own shard from memory: there is nothing to overlap.
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, largest) if shard.size > 1 or reads else 0,
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if shard.size > 1 or reads else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
 

@@ -113,7 +113,7 @@ class QuantisedReduce:
             return self._hop(full, out, near if far.size == 1 else far, self._scale, label)
         sums = torch.empty(full.numel() // near.size, dtype=torch.float32, device=full.device)
         first = self._hop(full, sums, near, 1.0, f"{label}, within a node", (far.size, near.size))
-        return Then([first], lambda: self._hop(sums, out, far, self._scale, f"{label}, between nodes"))
+        return Then([first], lambda: self._hop(sums, out, far, self._scale, f"{label}, between nodes"), staged=True)
 
     def _hop(
         self, x: torch.Tensor, out: torch.Tensor, comm: Communicator, factor: float, label: str,

@@ -43,7 +43,7 @@ class Reductions:
         self._all = [b.gradients for b in reversed(buckets) if b.gradients is not None]
         self._next = 0
         self._begun = False
-        self._in_flight: deque[tuple[Bucket, Callable[[], None]]] = deque()
+        self._in_flight: deque[tuple[BucketGradients, Callable[[], None]]] = deque()
         self._reduce_dtype, self._num_in_flight = reduce_dtype, num_in_flight
 
     def begin(self) -> None:
@@ -62,16 +62,18 @@ class Reductions:
     def _launch(self, gradients: BucketGradients) -> None:
         while len(self._in_flight) >= self._num_in_flight:
             self._land()
-        self._in_flight.append((gradients.bucket, gradients.start_reduce(self._reduce_dtype)))
+        for older, _ in self._in_flight:
+            older.advance()
+        self._in_flight.append((gradients, gradients.start_reduce(self._reduce_dtype)))
         self._next += 1
         if gradients.bucket.routes.axes.world.size == 1:  # it is over already
             self._land()
 
     def _land(self) -> None:
-        bucket, finish = self._in_flight.popleft()
+        gradients, finish = self._in_flight.popleft()
         finish()
         if self.follower is not None:
-            self.follower.reduced(bucket)
+            self.follower.reduced(gradients.bucket)
 
     def finish(self) -> None:
         """Reduce every bucket that is not reduced yet, and wait for all of it."""

@@ -13,8 +13,8 @@ FlatReduce         reduce-scatter over p                                        
 ReplicaReduce      any reduction, then all-reduce of P/p over N/p replicas              + 2 P/p (N/p-1)/(N/p)
 =================  ===================================================================  ==============================
 
-Routes of two stages issue the second when somebody waits for the result; every rank waits for its buckets in the same
-order. A gather of two stages moves more bytes in sum than a flat one, but over the slow network only what another node
+Routes of two stages issue the second at the next gather or reduction (:func:`advance`), so that it overlaps with the
+unit in between, or else when somebody waits for the result: points that all ranks pass in the same order. A gather of two stages moves more bytes in sum than a flat one, but over the slow network only what another node
 does not have: P/L (M-1)/M a rank instead of P (M-1)/M.
 """
 
@@ -47,22 +47,47 @@ class Hop:
 
 
 class Then:
-    """A handle: waits for others, then runs a function, which may return one more to wait for."""
+    """A handle: waits for others, then runs a function, which may return one more to wait for.
 
-    __slots__ = ("_handles", "_then")
+    Args:
+        staged: the function begins further collectives, which :meth:`advance` may do before anybody waits.
+    """
 
-    def __init__(self, handles: Sequence[Handle], then: Callable[[], Handle | None]) -> None:
-        self._handles, self._then = handles, then
+    __slots__ = ("_handles", "_more", "_staged", "_then")
+
+    def __init__(self, handles: Sequence[Handle], then: Callable[[], Handle | None], *, staged: bool = False) -> None:
+        self._handles, self._then, self._staged = handles, then, staged
+        self._more: Handle | None = None
+
+    def advance(self) -> bool:
+        """Begin the next stage, which waits for the one before; whether there was one."""
+        if any([handle.advance() for handle in self._handles if isinstance(handle, Then)]):
+            return True
+        staged, self._staged = self._staged, False
+        if staged:
+            self._finish_stage()
+        return staged
+
+    def _finish_stage(self) -> None:
+        handles, self._handles = self._handles, ()
+        then, self._then = self._then, lambda: self._more
+        for handle in handles:
+            handle.wait()
+        self._more = then()
 
     def wait(self) -> None:
         """See :class:`~zoo.comm.Handle`."""
-        handles, self._handles = self._handles, ()
-        then, self._then = self._then, lambda: None
-        for handle in handles:
-            handle.wait()
-        more = then()
+        self._finish_stage()
+        self._staged = False
+        more, self._more = self._more, None
         if more is not None:
             more.wait()
+
+
+def advance(handle: Handle | None) -> None:
+    """Begin the second stage of what has two. Called by all ranks at the same point of their programs."""
+    if isinstance(handle, Then):
+        handle.advance()
 
 
 def all_of(handles: Sequence[Handle]) -> Handle:
@@ -126,7 +151,7 @@ class TwoStageGather:
             pairs = zip(full.chunk(num_nodes), mine.chunk(num_nodes), strict=True)
             return all_of([self._local.all_gather(f, s, label=f"{label}, within a node") for f, s in pairs])
 
-        return Then([first], within)
+        return Then([first], within, staged=True)
 
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`Gather`."""
@@ -158,7 +183,8 @@ class ReplicaReduce:
 
     def start(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Handle:
         """See :class:`Reduce`."""
-        return Then([self._inner.start(full, out, label)], lambda: self._replicas.all_reduce(out))
+        inner = self._inner.start(full, out, label)
+        return Then([inner], lambda: self._replicas.all_reduce(out), staged=True)
 
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`Reduce`."""

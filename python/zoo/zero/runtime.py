@@ -205,6 +205,7 @@ class Runtime:
 
     def _prefetch(self) -> None:
         ahead = 0
+        under_way = [bucket for bucket in self._early if bucket.parameters.coming]  # for a unit's time by now
         for index in self._orders.upcoming():
             bucket = self._buckets[index]
             ahead += bucket.num_bytes
@@ -213,6 +214,8 @@ class Runtime:
             if not bucket.parameters.live:
                 self._early[bucket] = None
                 bucket.parameters.gather()
+        for bucket in under_way:
+            bucket.parameters.advance()
 
     def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.depth == 0:  # its forward did not get as far as our first hook
@@ -324,12 +327,17 @@ class Runtime:
 
     def _prefetch_before(self, tape: Tape) -> None:
         ahead, position = 0, tape.cursor - 1
+        under_way: dict[Bucket, bool] = {}
         while position >= 0 and ahead < self._prefetch_bytes:
             for bucket in tape.units[position].partitioned:
                 ahead += bucket.num_bytes
                 if ahead <= self._prefetch_bytes:
+                    under_way.setdefault(bucket, bucket.parameters.coming)
                     bucket.parameters.gather()
             position -= 1
+        for bucket, since_before in under_way.items():
+            if since_before:
+                bucket.parameters.advance()
 
     def _open(self, unit: Unit) -> None:
         for bucket in unit.partitioned:
