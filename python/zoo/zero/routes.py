@@ -14,8 +14,9 @@ ReplicaReduce      any reduction, then all-reduce of P/p over N/p replicas      
 =================  ===================================================================  ==============================
 
 Routes of two stages issue the second at the next gather or reduction (:func:`advance`), so that it overlaps with the
-unit in between, or else when somebody waits for the result: points that all ranks pass in the same order. A gather of two stages moves more bytes in sum than a flat one, but over the slow network only what another node
-does not have: P/L (M-1)/M a rank instead of P (M-1)/M.
+unit in between, or else when somebody waits for the result: points that all ranks pass in the same order. A gather of
+two stages moves more bytes in sum than a flat one, but over the slow network only what another node does not have:
+P/L (M-1)/M a rank instead of P (M-1)/M.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Then:
 
     def advance(self) -> bool:
         """Begin the next stage, which waits for the one before; whether there was one."""
-        if any([handle.advance() for handle in self._handles if isinstance(handle, Then)]):
+        advanced = [handle.advance() for handle in self._handles if isinstance(handle, Then)]
+        if any(advanced):
             return True
         staged, self._staged = self._staged, False
         if staged:
