@@ -49,7 +49,8 @@ class ZeroConfig(Section):
 
     sub_group_size: int = Field(default=2**22, ge=1)
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
-    on NVMe: only one piece's gradient exists in fp32 at a time, and two or three pieces' states in memory."""
+    on NVMe: only one piece's gradient exists in fp32 at a time, and the states of three pieces in memory (of seven with
+    update_in_backward)."""
 
     update_in_backward: bool = False
     """A shard is updated as soon as its gradient is reduced, and the traffic of its states overlaps with backward. Each

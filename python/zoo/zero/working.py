@@ -14,7 +14,7 @@ import logging
 import torch
 
 from zoo.io import BufferPool
-from zoo.zero.offload.heap import reuse_large_blocks
+from zoo.zero.offload.heap import large_blocks_are_mapped, reuse_large_blocks
 
 THRESHOLD_BYTES = 1 << 20
 """Smaller blocks come from torch's allocator, which keeps them itself."""
@@ -29,8 +29,8 @@ class WorkingMemory:
 
     def __init__(self) -> None:
         self._pool: BufferPool | None = None
-        if lends():
-            reuse_large_blocks()  # building the model may have wanted otherwise
+        if large_blocks_are_mapped() and lends():
+            reuse_large_blocks()  # building the model wanted otherwise
 
     def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Give an empty ``storage`` this many bytes of arbitrary content; ``storage.resize_(0)`` gives them back."""

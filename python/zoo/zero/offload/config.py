@@ -44,10 +44,12 @@ class OffloadOptimizerConfig(Section):
     """A directory on the device; each rank keeps unnamed files there, which vanish with the process."""
 
     pipeline_read: bool = True
-    """Read the states of the next sub-group while one is updated: one more buffer of a sub-group."""
+    """Read the states of the next sub-group while one is updated: one more buffer of a sub-group, or three with
+    update_in_backward."""
 
     pipeline_write: bool = True
-    """Write the states of a sub-group while the next one is updated: one more buffer of a sub-group."""
+    """Write the states of a sub-group while the next one is updated: one more buffer of a sub-group, or three with
+    update_in_backward."""
 
     ratio: float = Field(default=1.0, ge=0.0, le=1.0)
     """This part of the elements is offloaded; the states of the rest stay on the device and are updated there."""

@@ -26,13 +26,17 @@ def map_large_blocks() -> None:
     _set(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
+def large_blocks_are_mapped() -> bool:
+    """Whether :func:`map_large_blocks` is in force."""
+    return _mapped
+
+
 def reuse_large_blocks() -> None:
     """End :func:`map_large_blocks`: where nothing large is kept between small objects it costs page faults only."""
     global _mapped
-    if _mapped:
-        _mapped = False
-        _set(_M_MMAP_THRESHOLD, _HEAP_BYTES)
-        _set(_M_TRIM_THRESHOLD, 2 * _HEAP_BYTES)
+    _mapped = False
+    _set(_M_MMAP_THRESHOLD, _HEAP_BYTES)
+    _set(_M_TRIM_THRESHOLD, 2 * _HEAP_BYTES)
 
 
 def _set(option: int, num_bytes: int) -> None:

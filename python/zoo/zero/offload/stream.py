@@ -78,8 +78,9 @@ class StateStream:
     def buffer_bytes(self) -> int:
         """Host memory of the pieces that are in memory together, in the worst moment of an update."""
         sizes = [sum(self._bytes_of(record) for record in piece) for piece in self._pieces]
-        together = self._behind + 1 + self._ahead
-        return max((sum(sizes[k : k + together]) for k in range(len(sizes))), default=0)
+        together = min(self._behind + 1 + self._ahead, len(sizes))
+        around = sizes + sizes  # what is read ahead for the next update may meet the last writes of this one
+        return max((sum(around[k : k + together]) for k in range(len(sizes))), default=0)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes that an update reads and writes, once states exist."""
