@@ -14,7 +14,7 @@ mod _native {
     #[pymodule_export]
     use crate::engine::{Bell, Engine, File, Ticket};
     #[pymodule_export]
-    use crate::memory::{Pool, cuda_problem};
+    use crate::memory::{Ledger, Pool, cuda_problem};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

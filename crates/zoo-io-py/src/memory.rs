@@ -1,6 +1,7 @@
 //! Pool buffers as DLPack capsules: the array library takes the memory without a copy and gives it back by a callback.
 
 use std::ffi::{CStr, c_void};
+use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -105,6 +106,31 @@ pub(crate) fn cuda_problem(py: Python<'_>) -> Option<String> {
     py.detach(zoo_io::memory::cuda).err()
 }
 
+/// An account of reserved bytes that pools of several processes share.
+#[pyclass(frozen)]
+pub(crate) struct Ledger {
+    inner: Arc<zoo_io::Ledger>,
+}
+
+#[pymethods]
+impl Ledger {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf, capacity: u64) -> PyResult<Self> {
+        let inner = py.detach(|| zoo_io::Ledger::open(&path, capacity)).map_err(|error| raise(py, &error))?;
+        Ok(Ledger { inner })
+    }
+
+    /// Counts of now.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.inner.stats();
+        let dict = PyDict::new(py);
+        dict.set_item("capacity_bytes", stats.capacity)?;
+        dict.set_item("reserved_bytes", stats.reserved)?;
+        dict.set_item("peak_bytes", stats.peak)?;
+        Ok(dict)
+    }
+}
+
 /// A bounded pool of aligned memory.
 #[pyclass(frozen)]
 pub(crate) struct Pool {
@@ -114,10 +140,18 @@ pub(crate) struct Pool {
 #[pymethods]
 impl Pool {
     #[new]
-    fn new(py: Python<'_>, capacity: usize, page_locked: bool, segment: usize) -> PyResult<Self> {
+    #[pyo3(signature = (capacity, page_locked, segment, ledger=None))]
+    fn new(
+        py: Python<'_>,
+        capacity: usize,
+        page_locked: bool,
+        segment: usize,
+        ledger: Option<&Ledger>,
+    ) -> PyResult<Self> {
+        let ledger = ledger.map(|ledger| Arc::clone(&ledger.inner));
         let lock =
             if page_locked { Some(py.detach(zoo_io::memory::cuda).map_err(PyRuntimeError::new_err)?) } else { None };
-        let inner = zoo_io::Pool::with_segment(capacity, lock, segment).map_err(|error| raise(py, &error))?;
+        let inner = zoo_io::Pool::with_ledger(capacity, lock, segment, ledger).map_err(|error| raise(py, &error))?;
         Ok(Pool { inner })
     }
 

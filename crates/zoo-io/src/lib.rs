@@ -25,7 +25,7 @@ pub use backend::uring::RingOptions;
 pub use engine::{BackendChoice, Engine, Settings, Stats};
 pub use error::{Direction, Error};
 pub use file::{DirectMode, File, Target};
-pub use memory::{Pool, PoolBuffer};
+pub use memory::{Ledger, Pool, PoolBuffer};
 pub use op::{Buffer, Done, Request, Ticket, Tidings};
 pub use sys::EventFd;
 

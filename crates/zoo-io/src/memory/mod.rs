@@ -1,9 +1,11 @@
 //! Memory that devices reach without a copy: aligned, optionally page-locked, in a bounded pool.
 
+mod ledger;
 mod page_lock;
 mod pool;
 mod region;
 
+pub use ledger::{Ledger, LedgerStats, Reservation};
 pub use page_lock::{PageLock, cuda};
 pub use pool::{Pool, PoolBuffer, PoolStats};
 pub use region::Region;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{BUFFER_ALIGNMENT, PageLock, Region};
+use super::{BUFFER_ALIGNMENT, Ledger, PageLock, Region, Reservation};
 use crate::error::Error;
 
 /// Small buffers share regions of this size unless a pool is told another one, so that a thousand of them are one
@@ -35,6 +35,8 @@ struct Segment {
     region: Region,
     /// Offset and length of the gaps, in order; neighbours are always merged.
     free: BTreeMap<usize, usize>,
+    // After the region: the bytes are free again when they are unmapped, not before.
+    _held: Option<Reservation>,
 }
 
 impl Segment {
@@ -73,12 +75,16 @@ struct State {
 /// Memory is taken from the system in regions (64 MiB; larger buffers get a region of their own) and kept for the next
 /// buffer: the same sequence of buffers step after step takes nothing new. An unused region is given up only when
 /// another one is needed and the cap leaves no room.
+///
+/// Pools that share a [`Ledger`] stay under its capacity together, each under its own cap besides. While the ledger is
+/// nearly exhausted ([`Ledger::is_scarce`]) they give up a region as soon as it is unused, so that another one can have it.
 #[derive(Debug)]
 pub struct Pool {
     state: Mutex<State>,
     lock: Option<Arc<dyn PageLock>>,
     capacity: usize,
     segment: usize,
+    ledger: Option<Arc<Ledger>>,
 }
 
 impl Pool {
@@ -95,6 +101,19 @@ impl Pool {
     /// # Errors
     /// See [`Pool::new`].
     pub fn with_segment(capacity: usize, lock: Option<Arc<dyn PageLock>>, segment: usize) -> Result<Arc<Pool>, Error> {
+        Pool::with_ledger(capacity, lock, segment, None)
+    }
+
+    /// The same, and its regions are reserved from an account that other pools share.
+    ///
+    /// # Errors
+    /// See [`Pool::new`].
+    pub fn with_ledger(
+        capacity: usize,
+        lock: Option<Arc<dyn PageLock>>,
+        segment: usize,
+        ledger: Option<Arc<Ledger>>,
+    ) -> Result<Arc<Pool>, Error> {
         if capacity < BUFFER_ALIGNMENT {
             return Err(Error::Invalid(format!(
                 "a pool of {capacity} bytes; a buffer takes whole pages, so allowed is {BUFFER_ALIGNMENT} or more"
@@ -102,7 +121,8 @@ impl Pool {
         }
         let stats = PoolStats { capacity, ..PoolStats::default() };
         let segment = segment.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(SEGMENT);
-        Ok(Arc::new(Pool { state: Mutex::new(State { stats, ..State::default() }), lock, capacity, segment }))
+        let state = Mutex::new(State { stats, ..State::default() });
+        Ok(Arc::new(Pool { state, lock, capacity, segment, ledger }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -131,7 +151,7 @@ impl Pool {
     /// A buffer of `len` bytes; its content is arbitrary.
     ///
     /// # Errors
-    /// [`Error::NoRoom`] when it does not fit under the cap or the system has no more.
+    /// [`Error::NoRoom`] when it does not fit under the cap or into the ledger, or the system has no more.
     pub fn take(self: &Arc<Self>, len: usize) -> Result<PoolBuffer, Error> {
         let rounded = len.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(usize::MAX);
         let mut guard = self.state();
@@ -169,14 +189,38 @@ impl Pool {
                 state.largest_gap(room(state)),
             )));
         }
-        let len = rounded.max(self.segment.min(room(state) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT));
+        let whole = rounded.max(self.segment.min(room(state) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT));
+        let (len, held) = self.reserve(state, whole, rounded)?;
         let region = Region::new(len, self.lock.clone())?;
         let key = state.next;
         state.next += 1;
         state.stats.reserved += len;
-        state.segments.insert(key, Segment { region, free: BTreeMap::from([(0, len)]) });
+        state.segments.insert(key, Segment { region, free: BTreeMap::from([(0, len)]), _held: held });
         state.stats.regions = state.segments.len();
         Ok(key)
+    }
+
+    /// Room in the ledger for `whole` bytes, or at least for `rounded`; what is unused here makes way first.
+    fn reserve(&self, state: &mut State, whole: usize, rounded: usize) -> Result<(usize, Option<Reservation>), Error> {
+        let Some(ledger) = &self.ledger else { return Ok((whole, None)) };
+        let attempt = |len| ledger.reserve(len).map(|held| (len, Some(held)));
+        let found = attempt(whole).or_else(|| {
+            state.release_unused();
+            attempt(whole).or_else(|| attempt(rounded))
+        });
+        found.ok_or_else(|| {
+            let all = ledger.stats();
+            Error::NoRoom(format!(
+                "a buffer of {rounded} bytes does not fit into the host memory of the node: of {} bytes {} are \
+                 reserved by all pools that share them, {} of these by this one, where {} are in use and the largest \
+                 gap is {}; free some buffers or raise the cap",
+                all.capacity,
+                all.reserved,
+                state.stats.reserved,
+                state.stats.in_use,
+                state.largest_gap(0),
+            ))
+        })
     }
 
     fn give_back(&self, key: u64, offset: usize, rounded: usize) {
@@ -185,6 +229,9 @@ impl Pool {
         state.stats.buffers -= 1;
         if let Some(segment) = state.segments.get_mut(&key) {
             segment.give_back(offset, rounded);
+            if segment.is_unused() && self.ledger.as_ref().is_some_and(|ledger| ledger.is_scarce()) {
+                state.release_unused();
+            }
         }
     }
 
