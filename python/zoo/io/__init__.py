@@ -1,7 +1,8 @@
 """Tensors' bytes on disk: the Python face of the Rust crate ``zoo-io``.
 
 `Handle` reads and writes tensors asynchronously, past the page cache, at the speed of the device; `BufferPool` makes
-tensors in aligned, where possible page-locked, memory; `Striped` spreads one sequence of bytes over several devices;
+tensors in aligned, where possible page-locked, memory, under one cap with those of other processes if they share a
+`Ledger`; `Striped` spreads one sequence of bytes over several devices;
 `Mock` is a device that misbehaves on order.
 """
 
@@ -23,6 +24,7 @@ from zoo.io.errors import (
 from zoo.io.files import File, Striped
 from zoo.io.future import Future, Transfer
 from zoo.io.handle import Handle, HandleStats
+from zoo.io.ledger import Ledger, LedgerStats
 from zoo.io.memory import memory_of
 from zoo.io.mock import Fault, Mock
 from zoo.io.pool import BufferPool, PoolStats
@@ -38,6 +40,8 @@ __all__ = [
     "Future",
     "Handle",
     "HandleStats",
+    "Ledger",
+    "LedgerStats",
     "Mock",
     "PoolExhaustedError",
     "PoolStats",

@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from zoo.io import _native
 from zoo.io.checks import whole_number
 from zoo.io.errors import UnavailableError
+from zoo.io.ledger import Ledger
 from zoo.io.memory import num_bytes_of
 from zoo.io.notices import once
 
@@ -50,6 +51,7 @@ class BufferPool:
         pinned: ``"auto"`` page-locks where there is CUDA and elsewhere logs once why not; True demands it; False does
             not.
         region_bytes: how much is taken from the system at a time; a larger buffer gets a region of its own.
+        ledger: an account that pools of other processes share: what is taken from the system is reserved there first.
 
     Raises:
         ValueError: a cap or region that is too small.
@@ -58,7 +60,7 @@ class BufferPool:
 
     def __init__(
         self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, *, pinned: bool | Literal["auto"] = "auto",
-        region_bytes: int = DEFAULT_REGION_BYTES,
+        region_bytes: int = DEFAULT_REGION_BYTES, ledger: Ledger | None = None,
     ) -> None:  # fmt: skip
         whole_number("capacity_bytes", capacity_bytes, 4096, 1 << 62)
         whole_number("region_bytes", region_bytes, 4096, 1 << 62)
@@ -69,7 +71,8 @@ class BufferPool:
             if pinned is True:
                 raise UnavailableError(f"page-locked memory was demanded and cannot be had: {problem}")
             once(f"buffers are aligned but not page-locked: {problem}", level="info")
-        self._pool = _native.Pool(capacity_bytes, bool(pinned) and problem is None, region_bytes)
+        account = None if ledger is None else ledger.native
+        self._pool = _native.Pool(capacity_bytes, bool(pinned) and problem is None, region_bytes, account)
 
     @property
     def pinned(self) -> bool:
@@ -80,7 +83,8 @@ class BufferPool:
         """A contiguous CPU tensor with arbitrary content, like ``torch.empty``.
 
         Raises:
-            PoolExhaustedError: it does not fit under the cap; the message says what is in use.
+            PoolExhaustedError: it does not fit under the cap, or into what the ledger has left; the message says what
+                is in use.
             ValueError: a negative size.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
