@@ -161,6 +161,11 @@ impl Pool {
         capsule(py, buffer)
     }
 
+    /// Keep `num_bytes` for the buffers to come.
+    fn set_aside(&self, py: Python<'_>, num_bytes: usize) -> PyResult<()> {
+        py.detach(|| self.inner.set_aside(num_bytes)).map_err(|error| raise(py, &error))
+    }
+
     /// Give unused memory back to the system.
     fn trim(&self, py: Python<'_>) {
         py.detach(|| self.inner.trim());

@@ -410,6 +410,51 @@ mod tests {
     }
 
     #[test]
+    fn what_was_set_aside_stays_and_is_nobody_elses() {
+        let (ledger, pools) = shared(64, 4 * PAGE, 2);
+        pools[0].set_aside(20 * PAGE - 1).unwrap();
+        assert_eq!(ledger.stats().reserved as usize, 20 * PAGE);
+        let rest = pools[1].take(44 * PAGE).unwrap();
+        assert!(pools[1].set_aside(1).unwrap_err().to_string().contains("the host memory of the node"));
+        for _ in 0..3 {
+            let held = [7, 13].map(|len| pools[0].take(len * PAGE).unwrap());
+            assert!(pools[0].take(1).is_err());
+            drop(held);
+            pools[0].trim();
+        }
+        drop(rest);
+        let held = [7, 13, 44].map(|len| pools[0].take(len * PAGE).unwrap());
+        assert_eq!((ledger.stats().reserved as usize, pools[0].stats().regions), (64 * PAGE, 2));
+        drop(held);
+        pools[0].trim();
+        assert_eq!(ledger.stats().reserved as usize, 20 * PAGE);
+        drop(pools);
+        assert_eq!(ledger.stats().reserved, 0);
+    }
+
+    #[test]
+    fn a_small_pool_does_not_set_aside_more_than_its_own_cap() {
+        let pool = Pool::new(8 * PAGE, None).unwrap();
+        assert!(pool.set_aside(9 * PAGE).unwrap_err().to_string().contains("does not fit into the pool"));
+        pool.set_aside(8 * PAGE).unwrap();
+        assert_eq!((pool.stats().reserved, pool.stats().in_use), (8 * PAGE, 0));
+        drop(pool.take(8 * PAGE).unwrap());
+    }
+
+    #[test]
+    fn equal_buffers_fill_their_regions() {
+        let (ledger, pools) = shared(64, 12 * PAGE, 2);
+        let held: Vec<_> = (0..8).map(|k| pools[k % 2].take(5 * PAGE).unwrap()).collect();
+        assert_eq!(ledger.stats().reserved as usize, 40 * PAGE);
+        // Twelve pages are one buffer of eight and no rest; below eight free pages of 64 nothing is taken in advance.
+        let more: Vec<_> = (0..2).map(|k| pools[k].take(8 * PAGE).unwrap()).collect();
+        assert_eq!(ledger.stats().reserved as usize, 56 * PAGE);
+        let last: Vec<_> = (0..8).map(|k| pools[k % 2].take(PAGE)).collect();
+        assert!(last.iter().all(Result::is_ok));
+        drop((held, more));
+    }
+
+    #[test]
     fn a_buffer_as_large_as_what_is_left_fits_where_a_whole_segment_does_not() {
         let (ledger, pools) = shared(10, 8 * PAGE, 2);
         let one = pools[0].take(PAGE).unwrap();

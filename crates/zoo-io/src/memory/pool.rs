@@ -35,6 +35,8 @@ struct Segment {
     region: Region,
     /// Offset and length of the gaps, in order; neighbours are always merged.
     free: BTreeMap<usize, usize>,
+    /// Set aside: stays while the pool does, used or not.
+    kept: bool,
     // After the region: the bytes are free again when they are unmapped, not before.
     _held: Option<Reservation>,
 }
@@ -175,7 +177,28 @@ impl Pool {
         Ok(PoolBuffer { pool: Arc::clone(self), key, offset, rounded, start, len })
     }
 
+    /// Take one region of `len` bytes, rounded to whole pages, and keep it for the buffers to come, used or not: what
+    /// fits into it depends on no other pool any more. Its pages take no memory before they are touched, unless locked.
+    ///
+    /// # Errors
+    /// See [`Pool::take`].
+    pub fn set_aside(&self, len: usize) -> Result<(), Error> {
+        let rounded = len.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(usize::MAX);
+        let mut state = self.state();
+        self.make_room(&mut state, rounded)?;
+        let (len, held) = self.reserve(&mut state, rounded, rounded)?;
+        self.add(&mut state, len, held, true).map(drop)
+    }
+
     fn grow(&self, state: &mut State, rounded: usize) -> Result<u64, Error> {
+        let room = self.make_room(state, rounded)?;
+        let whole = rounded.max(self.segment.min(room / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT));
+        let (len, held) = self.reserve(state, whole, rounded)?;
+        self.add(state, len, held, false)
+    }
+
+    /// What the pool's own cap leaves, at least `rounded`.
+    fn make_room(&self, state: &mut State, rounded: usize) -> Result<usize, Error> {
         let room = |state: &State| self.capacity - state.stats.reserved;
         if room(state) < rounded {
             state.release_unused();
@@ -189,24 +212,30 @@ impl Pool {
                 state.largest_gap(room(state)),
             )));
         }
-        let whole = rounded.max(self.segment.min(room(state) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT));
-        let (len, held) = self.reserve(state, whole, rounded)?;
+        Ok(room(state))
+    }
+
+    fn add(&self, state: &mut State, len: usize, held: Option<Reservation>, kept: bool) -> Result<u64, Error> {
         let region = Region::new(len, self.lock.clone())?;
         let key = state.next;
         state.next += 1;
         state.stats.reserved += len;
-        state.segments.insert(key, Segment { region, free: BTreeMap::from([(0, len)]), _held: held });
+        state.segments.insert(key, Segment { region, free: BTreeMap::from([(0, len)]), kept, _held: held });
         state.stats.regions = state.segments.len();
         Ok(key)
     }
 
-    /// Room in the ledger for `whole` bytes, or at least for `rounded`; what is unused here makes way first.
+    /// Room in the ledger for about `whole` bytes, or at least for `rounded` after what is unused here has made way.
+    ///
+    /// A region of a whole number of the buffers that it is made for leaves no rest when more of them come; and where
+    /// memory is scarce a region for one buffer is all that is taken. What a pool holds and cannot use, others lack.
     fn reserve(&self, state: &mut State, whole: usize, rounded: usize) -> Result<(usize, Option<Reservation>), Error> {
         let Some(ledger) = &self.ledger else { return Ok((whole, None)) };
         let attempt = |len| ledger.reserve(len).map(|held| (len, Some(held)));
-        let found = attempt(whole).or_else(|| {
+        let roomy = if ledger.is_scarce() { None } else { attempt(whole / rounded * rounded) };
+        let found = roomy.or_else(|| {
             state.release_unused();
-            attempt(whole).or_else(|| attempt(rounded))
+            attempt(rounded)
         });
         found.ok_or_else(|| {
             let all = ledger.stats();
@@ -235,7 +264,7 @@ impl Pool {
         }
     }
 
-    /// Give unused regions back to the system.
+    /// Give unused regions back to the system, but those that were set aside.
     pub fn trim(&self) {
         self.state().release_unused();
     }
@@ -258,7 +287,7 @@ impl State {
     fn release_unused(&mut self) {
         let stats = &mut self.stats;
         self.segments.retain(|_, segment| {
-            let keep = !segment.is_unused();
+            let keep = segment.kept || !segment.is_unused();
             if !keep {
                 stats.reserved -= segment.region.len();
             }
