@@ -55,6 +55,21 @@ def test_the_account_is_the_sum_of_the_pools(
         assert ledger.stats().reserved_bytes == sum(pool.stats().reserved_bytes for pool in pools) <= 40 * PAGE
 
 
+def test_what_is_set_aside_is_nobody_elses(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger", 10 * PAGE)
+    one, two = (BufferPool(pinned=False, ledger=ledger) for _ in range(2))
+    one.set_aside(6 * PAGE)
+    one.trim()
+    held = pages(two, 4)
+    with pytest.raises(PoolExhaustedError, match="40960 are reserved by all pools"):
+        two.set_aside(1)
+    assert (pages(one, 6) + 0).numel() == 6 * PAGE
+    assert ledger.stats().reserved_bytes == 10 * PAGE
+    with pytest.raises(ValueError, match="num_bytes = 0"):
+        one.set_aside(0)
+    del held
+
+
 OTHER = """
 import sys, torch
 from zoo.io import BufferPool, Ledger, PoolExhaustedError

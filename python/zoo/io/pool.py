@@ -103,8 +103,20 @@ class BufferPool:
         """Whether the tensor's memory belongs to this pool."""
         return tensor.device.type == "cpu" and self._pool.owns(tensor.data_ptr())
 
+    def set_aside(self, num_bytes: int) -> None:
+        """Take so many bytes in one region and keep them for tensors to come, whatever other pools take meanwhile.
+
+        Pages take no memory before they are touched, unless they are page-locked.
+
+        Raises:
+            PoolExhaustedError: see :meth:`empty`.
+            ValueError: less than one byte.
+        """
+        whole_number("num_bytes", num_bytes, 1, 1 << 62)
+        self._pool.set_aside(num_bytes)
+
     def trim(self) -> None:
-        """Give memory that no tensor uses back to the system."""
+        """Give memory that no tensor uses, and that is not set aside, back to the system."""
         self._pool.trim()
 
     def stats(self) -> PoolStats:
