@@ -91,6 +91,21 @@ def axes(rank: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def budget(rank: int) -> dict[str, Any]:
+    """The account of the node's host memory while both ranks hold a buffer, and after a training under the cap."""
+    offload: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[4]}}
+    capped = {**offload, "offload_host_bytes": 1 << 20, "ranks_per_node": 2}
+    optimizer = ZeroOptimizer(make_model(), stage=3, lr=1e-3, **capped)
+    scratch: Any = optimizer._scratch
+    held = scratch.pool.empty(100 * (rank + 1) * 1024, dtype=torch.uint8)
+    dist.barrier()
+    found = {"stats": scratch._budget.ledger.stats(), "own": scratch.pool.stats().reserved_bytes}
+    dist.barrier()
+    del held
+    expected, got = train_zoo(rank, 3, False, 3, **offload), train_zoo(rank, 3, False, 3, **capped)
+    return {**found, "equal": all(torch.equal(got[n], expected[n]) for n in expected)}
+
+
 def dies(rank: int) -> dict[str, float]:
     """Rank 1 dies in the middle of a step; the other reports how soon it noticed."""
     model = make_model()
@@ -145,7 +160,15 @@ def main() -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=5 if job == "stalls" else 60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
-    result = {"equality": equality, "axes": axes, "dies": dies, "stalls": stalls, "mismatch": mismatch}[job](rank)
+    jobs: dict[str, Any] = {
+        "equality": equality,
+        "axes": axes,
+        "budget": budget,
+        "dies": dies,
+        "stalls": stalls,
+        "mismatch": mismatch,
+    }
+    result = jobs[job](rank)
     (out / f"{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)

@@ -65,6 +65,16 @@ def test_the_check_names_the_ranks_that_differ(tmp_path: Path) -> None:
         assert "rank 1 called all_gather of 32 float32 (parameters of '1')" in found[rank]["error"]
 
 
+def test_processes_share_the_host_memory_of_their_node(tmp_path: Path) -> None:
+    found = run("budget", tmp_path)
+    capacity, reserved, _ = found[0]["stats"]
+    assert found[0]["stats"] == found[1]["stats"]
+    assert reserved == found[0]["own"] + found[1]["own"] >= 300 * 1024
+    assert capacity == 1 << 20
+    assert found[0]["equal"]
+    assert found[1]["equal"]
+
+
 @pytest.mark.slow
 def test_all_stages_equal_ddp_on_three_ranks(tmp_path: Path) -> None:
     found = run("equality", tmp_path, world=3)

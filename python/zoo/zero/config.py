@@ -68,8 +68,11 @@ class ZeroConfig(Section):
     """Where optimizer states and reduced gradients live; stages 1 to 3."""
 
     offload_host_bytes: int | None = Field(default=None, ge=4096)
-    """Hard cap of the host memory that offloading takes, over all ranks of a node (LOCAL_WORLD_SIZE says how many share
-    it). Default: no cap but the machine's."""
+    """Hard cap of the host memory that an optimizer's pools take from the system, all ranks of a node together: buffers
+    of offloading, and parameters and gradients that it keeps on the host, page-locked (pin_memory) or not. Ranks of a
+    node (ranks_per_node) draw on one account: what one does not need another may take. States that the wrapped
+    optimizer allocates itself, with device "cpu", are not in it. A group with k of a node's L ranks has the share k/L.
+    Default: no cap but the machine's."""
 
     ranks_per_node: int | None = Field(default=None, ge=1)
     """Ranks of a node, for what treats a node's ranks apart from others. Default: torchrun's LOCAL_WORLD_SIZE."""

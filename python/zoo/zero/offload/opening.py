@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero.bucketing import BucketSpec, Placement, layout_of
 from zoo.zero.buckets import Stores
-from zoo.zero.dry import DryScratch
+from zoo.zero.dry import DryRun, DryScratch
+from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, plan_tiers
 from zoo.zero.offload.scratch import Scratch
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 
 def open_stores(
     plan: Sequence[BucketSpec], placement: Placement, config: ZeroConfig, num_ranks: int, *,
-    aio: AioConfig | Handle | None, keep_norms: bool, dry: bool = False,
+    comm: Communicator, aio: AioConfig | Handle | None, keep_norms: bool,
 ) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
-    """The tiers of each bucket and what they need; the files have their full size afterwards."""
+    """The tiers of each bucket and what they need; the files have their full size afterwards.
+
+    Collective over ``comm``, all ranks of the optimizer, if there is a cap of host memory; a DryRun opens nothing.
+    """
     parameters, optimizer = config.offload_param, config.offload_optimizer
     if parameters.device == "none" and optimizer.device == "none":
         return None, [Stores() for _ in plan]
@@ -31,7 +35,7 @@ def open_stores(
     tiers = plan_tiers(
         [(n, s, spec.trainable) for n, s, spec in zip(numels, split, plan, strict=True)], parameters, optimizer
     )
-    scratch: Any = DryScratch() if dry else _open(config, aio)
+    scratch: Any = DryScratch() if isinstance(comm, DryRun) else _open(comm, plan, config, aio)
     sizes = [n * spec.dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
 
     def on_nvme(tier: Sequence[Tier]) -> list[int]:
@@ -46,11 +50,13 @@ def open_stores(
     return scratch, [Stores(tiers=t, scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for t in tiers]
 
 
-def _open(config: ZeroConfig, aio: AioConfig | Handle | None) -> Scratch:
-    share = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+def _open(
+    comm: Communicator, plan: Sequence[BucketSpec], config: ZeroConfig, aio: AioConfig | Handle | None
+) -> Scratch:
+    capped = config.offload_host_bytes is not None
     return Scratch(
         aio=aio if isinstance(aio, AioConfig) else None,
         handle=aio if isinstance(aio, Handle) else None,
-        capacity_bytes=config.offload_host_bytes // share if config.offload_host_bytes is not None else None,
+        budget=HostBudget(comm, config, plan[0].parameters[0].device) if capped else None,
         pinned=config.offload_param.pin_memory or config.offload_optimizer.pin_memory,
     )

@@ -7,10 +7,12 @@ import os
 import shutil
 import uuid
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from zoo.io import AioConfig, BufferPool, Future, Handle
+from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.heap import map_large_blocks
 from zoo.zero.working import lends
@@ -120,18 +122,24 @@ class Scratch:
     to pieces: large blocks of the process then go back to the system when they are freed (heap.py).
 
     Args:
-        capacity_bytes: hard cap of the buffers; None for none but the pool's own.
+        budget: the account of this node's host memory; None for no cap.
         handle: an engine to use; by default one with the options of ``aio``.
     """
 
     def __init__(
-        self, *, aio: AioConfig | None = None, handle: Handle | None = None, capacity_bytes: int | None = None,
+        self, *, aio: AioConfig | None = None, handle: Handle | None = None, budget: HostBudget | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
-        if capacity_bytes is not None or not lends():
+        if budget is not None or not lends():
             map_large_blocks()
-        self._capacity_bytes = capacity_bytes
-        self.pool = BufferPool(capacity_bytes or (1 << 46), pinned="auto" if pinned else False)
+        self._budget = budget
+        kind: Literal["auto", False] = "auto" if pinned else False
+        if budget is None:
+            self.pool = BufferPool(1 << 46, pinned=kind)
+        else:
+            self.pool = BufferPool(
+                budget.capacity_bytes, pinned=kind, region_bytes=budget.region_bytes, ledger=budget.ledger
+            )
         self.handle = handle if handle is not None else Handle.from_config(aio or AioConfig(), pool=self.pool)
         self._owned = handle is None
         self._shelves: list[Shelf] = []
@@ -148,14 +156,15 @@ class Scratch:
         return made
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise OffloadError unless buffers of so many bytes fit under the cap, beside those in use."""
-        cap, used = self._capacity_bytes, self.pool.stats().in_use_bytes
-        if cap is not None and used + num_bytes > cap:
-            raise OffloadError(
-                f"this rank's share of offload_host_bytes is {cap:,} bytes; {used:,} are in use and the buffers of an "
-                f"update take {num_bytes:,} more. Raise the cap, or lower sub_group_size or the bucket sizes, or turn "
-                "pipeline_read or pipeline_write off."
-            )
+        """Raise OffloadError unless buffers of so many bytes, and what other ranks ask for, fit under each node's cap.
+
+        Collective if there is a cap: all ranks raise or none. What is not in use goes back to the account first; then
+        ranks that share a cap set so much aside, and none of them depends on what the others take later.
+        """
+        if self._budget is not None:
+            self.pool.trim()
+            self._budget.check(self.pool.stats().in_use_bytes, num_bytes)
+            self._budget.set_aside(self.pool, num_bytes)
 
     def nvme_bytes(self) -> int:
         """Bytes of all files."""
