@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
+from pydantic import Field
 
 from zoo.config import Config, ConfigError, Section, json_schema, load, register_section
 from zoo.registry import Registry
@@ -26,6 +27,7 @@ class Sharding(Section):
 
     stage: int = 0
     prefetch_bucket_size: int | None = None
+    gather_16bit_weights_on_model_save: bool = Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
     overlap_comm: bool = True
     offload_param: Offload = Offload()
     offload_optimizer: Offload = Offload()
@@ -106,8 +108,16 @@ def test_the_table_and_the_section_agree_on_names() -> None:
             {"offload_optimizer": {"device": "cpu", "pin_memory": True}, "cpu_offload": True},
             {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
         ),
-        ({"stage3_gather_fp16_weights_on_model_save": True}, {}),
-        ({"stage3_gather_fp16_weights_on_model_save": True, "gather_16bit_weights_on_model_save": True}, {}),
+        ({"stage3_gather_fp16_weights_on_model_save": True}, {"gather_16bit_weights_on_model_save": True}),
+        ({"stage3_gather_fp16_weights_on_model_save": False}, {"gather_16bit_weights_on_model_save": False}),
+        (
+            {"stage3_gather_fp16_weights_on_model_save": True, "gather_16bit_weights_on_model_save": True},
+            {"gather_16bit_weights_on_model_save": True},
+        ),
+        (
+            {"stage3_gather_fp16_weights_on_model_save": True, "stage3_gather_16bit_weights_on_model_save": True},
+            {"stage3_gather_16bit_weights_on_model_save": True},
+        ),
     ],
 )
 def test_deprecated_keys_become_present_ones_with_a_sentence_each(

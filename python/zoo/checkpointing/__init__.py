@@ -3,12 +3,24 @@
 * :func:`save`: all ranks write their slices; either the whole checkpoint is there afterwards, or none of it counts.
 * :func:`load`: opens a checkpoint after checking it; :class:`Checkpoint` reads any run of elements of any tensor.
 * :func:`latest_tag`: which checkpoint a directory's ``latest`` names.
+* :class:`TensorFile`: one safetensors file, tensor by tensor, whole or not at all.
 * :func:`together`: run something on every rank; if it fails on one, it fails on all, by name.
 """
 
 from zoo.checkpointing.errors import CheckpointError, MissingStateError, together
 from zoo.checkpointing.names import StateSlice, latest_tag
 from zoo.checkpointing.reading import Checkpoint, load
+from zoo.checkpointing.tensors import TensorFile
 from zoo.checkpointing.writing import save
 
-__all__ = ["Checkpoint", "CheckpointError", "MissingStateError", "StateSlice", "latest_tag", "load", "save", "together"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "MissingStateError",
+    "StateSlice",
+    "TensorFile",
+    "latest_tag",
+    "load",
+    "save",
+    "together",
+]

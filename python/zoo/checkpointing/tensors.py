@@ -1,4 +1,4 @@
-"""A safetensors file written one tensor after the other, so that what is saved need not be in memory together.
+"""safetensors files written one tensor after the other, so that what is saved need not be in memory together.
 
 The format (https://github.com/huggingface/safetensors, README, "Format"): the length of the header in 8 bytes, little
 endian; the header in JSON; the bytes of all tensors without gaps. The safetensors library writes such a file only from
@@ -7,8 +7,10 @@ tensors that all exist; it is what reads ours.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 
+from zoo.checkpointing.disk import sync
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.names import parse_key
 
@@ -26,6 +29,8 @@ _CODES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def write_tensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, s
     """
     # Wide elements first: then every tensor begins at a multiple of its element's size.
     ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.key))
-    header = _header(ordered, metadata)
+    header = _header([(e.key, e.dtype, (e.length,)) for e in ordered], metadata)[0]
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
         for part in (len(header).to_bytes(8, "little"), header):
@@ -66,18 +71,104 @@ def write_tensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, s
     return size, digest.hexdigest()
 
 
-def _header(entries: list[Entry], metadata: Mapping[str, str]) -> bytes:
-    described: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for entry in entries:
-        if entry.dtype not in _CODES:
+class TensorFile:
+    """A safetensors file of tensors that come in any order, of which there is all or nothing.
+
+    What it will hold is said at the beginning. It is written beside its place, as ``.writing-<name>``, until
+    :meth:`commit` puts it there; a file of the same name stays readable until then. As a context manager it discards
+    what was not committed.
+
+    Args:
+        path: of the file, in a folder that exists.
+        described: dtype and shape by key.
+        metadata: strings by name, for the header.
+
+    Raises:
+        CheckpointError: a dtype that the format has no code for.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+    ) -> None:
+        # Wide elements first, as in write_tensors; the sort is stable, so that what comes in order is written in order.
+        ordered = sorted(described.items(), key=lambda item: -item[1][0].itemsize)
+        header, offsets = _header([(key, dtype, shape) for key, (dtype, shape) in ordered], metadata)
+        self._path, self._described, self._missing = path, dict(described), set(described)
+        self._offsets = {key: 8 + len(header) + offset for key, offset in offsets.items()}
+        self._temporary = path.with_name(f".writing-{path.name}")
+        self._file = open(self._temporary, "wb")  # noqa: SIM115  discard() closes it
+        try:
+            self._file.write(len(header).to_bytes(8, "little") + header)
+        except BaseException:
+            self.discard()
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        """Write a tensor; its memory may be used again afterwards.
+
+        Raises:
+            CheckpointError: it is not what was said of it, or was put before.
+        """
+        if key not in self._missing:
+            wrong = "was put before" if key in self._described else "was not announced"
+            raise CheckpointError(f"the tensor {key!r} {wrong}; {str(self._path)!r} cannot take it")
+        dtype, shape = self._described[key]
+        if tensor.dtype is not dtype or tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{entry.key!r} is {entry.dtype}; a safetensors file holds {', '.join(map(str, _CODES))}."
+                f"{key!r} was announced as {dtype} of shape {shape} and is {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}"
             )
-        begin, end = end, end + entry.num_bytes
-        described[entry.key] = {"dtype": _CODES[entry.dtype], "shape": [entry.length], "data_offsets": [begin, end]}
+        self._file.seek(self._offsets[key])
+        # By way of a small copy: torch resizes no storage any more that numpy has seen, and parameters come and go.
+        for part in torch.split(tensor.detach().reshape(-1), _PIECE_BYTES // dtype.itemsize):
+            self._file.write(_raw(part.to("cpu", copy=True)))
+        self._missing.discard(key)
+
+    def commit(self) -> None:
+        """Force the file to the disk and put it in its place.
+
+        Raises:
+            CheckpointError: a tensor is missing.
+        """
+        if self._missing:
+            raise CheckpointError(
+                f"{str(self._path)!r} would lack {len(self._missing)} tensors: {', '.join(sorted(self._missing)[:5])}"
+            )
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self._path)
+        sync(self._path.parent)
+
+    def discard(self) -> None:
+        """Remove what was not committed."""
+        with contextlib.suppress(OSError):  # closing writes what was buffered, which nobody wants any more
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _header(
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The header, and where after it each tensor begins."""
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    offsets: dict[str, int] = {}
+    end = 0
+    for key, dtype, shape in tensors:
+        if dtype not in _CODES:
+            raise CheckpointError(f"{key!r} is {dtype}; a safetensors file holds {', '.join(map(str, _CODES))}.")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        offsets[key] = begin
+        described[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
+    return text + b" " * (-len(text) % 8), offsets
 
 
 def _bytes_of(entry: Entry) -> memoryview:
@@ -88,5 +179,9 @@ def _bytes_of(entry: Entry) -> memoryview:
             f"the slice of {role} {name!r} says {entry.length} elements of {entry.dtype} and comes with a tensor of "
             f"shape {tuple(tensor.shape)} of {tensor.dtype}; it must be flat and of that length"
         )
-    raw: Any = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return _raw(tensor)
+
+
+def _raw(flat: torch.Tensor) -> memoryview:
+    raw: Any = flat.detach().cpu().contiguous().view(torch.uint8).numpy()
     return memoryview(raw)

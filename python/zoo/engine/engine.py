@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from zoo.checkpointing import StateSlice, load, save, together
 from zoo.config import Config
 from zoo.engine.loader import ShardedLoader
+from zoo.engine.saving import save_model
 from zoo.engine.state import (
     buffer_slices,
     check_fits,
@@ -210,6 +212,39 @@ class Engine:
             set_random_state(found.rank_state(self.comm.rank))
         client = found.meta.get("client", {})
         return str(found.path), dict(client)
+
+    def save_16bit_model(
+        self,
+        folder: str | os.PathLike[str],
+        filename: str = "model.safetensors",
+        *,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's weights, whole, as one safetensors file, for whoever uses the model without zoo.
+
+        Rank 0 writes; the others help to gather, so all ranks call it. Parameters have the dtype that the model
+        computes with: bf16 or fp16 where the configuration enables one of them; an fp32 model is saved in fp32, which
+        the log says. Parameters pass bucket by bucket: no rank ever holds all of them for this. A file of the same
+        name stays as it was until the new one is whole.
+
+        The keys are those of ``module.state_dict()``. A parameter that is tied is there once, under its first name,
+        and the header names the others: ``safetensors.torch.load_model`` reads that. What ``get_extra_state`` returns
+        is not saved.
+
+        Args:
+            folder: made if it does not exist.
+            filename: of a file in that folder, ending in ".safetensors".
+            exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
+
+        Returns:
+            Whether a model was saved, the same on all ranks: False at stage 3 unless
+            ``gather_16bit_weights_on_model_save`` is true, with a warning in rank 0's log.
+
+        Raises:
+            ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
+                rank from saving.
+        """
+        return save_model(self.module, self.optimizer, Path(folder), filename, exclude_frozen=exclude_frozen_parameters)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

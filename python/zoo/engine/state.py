@@ -39,13 +39,14 @@ def buffer_slices(module: nn.Module, comm: Communicator) -> list[BufferSlice]:
     """Rank 0's buffers, those that ``state_dict`` would hold; nothing on other ranks."""
     if comm.rank != 0:
         return []
-    return [BufferSlice(name, tuple(b.shape), b.detach().reshape(-1).cpu()) for name, b in _buffers(module).items()]
+    buffers = persistent_buffers(module)
+    return [BufferSlice(name, tuple(b.shape), b.detach().reshape(-1).cpu()) for name, b in buffers.items()]
 
 
 def load_buffers(module: nn.Module, found: Checkpoint) -> None:
     """Every buffer of the module takes the checkpoint's value."""
     with torch.no_grad():
-        for name, buffer in _buffers(module).items():
+        for name, buffer in persistent_buffers(module).items():
             if found.shapes.get(name) != tuple(buffer.shape):
                 raise CheckpointError(
                     f"the model's buffer {name!r} has shape {tuple(buffer.shape)}; checkpoint {found.tag!r} has "
@@ -65,7 +66,8 @@ def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
             )
 
 
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``state_dict`` has, by name; each once."""
     persistent: dict[str, torch.Tensor] = {}
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):

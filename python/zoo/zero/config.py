@@ -43,6 +43,10 @@ class ZeroConfig(Section):
     model_persistence_threshold: int = Field(default=sys.maxsize, ge=0, alias="stage3_model_persistence_threshold")
     """Stage 3: at most this many elements stay whole because of param_persistence_threshold."""
 
+    gather_16bit_weights_on_model_save: bool = Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
+    """Stage 3: the engine's ``save_16bit_model`` gathers the parameters and saves them. Otherwise it saves nothing at
+    stage 3; at the other stages parameters are whole, and it always saves."""
+
     override_module_apply: bool = True
     """Inside ``zoo.zero.Init``, ``Module.apply`` makes a module's parameters whole at once for its function. Otherwise
     each operation of the function makes whole what it touches."""

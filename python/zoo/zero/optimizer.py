@@ -36,6 +36,7 @@ from zoo.zero.offload.opening import open_stores
 from zoo.zero.routing import choose_routes
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
+from zoo.zero.streaming import whole_parameters
 from zoo.zero.units import UnitChoice, check_parameters, find_units
 from zoo.zero.updater import Updater
 from zoo.zero.working import WorkingMemory
@@ -379,18 +380,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._moved.back(non_blocking=non_blocking)
             self._moved = None
 
+    def whole_parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole value) of every parameter, gathered bucket by bucket, so that there is never more than one.
+
+        Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
+        leaves frozen parameters out. Parameters that are tied come once.
+        """
+        return whole_parameters(b for b in self._buckets if frozen or b.spec.trainable)
+
     @torch.no_grad()
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
-        found: dict[str, torch.Tensor] = {}
-        for bucket in self._buckets:
-            parameters = bucket.parameters
-            was_live = parameters.live and not (parameters.rounds and not bucket.active)
-            parameters.wait(exact=True)
-            for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
-                found[name] = parameter.detach().to("cpu", dtype, copy=True)
-            if not was_live:
-                parameters.release()
+        found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
     def memory(self) -> dict[str, int]:

@@ -107,9 +107,7 @@ OPTIONS: tuple[Option, ...] = (
     _stage3(
         "gather_16bit_weights_on_model_save",
         False,
-        "whole weights are asked for where they are wanted (optimizer.consolidated_parameters()), and gathered then",
-        unnecessary=True,
-        silent=(True,),
+        "at stage 3 the engine's save_16bit_model() gathers and saves; otherwise it saves nothing there",
     ),
     _former("stage3_gather_fp16_weights_on_model_save", False, {"gather_16bit_weights_on_model_save": (True, False)}),
     _option(

@@ -1,0 +1,118 @@
+"""The model's weights alone, as one file, streamed from the shards."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zoo.checkpointing import TensorFile, together
+from zoo.engine.state import persistent_buffers
+from zoo.zero import ZeroOptimizer
+
+SUFFIX = ".safetensors"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
+_log = logging.getLogger("zoo.engine")
+
+
+def save_model(
+    module: nn.Module, optimizer: ZeroOptimizer, folder: Path, filename: str, *, exclude_frozen: bool
+) -> bool:
+    """See :meth:`~zoo.engine.Engine.save_16bit_model`."""
+    comm, config = optimizer.comm, optimizer.config
+    _check_name(filename)
+    device = optimizer.buckets[0].device
+    comm.agree("save_16bit_model with filename and exclude_frozen_parameters", repr((filename, exclude_frozen)), device)
+    first = comm.rank == 0
+    if config.stage == 3 and not config.gather_16bit_weights_on_model_save:
+        if first:
+            _log.warning(
+                "save_16bit_model() saved nothing: at stage 3 the parameters are split over the ranks, and "
+                "zero_optimization.gather_16bit_weights_on_model_save is false. Set it to true, or use "
+                "save_checkpoint(), which every rank writes its part of."
+            )
+        return False
+    described = {
+        name: (bucket.spec.dtype, tensor.shape)
+        for bucket in optimizer.buckets
+        if bucket.spec.trainable or not exclude_frozen
+        for name, tensor in zip(bucket.spec.names, bucket.layout.tensors, strict=True)
+    }
+    if first:
+        _tell_wide(described)
+    what = f"saving the model as {filename!r} in {str(folder)!r}"
+    opened: list[TensorFile] = []
+    failure: Exception | None = None
+
+    def begin() -> None:
+        if first:
+            opened.append(_open(folder / filename, module, described))
+
+    def finish() -> None:
+        if failure is not None:
+            raise failure
+        for file in opened:
+            file.commit()
+
+    together(comm, what, begin)
+    try:
+        for name, tensor in optimizer.whole_parameters(frozen=not exclude_frozen):
+            try:
+                for file in opened if failure is None else ():
+                    file.put(name, tensor)
+            except Exception as error:  # told to everybody in finish(): the other ranks are in the next gather by now
+                failure = error
+        together(comm, what, finish)
+    finally:
+        for file in opened:
+            file.discard()
+    return True
+
+
+def _open(path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> TensorFile:
+    """The file, with its buffers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffers: dict[str, torch.Tensor] = {}
+    for name, buffer in persistent_buffers(module).items():
+        if all(buffer is not other for other in buffers.values()):
+            buffers[name] = buffer
+    described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}
+    file = TensorFile(path, described, {"format": "pt", **_aliases(module, described)})
+    try:
+        for name, buffer in buffers.items():
+            file.put(name, buffer)
+    except BaseException:
+        file.discard()
+        raise
+    return file
+
+
+def _check_name(filename: object) -> None:
+    if not isinstance(filename, str) or not _NAME.fullmatch(filename) or not filename.endswith(SUFFIX):
+        raise ValueError(
+            f"filename={filename!r}; it is the name of a file in the folder, of letters, digits and any of _ . + = - "
+            f"(not first), at most 200 of them, and ends in {SUFFIX!r}, the format that is written."
+        )
+
+
+def _tell_wide(described: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    wide = sorted({str(dtype).removeprefix("torch.") for dtype, _ in described.values() if dtype.itemsize > 2})
+    if wide:
+        _log.info(
+            "save_16bit_model() saves %s parameters as they are: the model computes with them. With bf16.enabled or "
+            "fp16.enabled in the configuration they have 16 bits.",
+            " and ".join(wide),
+        )
+
+
+def _aliases(module: nn.Module, kept: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, str]:
+    """Further names of what is saved: parameters that are tied, and buffers of modules that have several names."""
+    found: dict[str, str] = {}
+    for named in (module.named_parameters, module.named_buffers):
+        everything = list(named(remove_duplicate=False))
+        first_name = {id(tensor): name for name, tensor in everything if name in kept}
+        found |= {n: first_name[id(t)] for n, t in everything if n not in kept and id(t) in first_name}
+    return found
