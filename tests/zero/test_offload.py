@@ -230,3 +230,61 @@ def test_a_checkpoint_reads_what_it_writes_when_it_writes_it(tmp_path: Path) -> 
         model, again = build(tmp_path / "nvme", **options)
         again.load_state(found.read, found.scalars)
         assert train(model, again, range(2, 4)) == expected
+
+
+@pytest.mark.parametrize("width", [1, 32])
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
+def test_what_is_saved_before_the_first_step_is_what_there_is(
+    tmp_path: Path, width: int, optimizer: Any, parameters: str
+) -> None:
+    """There is no master on NVMe yet."""
+
+    def one() -> tuple[nn.Linear, ZeroOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(width, 1, bias=False).bfloat16()
+        return model, Stage3Optimizer(
+            model, optimizer=optimizer, lr=0.01, param_persistence_threshold=0,
+            offload_optimizer=section("nvme", tmp_path), offload_param=section(parameters, tmp_path, max_in_cpu=0),
+        )  # fmt: skip
+
+    def step(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, torch.Tensor]:
+        model(torch.ones(2, width).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer.consolidated_parameters()
+
+    model, first = one()
+    original = first.consolidated_parameters()["weight"]
+    saved = first.state_dict()
+    whole = torch.cat([t for key, t in saved["slices"].items() if key.startswith("parameter|")])
+    assert torch.equal(whole.to(torch.bfloat16), original.flatten())
+    expected = [step(model, first), step(model, first)]
+    for number in range(2):  # once after steps, once before any
+        model, again = (model, first) if number == 0 else one()
+        again.load_state_dict(saved)
+        assert torch.equal(again.consolidated_parameters()["weight"], original)
+        once = again.state_dict()
+        assert torch.equal(torch.cat([t.to(torch.bfloat16) for t in once["slices"].values()]), original.flatten())
+        for wanted in expected:
+            assert torch.equal(step(model, again)["weight"], wanted["weight"])
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("parameters", TIERS)
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.AdamW])
+def test_masters_are_saved_in_fp32_wherever_they_are(
+    tmp_path: Path, states: str, parameters: str, optimizer: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(32, 8, bias=False).bfloat16()
+    opt = Stage3Optimizer(
+        model, optimizer=optimizer, lr=1e-4, param_persistence_threshold=0, offload_optimizer=section(states, tmp_path),
+        offload_param=section(parameters, tmp_path, **({"max_in_cpu": 0} if parameters == "nvme" else {})),
+    )  # fmt: skip
+    model(torch.ones(2, 32).bfloat16()).float().square().mean().backward()
+    opt.step()
+    (value,) = (s.tensor for s in opt.state_slices() if s.role == "parameter")
+    assert value.dtype is torch.float32
+    assert not torch.equal(value, value.bfloat16().float())
+    assert torch.equal(value.bfloat16(), opt.consolidated_parameters()["weight"].flatten())

@@ -22,7 +22,7 @@ from zoo.io import Future
 from zoo.zero.buckets import Bucket
 from zoo.zero.offload.plan import Tier
 from zoo.zero.offload.scratch import Scratch, round_up
-from zoo.zero.segments import Segment, absent
+from zoo.zero.segments import Segment, absent, is_absent
 from zoo.zero.state import Stored
 
 ALIGN = 64  # of a section within a record, as vector loads like it
@@ -255,11 +255,16 @@ class StateStream:
     def stored(self, segment: Segment) -> dict[str, Stored]:
         """By role, what of a segment is not in memory."""
         record, bucket, found = self._record_of[segment], segment.bucket, {}
-        if bucket.parameters_on_nvme:
+        here = segment.target
 
-            def load(start: int, length: int) -> torch.Tensor:
+        def load(start: int, length: int) -> torch.Tensor:
+            if bucket.parameters_on_nvme or here is None:
                 return bucket.parameters.load(segment.start + start, length)
+            return here[start : start + length]
 
+        # A master that is in memory is more than the parameters; where none exists yet, they are all there is.
+        value = segment.value(self._entries.get(segment.tensor, {}))
+        if is_absent(value) and (bucket.parameters_on_nvme or here is not None):
             found["parameter"] = Stored(load, bucket.spec.dtype)
         for name, (_, dtype) in record.sections.items() if record.exists else ():
             role = "parameter" if name in ("", "master") else name
