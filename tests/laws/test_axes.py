@@ -352,10 +352,6 @@ def test_values_can_be_read_and_changed_between_forward_and_backward(options: di
             r"equally many on each; this group of 4 ranks is on the nodes \[0, 0, 0, 1\]",
         ),
         ({"stage": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide the 4 ranks"),
-        (
-            {"stage": 3, "zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}},
-            'does not go with offload_param.device = "cpu"',
-        ),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], words: str) -> None:

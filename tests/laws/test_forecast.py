@@ -35,7 +35,9 @@ OPTIMIZERS = {
     keep=st.sampled_from([None, 0, 100, 10**6]),
     prefetch=st.sampled_from([0, 50, 10**6]),
     frozen=st.booleans(),
-    tiers=st.tuples(st.sampled_from(["none", "nvme"]), st.sampled_from(["none", "nvme"])),
+    tiers=st.tuples(st.sampled_from(["none", "nvme"]), st.sampled_from(["none", "cpu", "nvme"])),
+    max_in_cpu=st.sampled_from([0, 30]),
+    packed=st.booleans(),
     early=st.booleans(),
 )
 def test_memory_and_traffic_are_as_forecast(
@@ -52,6 +54,8 @@ def test_memory_and_traffic_are_as_forecast(
     prefetch: int,
     frozen: bool,
     tiers: tuple[str, str],
+    max_in_cpu: int,
+    packed: bool,
     early: bool,
 ) -> None:
     cls, options = OPTIMIZERS[name]
@@ -60,7 +64,8 @@ def test_memory_and_traffic_are_as_forecast(
     if stage > 0:
         options["offload_optimizer"] = {"device": tiers[0], "nvme_path": folder}
     if stage == 3:
-        options["offload_param"] = {"device": tiers[1], "nvme_path": folder, "max_in_cpu": 0}
+        options["offload_param"] = {"device": tiers[1], "nvme_path": folder, "max_in_cpu": max_in_cpu}
+        options["zero_quantized_nontrainable_weights"] = packed
 
     def build(group: Any = None) -> tuple[nn.Module, ZeroOptimizer]:
         torch.manual_seed(0)

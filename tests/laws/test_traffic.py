@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -64,6 +65,11 @@ def axes_options(draw: st.DrawFn, nodes: int, local: int) -> dict[str, Any]:
         "zero_quantized_gradients": draw(st.booleans()),
         "quantized_gradients_bits": draw(st.sampled_from([4, 8])),
         "zero_quantized_nontrainable_weights": draw(st.booleans()),
+        "offload_param": {
+            "device": draw(st.sampled_from(["none", "cpu", "nvme"])),
+            "nvme_path": gettempdir(),
+            "max_in_cpu": 300,
+        },
     }
 
 

@@ -34,11 +34,11 @@ def section(device: str, path: Path, **more: Any) -> dict[str, Any]:
 @given(
     case=cases(max_world=4), stage=st.integers(1, 3), states=st.sampled_from(TIERS), parameters=st.sampled_from(TIERS),
     ratio=st.sampled_from([1.0, 0.5]), max_in_cpu=st.sampled_from([0, 50]), pipelines=st.integers(0, 3),
-    sub_group=st.sampled_from([1, 40, 10**6]), low=st.booleans(), early=st.booleans(),
+    sub_group=st.sampled_from([1, 40, 10**6]), low=st.booleans(), early=st.booleans(), packed=st.booleans(),
 )  # fmt: skip
 def test_every_tier_computes_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, case: Case, stage: int, states: str, parameters: str, ratio: float,
-    max_in_cpu: int, pipelines: int, sub_group: int, low: bool, early: bool,
+    max_in_cpu: int, pipelines: int, sub_group: int, low: bool, early: bool, packed: bool,
 ) -> None:  # fmt: skip
     if early:
         accumulation = "no_sync" if case.accumulation == "backwards" else case.accumulation
@@ -49,7 +49,8 @@ def test_every_tier_computes_the_same_bits(
     optimizer = section(
         states, folder, ratio=ratio, pipeline_read=bool(pipelines & 1), pipeline_write=bool(pipelines & 2)
     )
-    options: dict[str, Any] = {"offload_optimizer": optimizer, "sub_group_size": sub_group}
+    same: dict[str, Any] = {"sub_group_size": sub_group, "zero_quantized_nontrainable_weights": packed and stage == 3}
+    options: dict[str, Any] = {"offload_optimizer": optimizer, **same}
     if stage == 3:
         options["offload_param"] = section(parameters, folder, max_in_cpu=max_in_cpu)
 
@@ -58,7 +59,7 @@ def test_every_tier_computes_the_same_bits(
         with Handle(backend=Mock(seed=case.seed, short=0.2), direct="never") as handle:
             return train_zero(case, stage, rank, aio=handle, update_in_backward=early, **options)
 
-    expected = sim.run(case.world, lambda rank: train_zero(case, stage, rank, sub_group_size=sub_group))
+    expected = sim.run(case.world, lambda rank: train_zero(case, stage, rank, **same))
     found = sim.run(case.world, offloaded)
     for (values, history), (other, other_history) in zip(found, expected, strict=True):
         assert history == other_history

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,16 @@ from torch import nn
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.io import Handle, Mock
-from zoo.zero import LossScaler, ZeroConfig, ZeroOptimizer
+from zoo.zero import (
+    GatheredParameters,
+    Init,
+    LossScaler,
+    ZeroConfig,
+    ZeroOptimizer,
+    safe_get_local_fp32_param,
+)
 from zoo.zero.axes import make_axes
+from zoo.zero.offload import OffloadError
 from zoo.zero.quantised import QuantisedGather, QuantisedReduce
 from zoo.zero.routes import FlatGather
 
@@ -322,11 +331,18 @@ def build_adapted(dtype: torch.dtype, **options: Any) -> tuple[nn.Sequential, Ze
     return model, optimizer_of(model, **{"units": [Adapted], "param_persistence_threshold": 0, **options})
 
 
+def where(device: str, folder: Path, **more: Any) -> dict[str, Any]:
+    return {"device": device, **({"nvme_path": folder, "max_in_cpu": 0} if device == "nvme" else {}), **more}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 4])
-def test_frozen_parameters_take_a_byte_each(dtype: torch.dtype, world: int) -> None:
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_frozen_parameters_take_a_byte_each(dtype: torch.dtype, world: int, device: str, tmp_path: Path) -> None:
     def fn(rank: int, quantised: bool) -> tuple[int, int]:
-        _, optimizer = build_adapted(dtype, zero_quantized_nontrainable_weights=quantised)
+        _, optimizer = build_adapted(
+            dtype, zero_quantized_nontrainable_weights=quantised, offload_param=where(device, tmp_path)
+        )
         assert optimizer.memory()["parameters"] == optimizer.forecast().parameters_bytes
         frozen = sum(b.parameters.memory_bytes() for b in optimizer._buckets if not b.spec.trainable)
         return frozen, optimizer.memory()["parameters"] - frozen
@@ -338,17 +354,168 @@ def test_frozen_parameters_take_a_byte_each(dtype: torch.dtype, world: int) -> N
     assert after == 3 * 64 * 64 * (1 + 4 / 256) / world
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 4])
+def test_on_nvme_they_take_a_byte_each_too_and_no_more_is_read(dtype: torch.dtype, world: int, tmp_path: Path) -> None:
+    def fn(rank: int) -> tuple[int, int, int, int]:
+        model, optimizer = build_adapted(
+            dtype, zero_quantized_nontrainable_weights=True, offload_param=where("nvme", tmp_path)
+        )
+        frozen = [b for b in optimizer.buckets if not b.spec.trainable]
+        shelf = frozen[0].shelf
+        ends = [*shelf.offsets[1:], shelf.num_bytes]
+        size = sum(ends[b.index] - shelf.offsets[b.index] for b in frozen)
+        found = optimizer.forecast()
+        assert found.tiers["nvme"] == sum(b.shard_bytes() for b in optimizer.buckets)
+        assert found.tiers["device"] == found.optimizer_bytes + found.gradients_bytes
+        assert optimizer.memory()["parameters"] == found.parameters_bytes == 0
+        before = optimizer.nvme_traffic()[0]
+        with torch.no_grad():
+            model(batch(rank, 0, 64)[0].to(dtype))
+        forward = optimizer.nvme_traffic()[0] - before
+        assert optimizer.memory()["buffers"] == 0
+        rest = sum(b.shard_bytes() for b in optimizer.buckets if b.spec.trainable)
+        before = optimizer.nvme_traffic()[0]
+        slices = [s for s in optimizer.state_slices() if s.name == "1.base.weight"]
+        for part in slices:
+            part.tensor  # noqa: B018  reads
+        return size, forward - rest, optimizer.nvme_traffic()[0] - before, sum(s.length for s in slices)
+
+    for size, forward, saved, numel in sim.run(world, fn):
+        packed = 3 * 64 * 64 * (1 + 4 / 256) / world
+        assert packed <= size <= packed + 3 * 4096  # whole pages
+        assert forward == packed
+        assert numel == 64 * 64 / world
+        assert saved == numel * (1 + 4 / 256)  # and a checkpoint reads what it writes
+
+
+@quick
+@given(
+    world=st.sampled_from([1, 2, 4]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    device=st.sampled_from(["cpu", "nvme"]), states=st.sampled_from(["none", "cpu", "nvme"]),
+    max_in_cpu=st.sampled_from([0, 3000]), width=st.sampled_from([40, 64]), bucket=st.sampled_from([1, 10**6]),
+    two_stages=st.booleans(), hpz=st.sampled_from([1, 2]), mics=st.sampled_from([-1, 2]),
+    keep=st.sampled_from([0, 10**6]), prefetch=st.sampled_from([None, 0, 10**6]), seed=st.integers(0, 5),
+)  # fmt: skip
+def test_frozen_parameters_are_the_same_bits_in_every_tier(
+    tmp_path_factory: pytest.TempPathFactory, world: int, dtype: torch.dtype, device: str, states: str,
+    max_in_cpu: int, width: int, bucket: int, two_stages: bool, hpz: int, mics: int, keep: int,
+    prefetch: int | None, seed: int,
+) -> None:  # fmt: skip
+    """Training, reading, writing, checkpoints: as on the device, from a device that answers out of order."""
+    folder = tmp_path_factory.mktemp("nvme")
+
+    def fn(rank: int, **options: Any) -> Any:
+        with Handle(backend=Mock(seed=seed, short=0.2), direct="never") as handle:
+            model = adapted(dtype, width)
+            optimizer = optimizer_of(
+                model, units=[Adapted], zero_quantized_nontrainable_weights=True, aio=handle,
+                mics_shard_size=mics if world > 1 else -1, param_persistence_threshold=0, reduce_bucket_size=bucket,
+                **options,
+            )  # fmt: skip
+            history: list[float] = []
+
+            def step(number: int) -> None:
+                x = batch(rank, number, width)[0].to(dtype)
+                loss = (model(x) - x.roll(1, 1)).float().square().mean()
+                loss.backward()
+                history.append(float(loss.detach()))
+                optimizer.step()
+                optimizer.zero_grad()
+
+            step(0)
+            saved = optimizer.state_dict()
+            with GatheredParameters([model[1].base.weight, model[0].up.weight], modifier_rank=0):
+                if rank == 0:
+                    model[1].base.weight.data[3:7].mul_(-0.5)
+            step(1)
+            changed = optimizer.consolidated_parameters()
+            own = safe_get_local_fp32_param(model[1].base.weight)
+            with optimizer.gathered():
+                assert all(torch.equal(p.detach(), changed[n]) for n, p in model.named_parameters())
+            optimizer.load_state_dict(saved)
+            step(2)
+            return history, changed, own, saved["slices"], optimizer.consolidated_parameters()
+
+    expected = sim.run(world, fn)
+    offloaded = {
+        "offload_param": where(device, folder, **({"max_in_cpu": max_in_cpu} if device == "nvme" else {})),
+        "offload_optimizer": {k: v for k, v in where(states, folder).items() if k != "max_in_cpu"},
+        "max_live_parameters": keep, "prefetch_bucket_size": prefetch,
+        "mics_hierarchical_params_gather": two_stages and world > 1,
+        "zero_hpz_partition_size": hpz if world > 1 else 1,
+    }  # fmt: skip
+    for got, wanted in zip(sim.run(world, lambda rank: fn(rank, **offloaded)), expected, strict=True):
+        assert got[0] == wanted[0]
+        for one, other in zip((got[1], got[3], got[4]), (wanted[1], wanted[3], wanted[4]), strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(value, other[key]) for key, value in one.items())
+        assert (got[2] is None) == (wanted[2] is None)
+        assert got[2] is None or torch.equal(got[2], wanted[2])
+    assert not torch.equal(expected[0][1]["1.base.weight"], expected[0][4]["1.base.weight"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_model_that_init_partitions_is_kept_quantised_in_its_tier(device: str, tmp_path: Path) -> None:
+    def fn(rank: int, offload: dict[str, Any]) -> dict[str, torch.Tensor]:
+        document = {"zero_optimization": {"stage": 3, "offload_param": offload}}
+        torch.manual_seed(1)
+        with Init(config=document):
+            model = nn.Sequential(*(Adapted(64) for _ in range(3)))
+        optimizer = optimizer_of(
+            model, units=[Adapted], param_persistence_threshold=0, zero_quantized_nontrainable_weights=True,
+            offload_param=offload,
+        )  # fmt: skip
+        assert (optimizer.memory()["parameters"] == 0) == (offload["device"] == "nvme")
+        return optimizer.consolidated_parameters()
+
+    plain = sim.run(2, lambda rank: fn(rank, {"device": "none"}))
+    for got, wanted in zip(sim.run(2, lambda rank: fn(rank, where(device, tmp_path))), plain, strict=True):
+        assert all(torch.equal(value, wanted[name]) for name, value in got.items())
+
+
+def test_a_device_that_fails_is_an_error_and_the_next_read_is_as_good_as_new(tmp_path: Path) -> None:
+    model, optimizer = build_adapted(
+        torch.float32, zero_quantized_nontrainable_weights=True, offload_param=where("nvme", tmp_path)
+    )
+    x = batch(0, 0, 64)[0]
+    with torch.no_grad():
+        expected = model(x)
+    bucket = next(b for b in optimizer.buckets if not b.spec.trainable)
+    read = bucket.shelf.read
+    bucket.shelf.read = broken  # type: ignore[method-assign]
+    with pytest.raises(OffloadError, match="the device is gone"), torch.no_grad():
+        model(x)
+    assert not bucket.parameters.live
+    bucket.shelf.read = read  # type: ignore[method-assign]
+    optimizer.empty_partition_cache()
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+def broken(*args: Any, **options: Any) -> Any:
+    raise OffloadError("the device is gone")
+
+
 @quick
 @given(
     worlds=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     into=st.booleans(),
+    tiers=st.tuples(st.sampled_from(["none", "cpu", "nvme"]), st.sampled_from(["none", "cpu", "nvme"])),
 )
-def test_frozen_parameters_are_saved_and_loaded(worlds: tuple[int, int], dtype: torch.dtype, into: bool) -> None:
+def test_frozen_parameters_are_saved_and_loaded(
+    tmp_path_factory: pytest.TempPathFactory, worlds: tuple[int, int], dtype: torch.dtype, into: bool,
+    tiers: tuple[str, str],
+) -> None:  # fmt: skip
     """What is saved is what is computed with; loading quantises again, which moves it by half a step at most."""
 
+    folder = tmp_path_factory.mktemp("nvme")
+
     def save(rank: int) -> Any:
-        _, optimizer = build_adapted(dtype, zero_quantized_nontrainable_weights=True)
+        _, optimizer = build_adapted(
+            dtype, zero_quantized_nontrainable_weights=True, offload_param=where(tiers[0], folder)
+        )
         slices = {(s.name, s.start): s.tensor.clone() for s in optimizer.state_slices() if s.role == "parameter"}
         return slices, optimizer.consolidated_parameters()
 
@@ -367,7 +534,9 @@ def test_frozen_parameters_are_saved_and_loaded(worlds: tuple[int, int], dtype: 
         assert float(error.max()) <= float(limit) + 2**-8 * float(value.abs().max()) * (dtype is torch.bfloat16) + 1e-7
 
     def load(rank: int) -> Any:
-        _, optimizer = build_adapted(dtype, zero_quantized_nontrainable_weights=into)
+        _, optimizer = build_adapted(
+            dtype, zero_quantized_nontrainable_weights=into, offload_param=where(tiers[1], folder)
+        )
 
         def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
             if role != "parameter":

@@ -15,7 +15,7 @@ from zoo.zero.guard import Guard
 from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.plan import Tier
-from zoo.zero.routes import Packed, advance
+from zoo.zero.routes import Packed, Packer, advance
 
 if TYPE_CHECKING:
     from zoo.zero.buckets import Bucket
@@ -28,7 +28,7 @@ class BucketParameters:
         full: (P,) parameters; the model's are views of it. Where the bucket is partitioned its storage is empty between
             ``release`` and ``gather``.
         shard: (n,) this rank's parameters; a view of ``full`` unless partitioned, None while on NVMe or packed.
-        packed: frozen parameters of this rank that are kept quantised.
+        packed: frozen parameters of this rank that are kept quantised; None while on NVMe.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         live: ``full`` holds valid parameters.
         hidden: the model's parameters are refused to everybody.
@@ -80,7 +80,7 @@ class BucketParameters:
             self._handle = self._routes.secondary.start(self.full, self.secondary, self._label)
             return
         if self.packed is not None:
-            self._handle = self.packed.start(self.full, self._label)
+            self._handle = self.packed.to(self.full.device, non_blocking=True).start(self.full, self._label)
             return
         if self.shard is not None and self.shard.device == self.full.device:
             self._handle = self._route.start(self.full, self.shard, self._label)
@@ -92,7 +92,9 @@ class BucketParameters:
             self._handle = self._route.start(self.full, own, self._label)
             return
         # What comes from NVMe is exchanged later: all ranks do that in the same order.
-        into = own if own.device.type == "cpu" else self.bucket.scratch.pool.empty(own.numel(), dtype=own.dtype)
+        into = own if self._routes.pack is None else own.view(torch.uint8)[: self.bucket.shard_bytes()]
+        if own.device.type != "cpu":
+            into = self.bucket.scratch.pool.empty(into.numel(), dtype=into.dtype)
         try:
             self._reading = (self.begin_read(into, urgent=True), into)
         except OffloadError:
@@ -147,6 +149,10 @@ class BucketParameters:
         except OffloadError:
             self._drop_full()  # nothing of it is valid
             raise
+        if self._routes.pack is not None:
+            # It may lie in the memory that is gathered into: that is written when what was sent has arrived.
+            self._handle = self._routes.pack.over(read).to(self.full.device).start(self.full, self._label)
+            return
         low, high = self.bucket.own_range()
         own = self.full[low:high]
         if read.device != own.device:
@@ -214,31 +220,55 @@ class BucketParameters:
         elif not bucket.partitioned:
             self.own_shard().copy_(values)
         elif self._routes.pack is not None:
-            self.packed, self.shard = self._routes.pack(values), None
-        elif bucket.parameters_on_nvme:
-            host = bucket.scratch.pool.empty(values.numel(), dtype=values.dtype)
-            host.copy_(values)
-            bucket.shelf.finish(self.begin_write(host))
-            self.shard = None
-        elif bucket.tiers.parameters is Tier.HOST and values.device.type != "cpu":
-            self.shard = bucket.scratch.pool.empty(values.numel(), dtype=values.dtype).copy_(values)
+            raw = self._in_its_tier(self._routes.pack(values).raw)
+            self.packed, self.shard = self._routes.pack.over(raw) if raw is not None else None, None
         else:
-            self.shard = values.clone()
+            kept = self._in_its_tier(values)
+            self.shard = values.clone() if kept is values else kept
+
+    def _in_its_tier(self, kept: torch.Tensor) -> torch.Tensor | None:
+        """What this rank keeps, where it lives: None on NVMe, the same tensor if it is there already."""
+        bucket = self.bucket
+        if not bucket.parameters_on_nvme and (bucket.tiers.parameters is not Tier.HOST or bucket.device.type == "cpu"):
+            return kept
+        host = bucket.scratch.pool.empty(kept.numel(), dtype=kept.dtype).copy_(kept)
+        if not bucket.parameters_on_nvme:
+            return host
+        bucket.shelf.finish(self.begin_write(host))
+        return None
 
     def load(self, start: int, length: int) -> torch.Tensor:
         """Elements [start, start + length) of the shard, from NVMe or of what is packed."""
         if self.packed is not None:
             return self.packed.values(self.full.dtype)[start : start + length]
+        if self._routes.pack is not None:
+            return self._load_packed(self._routes.pack, start, length)
         copy = self.bucket.scratch.pool.empty(length, dtype=self.full.dtype)
         self.bucket.shelf.finish(self.begin_read(copy, start, urgent=True))
         return copy
 
+    def _load_packed(self, pack: Packer, start: int, length: int) -> torch.Tensor:
+        low, high = self.bucket.own_range()
+        first, ranges = pack.parts(high - low, start, start + length)
+        raw = self.bucket.scratch.pool.empty(sum(end - begin for begin, end in ranges), dtype=torch.uint8)
+        pieces = raw.split_with_sizes([end - begin for begin, end in ranges])
+        reads = [self.begin_read(p, begin, urgent=True) for p, (begin, _) in zip(pieces, ranges, strict=True)]
+        for read in reads:
+            self.bucket.shelf.finish(read)
+        return pack.over(raw).values(self.full.dtype)[start - first :][:length]
+
     def begin_read(self, into: torch.Tensor, start: int = 0, *, urgent: bool = False) -> Future:
-        """Begin reading elements [start, start + len) of the shard from NVMe; ``urgent``: to compute with them."""
+        """Begin reading from NVMe what this rank keeps, from element ``start`` (of what is packed: byte) on.
+
+        ``urgent``: to compute with it.
+        """
         return self.bucket.shelf.read(self.bucket.index, into, start * into.itemsize, urgent=urgent)
 
     def begin_write(self, values: torch.Tensor, start: int = 0) -> Future:
-        """Begin writing elements [start, start + len) of the shard to NVMe; the next forward may wait for it."""
+        """Begin writing to NVMe what this rank keeps, from element ``start`` (of what is packed: byte) on.
+
+        The next forward may wait for it.
+        """
         return self.bucket.shelf.write(self.bucket.index, values, start * values.itemsize, urgent=True)
 
     def chunk(self, index: int) -> torch.Tensor | None:

@@ -171,12 +171,15 @@ class Bucket:
         group = self.routes.axes.secondary
         return self.num_bytes // group.size if group is not None and self.partitioned else 0
 
-    def kept_bytes(self) -> int:
-        """Bytes of parameters that stay in this rank's memory whatever runs."""
-        numel = 0 if self.parameters_on_nvme else self.layout.size // self.num_chunks
+    def shard_bytes(self) -> int:
+        """Bytes of parameters that this rank keeps, in whatever tier."""
         if not self.partitioned:
             return self.num_bytes
-        return self.routes.pack.nbytes(numel) if self.routes.pack is not None else numel * self.spec.dtype.itemsize
+        return self.routes.shard_bytes(self.layout.size // self.num_chunks, self.spec.dtype.itemsize)
+
+    def kept_bytes(self) -> int:
+        """Bytes of parameters that stay in this rank's memory whatever runs."""
+        return 0 if self.parameters_on_nvme else self.shard_bytes()
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that stay between backward and the next one, in whatever tier; 0 for frozen parameters."""

@@ -99,7 +99,7 @@ class ZeroConfig(Section):
     """Stage 3, qwZ: parameters are gathered as int8 with one fp32 scale for each group of elements."""
 
     zero_quantized_nontrainable_weights: bool = False
-    """Stage 3: frozen parameters are kept, and gathered, as int8 with scales."""
+    """Stage 3: frozen parameters are kept, and gathered, as int8 with scales, in the tier that offload_param says."""
 
     zero_quantized_gradients: bool = False
     """Stage 3, qgZ: gradients are reduced by two quantised all-to-all, within nodes and between them."""
@@ -126,11 +126,6 @@ class ZeroConfig(Section):
             raise ValueError(
                 f"hierarchical_all_reduce is about the all-reduce of stage 0; at stage {self.stage} gradients are "
                 "reduce-scattered"
-            )
-        if self.zero_quantized_nontrainable_weights and self.offload_param.device != "none":
-            raise ValueError(
-                "zero_quantized_nontrainable_weights keeps frozen parameters quantised on the device; it does not go "
-                f'with offload_param.device = "{self.offload_param.device}"'
             )
         return self
 

@@ -73,7 +73,7 @@ def _write_shard(bucket: Bucket, values: Values) -> None:
     shard = parameters.own_shard()
     for offset, part in found:
         shard[offset : offset + part.numel()].copy_(part)
-    if parameters.packed is not None:
+    if bucket.routes.pack is not None:
         parameters.set_shard(shard)
     elif bucket.parameters_on_nvme:
         bucket.shelf.finish(parameters.begin_write(shard))

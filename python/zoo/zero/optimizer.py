@@ -161,7 +161,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norms = bool(self.clip_norm or self.scaler is not None)
         memory = WorkingMemory()
         self._scratch, stores = open_stores(
-            plan, placement, cfg, shard.size, comm=self.comm, aio=self._aio, keep_norms=norms
+            plan, placement, routes, cfg, shard.size, comm=self.comm, aio=self._aio, keep_norms=norms
         )
         self._buckets = [Bucket(i, spec, placement, routes[i], stores[i], memory) for i, spec in enumerate(plan)]
         for bucket in self._buckets:

@@ -66,8 +66,8 @@ _WEIGHT_BITS = 8
 
 
 def group_size_of(chunk_numel: int) -> int:
-    """G for a bucket whose chunks have this many elements: all of a chunk when it is smaller than GROUP_SIZE."""
-    return min(GROUP_SIZE, chunk_numel)
+    """G for a bucket whose chunks have this many elements: all of a chunk when it is smaller."""
+    return min(GROUP_SIZE, chunk_numel) or GROUP_SIZE
 
 
 class QuantisedGather:
@@ -142,17 +142,37 @@ class QuantisedReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A rank's chunk of a frozen bucket, kept as int8 and scales: y = q · s."""
+    """A rank's chunk of a frozen bucket, kept as int8 and scales: y = q · s.
 
-    q: torch.Tensor
-    scales: torch.Tensor
+    ``raw`` (n + 4 n/G,) uint8 has the scales first, then q: one run of bytes, which any tier can hold.
+    """
+
+    raw: torch.Tensor
     group_size: int
     gather: QuantisedGather
 
     @property
     def nbytes(self) -> int:
         """n + 4 n/G."""
-        return self.q.nbytes + self.scales.nbytes
+        return self.raw.nbytes
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """(n/G,) fp32."""
+        return self.raw[: self._scale_bytes].view(torch.float32)
+
+    @property
+    def q(self) -> torch.Tensor:
+        """(n,) int8."""
+        return self.raw[self._scale_bytes :].view(torch.int8)
+
+    @property
+    def _scale_bytes(self) -> int:
+        return self.raw.numel() // (self.group_size + 4) * 4
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Packed:
+        """The same on another device."""
+        return replace(self, raw=self.raw.to(device, non_blocking=non_blocking))
 
     def start(self, full: torch.Tensor, label: str) -> Handle:
         """Gather the values of all ranks into ``full``."""
@@ -174,7 +194,18 @@ class Packer:
     def __call__(self, values: torch.Tensor) -> Packed:
         """Quantise (n,) ``values``."""
         q, scales = quantise(values, bits=_WEIGHT_BITS, group_size=self._group_size)
-        return Packed(q=q, scales=scales, group_size=self._group_size, gather=self._gather)
+        return self.over(torch.cat([scales.view(torch.uint8), q.view(torch.uint8)]))
+
+    def over(self, raw: torch.Tensor) -> Packed:
+        """See :class:`~zoo.zero.routes.Packer`."""
+        return Packed(raw=raw, group_size=self._group_size, gather=self._gather)
+
+    def parts(self, numel: int, start: int, stop: int) -> tuple[int, list[tuple[int, int]]]:
+        """See :class:`~zoo.zero.routes.Packer`: whole groups."""
+        size, scale_bytes = self._group_size, numel // self._group_size * 4
+        first, last = start // size, -(-stop // size)
+        ranges = [(4 * first, 4 * last), (scale_bytes + first * size, scale_bytes + last * size)]
+        return first * size, ranges
 
     def nbytes(self, numel: int) -> int:
         """Bytes of n packed elements."""

@@ -214,13 +214,24 @@ class Routes:
     secondary: Gather | None = None
     pack: Packer | None = None
 
+    def shard_bytes(self, numel: int, itemsize: int) -> int:
+        """What a chunk of n = ``numel`` elements takes where it is kept."""
+        return self.pack.nbytes(numel) if self.pack is not None else numel * itemsize
+
 
 class Packed(Protocol):
     """A chunk that is kept in another form."""
 
     @property
+    def raw(self) -> torch.Tensor:
+        """(nbytes,) uint8: all of it."""
+
+    @property
     def nbytes(self) -> int:
         """What it takes."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Packed:
+        """The same on another device."""
 
     def start(self, full: torch.Tensor, label: str) -> Handle:
         """Gather ``full`` (P,) from the packed chunks of all ranks, which do the same."""
@@ -234,6 +245,17 @@ class Packer(Protocol):
 
     def __call__(self, values: torch.Tensor) -> Packed:
         """Pack (n,) ``values``."""
+
+    def over(self, raw: torch.Tensor) -> Packed:
+        """What the bytes of a packed chunk stand for; no copy. They begin at a multiple of 4."""
+
+    def parts(self, numel: int, start: int, stop: int) -> tuple[int, list[tuple[int, int]]]:
+        """Which bytes of n packed elements to read for the elements [start, stop).
+
+        Returns:
+            The element that they begin with, at most ``start``; and their ranges [begin, end). Put together in this
+            order they can be given to :meth:`over`.
+        """
 
     def nbytes(self, numel: int) -> int:
         """What n = ``numel`` elements take."""

@@ -19,8 +19,7 @@ def tier_bytes(buckets: Iterable[Bucket], states: dict[Tier, int]) -> dict[str, 
     """Model states of one rank between steps, by tier; gradients are those that the update takes."""
     found = dict(states)
     for bucket in buckets:
-        own = bucket.num_bytes // bucket.num_chunks
-        found[bucket.tiers.parameters] += own if bucket.partitioned else bucket.num_bytes
+        found[bucket.tiers.parameters] += bucket.shard_bytes()
         split = bucket.placement.shard_gradients
         found[bucket.tiers.states if split else Tier.DEVICE] += bucket.gradient_bytes()
     return {tier.value: num_bytes for tier, num_bytes in found.items()}
@@ -32,4 +31,4 @@ def nvme_traffic(buckets: Sequence[Bucket], updater: Updater, gathered: Gathered
     for bucket in buckets:
         if bucket.gradients_on_nvme:
             written += bucket.num_bytes // bucket.num_chunks
-    return read + gathered(lambda b: b.num_bytes // b.num_chunks if b.parameters_on_nvme else 0), written
+    return read + gathered(lambda b: b.shard_bytes() if b.parameters_on_nvme else 0), written

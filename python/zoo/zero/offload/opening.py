@@ -14,13 +14,14 @@ from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, plan_tiers
 from zoo.zero.offload.scratch import Scratch
+from zoo.zero.routes import Routes
 
 if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
 
 
 def open_stores(
-    plan: Sequence[BucketSpec], placement: Placement, config: ZeroConfig, num_ranks: int, *,
+    plan: Sequence[BucketSpec], placement: Placement, routes: Sequence[Routes], config: ZeroConfig, num_ranks: int, *,
     comm: Communicator, aio: AioConfig | Handle | None, keep_norms: bool,
 ) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
     """The tiers of each bucket and what they need; the files have their full size afterwards.
@@ -38,13 +39,15 @@ def open_stores(
     scratch: Any = DryScratch() if isinstance(comm, DryRun) else _open(comm, plan, config, aio)
     sizes = [n * spec.dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
 
-    def on_nvme(tier: Sequence[Tier]) -> list[int]:
+    packed = [r.shard_bytes(n, s.dtype.itemsize) for r, n, s in zip(routes, numels, plan, strict=True)]
+
+    def on_nvme(tier: Sequence[Tier], sizes: Sequence[int]) -> list[int]:
         return [size if where is Tier.NVME else 0 for size, where in zip(sizes, tier, strict=True)]
 
-    kept, shelf, park = on_nvme([t.parameters for t in tiers]), None, None
+    kept, shelf, park = on_nvme([t.parameters for t in tiers], packed), None, None
     if any(kept):
         shelf = scratch.shelf(parameters.nvme_path, "parameters", kept)
-    parked = on_nvme([t.states for t in tiers])
+    parked = on_nvme([t.states for t in tiers], sizes)
     if any(parked) and placement.shard_gradients and placement.keep_gradients:
         park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
     return scratch, [Stores(tiers=t, scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for t in tiers]
