@@ -328,6 +328,38 @@ fn what_is_urgent_begins_before_what_waits() {
 }
 
 #[test]
+fn closing_one_file_disturbs_no_transfer_of_another() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (path, other) = (folder.path().join("f"), folder.path().join("other"));
+    std::fs::write(&other, [0; 4096]).unwrap();
+    let alive = Arc::new(AtomicUsize::new(0));
+    let engine = Engine::new(&Settings { queue_depth: 64, ..Settings::default() }).unwrap();
+    let over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                drop(File::open(&other, Direction::Read, DirectMode::Auto, true).unwrap());
+            }
+        });
+        let target = Target::single(Arc::new(File::open(&path, Direction::Write, DirectMode::Auto, true).unwrap()));
+        let write = |k: u64| {
+            let buffer = Shifted::new(&[7; 4096], 0, &alive);
+            engine.submit(request(Direction::Write, &target, k * 4096, buffer)).unwrap()
+        };
+        for _ in 0..100 {
+            let tickets: Vec<_> = (0..64).map(write).collect();
+            let outcomes: Vec<_> = tickets.iter().map(|ticket| ticket.wait(None).unwrap()).collect();
+            let failed = outcomes.iter().find_map(|outcome| outcome.as_ref().err());
+            if failed.is_some() {
+                over.store(true, Ordering::Relaxed);
+            }
+            assert_eq!(failed, None);
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
 fn reading_past_the_end_and_a_file_that_shrinks_say_where_it_ends() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("f");

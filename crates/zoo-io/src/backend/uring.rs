@@ -156,7 +156,7 @@ impl Uring {
     /// Let go of files that were closed and regions that were dropped.
     fn forget(&mut self) {
         let closed = file::closed_so_far();
-        if closed != self.closed_files {
+        if closed != self.closed_files && self.hand_over() {
             self.closed_files = closed;
             // Registering a kept file anew costs a microsecond; which one was closed is not worth knowing.
             for slot in 0..self.files.names.len() {
@@ -178,6 +178,16 @@ impl Uring {
                 }
             }
         }
+    }
+
+    /// Let the kernel take all entries, which name files by their slots; whether it did.
+    fn hand_over(&mut self) -> bool {
+        while !self.ring.submission().is_empty() {
+            if !matches!(self.ring.submit(), Ok(taken) if taken > 0) {
+                return false;
+            }
+        }
+        true
     }
 
     fn entry(&mut self, transfer: &Transfer) -> squeue::Entry {
