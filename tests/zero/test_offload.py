@@ -153,11 +153,16 @@ def test_a_full_or_read_only_device_is_named_at_construction(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cap_that_is_too_small_is_an_error_with_the_need(tmp_path: Path) -> None:
+def test_a_cap_that_is_too_small_is_an_error_with_the_need(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OffloadError, match=r"buffers of an update take [0-9,]+ more. Raise the cap"):
         build(tmp_path, offload_host_bytes=16384)
+    caplog.clear()
     model, optimizer = build(tmp_path, offload_host_bytes=21 * 4096)
+    assert "offload_host_bytes leaves 0 bytes beside the 86,016" in caplog.text
     train(model, optimizer, range(2))
+    caplog.clear()
+    build(tmp_path, offload_host_bytes=27 * 4096)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
