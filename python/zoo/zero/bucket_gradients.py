@@ -159,7 +159,7 @@ class BucketGradients:
     def drop(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
         self.reduced = self._accumulating = self._launched = False
-        self._norm = None
+        self._norm = self._handle = None
         if self.bucket.placement.shard_gradients:
             if self.bucket.gradients_on_nvme:
                 self.bucket.park.forget(self.bucket.index)

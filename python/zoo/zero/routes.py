@@ -57,7 +57,8 @@ class Then:
     __slots__ = ("_handles", "_more", "_staged", "_then")
 
     def __init__(self, handles: Sequence[Handle], then: Callable[[], Handle | None], *, staged: bool = False) -> None:
-        self._handles, self._then, self._staged = handles, then, staged
+        self._handles, self._staged = handles, staged
+        self._then: Callable[[], Handle | None] | None = then
         self._more: Handle | None = None
 
     def advance(self) -> bool:
@@ -72,10 +73,11 @@ class Then:
 
     def _finish_stage(self) -> None:
         handles, self._handles = self._handles, ()
-        then, self._then = self._then, lambda: self._more
+        then, self._then = self._then, None
         for handle in handles:
             handle.wait()
-        self._more = then()
+        if then is not None:
+            self._more = then()
 
     def wait(self) -> None:
         """See :class:`~zoo.comm.Handle`."""
