@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.processes import run_ranks
+from tests.profiles import examples
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
@@ -21,9 +19,17 @@ def values(rank: int, size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + rank))
 
 
-@settings(max_examples=25, deadline=None)
-@given(world=st.integers(1, 8), length=st.integers(0, 9), seed=st.integers(0, 50), check=st.booleans())
-def test_collectives_compute_what_they_say(world: int, length: int, seed: int, check: bool) -> None:
+@examples(times=2)
+@given(
+    world=st.integers(1, 8),
+    length=st.integers(0, 9),
+    seed=st.integers(0, 50),
+    check=st.booleans(),
+    mode=st.sampled_from([{}, {"semantics": "nccl"}, {"transport": "pairwise"}]),
+)
+def test_collectives_compute_what_they_say(
+    world: int, length: int, seed: int, check: bool, mode: dict[str, str]
+) -> None:
     def fn(rank: int) -> None:
         comm = Communicator(check=check)
         assert (comm.rank, comm.size) == (rank, world)
@@ -50,10 +56,10 @@ def test_collectives_compute_what_they_say(world: int, length: int, seed: int, c
         comm.broadcast(tensor, world - 1).wait()
         assert torch.equal(tensor, values(world - 1, length, 3))
 
-    sim.run(world, fn, seed=seed)
+    sim.run(world, fn, seed=seed, **mode)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(times=2)
 @given(world=st.integers(1, 8), length=st.integers(0, 9), check=st.booleans())
 def test_all_to_all_transposes_the_chunks(world: int, length: int, check: bool) -> None:
     def fn(rank: int) -> None:
@@ -66,7 +72,7 @@ def test_all_to_all_transposes_the_chunks(world: int, length: int, check: bool) 
     sim.run(world, fn)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(times=2)
 @given(
     world=st.integers(1, 4),
     dims=st.permutations([0, 1, 2]),
@@ -199,35 +205,35 @@ def test_user_errors_say_what_is_allowed() -> None:
         init_distributed(timeout_s=0)
 
 
-WORKER = """
-import sys, torch, torch.distributed as dist
-from zoo.comm import Communicator
-rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-comm = Communicator()
-def data(r, n): return torch.randn(n, generator=torch.Generator().manual_seed(r))
-for n in (0, 1, 5, 100_000):
-    everyone = [data(r, world * n) for r in range(world)]
-    total = everyone[0].clone()
-    for part in everyone[1:]: total += part
-    mine = slice(rank * n, (rank + 1) * n)
-    handles = []
-    full, out, inplace = torch.empty(world * n), torch.empty(n), everyone[rank].clone()
-    handles.append(comm.all_gather(full, data(rank, n)))
-    handles.append(comm.reduce_scatter(everyone[rank].clone(), out, scale=0.25))
-    handles.append(comm.reduce_scatter(inplace, inplace[mine]))
-    out2 = torch.empty(world * n)
-    handles.append(comm.all_to_all(out2, everyone[rank].clone()))
-    for handle in handles: handle.wait()
-    assert torch.equal(out2, torch.cat([part[mine] for part in everyone]))
-    assert torch.equal(full, torch.cat([data(r, n) for r in range(world)]))
-    assert torch.equal(out, total[mine] * 0.25)
-    assert torch.equal(inplace[mine], total[mine])
-dist.barrier()
-"""
+def every_collective(rank: int, world: int) -> bool:
+    comm = Communicator()
+
+    def data(r: int, n: int) -> torch.Tensor:
+        return torch.randn(n, generator=torch.Generator().manual_seed(r))
+
+    for n in (0, 1, 5, 100_000):
+        everyone = [data(r, world * n) for r in range(world)]
+        total = everyone[0].clone()
+        for part in everyone[1:]:
+            total += part
+        mine = slice(rank * n, (rank + 1) * n)
+        full, out, inplace = torch.empty(world * n), torch.empty(n), everyone[rank].clone()
+        out2 = torch.empty(world * n)
+        handles = [
+            comm.all_gather(full, data(rank, n)),
+            comm.reduce_scatter(everyone[rank].clone(), out, scale=0.25),
+            comm.reduce_scatter(inplace, inplace[mine]),
+            comm.all_to_all(out2, everyone[rank].clone()),
+        ]
+        for handle in handles:
+            handle.wait()
+        assert torch.equal(out2, torch.cat([part[mine] for part in everyone]))
+        assert torch.equal(full, torch.cat([data(r, n) for r in range(world)]))
+        assert torch.equal(out, total[mine] * 0.25)
+        assert torch.equal(inplace[mine], total[mine])
+    torch.distributed.barrier()
+    return True
 
 
-def test_the_pairwise_transport_on_three_gloo_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER]
-    processes = [subprocess.Popen([*command, str(rank), "3", str(tmp_path / "store")]) for rank in range(3)]
-    assert [p.wait(timeout=90) for p in processes] == [0, 0, 0]
+def test_the_pairwise_transport_on_three_gloo_processes() -> None:
+    assert run_ranks(3, every_collective, 3) == dict.fromkeys(range(3), True)

@@ -1,16 +1,15 @@
-"""Groups over nodes: sub-groups, and bytes that leave a node told apart from those that stay."""
+"""Groups over nodes: bytes that leave a node told apart from those that stay."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.processes import run_ranks
+from tests.profiles import examples
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
@@ -19,7 +18,7 @@ from zoo.comm.nodes import ranks_per_node
 from zoo.layout import Mesh
 
 
-@settings(max_examples=25, deadline=None)
+@examples(times=2)
 @given(nodes=st.integers(1, 4), local=st.integers(1, 4), length=st.integers(1, 3))
 def test_bytes_are_counted_by_where_they_go(nodes: int, local: int, length: int) -> None:
     """Against what every rank would send in messages, one for each peer."""
@@ -42,42 +41,6 @@ def test_bytes_are_counted_by_where_they_go(nodes: int, local: int, length: int)
         assert comm.log.inter_bytes == 5 * piece * peers_far
 
     sim.run(world, fn)
-
-
-@settings(max_examples=25, deadline=None)
-@given(world=st.integers(1, 8), data=st.data(), check=st.booleans())
-def test_subgroups_are_communicators_of_their_members(world: int, data: st.DataObject, check: bool) -> None:
-    colours = data.draw(st.lists(st.integers(0, 2), min_size=world, max_size=world))
-
-    def fn(rank: int) -> None:
-        comm = Communicator(check=check, nodes=2)
-        members = [r for r in range(world) if colours[r] == colours[rank]]
-        for _ in range(2):  # the same members again are another group
-            part = comm.subgroup(members)
-            assert (part.rank, part.size) == (members.index(rank), len(members))
-            assert part.nodes == tuple(m // 2 for m in members)
-            tensor = torch.tensor([float(10**rank)], dtype=torch.float64)
-            part.all_reduce(tensor).wait()
-            assert tensor.item() == sum(10.0**m for m in members)
-            full = torch.empty(len(members), dtype=torch.int64)
-            part.all_gather(full, torch.tensor([rank])).wait()
-            assert full.tolist() == members
-        alone = part.subgroup([part.rank])
-        assert (alone.rank, alone.size, alone.num_local) == (0, 1, 1)
-        assert part.log is comm.log
-        assert comm.subgroup(range(world)) is comm
-
-    sim.run(world, fn)
-
-
-def test_the_members_of_a_subgroup_are_checked() -> None:
-    def fn(rank: int) -> None:
-        comm = Communicator()
-        for members in ([1 - rank], [1, 0], [0, 1, 2], [0, 0, 1]):
-            with pytest.raises(ValueError, match=f"on rank {rank} of 2; it takes ranks of the group in ascending"):
-                comm.subgroup(members)
-
-    sim.run(2, fn)
 
 
 def test_nodes_can_be_described_in_four_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,42 +104,29 @@ def test_the_table_shows_both_kinds_of_bytes() -> None:
     assert row.split()[:6] == ["all_gather", "1", "16.000", "12.000", "4.000", "8.000"]
 
 
-WORKER = """
-import json, sys, torch, torch.distributed as dist
-from datetime import timedelta
-from pathlib import Path
-from zoo.comm import Communicator
-rank, store, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-dist.init_process_group(
-    "gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(seconds=77))
-comm = Communicator(nodes=2)
-local, across = comm.subgroup([rank // 2 * 2, rank // 2 * 2 + 1]), comm.subgroup([rank % 2, rank % 2 + 2])
-found = {}
-for name, part in (("local", local), ("across", across)):
-    full = torch.empty(2, dtype=torch.int8)
-    part.all_gather(full, torch.tensor([rank], dtype=torch.int8)).wait()
-    swapped = torch.empty_like(full)
-    part.all_to_all(swapped, torch.tensor([10 * rank, 10 * rank + 1], dtype=torch.int8)).wait()
-    tensor = torch.tensor([float(rank)])
-    part.all_reduce(tensor).wait()
-    found[name] = [full.tolist(), swapped.tolist(), tensor.item()]
-    found["timeout_s"] = part.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-found["bytes"] = [comm.log.ops["all_gather"].intra_bytes, comm.log.ops["all_gather"].inter_bytes]
-(out / f"{rank}.json").write_text(json.dumps(found))
-dist.barrier()
-"""
+def gather_near_and_far(rank: int) -> dict[str, Any]:
+    comm = Communicator(nodes=2)
+    local = comm.partition([[0, 1], [2, 3]], name="local")
+    across = comm.partition([[0, 2], [1, 3]], name="across")
+    found: dict[str, Any] = {}
+    for name, part in (("local", local), ("across", across)):
+        full = torch.empty(2, dtype=torch.int8)
+        part.all_gather(full, torch.tensor([rank], dtype=torch.int8)).wait()
+        swapped = torch.empty_like(full)
+        part.all_to_all(swapped, torch.tensor([10 * rank, 10 * rank + 1], dtype=torch.int8)).wait()
+        tensor = torch.tensor([float(rank)])
+        part.all_reduce(tensor).wait()
+        found[name] = [full.tolist(), swapped.tolist(), tensor.item()]
+        found["timeout_s"] = part.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    found["bytes"] = [comm.log.ops["all_gather"].intra_bytes, comm.log.ops["all_gather"].inter_bytes]
+    torch.distributed.barrier()
+    return found
 
 
-def test_subgroups_on_gloo(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER]
-    processes = [subprocess.Popen([*command, str(r), str(tmp_path / "store"), str(tmp_path)]) for r in range(4)]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0] * 4
-    finally:
-        for process in processes:
-            process.kill()
+def test_partitions_on_gloo() -> None:
+    everything = run_ranks(4, gather_near_and_far, group_timeout_s=77)
     for rank in range(4):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        found = everything[rank]
         near, far = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
         assert found["local"] == [near, [10 * r + rank % 2 for r in near], sum(near)]
         assert found["across"] == [far, [10 * r + rank // 2 for r in far], sum(far)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -18,7 +19,6 @@ seeds = st.integers(0, 10_000)
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple)
 floats = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8])
-few = settings(max_examples=15, deadline=None)
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
@@ -39,7 +39,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
 
 
-@few
+@examples(times=2)
 @given(world=worlds, shape=shapes, dtype=dtypes, seed=seeds)
 def test_reductions_sum_in_rank_order_and_agree_bitwise(world, shape, dtype, seed):
     def fn(rank: int):
@@ -71,7 +71,7 @@ def test_reductions_sum_in_rank_order_and_agree_bitwise(world, shape, dtype, see
             assert same(scattered, expected[rank])
 
 
-@few
+@examples(times=2)
 @given(world=worlds, seed=seeds, dtype=floats)
 def test_every_reduce_op(world, seed, dtype):
     names = ["AVG", "PRODUCT", "MIN", "MAX"]
@@ -112,7 +112,7 @@ def test_every_reduce_op(world, seed, dtype):
             assert same(result[name], value), name
 
 
-@few
+@examples(times=2)
 @given(world=worlds, shape=shapes, dtype=dtypes, seed=seeds, root=st.integers(0, 7))
 def test_gathers_scatters_and_broadcast(world, shape, dtype, seed, root):
     root %= world
@@ -142,7 +142,7 @@ def test_gathers_scatters_and_broadcast(world, shape, dtype, seed, root):
             assert all(same(left, right) for left, right in zip(at_root, values, strict=True))
 
 
-@few
+@examples(times=2)
 @given(world=worlds, seed=seeds, data_=st.data())
 def test_uneven_exchanges(world, seed, data_):
     sizes = data_.draw(

@@ -12,10 +12,13 @@ training systems are built from. It adds three things to torch's own functions:
 """
 
 from zoo.comm.check import CollectiveMismatchError
-from zoo.comm.communicator import Communicator, init_distributed
+from zoo.comm.communicator import Communicator
 from zoo.comm.exchange import exchange
+from zoo.comm.failures import RankFailedError, report_uncaught, together
+from zoo.comm.handles import DONE, Handle
+from zoo.comm.launch import init_distributed
 from zoo.comm.log import CommsLog, OpStats
-from zoo.comm.transport import DONE, Handle
+from zoo.comm.messages import Recv, Send
 
 __all__ = [
     "DONE",
@@ -24,6 +27,11 @@ __all__ = [
     "Communicator",
     "Handle",
     "OpStats",
+    "RankFailedError",
+    "Recv",
+    "Send",
     "exchange",
     "init_distributed",
+    "report_uncaught",
+    "together",
 ]

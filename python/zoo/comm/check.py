@@ -45,3 +45,18 @@ def verify(group: Any, description: str, device: torch.device) -> None:
         "Every rank must issue the same collectives in the same order; look for a branch that depends on the rank or "
         "on the data, or for a module that only some ranks run."
     )
+
+
+def verify_splits(everyone: list[tuple[list[int], list[int]]]) -> None:
+    """Raise :class:`CollectiveMismatchError` unless what each rank gives to each other is what that one expects.
+
+    ``everyone`` has (rows from each rank, rows to each rank), of every rank.
+    """
+    for source, (_, given) in enumerate(everyone):
+        for target, (expected, _) in enumerate(everyone):
+            if given[target] != expected[source]:
+                raise CollectiveMismatchError(
+                    f"The ranks of this group disagree about an all-to-all: rank {source} gives {given[target]} rows "
+                    f"to rank {target}, which expects {expected[source]} (in_splits {given} on rank {source}, "
+                    f"out_splits {expected} on rank {target})."
+                )

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zoo.comm.check import verify
-from zoo.comm.log import CommsLog, OpStats
-from zoo.comm.nodes import Nodes, node_of_each, ranks_of
-from zoo.comm.transport import DONE, Handle, choose_transport
-
-
-class _Timed:
-    """A handle that adds its span to a row of the log when it completes."""
-
-    __slots__ = ("_inner", "_row", "_start")
-
-    def __init__(self, inner: Handle, row: OpStats) -> None:
-        self._inner, self._row = inner, row
-        self._start = time.perf_counter()
-
-    def wait(self) -> None:
-        self._inner.wait()
-        if self._start:
-            self._row.time_s += time.perf_counter() - self._start
-            self._start = 0.0
+from zoo.comm.check import verify, verify_splits
+from zoo.comm.failures import explained, report
+from zoo.comm.groups import check_partition, make_groups, of_mesh
+from zoo.comm.handles import DONE, Handle, Pending
+from zoo.comm.log import CommsLog, OpStats, wire_bytes
+from zoo.comm.messages import Message, Recv, Send, check_messages, post, post_checked
+from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
+from zoo.comm.objects import pack, unpack
+from zoo.comm.transport import choose_transport
 
 
 class Communicator:
@@ -56,6 +42,10 @@ class Communicator:
     All buffers are flat and contiguous. Chunk r of a full buffer (N*n,) belongs to group rank r.
     """
 
+    nodes: tuple[int, ...] | None
+    num_local: int | None
+    _owns: bool
+
     def __init__(
         self, group: Any = None, *, log: CommsLog | None = None, check: bool = False, nodes: Nodes = None
     ) -> None:
@@ -63,21 +53,21 @@ class Communicator:
             members = ranks_of(group)
             if members is not None:
                 nodes = [i // group.shape[1] for i in range(len(members))] if nodes is None else nodes
-                group = None if members == list(range(dist.get_world_size())) else _new_group(members, None)
-            elif group.ndim != 1:
+                self._along(group, (NODE, LOCAL), log, check, nodes)
+                return
+            if group.ndim != 1:
                 raise ValueError(
                     f"Communicator got a DeviceMesh with {group.ndim} dimensions {group.mesh_dim_names}; it works on "
                     "one axis: pass mesh['axis_name'] or mesh.get_group('axis_name'), or a mesh of the axes "
                     "('node', 'local')."
                 )
-            else:
-                group = group.get_group()
+            group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("Communicator got a process group that this rank is not a member of.")
         self.group = group
         self.log = log if log is not None else CommsLog()
         self.check = check
-        self._sequence = 0
+        self._begin(owns=False)
         if group is None and not dist.is_initialized():
             self.rank, self.size, self.backend, self._ranks = 0, 1, "local", [0]
         else:
@@ -92,38 +82,125 @@ class Communicator:
         self.nodes = node_of_each(nodes, self._ranks)
         self.num_local = None if self.nodes is None else self.nodes.count(self.nodes[self.rank])
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of each rank of the group: its global rank."""
+        return tuple(self._ranks)
+
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
 
-    def subgroup(self, members: Sequence[int]) -> Communicator:
-        """The communicator of some ranks of this group, which counts in the same log. Collective over ``members``.
+    @classmethod
+    def of_axes(
+        cls, mesh: Any, axes: Sequence[str], *, log: CommsLog | None = None, check: bool = False, nodes: Nodes = None
+    ) -> Communicator:
+        """The ranks along some axes of a DeviceMesh, flattened in the order of the mesh. Collective over the mesh.
+
+        With axes (a, b) of the sizes (A, B), in the mesh's order, the rank at (i, j) is number i·B + j of its group.
+        The group belongs to the communicator, which :meth:`close` destroys; the axes have it made anew each time.
 
         Args:
-            members: ranks of this group in ascending order, this rank among them.
+            mesh: a DeviceMesh with names, of all ranks or of some.
+            axes: some of its names, in any order.
+            log, check, nodes: as in the class.
 
         Raises:
-            ValueError: ``members`` is not that.
+            ValueError: names that the mesh does not have.
         """
-        members = list(members)
-        if self.rank not in members or members != sorted({m for m in members if 0 <= m < self.size}):
-            raise ValueError(
-                f"subgroup got the ranks {members} on rank {self.rank} of {self.size}; it takes ranks of the group in "
-                "ascending order, the calling one among them."
-            )
-        if len(members) == self.size:
-            return self
-        found = Communicator.__new__(Communicator)
-        found.log, found.check, found._sequence, found._transport = self.log, self.check, 0, None
-        found._ranks = [self._ranks[m] for m in members]
-        found.rank, found.size, found.backend = members.index(self.rank), len(members), "local"
-        found.nodes = found.num_local = None
-        if self.nodes is not None:
-            found.know_nodes([self.nodes[m] for m in members])
-        found.group = None
-        if found.size > 1:
-            found.group, found.backend = _new_group(found._ranks, self.group), self.backend
-            found._transport = choose_transport(found.group, found.backend)
+        found = cls.__new__(cls)
+        found._along(mesh, axes, log, check, nodes)
         return found
+
+    def _along(self, mesh: Any, axes: Sequence[str], log: CommsLog | None, check: bool, nodes: Nodes) -> None:
+        groups = of_mesh(mesh, axes)
+        mine = next((ranks for ranks in groups if dist.get_rank() in ranks), None)
+        if mine is None:
+            raise ValueError(f"of_axes got a mesh of the ranks {mesh.mesh.tolist()} on rank {dist.get_rank()}.")
+        whole = 1 < len(mine) == dist.get_world_size() and mine == sorted(mine)
+        group = dist.group.WORLD if whole else make_groups(groups, "-".join(axes), None)
+        self._own(group, mine, log if log is not None else CommsLog(), check)
+        self._owns = self._owns and not whole
+        self.know_nodes(nodes)
+
+    def _own(self, group: Any, ranks: Sequence[int], log: CommsLog, check: bool) -> None:
+        """Begin as the communicator of these global ranks over a group that this one destroys; None for one rank."""
+        self.group, self._ranks, self.log, self.check = group, list(ranks), log, check
+        self.rank, self.size = self._ranks.index(dist.get_rank()) if len(ranks) > 1 else 0, len(self._ranks)
+        self.backend = "local" if group is None else str(dist.get_backend(group))
+        self._begin(owns=group is not None)
+        self._transport = None if group is None else choose_transport(group, self.backend)
+
+    def _begin(self, *, owns: bool) -> None:
+        self._sequence, self._owns, self._closed = 0, owns, False
+        self._parts: dict[Any, Communicator] = {}
+        self.nodes, self.num_local = None, None
+
+    def partition(self, groups: Sequence[Sequence[int]], *, name: str) -> Communicator:
+        """This rank's communicator among disjoint groups of the ranks of this one. Collective over this group.
+
+        It counts in the same log. Asking again for the same groups under the same name gives the same communicator;
+        other names give groups of their own. Other ranks of the job do not take part, and later groups of theirs and of
+        this rank keep their names.
+
+        Args:
+            groups: ranks of this group; each of them is in one group, and every rank gives all the groups. The order in
+                a group is that of the new communicator.
+            name: of the groups, the same on all ranks.
+
+        Raises:
+            ValueError: ``groups`` is not that, or the communicator is closed.
+        """
+        self._check_open()
+        lists = check_partition(groups, self.size)
+        key = name, tuple(map(tuple, lists))
+        if key not in self._parts:
+            if self.check:
+                self.agree(f"partition {name!r}", str(lists))
+            self._parts[key] = self._part(lists, name)
+        return self._parts[key]
+
+    def duplicate(self, name: str) -> Communicator:
+        """A communicator of the same ranks over a process group of its own, which counts in the same log. Collective.
+
+        What is in flight on one never waits for, or pairs with, what is in flight on the other. Asking again for the
+        same name gives the same communicator.
+        """
+        self._check_open()
+        if name not in self._parts:
+            self._parts[name] = self._part([list(range(self.size))], name, share=False)
+        return self._parts[name]
+
+    def _part(self, lists: list[list[int]], name: str, *, share: bool = True) -> Communicator:
+        mine = next(ranks for ranks in lists if self.rank in ranks)
+        if share and mine == list(range(self.size)):
+            return self
+        group = None
+        if self.size > 1:
+            group = make_groups([[self._ranks[r] for r in ranks] for ranks in lists], name, self.group)
+        found = Communicator.__new__(Communicator)
+        found._own(group, [self._ranks[r] for r in mine], self.log, self.check)
+        if self.nodes is not None:
+            found.know_nodes([self.nodes[r] for r in mine])
+        return found
+
+    def close(self) -> None:
+        """Destroy the process groups that this communicator made, and its own if it was made by another.
+
+        Every rank of a group closes it; nothing may be in flight. Afterwards the communicator refuses to be used,
+        unless its group was given: then it has only lost its parts. Closing again does nothing.
+        """
+        parts, self._parts = self._parts, {}
+        for part in parts.values():
+            if part is not self:
+                part.close()
+        if self._owns and not self._closed:
+            self._closed = True
+            if dist.is_initialized():  # else it went away with the default group
+                dist.destroy_process_group(self.group)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self!r} was closed; make another one, or close it after its last use.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         # A group cannot be copied: a copied model talks over the group, and into the log, of the original.
@@ -142,7 +219,8 @@ class Communicator:
                 full.copy_(shard)
             return DONE
         self._agree("all_gather", full, label)
-        return self._timed("all_gather", full, self._transport.all_gather(full, shard))
+        transport = self._transport
+        return self._issue("all_gather", full, lambda: transport.all_gather(full, shard, label))
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
         """``out = scale * sum_r full_r[rank*n:(rank+1)*n]``, added in rank order on gloo and simulated ranks.
@@ -160,7 +238,8 @@ class Communicator:
                 out.mul_(scale)
             return DONE
         self._agree("reduce_scatter", full, label)
-        return self._timed("reduce_scatter", full, self._transport.reduce_scatter(full, out, scale))
+        transport = self._transport
+        return self._issue("reduce_scatter", full, lambda: transport.reduce_scatter(full, out, scale, label))
 
     def all_to_all(self, out: torch.Tensor, given: torch.Tensor, *, label: str = "") -> Handle:
         """``out[r*n:(r+1)*n] = given of rank r [rank*n:(rank+1)*n]``, for every r: chunk r goes to rank r.
@@ -182,8 +261,60 @@ class Communicator:
             out.copy_(given)
             return DONE
         self._agree("all_to_all", given, label)
-        work = dist.all_to_all_single(out, given, group=self.group, async_op=True)
-        return self._timed("all_to_all", given, work)
+        group = self.group
+        return self._issue(
+            "all_to_all", given, lambda: Pending([dist.all_to_all_single(out, given, group=group, async_op=True)])
+        )
+
+    def all_to_all_uneven(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        *,
+        label: str = "",
+    ) -> Handle:
+        """As :meth:`all_to_all` with chunks of any sizes: ``in_splits[r]`` rows of ``given`` go to rank r.
+
+        Args:
+            out: (sum of out_splits, …) output, contiguous, no part of ``given``; the rows of rank 0 come first.
+            given: (sum of in_splits, …) input of the same dtype and row size; must not change until the handle
+                completes.
+            out_splits: (N,) rows that come from each rank: what that rank has in its ``in_splits`` for this one.
+            in_splits: (N,) rows that go to each rank.
+            label: see :meth:`all_gather`.
+
+        Raises:
+            ValueError: splits that do not add up; with the check also: splits of two ranks that do not fit, on all.
+        """
+        for side, tensor, splits in (("out", out, out_splits), ("in", given, in_splits)):
+            if len(splits) != self.size or sum(splits) != len(tensor) or min(splits) < 0:
+                raise ValueError(
+                    f"all_to_all_uneven got {side}_splits={list(splits)} for {len(tensor)} rows on {self.size} ranks; "
+                    f"it takes {self.size} numbers of rows that sum to {len(tensor)}."
+                )
+        if self.size == 1:
+            out.copy_(given)
+            return DONE
+        self._agree("all_to_all_uneven", given[:0], label)
+        if self.check:
+            verify_splits(self.all_gather_object((list(out_splits), list(in_splits))))
+        row_bytes = given[:1].numel() * given.element_size()
+        near = (
+            sum(in_splits)
+            if self.nodes is None
+            else sum(n for n, node in zip(in_splits, self.nodes, strict=True) if node == self.nodes[self.rank])
+        )
+        wire, inter = (sum(in_splits) - in_splits[self.rank]) * row_bytes, (sum(in_splits) - near) * row_bytes
+        bytes_ = given.numel() * given.element_size(), wire, 0 if self.nodes is None else wire - inter, inter
+        group, rows = self.group, (list(out_splits), list(in_splits))
+        return self._issue(
+            "all_to_all",
+            given,
+            lambda: Pending([dist.all_to_all_single(out, given, rows[0], rows[1], group, True)]),
+            self.log.sent("all_to_all", *bytes_),
+        )
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
         """``tensor = op over ranks`` in place; ``op`` is "sum", "max" or "min"."""
@@ -193,8 +324,10 @@ class Communicator:
         if self.size == 1:
             return DONE
         self._agree(f"all_reduce[{op}]", tensor)
-        work = dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True)
-        return self._timed("all_reduce", tensor, work)
+        group = self.group
+        return self._issue(
+            "all_reduce", tensor, lambda: Pending([dist.all_reduce(tensor, reduce_op, group=group, async_op=True)])
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
         """Every rank's ``tensor`` becomes that of group rank ``src``, in place."""
@@ -204,8 +337,120 @@ class Communicator:
             return DONE
         self._agree(f"broadcast[src={src}]", tensor)
         root = src if self.group is None else dist.get_global_rank(self.group, src)
-        work = dist.broadcast(tensor, root, group=self.group, async_op=True)
-        return self._timed("broadcast", tensor, work)
+        group = self.group
+        return self._issue(
+            "broadcast", tensor, lambda: Pending([dist.broadcast(tensor, root, group=group, async_op=True)])
+        )
+
+    def send(self, tensor: torch.Tensor, dst: int, *, label: str = "") -> Handle:
+        """``tensor`` goes to group rank ``dst``; it must not change until the handle completes. See :meth:`batch`."""
+        return self.batch([Send(tensor, dst, label)])
+
+    def recv(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Handle:
+        """``tensor`` becomes what group rank ``src`` sends. See :meth:`batch`."""
+        return self.batch([Recv(tensor, src, label)])
+
+    def batch(self, messages: Sequence[Message]) -> Handle:
+        """Issue sends and receives together, as one operation; the handle is for all of them.
+
+        Messages of a pair of ranks in one direction match in the order of their issue. On nccl all operations on one
+        communicator run in one order on each rank: two ranks that send to each other before they receive have to batch
+        it, and messages that must not wait for collectives have to go over a communicator of their own
+        (:meth:`duplicate`).
+
+        Args:
+            messages: :class:`Send` and :class:`Recv` of contiguous tensors, to and from other ranks of the group.
+
+        Raises:
+            ValueError: a rank or tensor that cannot be meant.
+            CollectiveMismatchError: from ``wait`` on both ends, with the check, if they differ in size, dtype or label.
+        """
+        self._check_open()
+        check_messages(messages, self.rank, self.size)
+        rows = []
+        for message in messages:
+            near = self.nodes is not None and self.nodes[message.peer] == self.nodes[self.rank]
+            num_bytes = message.tensor.numel() * message.tensor.element_size()
+            op = "send" if isinstance(message, Send) else "recv"
+            rows.append(self.log.issued(op, num_bytes, 2, None if self.nodes is None else 1 + near))
+        if not messages:
+            return DONE
+        group = self.group if self.group is not None else dist.group.WORLD
+
+        def start() -> Pending:
+            if self.check:
+                return Pending(post_checked(messages, group, self.rank))
+            # One message of a kind: a failure can be laid to its peer. In a batch nobody knows.
+            peers = [self._ranks[messages[0].peer]] if len({m.peer for m in messages}) == 1 else None
+            return Pending(post(messages, group, [0] * len(messages)), None, peers)
+
+        return self._issue("batch", messages[0].tensor, start, rows[0])
+
+    def barrier(self) -> None:
+        """Return when all ranks of the group have come here."""
+        if self.size > 1:
+            self._agree("barrier", torch.empty(0))
+            group = self.group
+            row = self.log.sent("barrier", 0, 0, 0, 0)
+            self._issue(
+                "barrier", torch.empty(0), lambda: Pending([dist.barrier(group=group, async_op=True)]), row
+            ).wait()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The ``value`` of every rank, in rank order. It is pickled: never a thing whose content comes from a file."""
+        if self._transport is None:
+            return [value]
+        mine = pack(value, self._device)
+        self._agree("all_gather_object", mine[:0])
+        sizes = torch.empty(self.size, dtype=torch.int64, device=self._device)
+        size, transport, label = torch.tensor([mine.numel()], device=self._device), self._transport, "all_gather_object"
+        row = self.log.sent("all_gather_object", 0, 0, 0, 0)
+        self._issue(label, sizes, lambda: transport.all_gather(sizes, size, label), row).wait()
+        each: list[int] = sizes.tolist()
+        full = torch.zeros(self.size * max(each), dtype=torch.uint8, device=self._device)
+        shard = full.chunk(self.size)[self.rank]
+        shard[: mine.numel()] = mine
+        row.add(full.numel(), *wire_bytes(label, full.numel(), self.size, self.num_local))
+        self._issue(label, full, lambda: transport.all_gather(full, shard, label), row).wait()
+        return [unpack(part[:n]) for part, n in zip(full.chunk(self.size), each, strict=True)]
+
+    def broadcast_object(self, value: Any = None, src: int = 0) -> Any:
+        """The ``value`` of group rank ``src``; what other ranks give is not looked at. Pickled, as above."""
+        if not 0 <= src < self.size:
+            raise ValueError(f"broadcast_object got src={src}; the group has ranks 0 to {self.size - 1}.")
+        if self.size == 1:
+            return value
+        mine = pack(value if self.rank == src else None, self._device)
+        self._agree(f"broadcast_object[src={src}]", mine[:0])
+        root = src if self.group is None else dist.get_global_rank(self.group, src)
+        group, size = self.group, torch.tensor([mine.numel()], device=self._device)
+        row = self.log.sent("broadcast_object", 0, 0, 0, 0)
+
+        def give(tensor: torch.Tensor) -> None:
+            self._issue(
+                "broadcast_object", tensor, lambda: Pending([dist.broadcast(tensor, root, group, async_op=True)]), row
+            ).wait()
+
+        give(size)
+        data = mine if self.rank == src else torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        row.add(data.numel(), *wire_bytes("broadcast_object", data.numel(), self.size, self.num_local))
+        give(data)
+        return value if self.rank == src else unpack(data)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks of the job that this one leaves with ``error``. Waits for nobody.
+
+        A rank whose wait fails or times out, on any communicator, then raises a :class:`~zoo.comm.RankFailedError` that
+        names this rank and what it said. To be called where an exception leaves a rank's program: no other rank hears
+        of it before its own wait ends.
+        """
+        report(error)
+
+    @property
+    def _device(self) -> torch.device:
+        """Of what the communicator itself sends."""
+        on_gpu = self.backend == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
         """Raise :class:`~zoo.comm.CollectiveMismatchError` on all ranks unless all pass the same ``value``."""
@@ -213,42 +458,24 @@ class Communicator:
             verify(self.group, f"{what} {value}", device or torch.device("cpu"))
 
     def _agree(self, op: str, tensor: torch.Tensor, label: str = "") -> None:
+        self._check_open()
         if self.check:
             self._sequence += 1
             dtype = str(tensor.dtype).removeprefix("torch.")
             what = f"{op} of {tensor.numel()} {dtype}{' (' + label + ')' if label else ''}"
-            verify(self.group, f"{what} as its collective number {self._sequence}", tensor.device)
+            try:
+                verify(self.group, f"{what} as its collective number {self._sequence}", tensor.device)
+            except RuntimeError as error:
+                raise explained(error) from error
 
-    def _timed(self, op: str, tensor: torch.Tensor, handle: Any) -> Handle:
-        row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size, self.num_local)
-        return _Timed(handle, row)
-
-
-def _new_group(ranks: list[int], parent: Any) -> Any:
-    # Only its members take part, whatever groups other ranks make meanwhile. Timeouts are not inherited by themselves.
-    parent = parent if parent is not None else dist.group.WORLD
-    device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
-    timeout = getattr(getattr(parent._get_backend(device), "options", None), "_timeout", None)
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-
-
-def init_distributed(*, backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
-    """Join the process group that torchrun's environment describes, if there is one and it is not joined yet.
-
-    Args:
-        backend: "nccl", "gloo", …; by default nccl when CUDA is available, else gloo.
-        timeout_s: after this long without an answer from a peer an operation fails instead of waiting on.
-
-    Returns:
-        (rank, world size); (0, 1) when no launcher set RANK and WORLD_SIZE.
-    """
-    if timeout_s <= 0:
-        raise ValueError(f"init_distributed got timeout_s={timeout_s}; it must be a positive number of seconds.")
-    if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return 0, 1
-        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return dist.get_rank(), dist.get_world_size()
+    def _issue(self, op: str, tensor: torch.Tensor, start: Callable[[], Pending], row: OpStats | None = None) -> Handle:
+        """Start an operation, count it (where it has no row yet) and time it."""
+        if row is None:
+            row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size, self.num_local)
+        try:
+            return start().timed(row, tensor.is_cuda)
+        except Exception as error:  # a backend may know already that a peer is gone
+            found = explained(error)
+            if found is error:
+                raise
+            raise found from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -13,8 +14,9 @@ class OpStats:
     ``message_bytes`` is the size of the whole logical buffer (the gathered tensor, the tensor to reduce);
     ``wire_bytes`` is what this rank has to send with a bandwidth-optimal algorithm, the convention of nccl-tests'
     "bus bandwidth": with N ranks, (N-1)/N of the message for all-gather, reduce-scatter and all-to-all, 2(N-1)/N for
-    all-reduce, the message itself for broadcast. ``time_s`` runs from issuing an operation to its completion, so for
-    overlapped operations it includes the computation they hide behind.
+    all-reduce, the message itself for broadcast and for a send, nothing for a receive. ``time_s`` runs from issuing an
+    operation to its completion, so for overlapped operations it includes the computation they hide behind. On CUDA it
+    is the time between two events of the stream; nobody waits for them, so the last operations may still be missing.
 
     Where the communicator knows the nodes, ``intra_bytes`` are the wire bytes for ranks of the same node and
     ``inter_bytes`` those for other nodes, as if every message went straight to the rank that needs it: each of the N-1
@@ -27,12 +29,29 @@ class OpStats:
     wire_bytes: int = 0
     intra_bytes: int = 0
     inter_bytes: int = 0
-    time_s: float = 0.0
+    host_time_s: float = 0.0
+    spans: list[tuple[Any, Any]] = field(default_factory=list, repr=False, compare=False)
+
+    def add(self, message_bytes: int, wire: int, intra: int, inter: int) -> None:
+        """Count bytes: of the message, sent in all, to the same node, to other nodes."""
+        self.message_bytes += message_bytes
+        self.wire_bytes += wire
+        self.intra_bytes += intra
+        self.inter_bytes += inter
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of the operations that are complete."""
+        while self.spans and self.spans[0][1].query():
+            begin, end = self.spans.pop(0)
+            self.host_time_s += begin.elapsed_time(end) / 1e3
+        return self.host_time_s
 
     @property
     def bus_bandwidth(self) -> float:
         """Wire bytes per second, 0.0 before anything was timed."""
-        return self.wire_bytes / self.time_s if self.time_s > 0 else 0.0
+        time_s = self.time_s
+        return self.wire_bytes / time_s if time_s > 0 else 0.0
 
 
 WIRE_FACTOR: dict[str, Callable[[int], float]] = {
@@ -41,6 +60,11 @@ WIRE_FACTOR: dict[str, Callable[[int], float]] = {
     "all_to_all": lambda n: (n - 1) / n,
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "broadcast": lambda n: 1.0 if n > 1 else 0.0,
+    "all_gather_object": lambda n: (n - 1) / n,
+    "broadcast_object": lambda n: 1.0 if n > 1 else 0.0,
+    "barrier": lambda n: 0.0,
+    "send": lambda n: 1.0,
+    "recv": lambda n: 0.0,
 }
 
 
@@ -64,15 +88,17 @@ class CommsLog:
 
     def issued(self, op: str, message_bytes: int, group_size: int, num_local: int | None = None) -> OpStats:
         """Count one call of ``op``; returns the row so that the caller can add the time when it completes."""
+        return self.sent(op, message_bytes, *wire_bytes(op, message_bytes, group_size, num_local))
+
+    def sent(self, op: str, message_bytes: int, wire: int, intra: int, inter: int) -> OpStats:
+        """As :meth:`issued`, where the bytes are known by where they go: all, to the same node, to other nodes."""
         row = self.ops.get(op)
         if row is None:
             row = self.ops[op] = OpStats()
         row.count += 1
-        row.message_bytes += message_bytes
-        sent, intra, inter = wire_bytes(op, message_bytes, group_size, num_local)
-        row.wire_bytes += sent
-        row.intra_bytes += intra
-        row.inter_bytes += inter
+        row.add(message_bytes, wire, intra, inter)
+        if len(row.spans) > 256:  # take in what is complete, so that they do not pile up
+            row.time_s  # noqa: B018
         return row
 
     @property

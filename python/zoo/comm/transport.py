@@ -8,57 +8,37 @@ which rank computes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import zlib
+from collections.abc import Iterator
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-# Messages of the pairwise collectives carry a tag of their own, so that they never meet a user's send and receive.
-_TAG = 0x200
+from zoo.comm.handles import Pending
 
+# Messages of the pairwise collectives have tags from here on, a user's send and receive have small ones. The lower bits
+# are the number of the collective on its group and a fingerprint of it: of two collectives in different order on two
+# ranks, and of two different ones at the same place, no message meets one of the other.
+_TAGS = 1 << 30
+_NUMBER_BITS, _PRINT_BITS = 16, 14
 
-class Handle(Protocol):
-    """A collective in flight. ``wait`` returns when the result is in place; calling it again does nothing."""
-
-    def wait(self) -> None:
-        """Block until this rank's part is complete (on CUDA: until the current stream will see it)."""
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-DONE: Handle = _Done()
-
-
-class Pending:
-    """Works to wait for, then a function to run once (the additions and scaling after the last message)."""
-
-    __slots__ = ("_after", "_works")
-
-    def __init__(self, works: list[Any], after: Callable[[], None] | None = None) -> None:
-        self._works = works
-        self._after = after
-
-    def wait(self) -> None:
-        """Wait for every work, then run the final function."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        after, self._after = self._after, None
-        if after is not None:
-            after()
+# Collectives are numbered for each group, whoever makes them: several communicators may share one.
+_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 class Transport(Protocol):
-    """The two collectives whose route depends on the backend. Chunk r of a full buffer belongs to group rank r."""
+    """The two collectives whose route depends on the backend. Chunk r of a full buffer belongs to group rank r.
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Handle:
+    ``label`` says what travels: the same on all ranks.
+    """
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str = "") -> Pending:
         """Fill ``full`` (N*n,) with every rank's ``shard`` (n,); ``shard`` may be this rank's chunk of ``full``."""
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float) -> Handle:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """``out`` (n,) = scale * sum over ranks of this rank's chunk of ``full``; ``out`` may be that chunk."""
 
 
@@ -68,11 +48,11 @@ class NativeTransport:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Handle:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str = "") -> Pending:
         """See :class:`Transport`."""
         return Pending([dist.all_gather_into_tensor(full, shard, group=self._group, async_op=True)])
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float) -> Handle:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """See :class:`Transport`."""
         work = dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
         return Pending([work], (lambda: _scale(out, scale)) if scale != 1.0 else None)
@@ -87,29 +67,41 @@ class PairwiseTransport:
         self._size = dist.get_world_size(self._group)
         # Everyone starts with another peer, so that no rank is asked by all the others at once.
         self._peers = [(self._rank + k) % self._size for k in range(1, self._size)]
+        ranks = dist.get_process_group_ranks(self._group)
+        self._peer_ranks = [ranks[peer] for peer in self._peers]
+        self._numbers = _numbers.setdefault(self._group, itertools.count())
+        self._prints: dict[tuple[str, int, torch.dtype, str], int] = {}
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Handle:
+    def _tag(self, op: str, full: torch.Tensor, label: str) -> int:
+        """The tag of all messages of the next collective of this group."""
+        key = op, full.numel(), full.dtype, label
+        found = self._prints.get(key)
+        if found is None:
+            found = self._prints[key] = zlib.crc32(repr(key).encode()) % (1 << _PRINT_BITS)
+        return _TAGS | next(self._numbers) % (1 << _NUMBER_BITS) << _PRINT_BITS | found
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str = "") -> Pending:
         """See :class:`Transport`."""
         chunks = full.chunk(self._size)
         mine = chunks[self._rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        group = self._group
-        works = [group.recv([chunks[peer]], peer, _TAG) for peer in self._peers]
-        works += [group.send([shard], peer, _TAG) for peer in self._peers]
-        return Pending(works)
+        group, tag = self._group, self._tag("all_gather", full, label)
+        works = [group.recv([chunks[peer]], peer, tag) for peer in self._peers]
+        works += [group.send([shard], peer, tag) for peer in self._peers]
+        return Pending(works, None, self._peer_ranks)
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float) -> Handle:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """See :class:`Transport`."""
         chunks = full.chunk(self._size)
         received = full.new_empty(self._size - 1, out.numel())
         parts: list[torch.Tensor] = list(chunks)
         for slot, peer in enumerate(self._peers):
             parts[peer] = received[slot]
-        group = self._group
-        works = [group.recv([parts[peer]], peer, _TAG) for peer in self._peers]
-        works += [group.send([chunks[peer]], peer, _TAG) for peer in self._peers]
-        return Pending(works, lambda: _add_in_rank_order(parts, out, scale))
+        group, tag = self._group, self._tag("reduce_scatter", full, label)
+        works = [group.recv([parts[peer]], peer, tag) for peer in self._peers]
+        works += [group.send([chunks[peer]], peer, tag) for peer in self._peers]
+        return Pending(works, lambda: _add_in_rank_order(parts, out, scale), self._peer_ranks)
 
 
 def _add_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:
@@ -128,5 +120,7 @@ def _scale(out: torch.Tensor, scale: float) -> None:
 
 
 def choose_transport(group: Any, backend: str) -> Transport:
-    """The transport for a process group of this backend."""
-    return PairwiseTransport(group) if backend == "gloo" else NativeTransport(group)
+    """The transport for a process group of this backend; a group that has a ``zoo_transport`` says itself which."""
+    asked = getattr(group if group is not None else dist.group.WORLD, "zoo_transport", None)
+    pairwise = backend == "gloo" if asked is None else asked == "pairwise"
+    return PairwiseTransport(group) if pairwise else NativeTransport(group)

@@ -6,9 +6,16 @@ file for what it guarantees.
 
 from __future__ import annotations
 
-from zoo.sim.errors import DeadlockError, DivergenceError, PeerLostError, RankError, SimTimeoutError
+from zoo.sim.errors import (
+    DeadlockError,
+    DivergenceError,
+    PeerLostError,
+    RankError,
+    SimTimeoutError,
+    WaitTimeoutError,
+)
 from zoo.sim.faults import Crash, Delay, Fault
-from zoo.sim.runner import run
+from zoo.sim.runner import defaults, run
 from zoo.sim.trace import Event, Trace
 
 __all__ = [
@@ -22,5 +29,7 @@ __all__ = [
     "RankError",
     "SimTimeoutError",
     "Trace",
+    "WaitTimeoutError",
+    "defaults",
     "run",
 ]

@@ -14,6 +14,7 @@ from zoo.sim.scheduler import ranks_text
 
 if TYPE_CHECKING:
     from zoo.sim.matching import GroupState
+    from zoo.sim.order import Entry
 
 __all__ = ["Call", "user_line"]
 
@@ -65,6 +66,7 @@ class Call:
     done: bool = False
     error: BaseException | None = None
     source: int | None = None
+    entry: Entry | None = None
 
     @property
     def rank(self) -> int:

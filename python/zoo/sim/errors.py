@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DeadlockError", "DivergenceError", "PeerLostError", "RankError", "SimTimeoutError"]
+__all__ = ["DeadlockError", "DivergenceError", "PeerLostError", "RankError", "SimTimeoutError", "WaitTimeoutError"]
 
 
 class DeadlockError(RuntimeError):
@@ -49,6 +49,14 @@ class PeerLostError(RuntimeError):
 
 class SimTimeoutError(RuntimeError):
     """A rank held the baton for longer than ``timeout_s`` without communicating; the message has its stack."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class WaitTimeoutError(RuntimeError):
+    """A wait with a timeout is over and nobody can bring what it waits for; ``ranks`` are those that did not come."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from zoo.sim._guards import internal
 from zoo.sim.calls import Call
 from zoo.sim.errors import DivergenceError, Stop
 from zoo.sim.matching import GroupState
+from zoo.sim.order import Entry
 from zoo.sim.trace import Event
 from zoo.sim.work import SimWork
 from zoo.sim.world import Place, place
@@ -37,7 +40,7 @@ def _create(options: Any, backend_options: Any) -> SimGroup:
             "each rank its default group, or use a backend such as 'gloo'"
         )
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return SimGroup(where, str(options.group_id), ranks, options.group_rank)
+    return SimGroup(where, str(options.group_id), ranks, options.group_rank, options.timeout, options.store)
 
 
 def _join(where: Place, name: str, ranks: tuple[int, ...]) -> GroupState:
@@ -62,13 +65,27 @@ def _join(where: Place, name: str, ranks: tuple[int, ...]) -> GroupState:
     return state
 
 
+class _Options:
+    """What torch and zoo.comm ask a backend for its timeout."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+
 class SimGroup(dist.ProcessGroup):
     """One rank's end of a simulated process group."""
 
-    supports_coalescing = False
+    supports_splitting = True
 
-    def __init__(self, where: Place, name: str, ranks: tuple[int, ...], group_rank: int) -> None:
+    def __init__(
+        self, where: Place, name: str, ranks: tuple[int, ...], group_rank: int, timeout: timedelta, store: Any
+    ) -> None:
         super().__init__(group_rank, len(ranks))
+        self._where, self._store = where, store
+        self.options = _Options(timeout)
+        self.zoo_transport = where.scheduler.mode.transport  # what zoo.comm asks
+        self.supports_coalescing = where.scheduler.mode.semantics == "nccl"
+        self._entry: Entry | None = None
         self._scheduler = where.scheduler
         self._me = where.rank
         self._state = _join(where, name, ranks)
@@ -115,11 +132,41 @@ class SimGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._state.issued[self._index]
 
-    def _set_default_timeout(self, timeout: Any) -> None:
-        """Nothing: time does not pass in a simulation."""
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
 
-    def set_timeout(self, timeout: Any) -> None:
-        """Nothing: time does not pass in a simulation."""
+    set_timeout = _set_default_timeout
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # torch would attach a recorder that needs a group written in C++; it leaves out groups without devices.
+        if sys._getframe(1).f_code.co_name == "_maybe_attach_flight_recorder":
+            return []
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> SimGroup | None:
+        del opts, device_types
+        if self._index not in ranks:
+            return None
+        name = str(group_name)
+        members = tuple(self._state.ranks[r] for r in ranks)
+        store = internal(dist, "PrefixStore")(f"{name}/", self._store)
+        made = SimGroup(
+            self._where, name, members, list(ranks).index(self._index), timeout or self.options._timeout, store
+        )
+        made._desc = group_desc or "undefined"
+        return made
 
     def shutdown(self) -> None:
         """Nothing to free."""
@@ -137,19 +184,18 @@ class SimGroup(dist.ProcessGroup):
         scheduler.check(me)
         call.delay = scheduler.count_call(me)
         self._record(call)
-        if call.op == "send":
-            self._state.send(call)
-        elif call.op == "recv":
-            self._state.recv(call)
-        else:
-            self._state.collective(call)
-        work = SimWork(scheduler, me, [call], call.outputs)
+        self._state.issue(call, self._entry)
+        work = SimWork(scheduler, me, [call], call.outputs, self._timeout_s())
         if self._batch is not None:
             work.open_batch = True
             self._batch.append(work)
         elif getattr(opts, "asyncOp", True):  # else wait() follows at once, and is a scheduling point itself
             scheduler.yield_(me)
         return work
+
+    def _timeout_s(self) -> float | None:
+        """Of a wait that has no timeout of its own."""
+        return None if self._scheduler.mode.group_timeout_s is None else self.options._timeout.total_seconds()
 
     def _record(self, call: Call) -> None:
         if self._scheduler.trace is None:
@@ -327,6 +373,8 @@ class SimGroup(dist.ProcessGroup):
         return self._issue(self._call("recv", [], tensors, tensors, peer=src, tag=tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimWork:
+        if not self._state.tagged:
+            raise ValueError("a receive from any rank does not exist under nccl; name the rank that sends")
         return self._issue(self._call("recv", [], tensors, tensors, peer=None, tag=tag))
 
     recvAnysource = recv_anysource  # the name that C++ looks for
@@ -335,19 +383,30 @@ class SimGroup(dist.ProcessGroup):
         del timeout
         return self._issue(self._call("barrier", [], [], []), opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that says who never came, on all ranks that did. ``wait_all_ranks``: they are always all named."""
+        del wait_all_ranks
+        work = self._issue(self._call("monitored_barrier", [], [], []))
+        work.wait(timeout or self.options._timeout)
+
     def _start_coalescing(self, device: Any = None) -> None:
         del device
         if self._batch is not None:
             raise ValueError("coalescing was started twice on one group; end the first batch before the next")
         self._batch = []
+        self._entry = Entry(open=True)
 
     def _end_coalescing(self, device: Any = None) -> SimWork:
         del device
         batch, self._batch = self._batch or [], None
+        if self._entry is not None:
+            self._entry.open, self._entry = False, None
+        self._state.advance()
         for work in batch:
             work.open_batch = False
         calls = [call for work in batch for call in work._calls]
-        work = SimWork(self._scheduler, self._me, calls, [tensor for one in batch for tensor in one._outputs])
+        outputs = [tensor for one in batch for tensor in one._outputs]
+        work = SimWork(self._scheduler, self._me, calls, outputs, self._timeout_s())
         if calls:
             self._scheduler.yield_(self._me)
         return work

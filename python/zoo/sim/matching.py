@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from zoo.sim._guards import quiet
 from zoo.sim.calls import Call
-from zoo.sim.errors import DivergenceError, PeerLostError, Stop
+from zoo.sim.errors import DivergenceError, PeerLostError, Stop, WaitTimeoutError
 from zoo.sim.movers import MOVERS
+from zoo.sim.order import Entry, Orders
 from zoo.sim.scheduler import Scheduler, ranks_text
 
 __all__ = ["GroupState"]
@@ -36,6 +37,7 @@ class CallMatch:
             error = found
         for call in self.calls:
             call.finish(error)
+        self.calls[0].group.advance()
 
 
 def move(calls: list[Call]) -> None:
@@ -61,7 +63,75 @@ class GroupState:
         self.sends: list[Call] = []
         self.recvs: list[Call] = []
         self.lost: set[int] = set()
+        self.broken: set[int] = set()  # group ranks whose wait was over: a real connection is of no use then
+        self.tagged = scheduler.mode.semantics == "gloo"
+        self.orders = None if self.tagged else Orders(len(ranks))
         scheduler.on_death.append(self.lose)
+
+    # -- the order of what one rank issues --------------------------------------------------------------------------
+
+    def issue(self, call: Call, batch: Entry | None = None) -> None:
+        """Take a call of a member, alone or as a part of a batch."""
+        if self.orders is not None:
+            self.orders.add(call, batch)
+        if call.group_rank in self.broken:
+            call.finish(
+                WaitTimeoutError(
+                    f"rank {call.rank} called {call.describe()} after an operation on this group timed out"
+                )
+            )
+        elif call.op == "send":
+            self.send(call)
+        elif call.op == "recv":
+            self.recv(call)
+        else:
+            self.collective(call)
+        self.advance()
+
+    def advance(self) -> None:
+        """Let go what has its turn."""
+        if self.orders is not None:
+            for match in self.orders.turn():
+                self.scheduler.make_ready(match, max(call.delay for call in match.calls))
+
+    def _complete(self, calls: list[Call]) -> None:
+        match = CallMatch(self.scheduler, calls)
+        if self.orders is None:
+            self.scheduler.make_ready(match, max(call.delay for call in calls))
+        else:
+            self.orders.formed(match)
+
+    def time_out(self, call: Call, timeout_s: float) -> None:
+        """Fail ``call``, whose rank has waited long enough, and all that this rank issues on this group from now on."""
+        absent, where = self.absent(call), self.missing(call)
+        self.broken.add(call.group_rank)
+        error = WaitTimeoutError(
+            f"rank {call.rank} waited {timeout_s:g} s (of simulated time) in {call.describe()}; waiting for {where}",
+            absent,
+        )
+        # Whatever this rank has under way here goes with it; a monitored barrier tells all who came to it.
+        for place, slot in list(self.slots.items()):
+            if call in slot and call.op == "monitored_barrier":
+                self._fail([other for other in slot if other is not None], error)
+                slot = [None]
+            elif slot[call.group_rank] is not None:
+                self._fail([slot[call.group_rank]], error)
+                slot[call.group_rank] = None
+            if not any(slot):
+                del self.slots[place]
+        for waiting in (self.sends, self.recvs):
+            mine = [other for other in waiting if other.group_rank == call.group_rank]
+            waiting[:] = [other for other in waiting if other not in mine]
+            self._fail(mine, error)
+        self._fail([call], error)
+        self.advance()
+
+    def _fail(self, calls: Iterable[Call | None], error: Exception) -> None:
+        for call in calls:
+            if call is not None and not call.done:
+                if self.orders is not None:
+                    self.orders.drop(call)
+                call.finish(error)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -83,7 +153,7 @@ class GroupState:
             self.scheduler.abort(error)
             raise Stop
         del self.slots[place]
-        self.scheduler.make_ready(CallMatch(self.scheduler, calls), max(other.delay for other in calls))
+        self._complete(calls)
 
     # -- send and receive -------------------------------------------------------------------------------------------
 
@@ -93,7 +163,7 @@ class GroupState:
             call.finish(self._lost_error(call))
             return
         for recv in self.recvs:
-            if _fit(call, recv):
+            if self._fit(call, recv):
                 self.recvs.remove(recv)
                 self._pair(call, recv)
                 return
@@ -103,7 +173,7 @@ class GroupState:
         """Match with a waiting send; from anyone: the choice among senders is the scheduler's."""
         fitting: dict[int, Call] = {}
         for send in self.sends:
-            if _fit(send, call):
+            if self._fit(send, call):
                 fitting.setdefault(send.group_rank, send)  # of one sender the oldest, always
         if fitting:
             senders = sorted(fitting)
@@ -117,7 +187,12 @@ class GroupState:
 
     def _pair(self, send: Call, recv: Call) -> None:
         recv.source = send.group_rank
-        self.scheduler.make_ready(CallMatch(self.scheduler, [send, recv]), max(send.delay, recv.delay))
+        self._complete([send, recv])
+
+    def _fit(self, send: Call, recv: Call) -> bool:
+        """Tags count under gloo alone; without them messages of a pair match in their order."""
+        fits = send.peer == recv.group_rank and recv.peer in (None, send.group_rank)
+        return fits and (send.tag == recv.tag or not self.tagged)
 
     def _hopeless(self, recv: Call) -> bool:
         if recv.peer is not None:
@@ -143,6 +218,7 @@ class GroupState:
         for recv in [r for r in self.recvs if r.rank == rank or self._hopeless(r)]:
             self.recvs.remove(recv)
             recv.finish(self._lost_error(recv))
+        self.advance()
 
     def _lost_error(self, call: Call) -> PeerLostError:
         dead = tuple(sorted(self.lost))
@@ -152,6 +228,13 @@ class GroupState:
 
     def missing(self, call: Call) -> str:
         """Who has to act before ``call`` can complete."""
+        first = None if self.orders is None else self.orders.in_the_way(call)
+        if first is not None:
+            return (
+                f"rank {first.rank} to complete what it issued before on this group: {first.describe()} "
+                "(under nccl the operations of a rank on one communicator complete in the order of their issue; "
+                "messages that cross have to be issued as one batch)"
+            )
         if call.op in ("send", "recv"):
             verb = "receive it" if call.op == "send" else "send"
             who = f"rank {self.ranks[call.peer]}" if call.peer is not None else "any rank"
@@ -160,6 +243,15 @@ class GroupState:
             if call in slot:
                 return ranks_text(rank for rank, there in zip(self.ranks, slot, strict=True) if there is None)
         return "its completion"
+
+    def absent(self, call: Call) -> tuple[int, ...]:
+        """The global ranks that have not come to what ``call`` needs, as far as it names them."""
+        if call.op in ("send", "recv"):
+            return () if call.peer is None else (self.ranks[call.peer],)
+        for slot in self.slots.values():
+            if call in slot:
+                return tuple(rank for rank, there in zip(self.ranks, slot, strict=True) if there is None)
+        return ()
 
     def divergence(self) -> DivergenceError | None:
         """Among collectives that not all members have come to: one on which those who came disagree already."""
@@ -188,10 +280,6 @@ class GroupState:
                 (call.rank,),
             )
         return None
-
-
-def _fit(send: Call, recv: Call) -> bool:
-    return send.peer == recv.group_rank and recv.peer in (None, send.group_rank) and send.tag == recv.tag
 
 
 def _divergence(calls: list[Call]) -> DivergenceError | None:

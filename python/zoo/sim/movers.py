@@ -198,5 +198,6 @@ MOVERS: dict[str, Callable[[list[Call]], None]] = {
     "gather_into_tensor": _gather_single,
     "scatter": _scatter,
     "barrier": _barrier,
+    "monitored_barrier": _barrier,
     "send": _p2p,
 }

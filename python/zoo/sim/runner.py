@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -18,16 +20,30 @@ from zoo.sim import group
 from zoo.sim.errors import Died, RankError, SimTimeoutError, Stop
 from zoo.sim.faults import Crash, Fault, FaultPlan
 from zoo.sim.rng import RngStates
-from zoo.sim.scheduler import Rank, Scheduler, ranks_text
+from zoo.sim.scheduler import Mode, Rank, Scheduler, ranks_text
 from zoo.sim.store import SimStore
 from zoo.sim.trace import Trace
 from zoo.sim.world import Place, enter, installed, place
 
-__all__ = ["run"]
+__all__ = ["defaults", "run"]
 
 T = TypeVar("T")
 _GRACE_S = 5.0  # for a rank to unwind after it was told to stop
 _one_run = threading.Lock()  # the world switch and the random number generators belong to the process
+
+
+_defaults = Mode()
+
+
+@contextlib.contextmanager
+def defaults(*, semantics: str = "gloo", transport: str = "native") -> Iterator[None]:
+    """Within the context, what runs use that are not told otherwise: so that a whole test can run under another one."""
+    global _defaults
+    before, _defaults = _defaults, Mode(semantics, transport).check()
+    try:
+        yield
+    finally:
+        _defaults = before
 
 
 def run(
@@ -38,6 +54,9 @@ def run(
     faults: Iterable[Fault] = (),
     timeout_s: float = 120.0,
     trace: Trace | list[Any] | None = None,
+    semantics: str | None = None,
+    transport: str | None = None,
+    group_timeout_s: float | None = None,
 ) -> list[T | Crash]:
     """``[fn(0), ..., fn(world_size - 1)]``, run as the ranks of one simulated job.
 
@@ -51,6 +70,11 @@ def run(
     faults: ``Crash`` and ``Delay`` objects.
     timeout_s: the wall-clock seconds for which a rank may compute without communicating.
     trace: a ``Trace`` or a list, which gets one ``Event`` for each operation a rank issues.
+    semantics: "gloo" or "nccl", see the README; where not given, what ``defaults`` says, else "gloo".
+    transport: how zoo.comm's all-gather and reduce-scatter travel, "native" (the simulator's collectives) or "pairwise"
+        (the messages of CPU jobs; not under "nccl"); where not given, what ``defaults`` says, else "native".
+    group_timeout_s: the timeout of the default group in simulated seconds; that of other groups is what they are made
+        with. Not given, the timeouts of groups are ignored, and who waits for ever makes a ``DeadlockError``.
 
     Every rank starts from the random number generator states (torch CPU, ``random``, numpy if imported) that the
     caller has, as processes seeded alike would; the caller's states are as before when ``run`` returns.
@@ -62,11 +86,12 @@ def run(
     ``DeadlockError``, ``DivergenceError``, ``SimTimeoutError``. In each case all ranks have been stopped and joined.
     """
     world_size, seed = _check(world_size, fn, seed, timeout_s)
+    mode = Mode(semantics or _defaults.semantics, transport or _defaults.transport, group_timeout_s).check()
     plan = FaultPlan(faults, world_size)
     with _one_run:
         group.register()
         caller = RngStates.capture()
-        scheduler = Scheduler(world_size, seed, plan, trace, caller)
+        scheduler = Scheduler(world_size, seed, plan, trace, caller, mode)
         try:
             with installed():
                 _run_ranks(scheduler, fn, timeout_s)
@@ -170,7 +195,14 @@ def _body(scheduler: Scheduler, me: Rank, fn: Callable[[int], Any], stores: Any)
     # Backward in the calling thread on all devices: hooks that communicate must be on the rank's thread.
     with torch.autograd.set_multithreading_enabled(False):
         store = stores(me)  # kept here: C++ holds only its own half of a store written in python
-        dist.init_process_group(group.BACKEND, rank=me.index, world_size=len(scheduler.ranks), store=store)
+        limit_s = scheduler.mode.group_timeout_s
+        dist.init_process_group(
+            group.BACKEND,
+            rank=me.index,
+            world_size=len(scheduler.ranks),
+            store=store,
+            timeout=None if limit_s is None else timedelta(seconds=limit_s),
+        )
         me.result = fn(me.index)
         me.deliver()
 

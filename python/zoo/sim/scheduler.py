@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zoo.sim.errors import DeadlockError, Died, Stop
@@ -19,7 +20,7 @@ from zoo.sim.faults import FaultPlan
 from zoo.sim.rng import RngStates
 from zoo.sim.trace import Event
 
-__all__ = ["Match", "Rank", "Scheduler", "Waitable", "ranks_text"]
+__all__ = ["Match", "Mode", "Rank", "Scheduler", "Waitable", "ranks_text"]
 
 _MAX_IDLE_POLLS = 2000  # is_completed() calls in a row, with nothing else happening, before it counts as a deadlock
 
@@ -47,6 +48,33 @@ class Match(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Mode:
+    """What a run imitates: see the arguments of ``run``."""
+
+    semantics: str = "gloo"
+    transport: str = "native"
+    group_timeout_s: float | None = None
+
+    def check(self) -> Mode:
+        """Itself.
+
+        Raises:
+            ValueError: a value that is not allowed.
+        """
+        for name, allowed in (("semantics", ("gloo", "nccl")), ("transport", ("native", "pairwise"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {allowed[0]!r} and {allowed[1]!r}")
+        if self.semantics == "nccl" and self.transport == "pairwise":
+            raise ValueError(
+                'transport="pairwise" goes with semantics="gloo": its single messages would wait for each other under '
+                '"nccl", where collectives are always the backend\'s own; give transport="native"'
+            )
+        if self.group_timeout_s is not None and not self.group_timeout_s > 0:
+            raise ValueError(f"group_timeout_s is {self.group_timeout_s!r}; give a number of seconds above 0, or None")
+        return self
+
+
 class Rank:
     """One simulated rank: its thread, its baton lock, its random number generators, what it waits for."""
 
@@ -58,6 +86,8 @@ class Rank:
         self.rng = rng
         self.waiting: Waitable | None = None
         self.polling: Waitable | None = None
+        self.deadline: float | None = None
+        self.timed_out = False
         self.finished = False
         self.dead = False
         self.num_calls = 0
@@ -75,7 +105,11 @@ class Rank:
 class Scheduler:
     """Holds the baton and everything that the ranks of one run share."""
 
-    def __init__(self, world_size: int, seed: int, plan: FaultPlan, trace: Any, rng: RngStates) -> None:
+    def __init__(
+        self, world_size: int, seed: int, plan: FaultPlan, trace: Any, rng: RngStates, mode: Mode | None = None
+    ) -> None:
+        self.mode = mode if mode is not None else Mode()
+        self.clock_s = 0.0
         self.random = random.Random(seed)
         self.plan = plan
         self.trace = trace
@@ -129,14 +163,19 @@ class Scheduler:
         match.not_before = self.step + delay
         self.ready.append(match)
 
-    def block(self, me: Rank, on: Waitable) -> None:
-        """Pass the baton on until ``on`` is done."""
+    def block(self, me: Rank, on: Waitable, timeout_s: float | None = None) -> bool:
+        """Pass the baton on until ``on`` is done, which is True, or until ``timeout_s`` of simulated time are over."""
         self.check(me)
+        deadline = None if timeout_s is None else self.clock_s + timeout_s
         while not on.done:
-            me.waiting = on
+            me.waiting, me.deadline = on, deadline
             self._reschedule(me)
-            me.waiting = None
+            me.waiting = me.deadline = None
+            if me.timed_out:
+                me.timed_out = False
+                break
         me.deliver()
+        return on.done
 
     def yield_(self, me: Rank, polling: Waitable | None = None) -> None:
         """A scheduling point: ``me`` stays runnable. ``polling`` is what it asks about, if it does nothing else."""
@@ -206,6 +245,10 @@ class Scheduler:
                 if self.ready:  # only delayed ones: nothing else can happen before the first of them
                     self.step = min(match.not_before for match in self.ready)
                     continue
+                late = [rank for rank in self.ranks if not rank.finished and rank.deadline is not None]
+                if late:  # time passes only when nothing else can happen: to the first deadline
+                    self.idle_polls = 0
+                    return self._expire(min(late, key=lambda rank: (rank.deadline, rank.index)))
                 self.abort(self.first_complaint("divergence") or self._deadlock())
                 continue
             self.step += 1
@@ -216,6 +259,12 @@ class Scheduler:
             self.ready.remove(match)
             self.idle_polls = 0
             match.complete()
+
+    def _expire(self, rank: Rank) -> Rank:
+        self.step += 1
+        self.clock_s = max(self.clock_s, rank.deadline or 0.0)
+        rank.timed_out = True
+        return rank
 
     def first_complaint(self, kind: str) -> BaseException | None:
         """The first error that a group finds when asked for its ``divergence()`` or ``unmatched()``."""

@@ -78,13 +78,14 @@ class SimStore(dist.Store):  # type: ignore[name-defined,misc]
     getNumKeys = num_keys  # the name that C++ looks for
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        del timeout  # time does not pass in a simulation
-        self._wait(list(keys))
+        self._wait(list(keys), timeout.total_seconds() if timeout else None)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Nothing: time does not pass in a simulation."""
+        """Nothing: only a timeout that ``wait`` itself is given counts."""
 
-    def _wait(self, keys: list[str]) -> None:
+    def _wait(self, keys: list[str], timeout_s: float | None = None) -> None:
         on = _KeysWait(self._data, keys)
-        if not on.done:
-            self._scheduler.block(self._me, on)
+        if not on.done and not self._scheduler.block(self._me, on, timeout_s):
+            raise dist.DistStoreError(
+                f"rank {self._me.index} waited {timeout_s:g} s (of simulated time) for {on.waiting_for()}"
+            )

@@ -41,8 +41,16 @@ class SimWork(dist.Work):
     there the caller may be C++ (DDP's reducer), whose waiting the scheduler cannot see.
     """
 
-    def __init__(self, scheduler: Scheduler, rank: Rank, calls: list[Call], outputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rank: Rank,
+        calls: list[Call],
+        outputs: list[torch.Tensor],
+        timeout_s: float | None = None,
+    ) -> None:
         super().__init__()
+        self._timeout_s = timeout_s
         self._scheduler = scheduler
         self._rank = rank
         self._calls = calls
@@ -56,18 +64,17 @@ class SimWork(dist.Work):
     def _error(self) -> BaseException | None:
         return next((call.error for call in self._calls if call.error is not None), None)
 
-    def block(self) -> None:
+    def block(self, timeout_s: float | None = None) -> None:
         """Pass the baton on until the operation is complete, in error or not."""
         for call in self._calls:
-            if not call.done:
-                self._scheduler.block(self._rank, call)
+            if not call.done and not self._scheduler.block(self._rank, call, timeout_s):
+                call.group.time_out(call, timeout_s or 0.0)
         self._rank.deliver()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        del timeout  # time does not pass in a simulation
         if self.open_batch:
             return True
-        self.block()
+        self.block(timeout.total_seconds() if timeout else self._timeout_s)
         error = self._error()
         if error is not None:
             raise error

@@ -1,0 +1,155 @@
+"""Failures of some ranks: reported by those that leave, found by those that wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from zoo.comm.check import CollectiveMismatchError
+
+if TYPE_CHECKING:
+    from zoo.comm.communicator import Communicator
+
+T = TypeVar("T")
+_COUNT = "zoo/failures/count"
+
+
+class RankFailedError(RuntimeError):
+    """What needs all ranks of a group failed because of some of them; ``ranks`` are those, as the text names them."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+def sentence_of(error: BaseException) -> str:
+    """``ValueError: what it says``."""
+    return f"{type(error).__name__}: {error}"
+
+
+def report(error: BaseException) -> None:
+    """Leave word of a failure of this rank where all ranks of the job can find it. Waits for nobody."""
+    store = _store()
+    if store is not None:
+        number = store.add(_COUNT, 1)
+        store.set(f"zoo/failures/{number}", json.dumps([dist.get_rank(), sentence_of(error)]))
+
+
+def report_uncaught() -> None:
+    """From now on an exception that ends this process is reported to the others before it is shown. Once is enough."""
+    shown = sys.excepthook
+    if getattr(shown, "_zoo_reports", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # Another rank's failure, passed on, is no news; and nothing may hide the error at hand.
+        if not isinstance(error, RankFailedError):
+            with contextlib.suppress(Exception):
+                report(error)
+        shown(kind, error, trace)
+
+    hook._zoo_reports = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def reported() -> dict[int, str]:
+    """What ranks of the job, but not this one, have reported: the sentence by global rank, of each rank the last."""
+    found: dict[int, str] = {}
+    store = _store()
+    if store is None:
+        return found
+    try:
+        for number in range(1, store.add(_COUNT, 0) + 1):
+            key = f"zoo/failures/{number}"
+            if store.check([key]):  # else it is being written
+                rank, text = json.loads(store.get(key))
+                found[rank] = text
+    except RuntimeError:
+        pass  # the store went away with the rank that kept it: nobody can say more than the error at hand
+    found.pop(dist.get_rank(), None)
+    return found
+
+
+def explained(error: Exception, peer: int | None = None) -> Exception:
+    """The error of a wait, with the names of the ranks that it is due to, as far as they are known.
+
+    Args:
+        error: what the wait raised.
+        peer: the global rank whose message it waited for, if it was one.
+
+    Returns:
+        A :class:`RankFailedError` that names the ranks that reported a failure, else ``peer``; ``error`` itself
+        where neither is known.
+    """
+    if isinstance(error, (RankFailedError, CollectiveMismatchError)):
+        return error
+    reports = reported()
+    if reports:
+        told = "; ".join(f"rank {rank} failed with {text}" for rank, text in sorted(reports.items()))
+        found = RankFailedError(f"{told} (here a wait ended with {sentence_of(error)})", tuple(sorted(reports)))
+    elif peer is not None:
+        found = RankFailedError(f"rank {peer} does not answer: {sentence_of(error)}", (peer,))
+    else:
+        return error
+    found.__cause__ = error
+    return found
+
+
+def _store() -> Any:
+    if not dist.is_initialized():
+        return None
+    default: Any = dist.group.WORLD
+    return c10d._world.pg_map[default][1]
+
+
+def together(
+    comm: Communicator,
+    what: str,
+    work: Callable[[], T],
+    *,
+    error: Callable[[str, tuple[int, ...]], Exception] = RankFailedError,
+    plain: type[Exception] | tuple[type[Exception], ...] = (),
+) -> list[T]:
+    """Run ``work`` on every rank and give every rank the results of all, in rank order. A collective.
+
+    Args:
+        comm: the ranks.
+        what: the subject of the error's sentence, as "saving step 3".
+        work: what to run; its result must be picklable.
+        error: makes the error from its sentence and the ranks of the group on which ``work`` raised.
+        plain: errors that are told by their text alone, without the name of their class.
+
+    Raises:
+        RankFailedError: (or what ``error`` makes) on all ranks alike when ``work`` raised an Exception on any of
+            them; it names those ranks and says what they raised.
+    """
+    cause: Exception | None = None
+    mine: tuple[str | None, Any]
+    try:
+        mine = (None, work())
+    except Exception as raised:
+        cause = raised
+        mine = (str(raised) if isinstance(raised, plain) else sentence_of(raised), None)
+    everyone = comm.all_gather_object(mine)
+    failed: dict[str, list[int]] = {}
+    for rank, (text, _) in enumerate(everyone):
+        if text is not None:
+            failed.setdefault(text, []).append(rank)
+    if failed:
+        told = "; ".join(f"{_names(ranks, comm.size)}{text}" for text, ranks in failed.items())
+        raise error(f"{what} failed: {told}", tuple(sorted(itertools.chain(*failed.values())))) from cause
+    return [value for _, value in everyone]
+
+
+def _names(ranks: list[int], size: int) -> str:
+    if len(ranks) == size:
+        return ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: "

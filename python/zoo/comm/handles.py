@@ -1,0 +1,93 @@
+"""What a communicator returns: an operation in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zoo.comm.failures import explained
+from zoo.comm.log import OpStats
+
+
+class Handle(Protocol):
+    """An operation in flight. ``wait`` returns when the result is in place; calling it again does nothing.
+
+    Where the operation failed, every ``wait`` raises, and always the same error.
+    """
+
+    def wait(self) -> None:
+        """Block until this rank's part is complete (on CUDA: until the current stream will see it)."""
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Handle = _Done()
+
+
+class Pending:
+    """Works to wait for, then a function to run once (the additions and scaling after the last message).
+
+    Args:
+        works: of the operation, in the order of their waits.
+        after: runs when all of them are complete.
+        peers: the global ranks whose messages they are, again and again, where each is a message.
+    """
+
+    __slots__ = ("_after", "_error", "_num", "_peers", "_row", "_start", "_works")
+
+    def __init__(
+        self, works: list[Any], after: Callable[[], None] | None = None, peers: Sequence[int] | None = None
+    ) -> None:
+        works.reverse()  # waited for from the end, so that the list holds what is still to come
+        self._works = works
+        self._num = len(works)
+        self._after = after
+        self._peers = peers
+        self._error: Exception | None = None
+        self._row: OpStats | None = None
+        self._start: Any = 0.0
+
+    def timed(self, row: OpStats, cuda: bool = False) -> Pending:
+        """Add the time from now to completion to a row of the log; on CUDA the time of the current stream."""
+        self._row = row
+        self._start = _mark() if cuda else time.perf_counter()
+        return self
+
+    def wait(self) -> None:
+        """Wait for every work, then run the final function."""
+        if self._error is not None:
+            raise self._error
+        works = self._works
+        try:
+            # A work is never asked again after it has said yes: some (gloo's messages) would wait for a second one.
+            while works:
+                works[-1].wait()
+                works.pop()
+            after, self._after = self._after, None
+            if after is not None:
+                after()
+        except Exception as error:
+            # The works stay here: the buffers of those in flight must not go away.
+            peer = self._peers[(self._num - len(works)) % len(self._peers)] if self._peers and works else None
+            self._error = explained(error, peer) if works else error
+            if self._error is error:
+                raise
+            raise self._error from error
+        row, self._row = self._row, None
+        if row is not None:
+            if isinstance(self._start, float):
+                row.host_time_s += time.perf_counter() - self._start
+            else:
+                row.spans.append((self._start, _mark()))
+
+
+def _mark() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
