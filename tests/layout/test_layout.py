@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from zoo.layout import Copy, FlatLayout, LogicalTensor, Mesh, Sharding, Slice, reshard
+from zoo.layout import Box, Copy, FlatLayout, Held, LogicalTensor, Mesh, Piece, Sharding, Slice, reshard
 
 W, B = LogicalTensor(name="w", shape=(3, 5)), LogicalTensor(name="b", shape=(5,))
 
@@ -15,8 +15,7 @@ W, B = LogicalTensor(name="w", shape=(3, 5)), LogicalTensor(name="b", shape=(5,)
 def test_packing_aligns_and_pads() -> None:
     layout = FlatLayout.pack([W, B], align=4, multiple=8)
     assert layout.offsets == (0, 16)
-    assert (layout.size, layout.numel) == (24, 20)
-    assert layout.offset_of("b") == 16
+    assert layout.size == 24
     assert layout.slices(14, 18) == [Slice("w", 14, 1, 0), Slice("b", 0, 2, 2)]
 
 
@@ -39,7 +38,9 @@ def test_shards_of_a_mesh_count_in_row_major_order_of_the_chosen_axes() -> None:
 def test_resharding_prefers_what_is_already_there_and_takes_turns() -> None:
     layout = FlatLayout.pack([B])
     replicated = Sharding(layout, Mesh(("data",), (2,)))
-    assert reshard(replicated, replicated) == [Copy(0, 0, 0, 0, 5, "b"), Copy(1, 0, 1, 0, 5, "b")]
+    whole = Box((0,), (5,))
+    copies = [Copy(0, 0, 0, 0, "b", whole, (1,), (1,)), Copy(1, 0, 1, 0, "b", whole, (1,), (1,))]
+    assert reshard(replicated, replicated) == copies
     wider = Sharding(layout, Mesh(("data",), (4,)))
     assert [c.src_rank for c in reshard(replicated, wider)] == [0, 1, 0, 1]
 
@@ -58,8 +59,16 @@ def test_user_errors_say_what_is_wrong() -> None:
         layout.shard_range(3, 3)
     with pytest.raises(ValueError, match=r"\[4, 99\)"):
         layout.slices(4, 99)
-    with pytest.raises(KeyError, match=r"no tensor 'q'.*holds w"):
-        layout.offset_of("q")
+    with pytest.raises(ValueError, match=r"'x' has shape \(3,\), in which there is no box \[2:4\]"):
+        LogicalTensor(name="x", shape=(3,), box=Box((2,), (2,)))
+    with pytest.raises(ValueError, match=r"in which there is no box \[0:1\]"):
+        LogicalTensor(name="x", shape=(3, 3), box=Box((0,), (1,)))
+    with pytest.raises(ValueError, match=r"offsets \(0,\) and sizes \(1, 2\)"):
+        Box((0,), (1, 2))
+    with pytest.raises(ValueError, match=r"\[0, 7\) is not a run of a box of 6 elements"):
+        Box.whole((2, 3)).run(0, 7)
+    with pytest.raises(ValueError, match="same number"):
+        Box.whole((2, 3)).intersection(Box.whole((2,)))
     with pytest.raises(ValueError, match="distinct axis"):
         Mesh(("a", "a"), (1, 2))
     with pytest.raises(ValueError, match="at least one rank"):
@@ -71,6 +80,12 @@ def test_user_errors_say_what_is_wrong() -> None:
     one = Mesh(("a",), (1,))
     with pytest.raises(ValueError, match=r"cannot reshard 'b'.*no such tensor"):
         reshard(Sharding(layout, one), Sharding(FlatLayout.pack([W, B]), one))
+    other = LogicalTensor(name="w", shape=(5, 3))
+    with pytest.raises(ValueError, match=r"cannot reshard 'w'.*\(5, 3\).*\(3, 5\)"):
+        reshard(Sharding(layout, one), Sharding(FlatLayout.pack([other]), one))
+    part = Held({"w": (3, 5)}, [[Piece("w", Box((0, 0), (3, 4)), 0)]])
+    with pytest.raises(ValueError, match=r"rank 0 wants box \[0:3, 0:5\].*holds box \[0:3, 4:5\]"):
+        reshard(part, Sharding(layout, one))
 
 
 def test_layout_does_not_import_torch() -> None:

@@ -1,15 +1,40 @@
 """Where the elements of logical tensors live: integer maths only, no torch.
 
-* :class:`LogicalTensor`: name, full shape, dtype name, role. What exists once in the mathematics of a training run.
-* :class:`FlatLayout`: logical tensors laid one after the other in one flat buffer, padded so that it splits evenly.
+* :class:`Box`: a rectangular part of a tensor, (offsets, sizes); what a run of its row-major order is in boxes.
+* :class:`LogicalTensor`: name, full shape, dtype name, role, and the box of it that this rank's parameter is. What
+  exists once in the mathematics of a training run.
+* :class:`FlatLayout`: parameters laid one after the other in one flat buffer, padded so that it splits evenly.
 * :class:`Mesh` and :class:`Sharding`: the flat buffer split over some axes of a mesh, replicated over the others.
-* :class:`Slice`: a run of consecutive elements of one logical tensor, in its row-major order, found somewhere in a flat
-  buffer. The common language of checkpoints and resharding.
-* :func:`reshard`: the copies that turn any sharding into any other, at any world size.
+* :class:`Slice` and :class:`Piece`: what is found somewhere in a flat buffer: a run of one parameter's row-major order,
+  and a box of the whole tensor. Checkpoints and resharding speak of them.
+* :func:`declare_split`, :func:`declare_first`: what a layer says of its parameters: along which mesh axes they are
+  parts, and which number its children have in the whole model.
+* :func:`reshard`: the copies that turn any placement into any other, at any world size.
 """
 
-from zoo.layout.flat import FlatLayout, LogicalTensor, Slice
+from zoo.layout.boxes import Box
+from zoo.layout.declared import Split, declare_first, declare_split, logical_name, split_of
+from zoo.layout.flat import FlatLayout, LogicalTensor, Piece, Slice
 from zoo.layout.mesh import Mesh, Sharding
-from zoo.layout.reshard import Copy, reshard
+from zoo.layout.reshard import Copy, Held, Intervals, Placed, reshard, runs_of
 
-__all__ = ["Copy", "FlatLayout", "LogicalTensor", "Mesh", "Sharding", "Slice", "reshard"]
+__all__ = [
+    "Box",
+    "Copy",
+    "FlatLayout",
+    "Held",
+    "Intervals",
+    "LogicalTensor",
+    "Mesh",
+    "Piece",
+    "Placed",
+    "Sharding",
+    "Slice",
+    "Split",
+    "declare_first",
+    "declare_split",
+    "logical_name",
+    "reshard",
+    "runs_of",
+    "split_of",
+]

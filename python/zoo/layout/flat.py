@@ -4,37 +4,57 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+
+from zoo.layout.boxes import Box
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalTensor:
-    """One tensor of the training state, whole: not where it is, only what it is.
+    """One tensor of the training state: what it is on all ranks together, and what this rank's parameter is of it.
 
+    ``name`` and ``shape`` are global: the same however it is split, with the global index of a layer or an expert.
     ``dtype`` is a name such as "float32"; ``role`` one of "parameter", "gradient", "master", or the name of an
-    optimizer's state. The number of elements is the product of ``shape`` (1 for a scalar, 0 if any dim is 0).
+    optimizer's state.
+
+    ``box`` is what of it this rank's parameter is, before any data-parallel sharding: all of it (None), the rows or
+    columns of a tensor-parallel rank, or expert e of E, ``Box((e, 0, 0), (1, m, n))`` of shape (E, m, n). The parameter
+    has the elements of the box in row-major order; its own shape may leave out dims of size 1.
+
+    Raises:
+        ValueError: a negative dim, or a box that is not in the tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     role: str = "parameter"
+    box: Box | None = None
 
     def __post_init__(self) -> None:
         if any(d < 0 for d in self.shape):
             raise ValueError(f"{self.name!r} has shape {self.shape}; every dim must be an integer >= 0.")
+        if not self.part.fits(self.shape):
+            raise ValueError(f"{self.name!r} has shape {self.shape}, in which there is no {self.part}.")
+
+    @property
+    def part(self) -> Box:
+        """``box``, or all of the tensor."""
+        return Box.whole(self.shape) if self.box is None else self.box
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+        """Number of elements that are here: those of the box (1 for a scalar)."""
+        return math.prod(self.shape if self.box is None else self.box.sizes)
 
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """Elements [start, start + length) of the row-major logical tensor ``name``, found at ``offset`` in some buffer."""
+    """Elements [start, start + length) of the parameter ``name``, found at ``offset`` in some buffer.
+
+    They count in the row-major order of this rank's parameter: of the whole tensor, or of its box.
+    """
 
     name: str
     start: int
@@ -43,8 +63,25 @@ class Slice:
 
     @property
     def stop(self) -> int:
-        """One past the last element, in the logical tensor."""
+        """One past the last element, in the parameter."""
         return self.start + self.length
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """The elements of ``box`` of the tensor ``name``, in the box's row-major order from ``offset`` in some buffer.
+
+    What a shard holds of a tensor, in words that every rank understands: the box is in the whole tensor.
+    """
+
+    name: str
+    box: Box
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, in the buffer."""
+        return self.offset + self.box.numel
 
 
 @dataclass(frozen=True)
@@ -82,21 +119,6 @@ class FlatLayout:
             end = start + tensor.numel
         return cls(kept, tuple(offsets), round_up(end, multiple))
 
-    @cached_property
-    def _index(self) -> dict[str, int]:
-        return {t.name: i for i, t in enumerate(self.tensors)}
-
-    def offset_of(self, name: str) -> int:
-        """Where the tensor called ``name`` starts."""
-        if name not in self._index:
-            raise KeyError(f"no tensor {name!r} in this layout; it holds {', '.join(self._index) or 'nothing'}")
-        return self.offsets[self._index[name]]
-
-    @property
-    def numel(self) -> int:
-        """Elements that belong to a tensor: the size less the padding."""
-        return sum(t.numel for t in self.tensors)
-
     def shard_range(self, index: int, count: int) -> tuple[int, int]:
         """[start, stop) of shard ``index`` when the buffer is cut into ``count`` equal parts."""
         if count < 1 or self.size % count:
@@ -110,19 +132,29 @@ class FlatLayout:
         return index * length, (index + 1) * length
 
     def slices(self, start: int = 0, stop: int | None = None) -> list[Slice]:
-        """The pieces of logical tensors inside [start, stop) of the buffer; ``Slice.offset`` counts from ``start``."""
-        stop = self.size if stop is None else stop
+        """The runs of parameters inside [start, stop) of the buffer; ``Slice.offset`` counts from ``start``."""
+        return [found for _, found in self._slices(start, self.size if stop is None else stop)]
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> list[Piece]:
+        """The same in boxes of the whole tensors: at most 2d - 1 for each of d dims."""
+        found = []
+        for tensor, run in self._slices(start, self.size if stop is None else stop):
+            offset = run.offset
+            for box in tensor.part.run(run.start, run.stop):
+                found.append(Piece(tensor.name, box, offset))
+                offset += box.numel
+        return found
+
+    def _slices(self, start: int, stop: int) -> Iterator[tuple[LogicalTensor, Slice]]:
         if not 0 <= start <= stop <= self.size:
             raise ValueError(f"[{start}, {stop}) is not a range inside a flat buffer of {self.size} elements.")
-        found = []
         first = max(bisect.bisect_right(self.offsets, start) - 1, 0)
         for tensor, offset in zip(self.tensors[first:], self.offsets[first:], strict=True):
             if offset >= stop:
                 break
             low, high = max(offset, start), min(offset + tensor.numel, stop)
             if low < high:
-                found.append(Slice(tensor.name, low - offset, high - low, low - start))
-        return found
+                yield tensor, Slice(tensor.name, low - offset, high - low, low - start)
 
 
 def round_up(value: int, multiple: int) -> int:

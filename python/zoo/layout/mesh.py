@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zoo.layout.flat import FlatLayout, Slice
+from zoo.layout.flat import FlatLayout, Piece
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,16 @@ class Sharding:
         """[start, stop) of the flat buffer held by ``rank``."""
         return self.layout.shard_range(self.shard_index(rank), self.num_shards)
 
-    def slices_of(self, rank: int) -> list[Slice]:
-        """The pieces of logical tensors that ``rank`` holds, with offsets into its shard."""
-        return self.layout.slices(*self.range_of(rank))
+    @property
+    def num_ranks(self) -> int:
+        """Of the mesh."""
+        return self.mesh.world_size
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, whole."""
+        return {tensor.name: tensor.shape for tensor in self.layout.tensors}
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """What ``rank`` holds, with offsets into its shard."""
+        return self.layout.pieces(*self.range_of(rank))

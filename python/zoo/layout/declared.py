@@ -1,0 +1,90 @@
+"""What a layer says about its parameters, for whoever shards them: expert and tensor parallelism, global indices.
+
+An expert layer, a tensor-parallel layer or a pipeline stage holds a part of the model on each rank. It knows nothing of
+those who split training state over ranks, and they know nothing of it; it leaves a declaration on its parameters and
+modules, and they read it:
+
+* :func:`declare_split`: along these mesh axes every rank has another part of the tensor;
+* :func:`declare_first`: the children of this module are numbered from ``first`` in the whole model, so that names are
+  global: expert 3 is ``experts.3`` wherever it lives.
+
+Nothing here needs torch: a declaration is an attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.layout.boxes import Box
+
+_SPLIT, _FIRST = "_zoo_split", "_zoo_first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Of one parameter on one rank.
+
+    Attributes:
+        axes: mesh axes along which the ranks have different parts; along all others they have the same.
+        shape: of the whole tensor; None where each part is a tensor of its own (an expert with a name of its own).
+        box: this rank's part of it.
+    """
+
+    axes: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
+    box: Box | None = None
+
+
+WHOLE = Split()
+
+
+def declare_split(
+    parameter: Any, axes: Sequence[str], *, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
+) -> None:
+    """Say that ``parameter`` is a part: along each of ``axes`` other ranks have other parts.
+
+    Args:
+        parameter: anything with a ``shape``.
+        axes: names of mesh axes.
+        shape, offsets: of the whole tensor, and where this part begins in it; both or none.
+
+    Raises:
+        ValueError: one without the other, or a part that is not in the tensor.
+    """
+    if (shape is None) != (offsets is None):
+        raise ValueError("declare_split takes shape and offsets together: the whole tensor, and where the part begins.")
+    whole = box = None
+    if shape is not None and offsets is not None:
+        whole, box = tuple(shape), Box(tuple(offsets), tuple(parameter.shape))
+        if not box.fits(whole):
+            raise ValueError(
+                f"declare_split got a part of shape {tuple(parameter.shape)} at {tuple(offsets)}, which is not inside "
+                f"of a tensor of shape {whole}."
+            )
+    parameter.__dict__[_SPLIT] = Split(axes=tuple(axes), shape=whole, box=box)
+
+
+def split_of(parameter: Any) -> Split:
+    """What was declared of a parameter; whole on every rank if nothing was."""
+    found: Split = getattr(parameter, "__dict__", {}).get(_SPLIT, WHOLE)
+    return found
+
+
+def declare_first(module: Any, first: int) -> None:
+    """Say that child ``i`` of ``module`` is number ``first + i`` of the whole model."""
+    if first < 0:
+        raise ValueError(f"declare_first got {first}; the number of a first child is at least 0.")
+    module.__dict__[_FIRST] = first
+
+
+def logical_name(model: Any, path: str) -> str:
+    """The name that ``path`` (as in ``named_parameters``) has in the whole model."""
+    module, parts = model, path.split(".")
+    found = []
+    for part in parts:
+        first = getattr(module, "__dict__", {}).get(_FIRST, 0)
+        found.append(str(int(part) + first) if first and part.isdigit() else part)
+        module = getattr(module, "_modules", {}).get(part)
+    return ".".join(found)
