@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from tests.profiles import examples
 
 from zoo.registry import (
     BuildError,
@@ -56,6 +57,7 @@ def registry() -> Registry:
     )
 
 
+@examples(times=5)
 @given(st.dictionaries(st.tuples(KINDS, NAMES), st.integers(), max_size=8))
 def test_every_registered_name_is_found_and_no_other(claims: dict[tuple[str, str], int]) -> None:
     registry = Registry()
@@ -71,6 +73,7 @@ def test_every_registered_name_is_found_and_no_other(claims: dict[tuple[str, str
             registry.get(kind, name + "?")
 
 
+@examples(times=5)
 @given(st.lists(st.tuples(NAMES, st.booleans()), max_size=8))
 def test_overrides_and_scopes_leave_no_trace(steps: list[tuple[str, bool]]) -> None:
     registry = Registry({"k": {"a": 1}})

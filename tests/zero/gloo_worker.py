@@ -1,13 +1,9 @@
-"""Run by test_gloo.py in real processes: ``gloo_worker RANK WORLD STORE OUT JOB``."""
+"""What each rank of test_gloo.py does, in a process of its own that has joined the group."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,12 +87,12 @@ def axes(rank: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def budget(rank: int) -> dict[str, Any]:
+def budget(rank: int, folder: str) -> dict[str, Any]:
     """The account of the node's host memory while both ranks hold a buffer, and after a training under the cap."""
-    offload: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[4]}}
+    offload: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
     capped = {**offload, "offload_host_bytes": 1 << 20, "ranks_per_node": 2}
     optimizer = ZeroOptimizer(make_model(), stage=3, lr=1e-3, **capped)
-    scratch: Any = optimizer._scratch
+    scratch: Any = optimizer.sharded.scratch
     held = scratch.pool.empty(100 * (rank + 1) * 1024, dtype=torch.uint8)
     dist.barrier()
     found = {"stats": scratch._budget.ledger.stats(), "own": scratch.pool.stats().reserved_bytes}
@@ -153,26 +149,3 @@ def mismatch(rank: int) -> dict[str, str]:
     except ValueError as error:
         return {"error": str(error)}
     return {"error": f"none on rank {rank} of {optimizer.comm.size}"}
-
-
-def main() -> None:
-    rank, world, store, out, job = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=5 if job == "stalls" else 60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
-    jobs: dict[str, Any] = {
-        "equality": equality,
-        "axes": axes,
-        "budget": budget,
-        "dies": dies,
-        "stalls": stalls,
-        "mismatch": mismatch,
-    }
-    result = jobs[job](rank)
-    (out / f"{rank}.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

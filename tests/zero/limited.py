@@ -6,6 +6,8 @@ limit, and no offloading. The kernel enforces it (RLIMIT_DATA: all private writa
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import re
@@ -59,6 +61,8 @@ def main() -> None:
     folder, limit = sys.argv[1], int(sys.argv[2]) * 2**20
     width, layers = int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
+    # One arena of malloc (M_ARENA_MAX = 1): those of other threads reserve 64 MiB each of what is limited.
+    ctypes.CDLL(None).mallopt(-8, 1)
     nvme = {"device": "nvme", "nvme_path": folder}
     offloaded: dict[str, Any] = {
         "offload_param": {**nvme, "max_in_cpu": 0}, "offload_optimizer": nvme, "offload_host_bytes": 64 * 2**20,
@@ -66,6 +70,7 @@ def main() -> None:
     }  # fmt: skip
     here: dict[str, Any] = {"offload_param": {"device": "none"}}
     run(64, 2, offloaded, 2)
+    gc.collect()  # what that used is free again before anything is counted
     before = status_bytes("VmData")
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit, resource.RLIM_INFINITY))

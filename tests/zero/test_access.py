@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.zero.test_gathering import small, tiers, train
 from torch import nn
@@ -21,7 +21,6 @@ drawn = given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), threshold=st.sampled_from([0, 10, 10**6]),
     size=st.sampled_from([1, 10**6]), own=st.booleans(),
 )  # fmt: skip
-some = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def make(
@@ -42,7 +41,6 @@ def backward(model: nn.Module, opt: ZeroOptimizer, rank: int, dtype: torch.dtype
     opt.backward(model(x).square().mean())
 
 
-@some
 @drawn
 def test_everything_can_be_read(
     tmp_path_factory: pytest.TempPathFactory, stage: int, world: int, kind: str, dtype: torch.dtype, threshold: int,
@@ -98,7 +96,6 @@ def test_everything_can_be_read(
             assert torch.equal(torch.cat(parts), expected[key.replace(" local", "")].flatten()), key
 
 
-@some
 @drawn
 def test_what_is_set_is_what_training_goes_on_with(
     tmp_path_factory: pytest.TempPathFactory, stage: int, world: int, kind: str, dtype: torch.dtype, threshold: int,

@@ -34,7 +34,7 @@ def work(rank: int, folder: Path, cap: int | None = None, ranks_per_node: int | 
     """Losses, need of this rank, its pool's and its node's counts."""
     model, optimizer = build(folder, offload_host_bytes=cap, ranks_per_node=ranks_per_node)
     losses = train(model, optimizer, range(3))
-    scratch = optimizer._scratch
+    scratch = optimizer.sharded.scratch
     need, ledger = optimizer._updater.buffer_bytes(), scratch._budget and scratch._budget.ledger
     return losses, need, scratch.pool.stats(), ledger
 
@@ -129,7 +129,7 @@ def test_what_one_rank_does_not_need_another_has(tmp_path: Path) -> None:
 
 def test_a_group_of_some_of_a_nodes_ranks_has_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert build(tmp_path, offload_host_bytes=1 << 20)[1]._scratch.pool.stats().capacity_bytes == 1 << 18
+    assert build(tmp_path, offload_host_bytes=1 << 20)[1].sharded.scratch.pool.stats().capacity_bytes == 1 << 18
     with pytest.raises(
         ValueError, match="offload_host_bytes=8,192 is 2,048 bytes for the 1 ranks of the group on node 0"
     ):

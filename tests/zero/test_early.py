@@ -156,10 +156,10 @@ def test_states_on_nvme_are_forecast_and_can_be_read_between_steps(tmp_path: Pat
             moved = tuple(b - a for a, b in zip(before, optimizer.nvme_traffic(), strict=True))
         forecast = optimizer.forecast()
         assert moved == (forecast.nvme_read_bytes, forecast.nvme_written_bytes)
-        assert optimizer._scratch is not None
+        assert optimizer.sharded.scratch is not None
         # Nothing of the gradients: parameters, and two moments.
         assert forecast.tiers["nvme"] == 3 * sum(b.num_bytes for b in optimizer.buckets) // 2
-        assert optimizer._scratch.pool.stats().peak_bytes <= forecast.buffers_bytes
+        assert optimizer.sharded.scratch.pool.stats().peak_bytes <= forecast.buffers_bytes
         first = optimizer.state_dict()["slices"]
         again = optimizer.state_dict()["slices"]
         assert all(torch.equal(first[key], again[key]) for key in first)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,7 +37,6 @@ def tiers(kind: str, stage: int, path: Path) -> dict[str, Any]:
     return {**offload, **({"offload_param": {**section, "max_in_cpu": 0}} if stage == 3 else {})} if stage else {}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     stage=st.integers(0, 3), world=st.integers(1, 4), kind=st.sampled_from(["none", "cpu", "nvme"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), threshold=st.sampled_from([0, 10, 10**6]),

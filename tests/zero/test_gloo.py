@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-WORKER = Path(__file__).with_name("gloo_worker.py")
-
-
-def run(job: str, out: Path, world: int = 2) -> dict[int, Any]:
-    """What each rank that lived to the end wrote."""
-    processes = [
-        subprocess.Popen([sys.executable, str(WORKER), str(rank), str(world), str(out / "store"), str(out), job])
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=100)
-    finally:
-        for process in processes:
-            process.kill()
-    return {int(f.stem): json.loads(f.read_text()) for f in out.glob("*.json")}
+from tests.processes import run_ranks
+from tests.zero import gloo_worker
 
 
-def test_all_stages_equal_ddp_after_20_steps(tmp_path: Path) -> None:
-    found = run("equality", tmp_path)
+def test_all_stages_equal_ddp_after_20_steps() -> None:
+    found = run_ranks(2, gloo_worker.equality)
     assert sorted(found) == [0, 1]
     for rank, differences in found.items():
         for stage, difference in differences.items():
@@ -37,8 +18,8 @@ def test_all_stages_equal_ddp_after_20_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_axes_within_the_group(tmp_path: Path) -> None:
-    found = run("axes", tmp_path, world=4)
+def test_axes_within_the_group() -> None:
+    found = run_ranks(4, gloo_worker.axes)
     assert sorted(found) == [0, 1, 2, 3]
     for differences in found.values():
         assert max(differences["all-reduce"], differences["mics"]) <= 1e-6
@@ -47,26 +28,27 @@ def test_axes_within_the_group(tmp_path: Path) -> None:
         assert 0 < differences["quantised"] <= 0.011
 
 
-def test_a_dead_peer_is_noticed(tmp_path: Path) -> None:
-    found = run("dies", tmp_path)
+def test_a_dead_peer_is_noticed() -> None:
+    found = run_ranks(2, gloo_worker.dies)
     assert list(found) == [0]
     assert found[0]["noticed_s"] < 30
 
 
-def test_a_peer_that_stops_answering_is_noticed_within_the_timeout(tmp_path: Path) -> None:
-    found = run("stalls", tmp_path)
+@pytest.mark.long
+def test_a_peer_that_stops_answering_is_noticed_within_the_timeout() -> None:
+    found = run_ranks(2, gloo_worker.stalls, group_timeout_s=5)
     assert found[0]["noticed_s"] < 12  # the group's timeout is 5 s
 
 
-def test_the_check_names_the_ranks_that_differ(tmp_path: Path) -> None:
-    found = run("mismatch", tmp_path)
+def test_the_check_names_the_ranks_that_differ() -> None:
+    found = run_ranks(2, gloo_worker.mismatch)
     for rank in (0, 1):
         assert "rank 0 called all_gather of 32 float32 (parameters of '0')" in found[rank]["error"]
         assert "rank 1 called all_gather of 32 float32 (parameters of '1')" in found[rank]["error"]
 
 
 def test_processes_share_the_host_memory_of_their_node(tmp_path: Path) -> None:
-    found = run("budget", tmp_path)
+    found = run_ranks(2, gloo_worker.budget, str(tmp_path))
     capacity, reserved, _ = found[0]["stats"]
     assert found[0]["stats"] == found[1]["stats"]
     assert reserved == found[0]["own"] + found[1]["own"] >= 300 * 1024
@@ -76,7 +58,7 @@ def test_processes_share_the_host_memory_of_their_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_stages_equal_ddp_on_three_ranks(tmp_path: Path) -> None:
-    found = run("equality", tmp_path, world=3)
+def test_all_stages_equal_ddp_on_three_ranks() -> None:
+    found = run_ranks(3, gloo_worker.equality)
     for differences in found.values():
         assert max(differences.values()) <= 1e-6

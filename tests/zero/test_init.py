@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tests import processes
 from tests.laws.cases import Case, Model, cases, loss_of, optimizer_of
 from torch import nn
 
 from zoo import sim
 from zoo.comm import CollectiveMismatchError
+from zoo.io import AioConfig
 from zoo.zero import Init, PartitionedAccessError, Stage3Optimizer, ZeroConfig, ZeroOptimizer
-
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def whole(model: nn.Module, stage: int = 3, **options: Any) -> dict[str, torch.Tensor]:
@@ -46,7 +44,22 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return build()
 
 
-@quick
+class Shelves:
+    """A swapper that keeps what it is given in a dict."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def swap_out(self, key: int, values: torch.Tensor) -> None:
+        self.kept[key] = values.clone()
+
+    def swap_in(self, key: int, out: torch.Tensor) -> None:
+        out.copy_(self.kept[key])
+
+    def drop(self, key: int) -> None:
+        del self.kept[key]
+
+
 @given(
     case=cases(max_world=5), stage=st.integers(0, 3), where=st.sampled_from([None, "cpu", "nvme"]),
     low=st.booleans(), meta=st.booleans(), later=st.booleans(),
@@ -372,7 +385,10 @@ def test_nested_contexts_partition_with_the_inner_ones_options() -> None:
     [
         ({"remote_device": "tape"}, ValueError, "remote_device='tape'"),
         ({"remote_device": "nvme"}, ValueError, "nvme_path"),
-        ({"zero_quantized_weights": True}, NotImplementedError, "zero_quantized_weights"),
+        ({"param_swapper": 3}, ValueError, r"param_swapper=3.*swap_out\(\), swap_in\(\), drop\(\)"),
+        ({"param_swapper": Shelves(), "remote_device": "cpu"}, ValueError, "a swapper is for"),
+        ({"param_swapper": Shelves(), "aio": AioConfig()}, ValueError, "both param_swapper and aio"),
+        ({"param_swapper": AioConfig(), "remote_device": "nvme"}, ValueError, "nvme_path"),
         ({"dtype": torch.int8}, ValueError, "int8"),
         ({"mpu": object()}, ValueError, "get_data_parallel_group"),
         ({"config": {}, "config_dict_or_path": {}}, ValueError, "two names"),
@@ -470,8 +486,7 @@ print(peak() - before)
 @pytest.mark.parametrize("how", ["cpu", "meta"])
 def test_building_on_nvme_takes_a_fraction_of_the_models_memory(tmp_path: Path, how: str) -> None:
     def run(how: str) -> int:
-        arguments = [sys.executable, "-c", LARGER_THAN_MEMORY, how, str(tmp_path)]
-        return int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+        return int(processes.run(LARGER_THAN_MEMORY, how, tmp_path, check=True).stdout)
 
     size = 48 * 2 * 1024 * 1025 * 4
     assert run("plain") > 0.95 * size

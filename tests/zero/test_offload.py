@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.laws.cases import Case, cases, train_zero
 from torch import nn
@@ -30,7 +30,6 @@ def section(device: str, path: Path, **more: Any) -> dict[str, Any]:
     return {"device": device, **({"nvme_path": path} if device == "nvme" else {}), **more}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     case=cases(max_world=4), stage=st.integers(1, 3), states=st.sampled_from(TIERS), parameters=st.sampled_from(TIERS),
     ratio=st.sampled_from([1.0, 0.5]), max_in_cpu=st.sampled_from([0, 50]), pipelines=st.integers(0, 3),
@@ -105,7 +104,7 @@ def test_state_is_really_on_the_device(tmp_path: Path) -> None:
     assert memory["nvme"] >= 16 * elements  # parameters, gradients, two moments
     assert memory["parameters"] == memory["gradients"] == 0
     assert memory["optimizer"] < 100  # numbers of steps
-    assert optimizer._scratch.pool.stats().peak_bytes <= optimizer._updater.buffer_bytes()
+    assert optimizer.sharded.scratch.pool.stats().peak_bytes <= optimizer._updater.buffer_bytes()
     optimizer.close()
 
 
@@ -113,7 +112,7 @@ def test_nothing_grows(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path)
     train(model, optimizer, range(3))
     optimizer.updater.settle()
-    pool = optimizer._scratch.pool
+    pool = optimizer.sharded.scratch.pool
     before, files = pool.stats(), len(os.listdir("/proc/self/fd"))
     train(model, optimizer, range(3, 40))
     optimizer.updater.settle()
@@ -179,8 +178,8 @@ def test_a_device_that_fails_loses_nothing_that_was_saved(
 
     model, optimizer = build(tmp_path, update_in_backward=early)
     optimizer.load_state_dict(saved)
-    failing = Failing(optimizer._scratch.handle, direction, after)
-    for shelf in optimizer._scratch._shelves:
+    failing = Failing(optimizer.sharded.scratch.handle, direction, after)
+    for shelf in optimizer.sharded.scratch._shelves:
         shelf._handle = failing
     with pytest.raises(OffloadError, match=r"continue from the last checkpoint|go through the backward again"):
         train(model, optimizer, range(2, 5))
@@ -227,7 +226,7 @@ def test_a_checkpoint_reads_what_it_writes_when_it_writes_it(tmp_path: Path) -> 
     (tmp_path / "nvme").mkdir()
     model, optimizer = build(tmp_path / "nvme")
     train(model, optimizer, range(2))
-    pool = optimizer._scratch.pool
+    pool = optimizer.sharded.scratch.pool
     save(tmp_path / "saved", "one", optimizer.state_slices(), optimizer.state_scalars())
     assert pool.stats().in_use_bytes == 0
     expected = train(model, optimizer, range(2, 4))

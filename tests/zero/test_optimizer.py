@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 from torch import nn
 
 import zoo.optim
@@ -47,10 +48,11 @@ class Whole(torch.optim.SGD):
         ({"loss_scale": "high"}, ValueError, "loss_scale='high'"),
         ({"loss_scale": -2.0}, ValueError, "scale=-2.0"),
         ({"stage": 4}, ValueError, "stage"),
-        ({"reduce_bucket_size": 0}, ValueError, "reduce_bucket_size"),
+        ({"reduce_bucket_size": -1}, ValueError, "reduce_bucket_size"),
         ({"optimizer": Whole, "lr": 0.1}, NotImplementedError, "Whole.*other elements"),
         ({"optimizer": torch.optim.LBFGS}, NotImplementedError, "LBFGS"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}, ValueError, "pass the class"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}, ValueError, "not in the model"),
+        ({"optimizer": 3}, ValueError, "optimizer=3 is a int; pass a class"),
         ({"optimizer": "NoSuch"}, ValueError, "NoSuch"),
         ({"units": [nn.Linear(2, 2)]}, ValueError, "not part of the model"),
         ({"nonsense": 3}, TypeError, "nonsense"),
@@ -152,6 +154,7 @@ def test_a_static_scale_changes_nothing_but_rounding() -> None:
         torch.testing.assert_close(scaled[1][name], value, rtol=1e-6, atol=1e-7)
 
 
+@examples(times=5)
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_the_loss_scaler_follows_its_definition(
     overflows: list[bool], window: int, hysteresis: int, back: bool
@@ -177,7 +180,6 @@ def test_the_loss_scaler_follows_its_definition(
         assert (again.scale, again.good_steps, again.lives) == (scaler.scale, scaler.good_steps, scaler.lives)
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     worlds=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     stages=st.tuples(st.integers(0, 3), st.integers(0, 3)),

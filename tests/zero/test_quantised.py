@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -30,7 +30,6 @@ from zoo.zero.offload import OffloadError
 from zoo.zero.quantised import QuantisedGather, QuantisedReduce
 from zoo.zero.routes import FlatGather
 
-quick = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -46,7 +45,6 @@ def largest(x: torch.Tensor, group_size: int) -> torch.Tensor:
     return x.double().abs().view(-1, group_size).amax(1).repeat_interleave(group_size)
 
 
-@quick
 @given(
     nodes=st.integers(1, 4), local=st.integers(1, 4), groups=st.integers(1, 3),
     group_size=st.sampled_from([16, 48, 256]),
@@ -115,7 +113,6 @@ def test_what_is_not_finite_is_not_lost(bad: float, nodes: int, local: int, bits
     assert sim.run(4, fn) == [True, True, False, True]
 
 
-@quick
 @given(
     world=st.integers(1, 6), groups=st.integers(1, 3), group_size=st.sampled_from([16, 48, 256]),
     dtype=st.sampled_from(DTYPES), seed=st.integers(0, 50),
@@ -181,6 +178,7 @@ def losses(rank: int, num_steps: int, dtype: torch.dtype = torch.float32, **opti
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mics", [-1, 2])
 def test_it_trains_as_well(dtype: torch.dtype, mics: int) -> None:
@@ -256,6 +254,7 @@ def test_dtypes_that_cannot_be_quantised_are_named(option: str) -> None:
     sim.run(2, fn)
 
 
+@pytest.mark.long
 def test_without_the_kernels_a_sentence_says_what_is_missing() -> None:
     code = """
 import sys
@@ -273,7 +272,6 @@ except ImportError as error:
     assert "zoo-kernels, which is not installed" in result.stdout
 
 
-@quick
 @given(
     states=st.sampled_from(["none", "cpu", "nvme"]), parameters=st.sampled_from(["none", "cpu", "nvme"]),
     mics=st.sampled_from([-1, 2, 4]), two_stages=st.booleans(), weights=st.booleans(), gradients=st.booleans(),
@@ -389,7 +387,6 @@ def test_on_nvme_they_take_a_byte_each_too_and_no_more_is_read(dtype: torch.dtyp
         assert saved == numel * (1 + 4 / 256)  # and a checkpoint reads what it writes
 
 
-@quick
 @given(
     world=st.sampled_from([1, 2, 4]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     device=st.sampled_from(["cpu", "nvme"]), states=st.sampled_from(["none", "cpu", "nvme"]),
@@ -497,7 +494,6 @@ def broken(*args: Any, **options: Any) -> Any:
     raise OffloadError("the device is gone")
 
 
-@quick
 @given(
     worlds=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

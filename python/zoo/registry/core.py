@@ -29,6 +29,9 @@ CORE: dict[str, dict[str, str]] = {
         "RMSprop": "torch.optim:RMSprop",
         "SGD": "zoo.optim:SGD",
     },
+    "parameter_gatherer": {
+        "zero": "zoo.zero.gathering:GatheredParameters",
+    },
     "task": {
         "byte_lm": "zoo.examples.byte_lm:ByteTask",
     },

@@ -4,6 +4,14 @@
 three placements; stage 0, plain data parallelism, is the fourth.
 """
 
+from zoo.nn import (
+    MemoryEfficientLinear,
+    SequenceParallelAttention,
+    TiledLinear,
+    UnitList,
+    dot_product_attention,
+    memory_efficient_linear,
+)
 from zoo.zero.access import (
     get_full_fp32_params,
     get_full_grads,
@@ -36,15 +44,13 @@ from zoo.zero.forecast import Forecast
 from zoo.zero.gathering import GatheredParameters
 from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.init import Init, InitReport
-from zoo.zero.linear import MemoryEfficientLinear, memory_efficient_linear
 from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.optimizer import ZeroOptimizer
 from zoo.zero.scaler import LossScaler
-from zoo.zero.sequence import SequenceParallelAttention, dot_product_attention
+from zoo.zero.sharded import ShardedModel
 from zoo.zero.stages import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer
 from zoo.zero.state import StateSlice
-from zoo.zero.tiling import TiledLinear
-from zoo.zero.units import UnitList
+from zoo.zero.window import Window
 
 __all__ = [
     "DryRun",
@@ -59,6 +65,7 @@ __all__ = [
     "OffloadParamConfig",
     "PartitionedAccessError",
     "SequenceParallelAttention",
+    "ShardedModel",
     "Stage0Optimizer",
     "Stage1Optimizer",
     "Stage2Optimizer",
@@ -66,6 +73,7 @@ __all__ = [
     "StateSlice",
     "TiledLinear",
     "UnitList",
+    "Window",
     "ZeroConfig",
     "ZeroOptimizer",
     "dot_product_attention",

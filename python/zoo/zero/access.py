@@ -76,7 +76,9 @@ def _find(param: Any) -> _Place:
         )
     slot = param._zoo_slot
     tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
-    return _Place(owner_of(bucket), bucket, tensor.name, torch.Size(tensor.shape), offset, offset + tensor.numel)
+    return _Place(
+        owner_of(bucket).optimizer, bucket, tensor.name, torch.Size(tensor.shape), offset, offset + tensor.numel
+    )
 
 
 # What this rank has ----------------------------------------------------------------------------------------------
@@ -131,7 +133,8 @@ def _fill(out: torch.Tensor, start: int, pieces: Pieces) -> None:
 
 def _window(place: _Place, start: int, stop: int, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
     """Elements [start, stop) of the bucket on every rank. Collective but at stage 0."""
-    bucket, comm = place.bucket, place.optimizer.shard_group
+    bucket, comm = place.bucket, place.bucket.shard_group
+    place.optimizer.sharded.settle()
     out = torch.zeros(stop - start, dtype=dtype, device=bucket.device)
     _fill(out, start, pieces)
     if place.everywhere or comm.size == 1:
@@ -180,7 +183,8 @@ def _kept(place: _Place) -> dict[str, Any]:
 
 def _agreed_kept(place: _Place) -> dict[str, Any]:
     """What the rank that has the parameter's first element knows, on every rank. Collective but at stage 0."""
-    mine, comm, bucket = _kept(place), place.optimizer.shard_group, place.bucket
+    place.optimizer.sharded.settle()
+    mine, comm, bucket = _kept(place), place.bucket.shard_group, place.bucket
     if place.everywhere or comm.size == 1:
         return mine
     owner = min(place.start // max(bucket.layout.size // comm.size, 1), comm.size - 1)
@@ -338,14 +342,15 @@ def get_full_optimizer_states(
 def _whole_value(place: _Place, value: torch.Tensor) -> torch.Tensor:
     if value.shape != place.shape:
         raise ValueError(f"{place.name!r} has shape {tuple(place.shape)}; the value given has {tuple(value.shape)}.")
+    place.optimizer.sharded.settle()
     flat = value.detach().to(place.bucket.device, place.dtype, copy=True).reshape(-1).contiguous()
     if flat.numel():
-        place.optimizer.comm.broadcast(flat).wait()
+        place.bucket.routes.axes.world.broadcast(flat).wait()
     return flat
 
 
 def _local_value(place: _Place, value: torch.Tensor) -> tuple[int, torch.Tensor]:
-    if place.everywhere and place.optimizer.comm.size > 1:
+    if place.everywhere and place.bucket.routes.axes.world.size > 1:
         raise ValueError(
             f"{place.name!r} is whole on every rank (stage 0), and setting it on one would make the ranks differ. Use "
             "the function of the same name with 'full'."
@@ -384,8 +389,9 @@ def _write_param(place: _Place, values: tuple[int, torch.Tensor]) -> None:
             f"{place.name!r} is in use: it cannot be set inside of a forward or of GatheredParameters, which has "
             "modifier_rank= for that."
         )
+    place.optimizer.runtime.updated()
     if bucket.partitioned:
-        place.optimizer.runtime.forget(bucket)
+        place.optimizer.runtime.residency.forget(bucket)
     write_values(place.optimizer, {bucket: {place.name: values}}, keep_equal=False)
 
 

@@ -41,11 +41,23 @@ class Axes:
     """The M ranks of the shard group at this rank's place on their nodes; the shard group with ``local`` alone."""
     secondary: Communicator | None = None
     """hpZ: the consecutive ranks that split what was gathered in forward."""
+    divisor: int = 0
+    """Gradients are summed over ``world`` and divided by this: the number of losses, the same for all parameters. A
+    layer that has parts on several ranks has seen the tokens of all of them. 0: the size of ``world``."""
+    parts: Communicator | None = None
+    """The ranks that have other parts of the same parameters; None where there are none."""
+    counts: bool = True
+    """Of ranks that have the same along axes outside of ``world`` one counts, in checkpoints."""
+
+    @property
+    def num_losses(self) -> int:
+        """What a sum of gradients is divided by."""
+        return self.divisor or self.world.size
 
     @property
     def first_replica(self) -> bool:
         """This rank's shard group is the one from which checkpoints take the state."""
-        return self.replicas.rank == 0
+        return self.replicas.rank == 0 and self.counts
 
 
 def make_axes(comm: Communicator, config: ZeroConfig) -> Axes:
@@ -55,15 +67,13 @@ def make_axes(comm: Communicator, config: ZeroConfig) -> Axes:
         ValueError: a size that does not divide what it has to, or nodes that are not known or not regular.
     """
     size = _shard_size(comm, config)
-    first = comm.rank // size * size
-    shard = comm.subgroup(range(first, first + size))
-    replicas = comm.subgroup(range(comm.rank % size, comm.size, size))
-    local, across = shard.subgroup([shard.rank]), shard
+    shard = comm.partition([range(k, k + size) for k in range(0, comm.size, size)], name="shard")
+    replicas = comm.partition([range(k, comm.size, size) for k in range(size)], name="replicas")
+    local, across = shard.partition([[r] for r in range(size)], name="alone"), shard
     if config.mics_hierarchical_params_gather or config.zero_quantized_gradients:
         of_node = _ranks_per_node(shard, config)
-        start = shard.rank // of_node * of_node
-        local = shard.subgroup(range(start, start + of_node))
-        across = shard.subgroup(range(shard.rank % of_node, size, of_node))
+        local = shard.partition([range(k, k + of_node) for k in range(0, size, of_node)], name="local")
+        across = shard.partition([range(k, size, of_node) for k in range(of_node)], name="across")
     secondary = None
     of_copy = config.zero_hpz_partition_size
     if of_copy > 1:
@@ -73,8 +83,7 @@ def make_axes(comm: Communicator, config: ZeroConfig) -> Axes:
                 "the number of ranks of a node."
             )
         if of_copy < size:  # as large, it would be the same partition once more
-            start = shard.rank // of_copy * of_copy
-            secondary = shard.subgroup(range(start, start + of_copy))
+            secondary = shard.partition([range(k, k + of_copy) for k in range(0, size, of_copy)], name="secondary")
     return Axes(world=comm, shard=shard, replicas=replicas, local=local, across=across, secondary=secondary)
 
 

@@ -1,12 +1,13 @@
 """The gradients of one trainable bucket: accumulated flat, reduced to a mean, kept where the update takes them.
 
-Between two steps a bucket's gradient is *empty*; *accumulating*, while backwards add to the flat buffer; *launched*,
-while its reduction and the rest of that backward run; and *reduced*. A gradient that arrives once its reduction has
-begun would be lost, and is an error. Legend: see ``buckets.py``.
+Between two steps a bucket's gradient is *idle*; *accumulating*, while backwards add to the flat buffer; and *launched*,
+while its reduction and the rest of that backward run; then it is idle again, and ``reduced``. A gradient that arrives
+while it is not accumulating would be lost, and is an error. Legend: see ``buckets.py``.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from zoo.io import Future
 from zoo.zero.guard import (
     CAN_REFUSE_STORAGE,
     PartitionedAccessError,
+    PartitionedGradient,
     allow_storage,
     has_raw_grad,
     raw_grad,
@@ -26,6 +28,14 @@ from zoo.zero.routes import advance
 
 if TYPE_CHECKING:
     from zoo.zero.buckets import Bucket
+
+
+class Phase(enum.Enum):
+    """What may happen to a flat gradient now."""
+
+    IDLE = "idle"
+    ACCUMULATING = "accumulating"
+    LAUNCHED = "launched"
 
 
 class BucketGradients:
@@ -51,7 +61,9 @@ class BucketGradients:
         self._norm: torch.Tensor | None = None  # of a shard that has left the device
         self._arrived: torch.cuda.Event | None = None  # of a copy to the host
         self.reduced = False
-        self._accumulating = self._launched = False
+        self.phase = Phase.IDLE
+        self._cleared: set[int] = set()  # slots of which `grad` was set to None
+        self._cleared_at = 0
         self._handle: Handle | None = None  # of the reduction that is under way
         self._version = 0
         self._attach()
@@ -73,10 +85,11 @@ class BucketGradients:
 
     def open(self) -> None:
         """Make the flat gradient ready to be accumulated into; zero it if this starts a new sum."""
-        if self._accumulating:
+        if self.phase is Phase.ACCUMULATING:
             return
-        if self._launched:
+        if self.phase is Phase.LAUNCHED:
             raise self._late()
+        self.check_strays()
         if not self._here:
             allow_storage(self._storage._cdata)
             self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
@@ -87,8 +100,15 @@ class BucketGradients:
             low, high = self.bucket.own_range()
             self.shard = self._raw[low:high].clone()
         self._raw.zero_()
-        self._accumulating = True
+        self._cleared.clear()
+        self.phase = Phase.ACCUMULATING
         self._version = self.flat._version
+
+    def add(self, slot: int, gradient: torch.Tensor) -> None:
+        """What autograd does with the gradient of one parameter."""
+        self.open()
+        self._cleared.discard(slot)
+        self._views[slot].add_(gradient)
 
     def start_reduce(self, reduce_dtype: torch.dtype | None) -> Callable[[], None]:
         """Issue the reduction of the flat gradient; the result is in place after calling what is returned.
@@ -98,7 +118,7 @@ class BucketGradients:
         """
         bucket = self.bucket
         self.open()
-        self._accumulating, self._launched = False, True
+        self.phase = Phase.LAUNCHED
         self._version = self.flat._version
         low, high = bucket.own_range()
         chunk = self._raw[low:high]
@@ -151,15 +171,27 @@ class BucketGradients:
     def settle(self) -> None:
         """The backward that reduced this bucket is over."""
         self._check_late()
-        self._launched = False
+        if self.phase is Phase.LAUNCHED:
+            self.phase = Phase.IDLE
         freed = self.bucket.num_bytes > 0 and not self._here
         if freed and not CAN_REFUSE_STORAGE and any(map(has_raw_grad, self.bucket.spec.parameters)):
             raise self._late()
 
+    def ground(self) -> None:
+        """Wait for a reduction that is under way; its result is not used."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
     def drop(self) -> None:
         """Forget the gradient: the next backward starts a new sum."""
-        self.reduced = self._accumulating = self._launched = False
-        self._norm = self._handle = None
+        self.ground()  # it reads and writes the memory that is freed here
+        if self.bucket.routes.feedback is not None:
+            self.bucket.routes.feedback.roll_back()
+        self.reduced, self.phase = False, Phase.IDLE
+        self._cleared.clear()
+        self._norm = None
+        self._version = self.flat._version
         if self.bucket.placement.shard_gradients:
             if self.bucket.gradients_on_nvme:
                 self.bucket.park.forget(self.bucket.index)
@@ -186,8 +218,21 @@ class BucketGradients:
 
     def _check_late(self) -> None:
         """Raise if a gradient arrived after the reduction had begun: it would be lost."""
-        if self._launched and self.flat._version != self._version:
+        if self.phase is Phase.LAUNCHED and self.flat._version != self._version:
             raise self._late()
+
+    def check_strays(self) -> None:
+        """Raise RuntimeError if something was added while nothing could be.
+
+        A backward that leads to no output of a unit is not seen by any hook of ours.
+        """
+        if self.phase is Phase.IDLE and self.flat._version != self._version:
+            self._version = self.flat._version
+            raise RuntimeError(
+                f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
+                "module (a penalty on the weights alone, for example), and was not reduced. Add that loss to the one "
+                "of the model, so that one backward brings both; zero_grad() forgets it."
+            )
 
     def _late(self) -> PartitionedAccessError:
         return PartitionedAccessError(
@@ -289,37 +334,74 @@ class BucketGradients:
 
     def visible(self, slot: int) -> torch.Tensor | None:
         """What ``parameter.grad`` shows: this rank's gradient before the reduction, the mean after it at stage 0."""
-        if self._accumulating:
-            return self._views[slot]
+        if self.phase is Phase.ACCUMULATING:
+            # After a reduction the view is only what came since: the sum is nowhere.
+            return PartitionedGradient.of(self, slot) if self.reduced else self._views[slot]
         if not self.reduced:
             return None
         bucket = self.bucket
         if (bucket.placement.shard_optimizer and bucket.routes.axes.world.size > 1) or not self._here:
-            raise PartitionedAccessError(
-                f"the gradient of {bucket.spec.names[slot]!r} is partitioned: this rank holds a shard of the mean. Use "
-                "clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "
-                "optimizer.zero_grad() to drop it."
-            )
-        return self._views[slot]
+            return PartitionedGradient.of(self, slot)
+        # Behind the other version counter: what the user does to a mean is no gradient that arrives.
+        offset, tensor = bucket.layout.offsets[slot], bucket.layout.tensors[slot]
+        return self._raw[offset : offset + tensor.numel].view(tensor.shape)
+
+    def make_zero(self) -> None:
+        """Where there is no gradient, be a zero one that is reduced."""
+        if self.reduced:
+            return
+        if self.bucket.placement.shard_gradients:
+            self.shard = self._new_shard().zero_()
+            self.reduced = True
+            self._put_away()
+        else:
+            self._raw.zero_()
+            self.reduced = True
+
+    def clear(self, slot: int) -> None:
+        """Make the gradient of one parameter zero."""
+        bucket = self.bucket
+        offset, numel = bucket.layout.offsets[slot], bucket.layout.tensors[slot].numel
+        if self._here and (self.phase is Phase.ACCUMULATING or self.reduced):
+            self._raw[offset : offset + numel].zero_()
+        if (self.shard is not None or self.parked) and self.reduced:
+            low, _ = bucket.own_range()
+            start, stop = max(offset - low, 0), max(offset + numel - low, 0)
+            self.shard = self._shard_on_device()
+            self.shard[start:stop].zero_()
+            self._put_away()
 
     def assign(self, slot: int, value: torch.Tensor | None) -> None:
         """What ``parameter.grad = value`` does: None empties the gradient of this parameter, a tensor replaces it."""
         bucket = self.bucket
-        tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
+        tensor = bucket.layout.tensors[slot]
         if value is None:
-            if self._here and (self._accumulating or self.reduced):
-                self._raw[offset : offset + tensor.numel].zero_()
-            if (self.shard is not None or self.parked) and self.reduced:
-                low, _ = bucket.own_range()
-                start, stop = max(offset - low, 0), max(offset + tensor.numel - low, 0)
-                self.shard = self._shard_on_device()
-                self.shard[start:stop].zero_()
-                self._put_away()
+            if self._cleared_at != self.flat._version:  # something arrived since
+                self._cleared.clear()
+                self._cleared_at = self.flat._version
+            self._cleared.add(slot)
+            if len(self._cleared) == len(bucket.layout.tensors):
+                self.drop()
+            else:
+                self.clear(slot)
             return
+        if isinstance(value, PartitionedGradient) and value.stands_for(self, slot):
+            return
+        if self.reduced and not bucket.placement.shard_gradients and self.phase is Phase.IDLE:
+            whole = self.visible(slot)
+            if whole is not None and not isinstance(whole, PartitionedGradient):
+                whole.copy_(value)
+                return
         if bucket.placement.shard_gradients or self.reduced:
-            raise PartitionedAccessError(f"the gradient of {tensor.name!r} is partitioned; it cannot be assigned.")
+            raise PartitionedAccessError(
+                f"the gradient of {tensor.name!r} is partitioned; it cannot be assigned. Use "
+                "zoo.zero.safe_set_full_grad, between backward and step."
+            )
         self.open()
+        self.bucket.note_gradient()
+        self._cleared.discard(slot)
         self._views[slot].copy_(value)
+        self._version = self.flat._version
 
 
 def norm_of(chunk: torch.Tensor) -> torch.Tensor:

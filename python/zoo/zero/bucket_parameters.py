@@ -5,7 +5,8 @@ Legend: see ``buckets.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,8 @@ from zoo.zero.routes import Packed, Packer, advance
 
 if TYPE_CHECKING:
     from zoo.zero.buckets import Bucket
+
+_VERSION: Any = attrgetter("_version")
 
 
 class BucketParameters:
@@ -42,6 +45,7 @@ class BucketParameters:
         self.live, self.hidden = True, False
         self.secondary: torch.Tensor | None = None
         self.packed: Packed | None = None
+        self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
         self._reading: tuple[Future, torch.Tensor] | None = None
         self._lay_out()
@@ -73,6 +77,19 @@ class BucketParameters:
         """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
         if self.live or self.coming:
             return
+        if self.bucket.meeting is not None and not exact:
+            self.bucket.meeting.gather(self.bucket)
+        else:
+            self.gather_now(exact=exact)
+
+    def give(self) -> None:
+        """Take part in a gather of which this rank needs nothing: it has the parameters."""
+        shard = self.own_shard()
+        spare = self.bucket.memory.empty(self.full.numel(), self.full.dtype, self.full.device)
+        self._routes.gather.start(spare, shard, self._label).wait()
+
+    def gather_now(self, *, exact: bool = False) -> None:
+        """Start gathering, on all ranks."""
         self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
@@ -121,7 +138,7 @@ class BucketParameters:
         if not self.live:
             if not self.coming:
                 self.gather(exact=exact)
-            self._finish_gather()
+            self.finish_gather()
         if self.hidden:
             self.hidden = False
             self._guard.show()
@@ -159,7 +176,8 @@ class BucketParameters:
             own.copy_(read)
         self._handle = self._route.start(self.full, own, self._label)
 
-    def _finish_gather(self) -> None:
+    def finish_gather(self) -> None:
+        """Wait for a gather that is under way."""
         self._exchange()
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -174,7 +192,7 @@ class BucketParameters:
         if not self.bucket.partitioned:
             return
         if self.coming:
-            self._finish_gather()
+            self.finish_gather()
         if self.live:
             group = self._routes.axes.secondary
             if again and group is not None and self.secondary is None:
@@ -270,6 +288,23 @@ class BucketParameters:
         The next forward may wait for it.
         """
         return self.bucket.shelf.write(self.bucket.index, values, start * values.itemsize, urgent=True)
+
+    def flat_of(self, slot: int) -> torch.Tensor:
+        """(numel,) one parameter's part of ``full``, behind the version counter of the runtime."""
+        offset = self.bucket.layout.offsets[slot]
+        return self.full[offset : offset + self.bucket.layout.tensors[slot].numel]
+
+    def versions(self) -> list[int]:
+        """How often each parameter was written to in place, by anybody but the runtime."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = list(map(_VERSION, self.bucket.spec.parameters))
+        for slot, alias in self._aliases.items():
+            found[slot] += alias._version
+        return found
+
+    def alias(self, slot: int, made: torch.Tensor) -> torch.Tensor:
+        """What ``parameter.data`` returns; ``made`` is it as torch makes it."""
+        return self._aliases.setdefault(slot, made).detach()
 
     def chunk(self, index: int) -> torch.Tensor | None:
         """(n,) the parameters of chunk ``index``: only this rank's own where they are partitioned, None on NVMe."""

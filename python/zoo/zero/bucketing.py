@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -45,8 +45,13 @@ class BucketSpec:
     parameters: list[nn.Parameter]
     groups: list[int]
     units: list[str]
+    axes: tuple[str, ...] = ()
+    """Mesh axes along which ranks have different parts of these parameters."""
     group_size: int = 0
     """Elements that share a scale when something of the bucket is quantised: chunks are whole numbers of them."""
+
+    logical: dict[str, str] = field(default_factory=dict)
+    """Names in the whole model, where they are other ones."""
 
     @property
     def numel(self) -> int:
@@ -61,29 +66,33 @@ def plan_buckets(
     persistence_threshold: int,
     model_persistence_threshold: int,
     group_of: Callable[[nn.Parameter], int],
+    axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
 ) -> list[BucketSpec]:
     """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
 
     A unit is never split, so a bucket is larger than ``bucket_size`` when a unit alone is. Parameters of at most
     ``persistence_threshold`` elements are *resident* (whole on every rank at stage 3 too) until
-    ``model_persistence_threshold`` elements are. A unit that contains other units has buckets of its own: it is open
-    while they run, and would keep what it shares a bucket with gathered.
+    ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes (``axes_of``) travel
+    between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
+    open while they run, and would keep what it shares a bucket with gathered.
     """
     buckets: list[BucketSpec] = []
-    still_open: dict[tuple[torch.dtype, bool, bool], BucketSpec] = {}
+    still_open: dict[tuple[torch.dtype, bool, bool, tuple[str, ...]], BucketSpec] = {}
     budget = model_persistence_threshold
     for unit in units:
-        own: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+        own: dict[tuple[torch.dtype, bool, bool, tuple[str, ...]], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters.items():
             resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
             budget -= parameter.numel() if resident else 0
-            own.setdefault((parameter.dtype, parameter.requires_grad, resident), []).append((name, parameter))
+            key = (parameter.dtype, parameter.requires_grad, resident, axes_of(name, parameter))
+            own.setdefault(key, []).append((name, parameter))
         alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
         for key, members in own.items():
             size = sum(p.numel() for _, p in members)
             spec = still_open.get(key)
             if alone or spec is None or spec.numel + size > bucket_size:
-                spec = BucketSpec(*key, names=[], parameters=[], groups=[], units=[])
+                dtype, trainable, resident, axes = key
+                spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes)
                 buckets.append(spec)
                 if not alone:
                     still_open[key] = spec

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from zoo.layout import Split, split_of
 from zoo.zero.bucket_gradients import BucketGradients
 from zoo.zero.bucket_parameters import BucketParameters
 from zoo.zero.bucketing import BucketSpec, Placement, layout_of
+from zoo.zero.guard import cannot_convert
 from zoo.zero.offload.gradients import GradientPark
 from zoo.zero.offload.plan import Tier, Tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
@@ -30,7 +32,8 @@ from zoo.zero.routes import Hop, Routes
 from zoo.zero.working import WorkingMemory
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.divergent import Meeting
+    from zoo.zero.sharded import ShardedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +68,12 @@ class Bucket:
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         memory: of what comes and goes in every step.
         label: for messages: the units whose parameters these are.
-        owner: the optimizer it belongs to.
+        owner: the model it belongs to.
+        meeting: where ranks agree on gathers that they need at different times; None where all need the same.
         on_refused: called with the name of a refused parameter that was touched; True if it is whole now.
-        pending: number of recorded forwards that still have to come back to this bucket in backward.
+        leases: number of contexts (``contexts.py``) that still have to come back to this bucket in backward.
         active: number of running forwards of units that use it.
-        tape_serial: of the latest forward pass that recorded it.
+        context_serial: of the latest context that recorded it.
         parameters: their buffers.
         gradients: the gradients' buffers; None for frozen parameters.
     """
@@ -81,6 +85,7 @@ class Bucket:
         self.shard_group, self.memory = routes.axes.shard, memory
         self._stores, self.tiers, self.keep_norms = stores, stores.tiers, stores.keep_norms
         self.layout = layout_of(spec, self.shard_group.size)
+        self._slots = {name: slot for slot, name in enumerate(spec.names)}
         self.device = spec.parameters[0].device
         device_type = self.device.type
         self.updates_off_device = (
@@ -90,15 +95,43 @@ class Bucket:
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placement.shard_parameters and not spec.resident
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
-        self.owner: weakref.ref[ZeroOptimizer] | None = None
+        self.owner: weakref.ref[ShardedModel] | None = None
         self.on_refused: Callable[[Bucket, str], bool] | None = None
-        self.pending, self.active, self.tape_serial = 0, 0, -1
+        self.meeting: Meeting | None = None
+        self.leases, self.active, self.context_serial = 0, 0, -1
         self.parameters = BucketParameters(self)
         self.gradients = BucketGradients(self) if spec.trainable else None
 
     def take_external(self, name: str) -> bool:
         """Parameter ``name`` was touched while it is refused: whether a running forward takes it."""
         return self.on_refused is not None and self.on_refused(self, name)
+
+    def assign(self, slot: int, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """What ``parameter.data = value`` does: the values are copied to wherever the parameter lives.
+
+        Raises:
+            ValueError: ``value`` has another shape, dtype or device.
+        """
+        if value is parameter:
+            return
+        name, tensor = self.spec.names[slot], self.layout.tensors[slot]
+        if tuple(value.shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(tensor.shape)}, and was given a tensor of shape "
+                f"{tuple(value.shape)}: under a ZeRO optimizer shapes stay."
+            )
+        if (value.dtype, value.device) != (self.spec.dtype, self.device):
+            raise ValueError(cannot_convert(name, parameter, value))
+        owner = self.owner() if self.owner is not None else None
+        if owner is None:
+            raise RuntimeError(f"the optimizer of the parameter {name!r} does not exist any more.")
+        owner.change(self, slot, value)
+
+    def note_gradient(self) -> None:
+        """A gradient was assigned: it is this rank's, to be reduced with those of the others."""
+        owner = self.owner() if self.owner is not None else None
+        if owner is not None:
+            owner.runtime.unreduced = True
 
     def agree(self, what: str, value: str) -> None:
         """Raise on all ranks unless all of them pass the same."""
@@ -110,6 +143,14 @@ class Bucket:
     def num_chunks(self) -> int:
         """p: the layout is cut into one chunk for each rank of the shard group at every stage."""
         return self.shard_group.size
+
+    def logical(self, name: str) -> tuple[str, Split]:
+        """What parameter ``name`` is called in the whole model, and which part of it this rank's is."""
+        return self.spec.logical.get(name, name), split_of(self.spec.parameters[self._slots[name]])
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of parameter ``name`` on this rank."""
+        return self.layout.tensors[self._slots[name]].shape
 
     def own_range(self) -> tuple[int, int]:
         """[start, stop) of this rank's chunk in the flat buffer."""

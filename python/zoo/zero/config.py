@@ -19,11 +19,11 @@ class ZeroConfig(Section):
     stage: int = Field(default=0, ge=0, le=3)
     """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 
-    reduce_bucket_size: int | None = Field(default=None, ge=1)
+    reduce_bucket_size: int | None = Field(default=None, ge=0)
     """Units are coalesced into buckets, one collective each, up to this many elements; the smaller of this and
-    allgather_bucket_size counts. Default: 2**20. A unit is never split."""
+    allgather_bucket_size counts. Default: 2**20. A unit is never split; 0: each unit has a bucket of its own."""
 
-    allgather_bucket_size: int | None = Field(default=None, ge=1)
+    allgather_bucket_size: int | None = Field(default=None, ge=0)
     """See reduce_bucket_size: parameters and gradients share their buckets."""
 
     overlap_comm: bool = True
@@ -36,6 +36,10 @@ class ZeroConfig(Section):
     max_live_parameters: int | None = Field(default=None, ge=0, alias="stage3_max_live_parameters")
     """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units
     first. Default: two buckets, and at least 2**22 elements. More means less communication and more memory."""
+
+    divergent: bool = False
+    """Stage 3: ranks may run different units, or a unit a different number of times. They vote on each gather, nothing
+    is gathered ahead, and gradients are reduced in step(), which every rank calls."""
 
     param_persistence_threshold: int = Field(default=100_000, ge=0, alias="stage3_param_persistence_threshold")
     """Stage 3: parameters of at most this many elements stay whole on every rank."""
@@ -51,10 +55,10 @@ class ZeroConfig(Section):
     """Inside ``zoo.zero.Init``, ``Module.apply`` makes a module's parameters whole at once for its function. Otherwise
     each operation of the function makes whole what it touches."""
 
-    sub_group_size: int = Field(default=2**22, ge=1)
+    sub_group_size: int = Field(default=2**22, ge=0)
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
     on NVMe: only one piece's gradient exists in fp32 at a time, and the states of three pieces in memory (of seven with
-    update_in_backward)."""
+    update_in_backward). 0: a piece for each bucket and parameter group."""
 
     update_in_backward: bool = False
     """A shard is updated as soon as its gradient is reduced, and the traffic of its states overlaps with backward. Each
@@ -85,8 +89,9 @@ class ZeroConfig(Section):
     """Stage 0: gradients are reduce-scattered within nodes, all-reduced between them, all-gathered within them."""
 
     mics_shard_size: int = Field(default=-1, ge=-1)
-    """Stage 3, MiCS: everything is split over groups of this many consecutive ranks, and each group has all of it. Must
-    divide the number of data-parallel ranks; -1: one group."""
+    """Stages 1 to 3, shard groups (MiCS at stage 3, hybrid sharding elsewhere): what the stage splits is split over
+    groups of this many consecutive ranks, and each group has all of it; gradients are summed within a group, then over
+    the groups. Must divide the number of data-parallel ranks; -1: one group."""
 
     mics_hierarchical_params_gather: bool = False
     """Stage 3: gather parameters in two stages, first between nodes, then within them."""
@@ -107,12 +112,16 @@ class ZeroConfig(Section):
     quantized_gradients_bits: Literal[4, 8] = 4
     """Bits of an element on both ways of zero_quantized_gradients."""
 
+    quantized_gradients_feedback: bool = False
+    """With zero_quantized_gradients: what quantising left out of a rank's gradient is added to its next one (error
+    feedback), at 4 bytes a parameter on every rank. Not with a loss scale."""
+
     @model_validator(mode="after")
     def _axes_fit_the_stage(self) -> ZeroConfig:
         if self.mics_shard_size == 0:
             raise ValueError("mics_shard_size=0; it is a number of ranks, or -1 for no shard groups")
         asked = {
-            "mics_shard_size": self.mics_shard_size != -1,
+            "divergent": self.divergent,
             "mics_hierarchical_params_gather": self.mics_hierarchical_params_gather,
             "zero_hpz_partition_size": self.zero_hpz_partition_size > 1,
             "zero_quantized_weights": self.zero_quantized_weights,
@@ -122,6 +131,24 @@ class ZeroConfig(Section):
         for name in (name for name, on in asked.items() if on):
             if self.stage != 3:
                 raise ValueError(f"{name} needs stage 3, where parameters are partitioned; stage is {self.stage}")
+        if self.quantized_gradients_feedback and not self.zero_quantized_gradients:
+            raise ValueError(
+                "quantized_gradients_feedback=True without zero_quantized_gradients: there is no error to feed back"
+            )
+        clash = [
+            name for name, on in (
+                ("update_in_backward", self.update_in_backward), ("mics_shard_size", self.mics_shard_size != -1),
+                ("mics_hierarchical_params_gather", self.mics_hierarchical_params_gather),
+                ("zero_hpz_partition_size", self.zero_hpz_partition_size > 1),
+                ("ignore_unused_parameters=False", not self.ignore_unused_parameters),
+            ) if on
+        ]  # fmt: skip
+        if self.divergent and clash:
+            raise ValueError(
+                f"divergent=True with {', '.join(clash)}, which needs all ranks at the same place; drop one of the two"
+            )
+        if self.mics_shard_size != -1 and self.stage == 0:
+            raise ValueError("mics_shard_size needs stage 1, 2 or 3; at stage 0 nothing is split")
         if self.hierarchical_all_reduce and self.stage != 0:
             raise ValueError(
                 f"hierarchical_all_reduce is about the all-reduce of stage 0; at stage {self.stage} gradients are "

@@ -30,14 +30,16 @@ class DryRun(Communicator):
         self.group, self.check, self.log = None, False, CommsLog()
         self.rank, self.size, self.backend, self.device_type = rank, size, "dry", device_type
         self._ranks = list(range(size))
+        self._begin(owns=False)
         self.know_nodes(None)
 
-    def subgroup(self, members: Sequence[int]) -> DryRun:
-        """As :meth:`zoo.comm.Communicator.subgroup`."""
-        found = DryRun(len(members), list(members).index(self.rank), device_type=self.device_type)
+    def partition(self, groups: Sequence[Sequence[int]], *, name: str) -> DryRun:
+        """As :meth:`zoo.comm.Communicator.partition`."""
+        mine = next(list(group) for group in groups if self.rank in group)
+        found = DryRun(len(mine), mine.index(self.rank), device_type=self.device_type)
         found.log = self.log
         if self.nodes is not None:
-            found.know_nodes([self.nodes[m] for m in members])
+            found.know_nodes([self.nodes[m] for m in mine])
         return found
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:

@@ -33,10 +33,11 @@ def overlaps(values: Values, pieces: Any) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 @torch.no_grad()
-def write_values(optimizer: ZeroOptimizer, changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
+def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
     """Give parameters new values, on this rank.
 
     Args:
+        optimizer: which may have fp32 values of them; None without one.
         changes: for each bucket the values by name. Whole parameters must be given where copies are whole.
         keep_equal: an fp32 value stays where it rounds to the value given: what nobody changed keeps its precision.
     """
@@ -60,7 +61,7 @@ def write_values(optimizer: ZeroOptimizer, changes: Mapping[Bucket, Values], *, 
             old.copy_(new)
 
     trainable = [bucket for bucket in changes if bucket.spec.trainable]
-    if trainable:
+    if trainable and optimizer is not None:
         optimizer.updater.edit(trainable, change)
 
 

@@ -1,7 +1,7 @@
 """What a ZeRO step will cost, from the plan alone: bytes a rank holds, and bytes it sends.
 
-The traffic is the sum of the hops (``routes.py``) of every bucket's reductions and of the gathers that one forward and
-its backward will ask for.
+The traffic is the sum of the hops (``routes.py``) of every bucket's reductions and of the gathers that the plan of one
+forward and its backward (``planning.py``) asks for.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from zoo.comm import Communicator
 from zoo.zero.buckets import Bucket
 from zoo.zero.offload.plan import Tier
+from zoo.zero.planning import Plan
 from zoo.zero.routes import Hop
-from zoo.zero.runtime import REUSE_WINDOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +73,18 @@ class Forecast:
 def forecast(
     buckets: Sequence[Bucket],
     *,
-    calls: Iterable[Sequence[Bucket]],
-    shard_group: Communicator,
+    plan: Plan,
     reduce_dtype: torch.dtype | None,
     optimizer_bytes: Mapping[Tier, int],
     clips: bool,
-    keep_bytes: int,
 ) -> Forecast:
     """Forecast a step of the given buckets.
 
     Args:
-        calls: the buckets that each unit call of a forward uses, in the order in which the calls end.
-        shard_group: the ranks that split a bucket.
+        plan: of a forward and its backward.
         reduce_dtype: in which gradients are sent, None for their own.
         optimizer_bytes: bytes of masters and optimizer states on this rank, by tier.
         clips: whether the gradient norm is exchanged.
-        keep_bytes: see :class:`~zoo.zero.runtime.Runtime`.
     """
     parameters = gradients = 0
     hops: list[Hop] = []
@@ -98,12 +93,16 @@ def forecast(
         if bucket.spec.trainable:
             gradients += 0 if bucket.gradients_on_nvme else bucket.gradient_bytes()
             hops += bucket.reduce_hops(reduce_dtype)
-    for bucket, again in (gathers := gathers_of(list(calls), keep_bytes)):
+    for bucket, again in plan.gathers:
         hops += bucket.gather_hops(again=again)
-    secondary = sum(bucket.secondary_bytes() for bucket in {bucket for bucket, again in gathers if again})
+    secondary = sum(bucket.secondary_bytes() for bucket in plan.secondary)
     trainable = [b for b in buckets if b.spec.trainable]
-    if clips and trainable and trainable[0].placement.shard_optimizer:
-        hops.append(Hop("all_gather", shard_group, 8 * len(trainable) * shard_group.size))
+    for axes in dict.fromkeys(b.routes.axes for b in trainable) if clips else ():
+        of_family = [b for b in trainable if b.routes.axes is axes]
+        if of_family[0].placement.shard_optimizer:
+            hops.append(Hop("all_gather", axes.shard, 8 * len(of_family) * axes.shard.size))
+        if axes.parts is not None:
+            hops.append(Hop("all_gather", axes.parts, 8 * axes.parts.size))
     wire, intra, inter = _added(hops)
     return Forecast(
         parameters_bytes=parameters,
@@ -124,43 +123,6 @@ def _added(hops: Iterable[Hop]) -> list[dict[str, int]]:
     return [{op: sent for op, sent in total.items() if sent} for total in totals]
 
 
-def gathered_by_units(calls: Sequence[Sequence[Bucket]], keep_bytes: int, weigh: Callable[[Bucket], int]) -> int:
+def gathered_from_shards(plan: Plan, weigh: Callable[[Bucket], int]) -> int:
     """Σ of a weight over the gathers of one forward and its backward that begin with the ranks' shards."""
-    gathers = gathers_of(calls, keep_bytes)
-    return sum(weigh(bucket) for bucket, again in gathers if not (again and bucket.secondary_bytes()))
-
-
-def gathers_of(calls: Sequence[Sequence[Bucket]], keep_bytes: int) -> list[tuple[Bucket, bool]]:
-    """The gathers of one forward and its backward, and whether each is of something that forward had released before.
-
-    Calls must not nest buckets.
-    """
-    sequence = [bucket for used in calls for bucket in used]
-    found: list[tuple[Bucket, bool]] = []
-    kept_bytes, position = 0, 0
-    kept: dict[Bucket, None] = {}
-    released: set[Bucket] = set()
-    soon: set[Bucket] = set()
-    for used in calls:
-        position += len(used)
-        for bucket in used:
-            if bucket in kept:
-                del kept[bucket]
-                kept_bytes -= bucket.num_bytes
-            elif bucket not in soon:
-                found.append((bucket, bucket in released))
-            soon.discard(bucket)
-        for bucket in used:
-            if bucket in sequence[position : position + REUSE_WINDOW]:
-                soon.add(bucket)
-            elif bucket.num_bytes <= keep_bytes:
-                kept[bucket] = None
-                kept_bytes += bucket.num_bytes
-            else:
-                released.add(bucket)
-        while kept_bytes > keep_bytes:
-            oldest = next(iter(kept))
-            del kept[oldest]
-            kept_bytes -= oldest.num_bytes
-            released.add(oldest)
-    return found + [(b, b in released) for b in dict.fromkeys(sequence) if b not in kept]
+    return sum(weigh(bucket) for bucket, again in plan.gathers if not again)

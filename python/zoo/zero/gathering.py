@@ -18,7 +18,7 @@ from zoo.zero.init.parts import Part, part_of
 from zoo.zero.init.session import current
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.sharded import ShardedModel
 
 
 class GatheredParameters:
@@ -38,14 +38,16 @@ class GatheredParameters:
         modifier_rank: None for reading. A rank of the data-parallel group for writing: at the end its values become
             everybody's, wherever they live: shards, whole copies, host memory or NVMe, and the fp32 values that the
             optimizer updates (those that round to the value at the end keep their precision). What other ranks wrote is
-            overwritten. After an exception inside, nothing is changed.
+            overwritten. Of parameters that are parts along other mesh axes it is a rank of those with the same part.
+            After an exception inside, nothing is changed.
         fwd_module: a module in whose forward the parameters are used from now on: they are registered as external to
             it (:func:`~zoo.zero.register_external_parameter`).
         enabled: False makes this do nothing.
 
     Raises:
         RuntimeError: a parameter was written to in place without modifier_rank, or one that is not in ``params``: the
-            change would be lost (found by the version counter, which writes through ``.data`` do not raise).
+            change would be lost (found by version counters; those of ``Init``'s parameters do not see writes through
+            ``.data``).
         ValueError: modifier_rank is no rank of the group.
         CollectiveMismatchError: the ranks gave different parameters.
     """
@@ -65,21 +67,27 @@ class GatheredParameters:
         self._before: dict[Bucket, tuple[bool, bool]] = {}
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._versions: dict[int, int] = {}
+        self._bucket_versions: dict[Bucket, list[int]] = {}
+        self._seen: dict[Bucket, list[int]] = {}
 
     def __enter__(self) -> None:
         self._find()
+        for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
+            owner.settle()
         self._agree()
         for part in self._parts:
             part.users += 1
             part.make_whole()
         for bucket in self._slots:
             self._before[bucket] = owner_of(bucket).runtime.hold(bucket)
-        touched = [p for b in self._slots for p in b.spec.parameters] + [part.parameter for part in self._parts]
-        self._versions = {id(p): p._version for p in touched}
+        self._versions = {id(part.parameter): part.parameter._version for part in self._parts}
+        self._bucket_versions = {bucket: bucket.parameters.versions() for bucket in self._slots}
+        with torch._C.DisableTorchFunctionSubclass():
+            self._seen = {bucket: [p._version for p in bucket.spec.parameters] for bucket in self._slots}
         if self._modifier is not None:
             # A copy, so that an exception inside leaves no rank with values of its own.
             whole = [(b, slot) for b, slots in self._slots.items() if not b.partitioned for slot in slots]
-            self._saved = [(view, view.clone()) for view in (_flat(b, slot) for b, slot in whole)]
+            self._saved = [(view, view.clone()) for view in (b.parameters.flat_of(slot) for b, slot in whole)]
 
     def _find(self) -> None:
         slots: dict[Bucket, list[int]] = {}
@@ -134,7 +142,10 @@ class GatheredParameters:
             if part.users == 0 and not (session is not None and session.uses(part)):
                 part.drop_whole()
         for bucket, before in self._before.items():
-            owner_of(bucket).runtime.let_go(bucket, before, forget=kind is not None or bool(lost))
+            owner = owner_of(bucket)
+            owner.runtime.let_go(bucket, before, forget=kind is not None or bool(lost))
+            if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
+                owner.writes.note(bucket)
         self._before.clear()
         if lost:
             raise RuntimeError(
@@ -150,18 +161,27 @@ class GatheredParameters:
             if self._modifier is None and part.written and part.parameter._version != self._versions[id(part.parameter)]
         ]  # fmt: skip
         for bucket, slots in self._slots.items():
-            noted = owner_of(bucket).runtime.held[bucket]
-            for slot, parameter in enumerate(bucket.spec.parameters):
+            noted, before = owner_of(bucket).runtime.held[bucket], self._bucket_versions[bucket]
+            for slot, version in enumerate(bucket.parameters.versions()):
                 stored = self._modifier is not None and slot in slots
-                if parameter._version not in (noted[slot], self._versions[id(parameter)]) and not stored:
+                if version not in (noted[slot], before[slot]) and not stored:
                     found.append(bucket.spec.names[slot])
         return found
+
+    def _wrote(self, bucket: Bucket, modifier: int) -> bool:
+        """Whether the modifier wrote to the bucket so that autograd saw it. Collective."""
+        world, before = bucket.routes.axes.world, self._seen[bucket]
+        with torch._C.DisableTorchFunctionSubclass():
+            mine = any(p._version != version for p, version in zip(bucket.spec.parameters, before, strict=True))
+        flag = torch.tensor([float(mine)], device=bucket.device)
+        world.broadcast(flag, modifier).wait()
+        return bool(flag)
 
     @torch.no_grad()
     def _store(self, modifier: int) -> None:
         for part in self._parts:
             part.store(modifier)
-        by_owner: dict[int, tuple[ZeroOptimizer, dict[Bucket, dict[str, tuple[int, torch.Tensor]]]]] = {}
+        by_owner: dict[int, tuple[ShardedModel, dict[Bucket, dict[str, tuple[int, torch.Tensor]]]]] = {}
         for bucket, slots in self._slots.items():
             owner = owner_of(bucket)
             if not bucket.parameters.live:
@@ -171,24 +191,21 @@ class GatheredParameters:
                 )
             values: dict[str, tuple[int, torch.Tensor]] = {}
             for slot in slots:
-                view = _flat(bucket, slot)
+                view = bucket.parameters.flat_of(slot)
                 if view.numel():
-                    owner.comm.broadcast(view, modifier).wait()
+                    bucket.routes.axes.world.broadcast(view, modifier).wait()
                 values[bucket.spec.names[slot]] = (0, view)
             by_owner.setdefault(id(owner), (owner, {}))[1][bucket] = values
+            if self._wrote(bucket, modifier):
+                owner.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
             owner.runtime.note(bucket)
         for owner, changes in by_owner.values():
-            write_values(owner, changes, keep_equal=True)
+            write_values(owner.optimizer if owner.trainable else None, changes, keep_equal=True)
 
 
-def owner_of(bucket: Bucket) -> ZeroOptimizer:
-    """The optimizer that a bucket belongs to."""
+def owner_of(bucket: Bucket) -> ShardedModel:
+    """The model that a bucket belongs to."""
     owner = bucket.owner() if bucket.owner is not None else None
     if owner is None:
         raise RuntimeError(f"the optimizer of the parameters of {bucket.label} does not exist any more.")
     return owner
-
-
-def _flat(bucket: Bucket, slot: int) -> torch.Tensor:
-    offset = bucket.layout.offsets[slot]
-    return bucket.parameters.full[offset : offset + bucket.layout.tensors[slot].numel]

@@ -12,7 +12,8 @@ to refuse access. Without either, reading freed storage would end the process.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ _CLEAR_ERROR = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", Non
 CAN_REFUSE_STORAGE = _SET_ERROR is not None and _CLEAR_ERROR is not None
 _GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_DATA: Any = torch.Tensor.data
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
@@ -53,12 +55,25 @@ def _allowed() -> frozenset[Any]:
     return frozenset(found)
 
 
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "half", "bfloat16", "float", "double", "cpu", "cuda")
+)
+_CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
+# A gradient may be asked for, and modules compare types before they assign `data`.
+_PASS = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch._has_compatible_shallow_copy_type}
+)
 ALLOWED_WHEN_PARTITIONED = _allowed()
 """What reads metadata only."""
 
 
 def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     if func in ALLOWED_WHEN_PARTITIONED:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
+        return args[0]
+    if func in _PASS:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     touched = _partitioned_in((args, kwargs or {}))
@@ -74,7 +89,23 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
         "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
         "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
-        "GatheredParameters(...):`."
+        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in _CONVERSIONS else ''}"
+    )
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``model.to(...)`` and its like, to what the parameter is already."""
+    parameter, *rest = args
+    meant = func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)
+    return (meant.dtype, meant.device) == (parameter.dtype, parameter.device) and not kwargs.get("copy")
+
+
+def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:
+    """Why a parameter does not take a tensor of another dtype or device."""
+    return (
+        f"parameter {name!r} is {parameter.dtype} on {parameter.device}, and was given {value.dtype} on {value.device}:"
+        " under a ZeRO optimizer parameters lie in flat buffers, whose dtype and device stay. Convert the model before "
+        "the optimizer is constructed, or close() it first."
     )
 
 
@@ -88,6 +119,65 @@ def _partitioned_in(value: Any) -> list[Any]:
     return []
 
 
+class PartitionedGradient(torch.Tensor):
+    """What ``parameter.grad`` is where this rank holds a shard of the mean: it has a shape and a dtype, and no values.
+
+    It can be dropped, zeroed and asked what it looks like; everything else is a :class:`PartitionedAccessError`.
+    """
+
+    @staticmethod
+    def of(gradients: Any, slot: int) -> PartitionedGradient:
+        """The gradient of parameter ``slot`` of a bucket."""
+        bucket = gradients.bucket
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            PartitionedGradient, bucket.layout.tensors[slot].shape, dtype=bucket.spec.dtype, device=bucket.device
+        )
+        made._zoo_gradients, made._zoo_slot = gradients, slot
+        return made  # type: ignore[no-any-return]
+
+    def stands_for(self, gradients: Any, slot: int) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return self._zoo_gradients is gradients and self._zoo_slot == slot  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads metadata, zeroes; refuses the rest."""
+        if func in ALLOWED_WHEN_PARTITIONED or func in (torch.Tensor.detach_, torch.Tensor.requires_grad_):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        if func is torch.Tensor.zero_:
+            found._zoo_gradients.clear(found._zoo_slot)
+            return found
+        return found.refuse(func)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What gets past the above has no values to work on."""
+        found = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        return found.refuse(func)
+
+    def refuse(self, func: Any) -> NoReturn:
+        """Say what was touched, and what to do instead."""
+        found: Any = self
+        name = found._zoo_gradients.bucket.spec.names[found._zoo_slot]
+        raise PartitionedAccessError(
+            f"{getattr(func, '__name__', func)} touched the gradient of {name!r}, which is partitioned: this rank "
+            "holds a shard of the mean. Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to "
+            "watch it, zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
+        )
+
+
+def _flat_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [t for item in value for t in _flat_tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
 def _get_grad(self: Any) -> torch.Tensor | None:
     gradients = type(self)._zoo_bucket.gradients
     return gradients.visible(self._zoo_slot) if gradients is not None else None
@@ -99,6 +189,17 @@ def _set_grad(self: Any, value: torch.Tensor | None) -> None:
         gradients.assign(self._zoo_slot, value)
     elif value is not None:
         raise ValueError(f"{self._zoo_name!r} was frozen when the optimizer was constructed; it takes no gradient.")
+
+
+def _get_data(self: Any) -> torch.Tensor:
+    alias = _DATA.__get__(self)
+    # As torch's, it shares no version counter with the parameter; but one with all others of this parameter, so that
+    # writes through it are seen.
+    return type(self)._zoo_bucket.parameters.alias(self._zoo_slot, alias)  # type: ignore[no-any-return]
+
+
+def _set_data(self: Any, value: torch.Tensor) -> None:
+    type(self)._zoo_bucket.assign(self._zoo_slot, self, value)
 
 
 def _get_requires_grad(self: Any) -> bool:
@@ -145,6 +246,7 @@ class Guard:
             "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
             "requires_grad": property(_get_requires_grad, _set_requires_grad),
             "requires_grad_": _requires_grad_,
+            "data": property(_get_data, _set_data),
             "__torch_function__": _DISABLED,
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": _reduce_ex,
@@ -181,6 +283,25 @@ def release(parameter: Any) -> None:
     parameter.__class__ = nn.Parameter
     del parameter._zoo_name, parameter._zoo_slot
     parameter.grad = None
+
+
+class _LeadTo(torch.autograd.Function):
+    """A graph of one node that leads to all of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("nobody goes back through this.")
+
+
+def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """The autograd nodes that add to the gradients of those of ``parameters`` that require one."""
+    with torch.enable_grad():
+        to_all = _LeadTo.apply(*parameters).grad_fn
+    return [node for node, _ in to_all.next_functions if node is not None] if to_all is not None else []
 
 
 def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:

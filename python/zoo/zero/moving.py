@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,11 @@ def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[t
             yield gradients.shard
 
 
+def leaves(tensor: torch.Tensor) -> bool:
+    """Whether a tensor goes to other memory: what is on the CPU is there already."""
+    return tensor.device.type != "cpu"
+
+
 class Moved:
     """What :meth:`ZeroOptimizer.offload_states` took away, and where it belongs."""
 
@@ -49,15 +55,18 @@ class Moved:
             )
         self.include = named
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
+        self._optimizer, self._left = weakref.ref(optimizer), False
         for tensor in tensors_of(optimizer, named):
             if tensor.numel() > 1 and tensor.dim() == 1 and tensor.stride(0) == 0:
                 continue  # on NVMe
             self._moved.append((tensor, tensor.device))
-            if tensor.device.type != "cpu":
+            if leaves(tensor):
+                self._left = True
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
                 tensor.data = host.copy_(tensor.detach(), non_blocking=non_blocking)
         if non_blocking and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+        self._follow()
 
     def num_bytes(self) -> int:
         """Of everything that is away."""
@@ -66,5 +75,22 @@ class Moved:
     def back(self, *, non_blocking: bool) -> None:
         """To where it was."""
         for tensor, device in self._moved:
-            tensor.data = tensor.detach().to(device, non_blocking=non_blocking)
+            if leaves(tensor) or tensor.device != device:
+                tensor.data = tensor.detach().to(device, non_blocking=non_blocking, copy=True)
         self._moved.clear()
+        self._follow()
+
+    def _follow(self) -> None:
+        """What the optimizer updates are views of the shards: they go where these went."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self._left:
+            return
+        for segment in optimizer.updater.segments:
+            values = segment.bucket.parameters.chunk(segment.chunk)
+            if values is None or not segment.bucket.partitioned:
+                continue
+            part = values[segment.start : segment.stop]
+            if segment.target is None:
+                segment.tensor.data = part
+            else:
+                segment.target = part

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import weakref
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -20,26 +19,29 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero import state as state_io
-from zoo.zero.arguments import find_optimizer, param_groups_of, resolve_config
-from zoo.zero.axes import make_axes
-from zoo.zero.bucketing import STAGES, plan_buckets
+from zoo.zero.arguments import Wrapped, find_optimizer, resolve_config
+from zoo.zero.bucket_gradients import BucketGradients, Phase
 from zoo.zero.buckets import Bucket
 from zoo.zero.config import ZeroConfig
 from zoo.zero.dry import DryRun
 from zoo.zero.early import EarlyUpdate, LateUpdate
-from zoo.zero.forecast import Forecast, gathered_by_units
+from zoo.zero.forecast import Forecast, gathered_from_shards
 from zoo.zero.forecast import forecast as make_forecast
-from zoo.zero.guard import release as release_parameter
+from zoo.zero.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.moving import Moved
+from zoo.zero.norms import global_norm
 from zoo.zero.offload.forecast import nvme_traffic, tier_bytes
-from zoo.zero.offload.opening import open_stores
-from zoo.zero.routing import choose_routes
+from zoo.zero.rank_state import load_rank_state, rank_state
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
-from zoo.zero.streaming import whole_parameters
-from zoo.zero.units import UnitChoice, check_parameters, find_units
-from zoo.zero.updater import Updater
-from zoo.zero.working import WorkingMemory
+from zoo.zero.sharded import ShardedModel
+from zoo.zero.units import UnitChoice, check_parameters
+from zoo.zero.updater import Updater, try_out
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from zoo.zero.keywords import Keywords
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -60,18 +62,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
             rank 0 are broadcast.
         stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
         optimizer: a class of ``zoo.optim`` or ``torch.optim``, or anything with the same interface, whose update is
-            elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer").
+            elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer"). Or an
+            instance that has made no step: its class, arguments and parameter groups are taken over, the groups as the
+            same dicts, so that schedules made from it go on working. It cannot make steps itself any more.
         group: process group, DeviceMesh (one-dimensional or of the axes ("node", "local")) or Communicator of the
             data-parallel ranks; None for the default group. A :class:`~zoo.zero.DryRun` makes a plan only.
-        params: parameter groups as for ``torch.optim``; by default one group of all trainable parameters.
+        mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those over which
+            losses are averaged. Experts and tensor-parallel layers declare the axes along which they are parts
+            (``zoo.layout.declare_split``); their gradients are summed over the data axes without these.
+        params: parameters, (name, parameter) pairs, or groups of them, as for ``torch.optim``; by default one group of
+            all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
             :func:`~zoo.zero.units.find_units`.
         clip_norm: clip the global gradient norm to this before each step; 0 for no clipping.
         loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
+        nonfinite_gradients: what a step does whose gradients have a norm that is not finite, where the norm is known
+            (with clipping or a loss scale): "skip" it and count it, or raise an "error". Nothing is changed either way.
         reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
         check: agree on a fingerprint of each collective before it, for debugging.
         config: a :class:`~zoo.zero.ZeroConfig`; single options of it may be given as keywords instead.
         aio: how to reach NVMe: options, or an engine that is used and left open.
+        optimizer_options: arguments of the wrapped optimizer; those that type checkers know may be keywords as well.
         options: options of ``ZeroConfig``, and the wrapped optimizer's own arguments.
 
     Parameters in bf16 or fp16 get an fp32 master copy, which is what the optimizer updates. A trainable parameter that
@@ -82,6 +93,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         NotImplementedError: the optimizer's update is not elementwise, and it takes no parts.
     """
 
+    _stage: ClassVar[int | None] = None
+    """Of a class that is one stage."""
+
+    @shows_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -89,40 +104,74 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: int | None = None,
         optimizer: Any = torch.optim.AdamW,
         group: Any = None,
+        mesh: Any = None,
+        data_axes: Sequence[str] | None = None,
         params: Iterable[Any] | None = None,
         units: UnitChoice | None = None,
         clip_norm: float = 0.0,
         loss_scale: float | str | LossScaler | None = None,
+        nonfinite_gradients: Literal["skip", "error"] = "skip",
         reduce_dtype: torch.dtype | None = None,
         check: bool = False,
         config: ZeroConfig | None = None,
         aio: AioConfig | Handle | None = None,
-        **options: Any,
+        optimizer_options: Mapping[str, Any] | None = None,
+        **options: Unpack[Keywords],
     ) -> None:
-        self.config = resolve_config(config, stage, options)
+        given = options_of(type(self), options, optimizer_options)
+        self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
         if not clip_norm >= 0:
             raise ValueError(f"clip_norm={clip_norm}; it must be a norm > 0, or 0 for no clipping.")
         if self.config.update_in_backward and (clip_norm or loss_scale is not None):
-            given = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
+            other = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
             raise ValueError(
-                f"update_in_backward=True with {given}, which needs all gradients before the first update. Drop one of "
+                f"update_in_backward=True with {other}, which needs all gradients before the first update. Drop one of "
                 "the two."
             )
+        if nonfinite_gradients not in ("skip", "error"):
+            raise ValueError(f"nonfinite_gradients={nonfinite_gradients!r}; allowed are 'skip' and 'error'.")
         check_parameters(model, dry=isinstance(group, DryRun))
-        optimizer = find_optimizer(optimizer)
-        self.model, self.clip_norm, self.scaler, self._aio = model, clip_norm, make_scaler(loss_scale), aio
-        nodes = self.config.ranks_per_node
-        self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
-        if self.comm is group and nodes is not None:
-            self.comm.know_nodes(nodes)
+        wrapped = find_optimizer(model, optimizer, params, given)
+        self.model, self.clip_norm, self.scaler = model, clip_norm, make_scaler(loss_scale)
+        self._nonfinite = nonfinite_gradients
         self.grad_norm: float | None = None
         self._moved: Moved | None = None
         self.skipped, self.num_skipped = False, 0
-        groups = param_groups_of(model, params)
-        self._build(model, groups, units, reduce_dtype)
+        # Before the model is touched: what the wrapped optimizer refuses.
+        try_out(wrapped.make, wrapped.groups, wrapped.options)
+        group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
+        self.sharded = ShardedModel(
+            model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, units=units,
+            group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
+            keep_norms=bool(clip_norm or self.scaler is not None),
+        )  # fmt: skip
+        self.sharded.used_by(self)
+        try:
+            self._adopt(wrapped)
+        except BaseException:
+            self.sharded.close()
+            raise
+
+    def _adopt(self, wrapped: Wrapped) -> None:
+        sharded = self.sharded
+        self.comm, self._runtime, self._buckets = sharded.comm, sharded.runtime, sharded.buckets
+        self._trainable = sharded.trainable
+        self._feedback = [f for f in (b.routes.feedback for b in self._trainable) if f is not None]
+        if self._feedback and self.scaler is not None:
+            raise ValueError(
+                "quantized_gradients_feedback=True with a loss scale: errors are in units of the scale, which changes. "
+                "Train in bf16, or leave one of the two out."
+            )
+        parts = [b for b in self._trainable if b.spec.axes]
+        if parts and getattr(wrapped.make, "needs_whole_tensors", False):
+            raise NotImplementedError(
+                f"{wrapped.make.__name__} needs whole tensors, and {parts[0].spec.names[0]!r} is a part along the mesh "
+                f"axes {parts[0].spec.axes}. Use an elementwise optimizer."
+            )
+        self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
         self._updater = Updater(
-            self._trainable, optimizer, groups, options, comm=self._axes.shard,
-            sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=self._scratch,
+            self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
+            sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward,
         )  # fmt: skip
         self._early = (
@@ -130,62 +179,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.config.update_in_backward else None
         )  # fmt: skip
         self._runtime.reductions.follower = self._early or LateUpdate(self._updater)
+        if self.scaler is not None:
+            self._runtime.backward.scale = self.scaler.scale
         self.inner = self._updater.inner
         self._sealed = False
-        super().__init__(groups, self.inner.defaults)
+        super().__init__(wrapped.groups, self.inner.defaults)
         self._sealed = True
+        wrapped.taken_over_by(self)
         self.state = self.inner.state
-
-    def _build(
-        self, model: nn.Module, groups: Sequence[dict[str, Any]], units: UnitChoice | None, dtype: torch.dtype | None
-    ) -> None:
-        cfg = self.config
-        group_of = {id(p): i for i, g in enumerate(groups) for p in g["params"]}
-        specs = find_units(model, units)
-        plan = plan_buckets(
-            specs,
-            bucket_size=cfg.bucket_size,
-            persistence_threshold=cfg.param_persistence_threshold,
-            model_persistence_threshold=cfg.model_persistence_threshold,
-            group_of=lambda p: group_of.get(id(p), -1),
-        )
-        described = [(b.names, [tuple(p.shape) for p in b.parameters], str(b.dtype), b.groups) for b in plan]
-        digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
-        device = plan[0].parameters[0].device
-        self._reduce_dtype = dtype
-        self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
-        placement = dataclasses.replace(STAGES[cfg.stage], keep_gradients=not cfg.update_in_backward)
-        self._axes = make_axes(self.comm, cfg)
-        shard = self._axes.shard
-        routes = choose_routes(plan, placement, self._axes, cfg, dtype)
-        norms = bool(self.clip_norm or self.scaler is not None)
-        memory = WorkingMemory()
-        self._scratch, stores = open_stores(
-            plan, placement, routes, cfg, shard.size, comm=self.comm, aio=self._aio, keep_norms=norms
-        )
-        self._buckets = [Bucket(i, spec, placement, routes[i], stores[i], memory) for i, spec in enumerate(plan)]
-        for bucket in self._buckets:
-            bucket.owner = weakref.ref(self)
-        self._trainable = [b for b in self._buckets if b.spec.trainable]
-        self._gradients = [b.gradients for b in self._buckets if b.gradients is not None]
-        largest = max((b.num_bytes for b in self._buckets if b.partitioned), default=0)
-        reads = any(b.parameters_on_nvme for b in self._buckets)
-        stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
-        itemsize = plan[0].dtype.itemsize
-
-        def budget(elements: int | None, default: int) -> int:
-            return default if elements is None else elements * itemsize
-
-        self._runtime = Runtime(
-            specs,
-            self._buckets,
-            reduce_dtype=dtype,
-            overlap=cfg.overlap_comm,
-            demand_all=not cfg.ignore_unused_parameters,
-            # One rank gathers by copying its own shard from memory: there is nothing to overlap.
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if shard.size > 1 or reads else 0,
-            keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
-        )
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def shard_group(self) -> Communicator:
         """The ranks that split what is split: all of them but with shard groups (MiCS)."""
-        return self._axes.shard
+        return self.sharded.axes.shard
 
     @property
     def runtime(self) -> Runtime:
@@ -216,7 +217,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: torch.Tensor) -> None:
         """``(loss * loss_scale).backward()``. Without loss scaling plain ``loss.backward()`` is the same."""
-        (loss * self.loss_scale if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss * loss_scale``, of which ``backward()`` may be called."""
+        if self.scaler is None:
+            return loss
+        scaled = loss * self.loss_scale
+        if scaled.requires_grad:
+            backward = self._runtime.backward
+
+            def begun(gradient: torch.Tensor) -> None:
+                backward.note_scaled()
+
+            scaled.register_hook(begun)  # type: ignore[no-untyped-call]
+        return scaled
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,11 +239,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         At stages 2 and 3 the whole local gradient exists meanwhile. All ranks must do it for the same backwards.
         """
-        before, self._runtime.sync = self._runtime.sync, False
-        try:
+        with self.sharded.no_sync():
             yield
-        finally:
-            self._runtime.sync = before
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -241,31 +253,82 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_open()
+        if torch._C._current_graph_task_id() != -1 and self._runtime.backward.under_way:
+            raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
         self.skipped = False
         groups = self._options_of_update()
+        self._runtime.backward.check_running()
         self._updater.check_whole()
+        self._runtime.check()
+        self.take_writes()
         self._settle()
         if self._early is not None:
             self._early.step()
+            self._settle_errors(used=True)
             return loss
-        if not self._runtime.reduced:
+        if not self._has_gradients():
             return loss
-        factor = 1.0 / self.loss_scale
-        if self.clip_norm or self.scaler is not None:
-            norm = self._norm() * factor
-            self.grad_norm = norm
-            finite = norm == norm and norm != float("inf")
-            if self.scaler is not None:
-                self.scaler.update(overflow=not finite)
-                if not finite:
-                    self.skipped = True
-                    self.num_skipped += 1
-                    return loss
-            if self.clip_norm:
-                factor *= min(self.clip_norm / (norm + 1e-6), 1.0)
+        factor = self._factor()
+        if factor is None:
+            self._settle_errors(used=False)
+            return loss
         self._updater.update(factor, groups)
+        self._settle_errors(used=True)
         self._publish()
         return loss
+
+    def _settle_errors(self, *, used: bool) -> None:
+        """Reductions that keep errors learn whether their latest results were used."""
+        for feedback in self._feedback:
+            feedback.commit() if used else feedback.roll_back()
+
+    def _check_open(self) -> None:
+        if self.sharded.closed:
+            raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
+
+    def take_writes(self) -> None:
+        """Take over what was written into parameters; see :mod:`zoo.zero.writes`.
+
+        Raises:
+            RuntimeError: something that was written is lost.
+        """
+        self.sharded.writes.take(self)
+
+    def _has_gradients(self) -> bool:
+        """There is something to step with; what was dropped one by one counts as zero then."""
+        for gradients in self._gradients:
+            gradients.check_strays()
+        if not self._runtime.reduced or not any(g.reduced for g in self._gradients):
+            self._runtime.reduced = False
+            return False
+        for gradients in self._gradients:
+            gradients.make_zero()
+        return True
+
+    def _factor(self) -> float | None:
+        """What the reduced gradients are multiplied by in the update; None for no update."""
+        factor = 1.0 / self.loss_scale
+        if not (self.clip_norm or self.scaler is not None):
+            return factor
+        norm = self._norm() * factor
+        self.grad_norm = norm
+        finite = math.isfinite(norm)
+        if self.scaler is not None:
+            self.scaler.update(overflow=not finite)
+            self._runtime.backward.scale = self.scaler.scale
+        if not finite:
+            if self._nonfinite == "error":
+                raise FloatingPointError(
+                    f"the norm of the gradients is {norm}: the parameters stay as they were. Call zero_grad() and go "
+                    "on, or find the batch; nonfinite_gradients='skip' skips such steps and counts them."
+                )
+            self.skipped = True
+            self.num_skipped += 1
+            return None
+        if self.clip_norm:
+            factor *= min(self.clip_norm / (norm + 1e-6), 1.0)
+        return factor
 
     def _options_of_update(self) -> list[dict[str, Any]]:
         if self._moved is not None:
@@ -278,28 +341,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._settle()
 
     def _settle(self) -> None:
-        if self._runtime.unreduced:
-            self._runtime.reduce_all()
+        meeting = self.sharded.meeting
+        if meeting is not None:
+            meeting.settle()
+            self._runtime.unreduced = meeting.any(self._runtime.unreduced)
+        elif self._runtime.unreduced and not any(g.phase is Phase.ACCUMULATING for g in self._gradients):
+            self._runtime.unreduced = False  # the model's zero_grad() dropped it all
+        self.sharded.reduce()
 
     def _norm(self) -> float:
-        """sqrt(Σ g²) over the whole mean gradient, summed bucket by bucket and chunk by chunk at every stage."""
-        partials = [
-            torch.stack([g.reduced_norm(c) for g in self._gradients]) for c in self._trainable[0].updated_chunks()
-        ]
-        mine = torch.cat(partials)
-        shard = self._axes.shard
-        if len(partials) < shard.size:
-            everyone = mine.new_empty(shard.size * mine.numel())
-            shard.all_gather(everyone, mine).wait()
-            mine = everyone
-        return float(mine.square().sum().sqrt())
+        """sqrt(Σ g²) over the whole mean gradient, each element once."""
+        return global_norm(self._gradients)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
         if self._early is not None:
             raise ValueError("clip_grad_norm_() with update_in_backward=True: backward has used the gradients already.")
+        self._runtime.check()
         self._settle()
-        if not self._runtime.reduced:
+        if not self._has_gradients():
             return 0.0
         norm = self._norm() / self.loss_scale
         factor = min(max_norm / (norm + 1e-6), 1.0)
@@ -310,18 +370,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _publish(self) -> None:
         handles = [bucket.parameters.publish() for bucket in self._trainable]
-        self._runtime.reset()
+        self._runtime.updated()
         for handle in handles:
             if handle is not None:
                 handle.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
+        self._check_open()
         if self._early is not None:
             self._early.check_dropped()
-        self._runtime.abandon()
-        for gradients in self._gradients:
-            gradients.drop()
+        self._runtime.drop_gradients()
+        self._settle_errors(used=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only construction adds groups: buckets are laid out once."""
@@ -334,19 +394,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
-        for bucket in self._buckets:
-            bucket.parameters.wait(exact=True)
-            bucket.active += 1
-        try:
+        with self.sharded.gathered():
             yield
-        finally:
-            for bucket in self._buckets:
-                bucket.active -= 1
-            self._runtime.reset()
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are kept for the next forward or backward (stage 3). Call it on all ranks."""
-        self._runtime.reset()
+        self._runtime.residency.clear()
 
     def offload_states(
         self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True,
@@ -386,7 +439,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
         leaves frozen parameters out. Parameters that are tied come once.
         """
-        return whole_parameters(b for b in self._buckets if frozen or b.spec.trainable)
+        return self.sharded.whole_parameters(frozen=frozen)
 
     @torch.no_grad()
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -397,72 +450,67 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def memory(self) -> dict[str, int]:
         """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
 
-        Beside them "nvme": bytes of this rank's files, and "buffers": host memory of the buffers that serve them.
+        Beside them "feedback": errors of quantised reductions; "nvme": bytes of this rank's files; "buffers": host
+        memory of the buffers that serve them.
         """
         optimizer = self._updater.state_bytes()
         parameters = sum(b.parameters.memory_bytes() for b in self._buckets)
         gradients = sum(g.memory_bytes() for g in self._gradients)
         total = parameters + gradients + optimizer
         found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
-        if self._scratch is not None:
-            found |= {"nvme": self._scratch.nvme_bytes(), "buffers": self._scratch.pool.stats().in_use_bytes}
+        if self._feedback:
+            found["feedback"] = sum(feedback.memory_bytes() for feedback in self._feedback)
+        if self.sharded.scratch is not None:
+            found |= {
+                "nvme": self.sharded.scratch.nvme_bytes(),
+                "buffers": self.sharded.scratch.pool.stats().in_use_bytes,
+            }
         return found
 
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that this rank has read from and written to NVMe since construction."""
-        return self._scratch.traffic() if self._scratch is not None else (0, 0)
+        return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
 
     def forecast(self) -> Forecast:
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
 
         The order of the units is the recorded one where a training forward has run, else that of ``named_modules``.
-        Exact for models whose partitioned units do not nest.
+        Exact where the next forwards are like it and nothing is recomputed in backward.
         """
-        states, calls = self._updater.forecast_bytes(), self._runtime.calls()
+        states, plan = self._updater.forecast_bytes(), self._runtime.plan()
         found = make_forecast(
             self._buckets,
-            calls=calls,
-            shard_group=self._axes.shard,
-            reduce_dtype=self._reduce_dtype,
+            plan=plan,
+            reduce_dtype=self.sharded.reduce_dtype,
             optimizer_bytes=states,
             clips=bool(self.clip_norm or self.scaler is not None),
-            keep_bytes=self._runtime.keep_bytes,
         )
         tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
-        read, written = nvme_traffic(
-            self._buckets, self._updater, lambda weigh: gathered_by_units(calls, self._runtime.keep_bytes, weigh)
-        )
+        read, written = nvme_traffic(self._buckets, self._updater, lambda weigh: gathered_from_shards(plan, weigh))
         pins = self.config.offload_param.pin_memory or self.config.offload_optimizer.pin_memory
         return dataclasses.replace(
             found, tiers=tiers, buffers_bytes=buffers, pinned_bytes=(buffers + tiers["host"]) * pins,
-            nvme_files_bytes=self._scratch.nvme_bytes() if self._scratch is not None else 0,
+            nvme_files_bytes=self.sharded.scratch.nvme_bytes() if self.sharded.scratch is not None else 0,
             nvme_read_bytes=read, nvme_written_bytes=written,
         )  # fmt: skip
 
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
-        self._runtime.remove()
-        for bucket in self._buckets:
-            bucket.parameters.wait(exact=True)
-            for parameter in bucket.spec.parameters:
-                release_parameter(parameter)
-                parameter.data = parameter.data.clone()
-        if self._scratch is not None:
-            self._scratch.close()
+        self.sharded.close()
 
     # State -----------------------------------------------------------------------------------------------------------
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        self._updater.settle()
-        updater = self._updater
-        return list(state_io.slices_of(updater.segments, self.inner.state, self._buckets, stored=updater.stored))
+        return self.held_slices(owned=True)
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
         found = state_io.scalars_of(self._updater.segments, self.inner.state)
         if self.scaler is not None:
             found |= {f"zero/{key}": value for key, value in self.scaler.state().items()}
+        if self._feedback:
+            found["zero/feedback_ranks"] = float(self.comm.size)
         return found
 
     @torch.no_grad()
@@ -474,15 +522,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 there is no such state (nothing but parameters exists before the first step).
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
         """
+        self._check_open()
+        self.sharded.settle()
         if self._early is not None:
             self._early.step()  # whatever it made is overwritten
-        self.zero_grad()
+        self._runtime.backward.check_running()
+        if self._early is not None or self._runtime.backward.failed:
+            self.zero_grad()
         self._updater.load(lambda segment, state: state_io.fill_segment(segment, state, read, scalars))
         for bucket in self._buckets:
             if not bucket.spec.trainable:
                 state_io.fill_frozen(bucket, read)
         self._publish()
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
+        saved_ranks = int(mine.pop("feedback_ranks", 0))
+        for bucket in self._trainable:
+            state_io.fill_feedback(bucket, self.comm.rank, self.comm.size, saved_ranks, read)
         if self.scaler is not None and mine:
             self.scaler.load(mine)
 
@@ -492,29 +547,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
         be read under another placement use :meth:`state_slices`.
         """
-        self._updater.settle()
-        updater = self._updater
-        held = state_io.slices_of(updater.segments, self.inner.state, self._buckets, owned=False, stored=updater.stored)
-        slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in held}
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        return {"slices": slices, "scalars": self.state_scalars(), "param_groups": groups, "rank": self.comm.rank,
-                "world_size": self.comm.size}  # fmt: skip
+        return rank_state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned on this rank."""
-        where = (state_dict.get("rank"), state_dict.get("world_size"))
-        if where != (self.comm.rank, self.comm.size):
-            raise ValueError(
-                f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {self.comm.rank} of "
-                f"{self.comm.size} at stage {self.config.stage}. load_state() with the slices of all ranks "
-                f"reads any placement into any other."
-            )
-        slices = state_dict["slices"]
+        """Take back what :meth:`state_dict` returned on this rank. Collective.
 
-        def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
-            found: torch.Tensor = slices[f"{role}|{name}|{start}"]
-            return found
+        Raises:
+            ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout.
+        """
+        load_rank_state(self, state_dict)
 
-        self.load_state(read, state_dict["scalars"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
+    def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
+        """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
+        self._check_open()
+        self.take_writes()
+        self._updater.settle()
+        stored = self._updater.stored
+        found = list(
+            state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=owned, stored=stored)
+        )
+        return found + [s for b in self._trainable for s in state_io.feedback_slices(b, self.comm.rank)]

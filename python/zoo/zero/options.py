@@ -73,7 +73,7 @@ OPTIONS: tuple[Option, ...] = (
         True,
         "gradients are always reduce-scattered; at stage 0 an all-gather follows, which makes it an all-reduce",
     ),
-    _option("reduce_bucket_size", 500_000_000, "up to how many elements units share one collective"),
+    _option("reduce_bucket_size", 500_000_000, "up to how many elements units share one collective; 0: none do"),
     _needless(
         "use_multi_rank_bucket_allreduce",
         True,
@@ -86,7 +86,7 @@ OPTIONS: tuple[Option, ...] = (
     _needless("elastic_checkpoint", False, "a checkpoint can be read at any world size and stage", silent=(True,)),
     _option("offload_param", None, "where partitioned parameters live while they are not used; stage 3"),
     _option("offload_optimizer", None, "where optimizer states and reduced gradients live; stages 1 to 3"),
-    _option("sub_group_size", 1_000_000_000, "the update runs in pieces of this many elements"),
+    _option("sub_group_size", 1_000_000_000, "the update runs in pieces of so many elements; 0: the smallest"),
     _former("cpu_offload_param", None, {"offload_param.device": ("cpu", "none")}, aliases=("cpu_offload_params",)),
     _former(
         "cpu_offload_use_pin_memory",

@@ -54,8 +54,3 @@ class Orders:
             known.remove(seen)
         known.append(seen)
         del known[:-_MAX_ORDERS]
-
-    def latest(self, mode: Hashable) -> list[int] | None:
-        """The order last seen in a mode."""
-        known = self._known.get(mode)
-        return known[-1] if known else None

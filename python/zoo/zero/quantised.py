@@ -43,12 +43,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from zoo.comm import Communicator, Handle
 from zoo.zero.axes import Axes
-from zoo.zero.routes import Gather, Hop, Routes, Then, with_replicas
+from zoo.zero.feedback import Feedback
+from zoo.zero.routes import Gather, Hop, Reduce, Routes, Then, with_replicas
 
 try:
     from zoo.kernels.quantise import dequantise_, quantise
@@ -104,7 +106,7 @@ class QuantisedReduce:
 
     def __init__(self, axes: Axes, *, bits: int, group_size: int) -> None:
         self._local, self._across = axes.local, axes.across
-        self._bits, self._group_size, self._scale = bits, group_size, 1.0 / axes.world.size
+        self._bits, self._group_size, self._scale = bits, group_size, 1.0 / axes.num_losses
 
     def start(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Handle:
         """See :class:`~zoo.zero.routes.Reduce`."""
@@ -217,7 +219,7 @@ class Packer:
 
 
 def quantised_routes(
-    plain: Routes, group_size: int, *, weights: bool, stored: bool, gradient_bits: int | None
+    plain: Routes, group_size: int, *, weights: bool, stored: bool, gradient_bits: int | None, feedback: bool = False
 ) -> Routes:
     """The routes of a bucket of which something is quantised.
 
@@ -225,6 +227,7 @@ def quantised_routes(
         weights: gather as int8.
         stored: keep the chunk as int8.
         gradient_bits: of gradients, None for their own dtype.
+        feedback: keep what is lost of gradients for the next ones.
 
     Among a single rank nothing travels, and only ``stored`` rounds.
     """
@@ -237,9 +240,20 @@ def quantised_routes(
     if weights:
         found = replace(found, gather=QuantisedGather(plain.exact, group_size))
     if gradient_bits is not None:
-        reduce = QuantisedReduce(axes, bits=gradient_bits, group_size=group_size)
+        reduce: Reduce = QuantisedReduce(axes, bits=gradient_bits, group_size=group_size)
+        if feedback:
+            reduce = errors = Feedback(reduce, partial(_seen, bits=gradient_bits, group_size=group_size))
+            found = replace(found, feedback=errors)
         found = replace(found, reduce=with_replicas(reduce, axes))
     return found
+
+
+def _seen(values: torch.Tensor, *, bits: int, group_size: int) -> torch.Tensor:
+    """(P,) what the receivers of quantised ``values`` make of them, after the first hop."""
+    q, scales = quantise(values, bits=bits, group_size=group_size)
+    out = torch.empty_like(values)
+    dequantise_(out, q, scales, bits=bits, group_size=group_size)
+    return out
 
 
 def check_dtypes(names: Sequence[str], *dtypes: torch.dtype | None) -> None:

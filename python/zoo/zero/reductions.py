@@ -54,9 +54,9 @@ class Reductions:
                 self.follower.begin()
             self._begun = True
 
-    def launch_ready(self) -> None:
-        """Begin the reductions whose turn it is and whose gradients nothing will be added to."""
-        while self._next < len(self._all) and self._all[self._next].bucket.pending == 0:
+    def launch_ready(self, is_over: Callable[[Bucket], bool]) -> None:
+        """Begin the reductions whose turn it is; ``is_over``: nothing will be added to the gradients of a bucket."""
+        while self._next < len(self._all) and is_over(self._all[self._next].bucket):
             self._launch(self._all[self._next])
 
     def _launch(self, gradients: BucketGradients) -> None:
@@ -90,11 +90,16 @@ class Reductions:
             self.follower.finish()
 
     def abandon(self) -> None:
-        """Forget what is under way."""
+        """Give up what is under way, once it no longer reads or writes memory."""
         self._next, self._begun = 0, False
+        flying = list(self._in_flight)
         self._in_flight.clear()
-        if self.follower is not None:
-            self.follower.abandon()
+        try:
+            for gradients, _ in flying:
+                gradients.ground()
+        finally:
+            if self.follower is not None:
+                self.follower.abandon()
 
 
 class Demand:
@@ -111,6 +116,10 @@ class Demand:
         self._all, self._unseen = frozenset(names), names
 
     def _saw(self, name: str, parameter: torch.Tensor) -> None:
+        self.saw(name)
+
+    def saw(self, name: str) -> None:
+        """A gradient has arrived for this parameter."""
         self._unseen.discard(name)
 
     def check(self) -> None:

@@ -23,13 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from zoo.comm import Communicator, Handle
 from zoo.comm.log import wire_bytes
 from zoo.zero.axes import Axes
+
+if TYPE_CHECKING:
+    from zoo.zero.feedback import Feedback
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ class Routes:
         pack: keeps a chunk in another form than its dtype; None for plain chunks.
         secondary: hpZ (ZeRO++, section 3.2): parameters before backward, from the parts that the ranks of a node kept
             of what forward gathered. The same bits, and nothing leaves the node.
+        feedback: the errors of ``reduce``, where it keeps them; each bucket has its own.
     """
 
     axes: Axes
@@ -215,6 +219,7 @@ class Routes:
     reduce: Reduce
     secondary: Gather | None = None
     pack: Packer | None = None
+    feedback: Feedback | None = None
 
     def shard_bytes(self, numel: int, itemsize: int) -> int:
         """What a chunk of n = ``numel`` elements takes where it is kept."""
@@ -272,7 +277,7 @@ def plain_routes(axes: Axes, *, two_stages: bool = False) -> Routes:
     if two_stages and axes.local.size > 1 and axes.across.size > 1:
         exact = TwoStageGather(axes.local, axes.across)
     secondary = FlatGather(axes.secondary) if axes.secondary is not None else None
-    reduce = with_replicas(FlatReduce(axes.shard, axes.world.size), axes)
+    reduce = with_replicas(FlatReduce(axes.shard, axes.num_losses), axes)
     return Routes(axes=axes, gather=exact, exact=exact, reduce=reduce, secondary=secondary)
 
 

@@ -1,40 +1,37 @@
 """What happens when: the hooks that gather, release and reduce buckets while the user's model runs.
 
-Forward: when a unit starts, its partitioned buckets are gathered and the next ones of the recorded order are
-prefetched; when it ends they are released, up to a budget of bytes that stays for the backward soon to come. With
-gradients enabled each call is written on a *tape*: a plain list of units.
-
-Backward: the one hook on a unit's output runs right before the unit's own backward. The autograd engine runs nodes in
-the reverse order of their creation, so at that moment everything recorded later on the tape is finished; the tape is
-walked back to this entry, which gathers what this and the skipped units need, releases and reduces what is finished, in
-an order that depends on the tape alone. So every rank issues the same collectives in the same order even when a part of
-the model gets a gradient on some ranks only. What no hook reached is walked at the end of backward.
+Forward, here: when a unit starts, its partitioned buckets are gathered and the next ones of the recorded order are
+prefetched; when it ends they are released, up to a budget of bytes that stays for the backward soon to come
+(``residency.py``). With gradients enabled each call is written down in a *context* (``contexts.py``), which backward
+goes back through (``backward.py``).
 
 All of it is a constant number of Python operations a unit; nothing is done by parameter, and nothing is polled.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
+from zoo.comm import Communicator
+from zoo.zero.backward import FAILED, Backward
 from zoo.zero.buckets import Bucket
+from zoo.zero.contexts import Context, Contexts, Unit
+from zoo.zero.divergent import Meeting
 from zoo.zero.external import registered
-from zoo.zero.orders import Orders
+from zoo.zero.outputs import tensors_in
+from zoo.zero.planning import Call, Enter, Exit, Plan, in_turn, plan_pass
 from zoo.zero.reductions import Demand, Reductions
-from zoo.zero.tape import Tape, Unit
+from zoo.zero.residency import Residency
 from zoo.zero.units import UnitSpec
 
-# A bucket that one of the next acquisitions of the recorded order needs again is not released in between.
-REUSE_WINDOW = 4
+if TYPE_CHECKING:
+    from zoo.zero.window import Window
 
 _log = logging.getLogger("zoo.zero")
 _graph_task = torch._C._current_graph_task_id
@@ -44,11 +41,18 @@ class Runtime:
     """Hooks the units of a model to their buckets.
 
     Args:
+        comm: all ranks of the model.
         reduce_dtype: dtype in which gradients travel, None for their own.
         overlap: reduce buckets during backward; otherwise all at its end.
-        prefetch_bytes: how far ahead of the running unit buckets are gathered.
+        prefetch_bytes, keep_bytes: see :class:`~zoo.zero.residency.Residency`.
+        meeting: where ranks agree on gathers, None where all of them need the same ones.
         demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
-        keep_bytes: gathered buckets kept after a forward for the backward to come, the latest first.
+
+    Attributes:
+        unreduced: some backward accumulated without reducing.
+        reduced: there is a reduced gradient to step with.
+        held: buckets that the user keeps whole, and the versions of their parameters.
+        window: the one that is open.
     """
 
     def __init__(
@@ -56,36 +60,38 @@ class Runtime:
         units: Sequence[UnitSpec],
         buckets: Sequence[Bucket],
         *,
+        comm: Communicator,
         reduce_dtype: torch.dtype | None,
         overlap: bool,
         prefetch_bytes: int,
         keep_bytes: int,
         demand_all: bool = False,
+        meeting: Meeting | None = None,
     ) -> None:
-        self.sync = True
-        self.unreduced = False  # some backward accumulated without reducing
-        self.reduced = False  # there is a reduced gradient to step with
-        self._overlap, self._prefetch_bytes, self.keep_bytes = overlap, prefetch_bytes, keep_bytes
+        self.unreduced = self.reduced = False
         self._buckets = list(buckets)
         self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
+        self.residency = Residency(self._buckets, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
+        self.contexts = Contexts()
+        self.backward = Backward(
+            self.contexts, self.residency, self.reductions, self._buckets, comm=comm, overlap=overlap,
+            on_end=self._after_backward, divergent=meeting is not None,
+        )  # fmt: skip
         self._demand = Demand(self._buckets) if demand_all else None
-        self._kept: dict[Bucket, None] = {}
-        self._kept_bytes = 0
-        self._early: dict[Bucket, None] = {}  # prefetched in this forward, not used yet
-        self._orders = Orders()
-        self._tape: Tape | None = None
-        self._visited: list[Tape] = []
-        self._serial = 0
+        self._context: Context | None = None
+        self._driven: Context | None = None  # takes what runs until the schedule says otherwise
         self._depth = 0
-        self._pass_grad = False
-        self._in_backward = False
-        self._hold = False  # reduce nothing before the end of this backward
+        self._pass_grad = self._trained = False
+        self._events: list[Unit | bool] = []  # of this pass: units that start; for each that ends, whether it is a call
+        self._latest: list[Unit | bool] = []  # of the latest training pass
         self.held: dict[Bucket, list[int]] = {}
         self._running: list[Unit] = []
+        self.window: Window | None = None
         self._model = units[0].module
         self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
         self._units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self._buckets)
+        self._trains = any(b.spec.trainable for b in self._buckets)
         self._hooked: dict[str, Unit] = {}
         self._install(units)
 
@@ -99,8 +105,10 @@ class Runtime:
             self._units.append(unit)
             if not unit.recorded and spec.name:
                 continue
-            self._hooks.append(spec.module.register_forward_pre_hook(partial(self._enter, unit)))
-            self._hooks.append(spec.module.register_forward_hook(partial(self._exit, unit), always_call=True))
+            enter = _left_behind(partial(self._enter if spec.name else self._enter_model, unit))
+            leave = _left_behind(partial(self._exit, unit))
+            self._hooks.append(spec.module.register_forward_pre_hook(enter))
+            self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
             self._hooked[spec.name] = unit
         for bucket in self._buckets:
             bucket.on_refused = self._take_external
@@ -117,59 +125,172 @@ class Runtime:
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
+    def _enter_model(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if self._depth and _graph_task() == -1 and unit not in self._running[1:]:
+            self._abandon_forward()  # the one before was interrupted where no hook could see it
+        self._enter(unit, module, args)
+
     def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if _graph_task() != -1:  # recomputation inside backward
-            self._begin_backward()
+        # Inside backward with gradients: recomputation. Without, where no backward of ours runs: somebody looks.
+        if _graph_task() != -1 and (torch.is_grad_enabled() or self.backward.under_way):
+            self.backward.begin()
             unit.depth += 1
             for bucket in unit.partitioned:
                 bucket.parameters.wait()
             return
         if self._depth == 0:
-            self._begin_pass(module)
+            self._begin_pass(unit, module)
         self._depth += 1
         unit.depth += 1
         self._running.append(unit)
-        self._record(unit.recorded)
-        if unit.partitioned:
-            self._acquire(unit)
-
-    def _record(self, buckets: Sequence[Bucket]) -> None:
-        tape = self._tape
         # Without gradients inside of a pass with them: re-entrant checkpointing, which comes back in backward.
-        if tape is not None and (self._pass_grad or torch.is_grad_enabled()):
-            serial, start = tape.serial, len(tape.units)
-            for bucket in buckets:
-                if bucket.tape_serial != serial:
-                    bucket.tape_serial = serial
-                    bucket.pending += 1
-                    tape.order.append((start, bucket))
+        if self._pass_grad or torch.is_grad_enabled():
+            if self._context is None:
+                self._context = self.contexts.begin(unit)
+            self._context.use(unit.recorded)
+        if unit.partitioned:
+            self._events.append(unit)
+            self.residency.enter(unit.partitioned)
 
-    def _begin_pass(self, module: nn.Module) -> None:
-        self._serial += 1
-        self._tape = Tape(self._serial)
+    def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
+        if self.backward.running:
+            self.backward.check_running()
         self._pass_grad = torch.is_grad_enabled()
+        self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
         if self._has_partitioned:
-            self._orders.begin((module.training, self._pass_grad))
+            self._events, self._trained = [], module.training and self._pass_grad
+            self.residency.begin((module.training, self._pass_grad))
 
-    def _acquire(self, unit: Unit) -> None:
-        for bucket in unit.partitioned:
-            bucket.active += 1
-            self._claim(bucket)
-        if self._prefetch_bytes:
-            self._prefetch()
-        for bucket in unit.partitioned:
-            bucket.parameters.wait()
+    def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit.depth == 0:  # its forward did not get as far as our first hook
+            return
+        unit.depth -= 1
+        if _graph_task() != -1 and not (self._running and self._running[-1] is unit):
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    self._hook(tensor, partial(self.backward.on_late, unit))
+            return
+        self._depth -= 1
+        context = self._context
+        before = len(context.calls) if context is not None else 0
+        try:
+            if context is not None:
+                if type(output) is torch.Tensor and (node := output.grad_fn) is not None:
+                    calls = context.calls
+                    calls.append(unit)
+                    node.register_prehook(partial(self.backward.on_output_grad, context, len(calls) - 1))
+                elif output is not None:
+                    self._record(unit, context, output)
+        finally:
+            try:
+                if unit.partitioned:
+                    self._events.append(context is not None and len(context.calls) > before)
+                    keep = self._trains and torch.is_grad_enabled()
+                    self.residency.exit(unit.partitioned, keep=keep, again=keep or self._pass_grad)
+            finally:
+                self._running.pop()
+            if self._depth == 0:
+                self._end_pass()
 
-    def _claim(self, bucket: Bucket) -> None:
-        parameters = bucket.parameters
-        if parameters.live or parameters.coming:
-            if bucket in self._kept:
-                del self._kept[bucket]
-                self._kept_bytes -= bucket.num_bytes
-            self._early.pop(bucket, None)
-        else:
-            parameters.gather()
-        self._orders.advance(bucket.index)
+    def _record(self, unit: Unit, context: Context, output: Any) -> None:
+        index = -1
+        unknown = self._refuse_output if unit.gradients and torch.is_grad_enabled() else None
+        for tensor in tensors_in(output, unknown and partial(unknown, unit)):
+            if tensor.requires_grad:
+                if index < 0:
+                    context.calls.append(unit)
+                    index = len(context.calls) - 1
+                self._hook(tensor, partial(self.backward.on_output_grad, context, index))
+
+    @staticmethod
+    def _refuse_output(unit: Unit, value: Any) -> None:
+        name = type(value).__name__
+        where = f"{unit.name!r}" if unit.name else "the model"
+        raise TypeError(
+            f"{where} returned {'an' if name[0] in 'AEIOU' else 'a'} {name}, in which no tensors can be found: "
+            "backward could not tell when it comes back to the module. Return tensors, tuples, lists, dicts, "
+            "dataclasses or objects with attributes, or make the class known by "
+            "torch.utils._pytree.register_pytree_node."
+        )
+
+    @staticmethod
+    def _hook(tensor: torch.Tensor, function: Callable[..., None]) -> None:
+        node = tensor.grad_fn
+        if node is not None:
+            node.register_prehook(function)
+        elif tensor.requires_grad and getattr(type(tensor), "_zoo_bucket", None) is None:  # a parameter stays
+            tensor.register_hook(function)  # type: ignore[no-untyped-call]
+
+    def _end_pass(self) -> None:
+        context, self._context = self._context, None
+        if context is not None and not context.calls and not context.owner:
+            self.contexts.expire([context])  # no output needs a gradient: nobody comes back
+        if self._has_partitioned:
+            self.residency.end()
+            if self._trained and self._events:
+                self._latest = self._events
+
+    def _abandon_forward(self) -> None:
+        self._depth = 0
+        self._context = None
+        self._running.clear()
+        for unit in self._units:
+            unit.depth = 0
+        for bucket in self._buckets:
+            bucket.active = 0
+        self.residency.clear()
+
+    def where(self) -> tuple[str, str, str]:
+        """What runs now: forward, backward or outside; of which context; at the call of which unit."""
+        backward = self.backward
+        if (at := backward.at) is not None:
+            return "backward", _name_of(at[0]), at[1] or "(model)"
+        if self._running:
+            context = _name_of(self._context) if self._context is not None else ""
+            return "forward", context, self._running[-1].name or "(model)"
+        # While a backward ends it counts as failed, until it has.
+        return "backward" if backward.running or backward.failed else "outside", "", ""
+
+    # Driven ----------------------------------------------------------------------------------------------------------
+
+    def drive(self, context: Context | None) -> None:
+        """What runs from now on belongs to ``context``; None: the hooks find contexts again."""
+        self._driven = context
+        if context is None and self._depth:
+            self._abandon_forward()  # it was left with an exception
+
+    def check_between(self, what: str) -> None:
+        """Raise RuntimeError inside of the model's forward, or of a forward or backward that is driven."""
+        inside = self.backward.driven or (f"forward of {self._driven.owner}" if self._driven is not None else "")
+        if self._depth and not inside:
+            inside = "the model's forward"
+        if inside:
+            raise RuntimeError(f"{what} inside of the {inside}: it comes after it.")
+
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """See :meth:`zoo.zero.ShardedModel.accumulate`."""
+        bucket = getattr(type(parameter), "_zoo_bucket", None)
+        if bucket not in self._buckets:
+            raise ValueError(
+                f"accumulate() got a {type(parameter).__name__} of shape {tuple(parameter.shape)}, which is no "
+                "parameter of this model."
+            )
+        slot: int = parameter._zoo_slot  # type: ignore[attr-defined]
+        name, spec = bucket.spec.names[slot], bucket.spec
+        if bucket.gradients is None:
+            raise ValueError(f"accumulate() got the parameter {name!r}, which is frozen and has no gradient.")
+        wanted = (tuple(parameter.shape), spec.dtype, bucket.device)
+        if (tuple(gradient.shape), gradient.dtype, gradient.device) != wanted:
+            raise ValueError(
+                f"accumulate() got a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, on "
+                f"{gradient.device} for {name!r}, which has shape {wanted[0]}, {wanted[1]}, on {wanted[2]}."
+            )
+        if self.backward.failed:
+            raise RuntimeError(FAILED)
+        bucket.gradients.add(slot, gradient.detach())
+        self.unreduced = True
+        if self._demand is not None:
+            self._demand.saw(name)
 
     # External parameters ---------------------------------------------------------------------------------------------
 
@@ -195,217 +316,62 @@ class Runtime:
             return False
         where = repr(unit.name) if unit.name else "the model itself"
         # Once for each: a rank that does not touch it here would answer this gather with another one.
-        bucket.agree("an external parameter was found:", f"{name} in {where} (register_external_parameter)")
-        self._record([bucket])
+        if bucket.meeting is None:
+            bucket.agree("an external parameter was found:", f"{name} in {where} (register_external_parameter)")
+        if self._context is not None:
+            self._context.use([bucket])
         bucket.active += calls
-        self._claim(bucket)
+        self.residency.claim(bucket)
         bucket.parameters.wait()
         _log.info("%s is used in the forward of %s, which does not own it: registered as external", name, where)
         return True
 
-    def _prefetch(self) -> None:
-        ahead = 0
-        under_way = [bucket for bucket in self._early if bucket.parameters.coming]  # for a unit's time by now
-        for index in self._orders.upcoming():
-            bucket = self._buckets[index]
-            ahead += bucket.num_bytes
-            if ahead > self._prefetch_bytes:
-                break
-            if not bucket.parameters.live:
-                self._early[bucket] = None
-                bucket.parameters.gather()
-        for bucket in under_way:
-            bucket.parameters.advance()
+    # Gradients -------------------------------------------------------------------------------------------------------
 
-    def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if unit.depth == 0:  # its forward did not get as far as our first hook
-            return
-        unit.depth -= 1
-        if _graph_task() != -1:
-            if torch.is_grad_enabled():
-                for tensor in _tensors(output):
-                    self._hook(tensor, partial(self._on_late, unit))
-            return
-        self._depth -= 1
-        self._running.pop()
-        tape = self._tape
-        if tape is not None:
-            recorded = False
-            for tensor in (output,) if type(output) is torch.Tensor else _tensors(output):
-                if tensor.requires_grad:
-                    if not recorded:
-                        recorded = True
-                        tape.units.append(unit)
-                    self._hook(tensor, partial(self._on_output_grad, tape, len(tape.units) - 1))
-        for bucket in unit.partitioned:
-            bucket.active -= 1
-            if bucket.active == 0:
-                self._set_aside(bucket, keep=torch.is_grad_enabled())
-        if self._depth == 0:
-            self._end_pass()
-
-    @staticmethod
-    def _hook(tensor: torch.Tensor, function: Callable[..., None]) -> None:
-        node = tensor.grad_fn
-        if node is not None:
-            node.register_prehook(function)
-        elif tensor.requires_grad and getattr(type(tensor), "_zoo_bucket", None) is None:  # a parameter stays
-            tensor.register_hook(function)  # type: ignore[no-untyped-call]
-
-    def _set_aside(self, bucket: Bucket, *, keep: bool) -> None:
-        if len(bucket.spec.units) > 1 and bucket.index in islice(self._orders.upcoming(), REUSE_WINDOW):
-            self._early[bucket] = None  # the next unit of the same bucket is about to start
-            bucket.parameters.hide()
-            return
-        again = keep or self._pass_grad
-        if not keep or bucket.num_bytes > self.keep_bytes:
-            bucket.parameters.release(again=again)
-            return
-        bucket.parameters.hide()
-        self._kept[bucket] = None
-        self._kept_bytes += bucket.num_bytes
-        while self._kept_bytes > self.keep_bytes:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._kept_bytes -= oldest.num_bytes
-            oldest.parameters.release(again=True)
-
-    def _end_pass(self) -> None:
-        self._tape = None
-        if self._has_partitioned:
-            self._orders.end()
-            # Prefetched and not used: the prediction was wrong.
-            for bucket in self._early:
-                bucket.parameters.release()
-            self._early.clear()
-
-    # Backward --------------------------------------------------------------------------------------------------------
-
-    def _begin_backward(self) -> None:
-        if not self._in_backward:
-            if self.sync:
-                self.reductions.begin()
-            self._in_backward, self._hold = True, False
-            Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _on_output_grad(self, tape: Tape, index: int, grads: Any) -> None:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in flat "
-                "buffers, which a second derivative cannot pass through."
-            )
-        self._begin_backward()
-        if tape.spent:
-            # A second backward through a retained graph: the tape no longer tells what is finished.
-            self._hold = True
-            self._open(tape.units[index])
-            return
-        if tape.cursor < 0:
-            tape.cursor = len(tape.units)
-            self._visited.append(tape)
-        if index < tape.cursor:
-            self._walk(tape, index)
-
-    def _walk(self, tape: Tape, index: int) -> None:
-        """Go back to call ``index``, through every call after it that backward has not visited.
-
-        Each call is treated alike whether its hook fired or not, so that the sequence of collectives depends on the
-        tape alone. A call is skipped when its output is the very tensor that another unit returned (a model returns
-        what its last layer does), or when on this rank nothing of it led to the loss; other ranks may need it all the
-        same.
-        """
-        while tape.cursor > index:
-            tape.cursor -= 1
-            while tape.order and tape.order[-1][0] > tape.cursor:
-                self._finished(tape.order.pop()[1])
-            unit = tape.units[tape.cursor]
-            self._open(unit)
-            if unit.partitioned:
-                self._prefetch_before(tape)
-            if self._overlap and self.sync and not self._hold:
-                self.reductions.launch_ready()
-
-    def _prefetch_before(self, tape: Tape) -> None:
-        ahead, position = 0, tape.cursor - 1
-        under_way: dict[Bucket, bool] = {}
-        while position >= 0 and ahead < self._prefetch_bytes:
-            for bucket in tape.units[position].partitioned:
-                ahead += bucket.num_bytes
-                if ahead <= self._prefetch_bytes:
-                    under_way.setdefault(bucket, bucket.parameters.coming)
-                    bucket.parameters.gather()
-            position -= 1
-        for bucket, since_before in under_way.items():
-            if since_before:
-                bucket.parameters.advance()
-
-    def _open(self, unit: Unit) -> None:
-        for bucket in unit.partitioned:
-            bucket.parameters.wait()
-        for gradients in unit.gradients:
-            gradients.open()
-
-    def _on_late(self, unit: Unit, grads: Any) -> None:
-        # A unit that was run inside backward (re-entrant checkpointing) and now gets its own, nested backward.
-        self._begin_backward()
-        self._open(unit)
-
-    def _finished(self, bucket: Bucket) -> None:
-        bucket.pending -= 1
-        if bucket.pending == 0 and bucket.partitioned:
-            if bucket in self._kept:
-                del self._kept[bucket]
-                self._kept_bytes -= bucket.num_bytes
-            bucket.parameters.release()
-            bucket.parameters.drop_secondary()
-
-    def _end_backward(self) -> None:
-        for tape in self._visited:
-            if tape.cursor > 0:
-                self._walk(tape, 0)
-            while tape.order:
-                self._finished(tape.order.pop()[1])
-            tape.spent = True
-        self._visited.clear()
-        self._in_backward = False
-        if self.sync:
+    def _after_backward(self, synced: bool) -> None:
+        if synced:
             self.reduce_all()
         else:
             self.unreduced = True
-        self._release_all()
-        if self._demand is not None and self.sync:
+        if self._demand is not None and synced:
             self._demand.check()
 
-    def abandon(self) -> None:
-        """Forget a forward or backward that ended with an exception."""
-        self.unreduced = self.reduced = False
-        self.reductions.abandon()
-        if not (self._in_backward or self._depth):
-            return
-        self._in_backward, self._depth = False, 0
-        self._tape = None
-        self._visited.clear()
-        self._running.clear()
-        for unit in self._units:
-            unit.depth = 0
-        for bucket in self._buckets:
-            bucket.active = 0
-        self._release_all()
-
     def reduce_all(self) -> None:
-        """Reduce every bucket that this backward has not reduced yet, and wait for all of it."""
+        """Reduce every bucket that this backward has not reduced yet, and wait for all of it. Collective."""
         self.reductions.finish()
         self.unreduced, self.reduced = False, True
 
-    def _release_all(self) -> None:
-        if self._has_partitioned:
-            self._kept.clear()
-            self._early.clear()
-            self._kept_bytes = 0
+    def check(self) -> None:
+        """Before gradients are used.
+
+        Raises:
+            RuntimeError: the latest backward ended with an exception, or a schedule has not brought a forward back.
+        """
+        self.backward.check_running()
+        if self.backward.failed:
+            raise RuntimeError(FAILED)
+        waiting = [c.owner for c in self.contexts.driven if c.calls]
+        if waiting:
+            raise RuntimeError(
+                f"a step with {len(waiting)} open micro-batch(es): {', '.join(waiting[:5])}. Run the backward of each "
+                "first, or end it: window.end(key)."
+            )
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, and whatever went wrong when they were made."""
+        if self.backward.driven:
+            self.check_between("zero_grad()")
+        if self._depth and _graph_task() == -1:
+            self._abandon_forward()  # it was interrupted
+        try:
+            self.backward.check_running()
+            self.reductions.abandon()
+        finally:
+            self.backward.failed = False
+            self.unreduced = self.reduced = False
             for bucket in self._buckets:
-                if bucket.partitioned and not bucket.active:
-                    bucket.parameters.release()
-                bucket.parameters.drop_secondary()
+                if bucket.gradients is not None:
+                    bucket.gradients.drop()
 
     # Held by the user ------------------------------------------------------------------------------------------------
 
@@ -422,7 +388,7 @@ class Runtime:
 
     def note(self, bucket: Bucket) -> None:
         """Remember the versions of a held bucket's parameters: a later change is somebody's write."""
-        self.held[bucket] = [p._version for p in bucket.spec.parameters]
+        self.held[bucket] = bucket.parameters.versions()
 
     def let_go(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:
         """End a :meth:`hold`; with ``forget`` what is gathered is not used any more."""
@@ -432,41 +398,42 @@ class Runtime:
             return
         self.held.pop(bucket, None)
         if forget or not was_live:
-            self.forget(bucket)
+            self.residency.forget(bucket)
         elif was_hidden:
             bucket.parameters.hide()
 
-    def forget(self, bucket: Bucket) -> None:
-        """What is gathered of this bucket is stale; the next use gathers it again."""
-        if bucket in self._kept:
-            del self._kept[bucket]
-            self._kept_bytes -= bucket.num_bytes
-        self._early.pop(bucket, None)
-        if not bucket.active:
-            bucket.parameters.release()
+    def plan(self) -> Plan:
+        """What a training forward like the latest one and its backward do; before the first: all units in turn."""
+        if self._latest:
+            calls: list[Call] = [
+                Exit(event) if isinstance(event, bool) else Enter(event.name, event.partitioned)
+                for event in self._latest
+            ]
+        else:
+            calls = in_turn((unit.name, unit.partitioned) for unit in self._units if unit.partitioned)
+        residency = self.residency
+        return plan_pass(calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes)
 
-    def calls(self) -> list[tuple[Bucket, ...]]:
-        """The partitioned buckets of each unit call of the latest training forward, or of all units in turn."""
-        recorded = self._orders.latest((True, True))
-        if recorded is not None:
-            return [(self._buckets[index],) for index in recorded]
-        return [unit.partitioned for unit in self._units if unit.partitioned]
-
-    def reset(self) -> None:
-        """Drop gathered parameters: an update made them stale."""
-        self._release_all()
+    def updated(self) -> None:
+        """The parameters have other values: what is gathered is stale, and so is every forward before."""
+        self.contexts.refuse_older()
+        self.residency.clear()
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a module's output: nested tuples, lists, dicts and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for member in dataclasses.fields(output):
-            yield from _tensors(getattr(output, member.name))
+def _name_of(context: Context) -> str:
+    return context.owner or f"pass {context.serial}"
+
+
+def _nothing(*_: Any) -> None:
+    """What stands for a hook of ours on a copy of the model."""
+
+
+def _no_hook() -> Any:
+    return _nothing
+
+
+def _left_behind(hook: Any) -> Any:
+    """The same hook, which a copy or a pickle of the model does not have: those are ordinary models."""
+    hook.__deepcopy__ = lambda memo: _nothing
+    hook.__reduce_ex__ = lambda protocol: (_no_hook, ())
+    return hook

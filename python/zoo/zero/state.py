@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zoo.layout import Slice
 from zoo.zero.buckets import Bucket
 from zoo.zero.segments import Segment
 
@@ -93,11 +94,80 @@ def slices_of(
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", kept)
 
 
-def _cut(bucket: Bucket, pieces: Sequence[Any], role: str, tensor: torch.Tensor | Stored) -> Iterator[StateSlice]:
-    shapes = {t.name: t.shape for t in bucket.layout.tensors}
+def feedback_slices(bucket: Bucket, rank: int) -> Iterator[StateSlice]:
+    """What the reduction of ``bucket`` still owes, as rank ``rank`` of all knows it."""
+    feedback = bucket.routes.feedback
+    if feedback is not None and feedback.error is not None:
+        yield from _cut(bucket, bucket.layout.slices(), f"feedback.{rank}", feedback.error)
+    if feedback is not None and feedback.owed is not None and bucket.routes.axes.first_replica:
+        yield from _cut(bucket, bucket.layout.slices(*bucket.own_range()), "owed", feedback.owed)
+
+
+def fill_feedback(bucket: Bucket, rank: int, num_ranks: int, saved_ranks: int, read: Reader) -> None:
+    """Take over what ``saved_ranks`` ranks owed: each its own, or, at another number of them, the owners of chunks."""
+    feedback = bucket.routes.feedback
+    if feedback is None:
+        return
+    feedback.forget()
+    numel = bucket.layout.size
+    low, high = bucket.own_range()
+    owed = torch.zeros(high - low, device=bucket.device)
+    found = bucket.routes.axes.first_replica and _fill(owed, bucket, low, high, "owed", read)
+    if saved_ranks == num_ranks:
+        error = torch.zeros(numel, device=bucket.device)
+        feedback.error = error if _fill(error, bucket, 0, numel, f"feedback.{rank}", read) else None
+    elif bucket.routes.axes.first_replica:
+        part = torch.empty_like(owed)
+        for other in range(saved_ranks):
+            if _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read):
+                found = True
+                owed.add_(part, alpha=1.0 / saved_ranks)
+    feedback.owed = owed if found else None
+
+
+def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, read: Reader) -> bool:
+    """Elements [low, high) of a bucket from ``read``; False if there is no such state."""
+    for run in runs_of(bucket, bucket.layout.slices(low, high)):
+        try:
+            value = read(run.name, role, run.start, run.length)
+        except KeyError:
+            return False
+        out[run.offset : run.offset + run.length].copy_(value)
+    return True
+
+
+def _cut(bucket: Bucket, pieces: Sequence[Slice], role: str, tensor: torch.Tensor | Stored) -> Iterator[StateSlice]:
+    for run in runs_of(bucket, pieces):
+        part = tensor[run.offset : run.offset + run.length]
+        yield StateSlice(run.name, role, run.start, run.length, run.shape, part)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, start + length) of a logical tensor, at ``offset`` of what some slices describe."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+    offset: int
+
+
+def runs_of(bucket: Bucket, pieces: Iterable[Slice]) -> Iterator[Run]:
+    """What slices of this rank's parameters are of logical tensors, by their names in the whole model.
+
+    A part that is not made of whole rows (of the columns of a matrix, say) is one run for each row.
+    """
     for piece in pieces:
-        part = tensor[piece.offset : piece.offset + piece.length]
-        yield StateSlice(piece.name, role, piece.start, piece.length, shapes[piece.name], part)
+        name, split = bucket.logical(piece.name)
+        if split.box is None or split.shape is None:
+            yield Run(name, bucket.shape_of(piece.name), piece.start, piece.length, piece.offset)
+            continue
+        offset = piece.offset
+        for box in split.box.run(piece.start, piece.stop):
+            for start, length in box.runs_in(split.shape):
+                yield Run(name, split.shape, start, length, offset)
+                offset += length
 
 
 def tensor_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
@@ -124,8 +194,8 @@ def scalars_of(segments: Sequence[Segment], state: Mapping[Any, Any]) -> dict[st
     found: dict[str, float] = {}
     for segment in segments:
         for role, value in scalar_states(state.get(segment.tensor, {}), segment).items():
-            for piece in segment.slices():
-                found[f"{role}/{piece.name}"] = value
+            for run in runs_of(segment.bucket, segment.slices()):
+                found[f"{role}/{run.name}"] = value
     return found
 
 
@@ -134,7 +204,7 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
 
     ``state`` must hold the entries that the optimizer makes in a step: they are what is looked for.
     """
-    pieces = segment.slices()
+    pieces = list(runs_of(segment.bucket, segment.slices()))
     if not pieces:
         return True
     for piece in pieces:
@@ -173,7 +243,7 @@ def fill_frozen(bucket: Bucket, read: Reader) -> None:
     low, high = bucket.own_range() if bucket.partitioned else (0, bucket.layout.size)
     parameters = bucket.parameters
     tensor = parameters.own_shard() if bucket.partitioned else parameters.full
-    for piece in bucket.layout.slices(low, high):
+    for piece in runs_of(bucket, bucket.layout.slices(low, high)):
         part = tensor[piece.offset : piece.offset + piece.length]
         part.copy_(read(piece.name, "parameter", piece.start, piece.length))
     if parameters.shard is None:  # it was a copy

@@ -14,18 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zoo.nn import UnitList
 from zoo.zero.init.parts import InitParameter
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 UnitChoice = Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool]
-
-
-class UnitList(nn.ModuleList):
-    """A list whose elements are each a unit, inside of other units too and whatever ``units=`` chooses.
-
-    For modules that are too large to be gathered with their neighbours and run one after the other (tiles, experts).
-    """
 
 
 @dataclass(eq=False)
@@ -71,6 +65,8 @@ def _default(model: nn.Module) -> set[str]:
         classes = Counter(type(child) for child in module.children())
         if not container and path and any(True for _ in module.parameters(recurse=False)):
             chosen.add(path)
+            if isinstance(module, nn.MultiheadAttention):
+                return  # it uses the parameters of its children itself, without calling them
         for name, child in module.named_children():
             child_path = f"{path}.{name}" if path else name
             repeated = container and classes[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))

@@ -53,14 +53,12 @@ class Updater:
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
         name = getattr(optimizer, "__name__", str(optimizer))
-        plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        plain = _without_params(groups)
         if whole and in_backward:
             raise ValueError(
                 f"update_in_backward=True with {name}, which needs whole tensors: ranks would meet in the middle of "
                 "backward. Use an elementwise optimizer, or leave update_in_backward out."
             )
-        if not whole:
-            check_elementwise(lambda tensors: optimizer(tensors, **options), name)
         self._plain, self._optimizer, self._options = plain, optimizer, options
         self._known: dict[tuple[int, torch.dtype], Keeps] = {}
         cut = [cut_segments(b, masters=not self._scales, by_tensor=whole) for b in buckets]
@@ -338,3 +336,22 @@ class Updater:
                 keeps.scalar_bytes
             )
         return found
+
+
+def try_out(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> None:
+    """Build the wrapped optimizer on small tensors, before anything of the model is touched.
+
+    Raises:
+        NotImplementedError: its update is not elementwise, and it takes no parts.
+        Exception: what its constructor says of ``options`` or of a group's.
+    """
+    if getattr(optimizer, "needs_whole_tensors", False):
+        optimizer([{**g, "params": [torch.zeros(2, 2).requires_grad_()]} for g in _without_params(groups)], **options)
+        return
+    name = getattr(optimizer, "__name__", str(optimizer))
+    check_elementwise(lambda tensors: optimizer(tensors, **options), name)
+    optimizer([{**g, "params": [torch.zeros(2).requires_grad_()]} for g in _without_params(groups)], **options)
+
+
+def _without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]

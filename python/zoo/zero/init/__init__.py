@@ -4,6 +4,7 @@ Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extrem
 """
 
 from zoo.zero.init.context import Init
+from zoo.zero.init.keeping import ParamSwapper
 from zoo.zero.init.report import InitReport, Touch
 
-__all__ = ["Init", "InitReport", "Touch"]
+__all__ = ["Init", "InitReport", "ParamSwapper", "Touch"]

@@ -16,10 +16,13 @@ from zoo.config import ConfigError, read
 from zoo.io import AioConfig, Handle
 from zoo.zero.config import ZeroConfig
 from zoo.zero.init import patching
-from zoo.zero.init.keeping import Keeper
+from zoo.zero.init.groups import places_of, secondary_of
+from zoo.zero.init.keeping import Keeper, ParamSwapper
 from zoo.zero.init.materialise import Materialiser
 from zoo.zero.init.report import InitReport
 from zoo.zero.init.session import Session
+from zoo.zero.init.sharing import Sharing
+from zoo.zero.offload.config import OffloadParamConfig
 
 _log = logging.getLogger("zoo.zero.init")
 _DEVICES = {"none": "device", "device": "device", "cuda": "device", "cpu": "cpu", "nvme": "nvme"}
@@ -55,20 +58,37 @@ class Init:
         enabled: False makes this do nothing.
         dtype: floating-point parameters are kept in it. A module's own initialisation runs in the dtype it is built in.
         mpu: an object with ``get_data_parallel_group()``, instead of data_parallel_group.
+        zero_param_parallel_group: hpZ: the group of L ranks, a part of the data-parallel group (those of a node), over
+            which values are split a second time, 1/L on each rank, where parts live. Whatever is gathered is gathered
+            within it then; nothing but the broadcast of new values leaves it. Groups of one rank or of all are the same
+            as none. Until an optimizer takes the model; its own option is zero_hpz_partition_size.
+        zero_quantized_weights: what is gathered (:class:`~zoo.zero.GatheredParameters`) travels as int8 with a scale
+            for each 256 elements and is rounded by at most max|w|/254 of them. Parts stay exact: an initialiser, and
+            the optimizer that takes the model, get what is kept, and of values that are written back those that nobody
+            changed stay what they were. The optimizer's own option has the same name. Needs zoo-kernels.
+        zero_quantized_nontrainable_weights: what does not require a gradient, when its module has been built or at the
+            end of the context, is kept as int8 with scales, 1 + 4/256 bytes an element, and gathered so. Needs
+            zoo-kernels.
         sequence_data_parallel_group: takes the place of data_parallel_group where sequences are split too.
+        param_swapper: keeps the parts instead of files under nvme_path: an object with swap_out, swap_in and drop
+            (:class:`~zoo.zero.init.ParamSwapper`). remote_device is "nvme" then, and no path is needed. What ``aio``
+            takes is taken here too.
         materialise: called with each module that holds parameters or buffers on the meta device, to initialise them;
             by default their ``reset_parameters()`` is.
         device: where parameters built on the meta device are made; default: the CUDA device with an nccl group, else
             the CPU.
         aio: how to reach NVMe, see ``ZeroOptimizer``.
 
+    A subclass may override :meth:`get_dp_process_group` and :meth:`get_partition_rank`.
+
     On the meta device (``with torch.device("meta"), Init(): ...``) each module is materialised when it is built.
     Nested contexts: the inner one partitions what is built in it.
 
     Raises:
-        ValueError: options that contradict each other; a module on the meta device that cannot be initialised.
+        ValueError: arguments that contradict each other; a module on the meta device that cannot be initialised.
         CollectiveMismatchError: ranks build different models, or run different initialisers.
         PartitionedAccessError: an initialiser that cannot be followed.
+        NotImplementedError: a dtype that cannot be quantised, where that is asked for.
     """
 
     def __init__(
@@ -94,35 +114,58 @@ class Init:
         aio: AioConfig | Handle | None = None,
     ) -> None:
         self._session: Session | None = None
-        _refuse_unsupported(
-            zero_param_parallel_group=zero_param_parallel_group,
-            zero_quantized_weights=zero_quantized_weights,
-            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
-            param_swapper=param_swapper,
-        )
+        self._group = _group(data_parallel_group, mpu, sequence_data_parallel_group)
+        self._comm: Communicator | None = None
         zero, configured = _read_config(config_dict_or_path, config)
         if not enabled:
             return
-        offload = zero.offload_param
-        where = _where(remote_device if remote_device is not None else offload.device)
-        if where == "nvme" and offload.nvme_path is None:
-            raise ValueError(
-                'Init got remote_device="nvme" and no directory: give config={"zero_optimization": {"stage": 3, '
-                '"offload_param": {"device": "nvme", "nvme_path": ...}}}.'
-            )
-        group = _group(data_parallel_group, mpu, sequence_data_parallel_group)
-        comm = Communicator(group)
-        pinned = offload.pin_memory if pin_memory is None else pin_memory
-        keeper = Keeper(where, offload.nvme_path, pinned=pinned and torch.cuda.is_available(), aio=aio)
-        materialiser = Materialiser(_device(device, comm), materialise)
-        self._session = Session(
-            comm, keeper, _dtype(dtype if dtype is not None else configured), materialiser,
-            override_apply=zero.override_module_apply,
+        swapper, aio = _swapper(param_swapper, aio)
+        where = _place(remote_device, zero.offload_param, swapper)
+        comm = self._communicator()
+        pinned = zero.offload_param.pin_memory if pin_memory is None else pin_memory
+        sharing = Sharing(
+            comm=comm,
+            keeper=Keeper(
+                where, zero.offload_param.nvme_path, pinned=pinned and torch.cuda.is_available(), aio=aio,
+                swapper=swapper,
+            ),
+            places=places_of(comm, self.get_partition_rank()),
+            secondary=secondary_of(comm, zero_param_parallel_group),
+            quantised_reads=zero_quantized_weights,
+            quantised_frozen=zero_quantized_nontrainable_weights,
         )  # fmt: skip
+        self._session = Session(
+            sharing,
+            _dtype(dtype if dtype is not None else configured),
+            Materialiser(_device(device, comm), materialise),
+            override_apply=zero.override_module_apply,
+        )
         if module is not None:
             with self:
                 self._session.partition(module)
                 self._session.give_names([module])
+
+    def get_dp_process_group(self) -> Any:
+        """The group of all ranks that share the model; None for the default group.
+
+        A subclass may return another one, in any form that data_parallel_group takes. Asked for once, at construction.
+        """
+        return self._group
+
+    def get_partition_rank(self) -> int:
+        """Which part this rank keeps: k for the elements [k n, (k + 1) n).
+
+        By default its rank in :meth:`get_dp_process_group`. A subclass may number them otherwise: the numbers of all
+        ranks must be 0 to N - 1, each once. Asked for once, by ``Init.__init__``: what the subclass needs for it has to
+        be there before ``super().__init__``.
+        """
+        return self._communicator().rank
+
+    def _communicator(self) -> Communicator:
+        if self._comm is None:
+            group = self.get_dp_process_group()
+            self._comm = group if isinstance(group, Communicator) else Communicator(group)
+        return self._comm
 
     def __enter__(self) -> Init:
         if self._session is not None:
@@ -154,12 +197,6 @@ class Init:
         return self._session.report()
 
 
-def _refuse_unsupported(**options: Any) -> None:
-    for name, value in options.items():
-        if value:
-            raise NotImplementedError(f"Init got {name}={value!r}, which zoo.zero.Init does not have; leave it out.")
-
-
 def _group(data_parallel_group: Any, mpu: Any, sequence_data_parallel_group: Any) -> Any:
     if sequence_data_parallel_group is not None:
         return sequence_data_parallel_group
@@ -172,10 +209,41 @@ def _group(data_parallel_group: Any, mpu: Any, sequence_data_parallel_group: Any
     return mpu.get_data_parallel_group()
 
 
-def _where(device: str) -> str:
+def _swapper(given: Any, aio: AioConfig | Handle | None) -> tuple[ParamSwapper | None, AioConfig | Handle | None]:
+    """The swapper, and how to reach NVMe without one."""
+    if given is None:
+        return None, aio
+    if aio is not None:
+        raise ValueError("Init got both param_swapper and aio; give one of them.")
+    if isinstance(given, (AioConfig, Handle)):
+        return None, given
+    missing = [name for name in ("swap_out", "swap_in", "drop") if not callable(getattr(given, name, None))]
+    if missing:
+        raise ValueError(
+            f"Init got param_swapper={given!r}, which has no {', '.join(f'{name}()' for name in missing)}; it takes a "
+            "zoo.zero.init.ParamSwapper, a zoo.io.Handle or a zoo.io.AioConfig."
+        )
+    return given, None
+
+
+def _place(remote_device: str | None, offload: OffloadParamConfig, swapper: ParamSwapper | None) -> str:
+    """Where parts live: "device", "cpu" or "nvme"."""
+    device = remote_device if remote_device is not None else offload.device
     if device not in _DEVICES:
         raise ValueError(f'Init got remote_device={device!r}; allowed are None, "device", "cpu" and "nvme".')
-    return _DEVICES[device]
+    where = _DEVICES[device]
+    if swapper is not None:
+        if remote_device is not None and where != "nvme":
+            raise ValueError(
+                f'Init got param_swapper and remote_device={remote_device!r}; a swapper is for "nvme". Leave one out.'
+            )
+        return "nvme"
+    if where == "nvme" and offload.nvme_path is None:
+        raise ValueError(
+            'Init got remote_device="nvme" and no directory: give config={"zero_optimization": {"stage": 3, '
+            '"offload_param": {"device": "nvme", "nvme_path": ...}}}, or a param_swapper.'
+        )
+    return where
 
 
 def _device(given: torch.device | str | None, comm: Communicator) -> torch.device:

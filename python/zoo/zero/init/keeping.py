@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -13,15 +16,35 @@ _SMALLEST_FILE = 2**26
 _LARGEST_STEP = 2**30
 
 
-class Kept:
-    """This rank's elements of one parameter: (n,) in memory, or a region of a file."""
+class ParamSwapper(Protocol):
+    """Keeps the parts of an Init outside of memory: what ``Init(param_swapper=)`` takes.
 
-    __slots__ = ("_dtype", "_keeper", "_numel", "_offset", "_shelf", "_tensor")
+    Init calls it on each rank for the parts of that rank alone, from the thread that builds the model. A key is a
+    number that is not used again after ``drop``. What it raises ends the construction.
+    """
+
+    def swap_out(self, key: int, values: torch.Tensor) -> None:
+        """Keep (n,) ``values``, on the CPU, under ``key``, in the place of what was there; when it returns they are
+        written or copied."""
+
+    def swap_in(self, key: int, out: torch.Tensor) -> None:
+        """Fill (n,) ``out``, on the CPU, with what ``key`` holds; it is there when this returns."""
+
+    def drop(self, key: int) -> None:
+        """What ``key`` holds is needed no longer."""
+
+
+class Kept:
+    """This rank's elements of one parameter: (n,) in memory, a region of a file, or with a swapper."""
+
+    __slots__ = ("__weakref__", "_dtype", "_forget", "_keeper", "_key", "_numel", "_offset", "_shelf", "_tensor")
 
     def __init__(self, keeper: Keeper, values: torch.Tensor) -> None:
         self._keeper, self._numel, self._dtype = keeper, values.numel(), values.dtype
         self._tensor: torch.Tensor | None = None
         self._shelf: Shelf | None = None
+        self._key: int | None = None
+        self._forget: weakref.finalize[..., Kept] | None = None
         self._offset = 0
         self.replace(values)
 
@@ -29,9 +52,12 @@ class Kept:
         """(n,) the elements; from NVMe a copy, so write changes back with :meth:`replace`."""
         if self._tensor is not None:
             return self._tensor
+        found = torch.empty(self._numel, dtype=self._dtype)
+        if self._key is not None and self._keeper.swapper is not None:
+            self._keeper.swapper.swap_in(self._key, found)
+            return found
         if self._shelf is None:
             raise AssertionError("a shard that was dropped is read.")
-        found = torch.empty(self._numel, dtype=self._dtype)
         self._shelf.finish(self._shelf.read(0, found, self._offset))
         return found
 
@@ -43,6 +69,13 @@ class Kept:
             self._tensor = self._keeper.in_memory(values)
             return
         host = values.detach().cpu().contiguous()
+        if self._keeper.swapper is not None:
+            if self._key is None:
+                self._key = self._keeper.new_key()
+                self._forget = weakref.finalize(self, self._keeper.swapper.drop, self._key)
+                self._forget.atexit = False
+            self._keeper.swapper.swap_out(self._key, host)
+            return
         if not same_place:
             self._shelf, self._offset = self._keeper.space(values.nbytes)
         if self._shelf is None:
@@ -55,11 +88,9 @@ class Kept:
 
     def drop(self) -> None:
         """These elements are needed no longer."""
-        self._tensor = self._shelf = None
-
-    def on_nvme(self) -> bool:
-        """They are in a file."""
-        return self._shelf is not None
+        if self._forget is not None:
+            self._forget()
+        self._tensor = self._shelf = self._key = None
 
 
 class Keeper:
@@ -68,16 +99,19 @@ class Keeper:
     Args:
         device: "device" where the parameter is, "cpu" in host memory, "nvme" in unnamed files under ``folder``. Files
             grow by a step at a time, as it is not known beforehand how large the model will be.
+        swapper: with "nvme": keeps them instead of these files.
     """
 
     def __init__(
-        self, device: str, folder: Path | None, *, pinned: bool, aio: AioConfig | Handle | None = None
-    ) -> None:
+        self, device: str, folder: Path | None, *, pinned: bool, aio: AioConfig | Handle | None = None,
+        swapper: ParamSwapper | None = None,
+    ) -> None:  # fmt: skip
         self.device, self._folder, self._pinned, self._aio = device, folder, pinned, aio
+        self.swapper, self._keys = swapper, itertools.count()
         self._scratch: Scratch | None = None
         self._shelf: Shelf | None = None
         self._used = self._total = 0
-        if device == "nvme":
+        if device == "nvme" and swapper is None:
             self.scratch  # noqa: B018 - a folder that cannot be used is told before the model is built
             self.space(1)
 
@@ -111,6 +145,10 @@ class Keeper:
         offset = self._used
         self._used += need
         return self._shelf, offset
+
+    def new_key(self) -> int:
+        """A number for the swapper that no other part has."""
+        return next(self._keys)
 
     def close(self) -> None:
         """Give files and threads back; nothing is kept any more."""

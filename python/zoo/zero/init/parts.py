@@ -1,7 +1,7 @@
 """A parameter of which this rank keeps a part, before any optimizer: how it is split, made whole, and guarded.
 
-Legend: N ranks, n = ceil(numel / N). Rank r keeps elements [r n, (r + 1) n) of the flat value, padded with zeros
-to N n.
+Legend: N ranks, n = ceil(numel / N), or more where something is quantised (``sharing.py``). Each rank keeps n elements
+of the flat value, padded with zeros to N n.
 
 The parameter object stays the one that the model was built with, and so do ties. It becomes an instance of
 :class:`InitParameter`, has its shape and dtype and, while it is partitioned, a storage of zero bytes.
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zoo.comm import Communicator
 from zoo.zero.guard import ALLOWED_WHEN_PARTITIONED, PartitionedAccessError
-from zoo.zero.init.keeping import Keeper, Kept
+from zoo.zero.init.sharing import Share, Sharing
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -112,30 +111,30 @@ class Part:
         flat: (N n,) the whole value while somebody needs it, else None.
         users: how many contexts need it whole.
         aliased: something that shares the memory of ``flat`` was handed out; it may have been written to.
+        rounded: ``flat`` came as int8.
     """
 
-    def __init__(self, parameter: nn.Parameter, name: str, comm: Communicator, keeper: Keeper) -> None:
-        self.name, self.comm, self.keeper = name, comm, keeper
+    def __init__(self, parameter: nn.Parameter, name: str, sharing: Sharing) -> None:
+        self.name, self.comm, self._sharing = name, sharing.comm, sharing
         self._parameter = weakref.ref(parameter)
         self.shape, self.dtype, self.device = parameter.shape, parameter.dtype, parameter.device
         self.flat: torch.Tensor | None = None
         self.users = 0
-        self.aliased = False
+        self.aliased = self.rounded = False
         self.origin: Part | None = None  # from which it was converted
         self._version = 0
-        self._kept: Kept | None = None
+        self._share: Share | None = None
 
     # Splitting -------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def split(
-        cls, parameter: nn.Parameter, name: str, comm: Communicator, keeper: Keeper, dtype: torch.dtype | None
-    ) -> Part:
+    def split(cls, parameter: nn.Parameter, name: str, sharing: Sharing, dtype: torch.dtype | None) -> Part:
         """Partition an ordinary parameter; the values of rank 0 count. Collective."""
         value = parameter.data
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
-        part = cls(parameter, name, comm, keeper)
+        part = cls(parameter, name, sharing)
+        part._share = Share(sharing, part.numel, value.dtype, name)
         part.flat = part._padded(value)
         part.dtype = value.dtype
         del value
@@ -157,7 +156,7 @@ class Part:
         if part is None:
             raise AssertionError("a copy of a partitioned parameter is partitioned")
         part.origin, part.dtype, part.device = self, meant.dtype, meant.device
-        part.kept.replace(part.kept.values().to(meant.dtype))
+        part.share.convert(meant.dtype)
         part.drop_whole()
         return made
 
@@ -168,7 +167,8 @@ class Part:
             return True
         if other is None or other.origin is not self or self.whole:
             return False
-        self._kept, self.dtype, self.device = other.kept, other.dtype, other.device
+        self.share.drop()
+        self._share, self.dtype, self.device = other.share, other.dtype, other.device
         self.drop_whole()
         return True
 
@@ -183,9 +183,9 @@ class Part:
         if session is not None:
             session.settle()
         made = nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), self.parameter.requires_grad)
-        part = Part(made, f"copy of {self.name}", self.comm, self.keeper)
+        part = Part(made, f"copy of {self.name}", self._sharing)
         part.shape = self.shape
-        part._kept = self.kept.copy()
+        part._share = self.share.copy()
         made.__class__ = InitParameter
         made._zoo_part = part  # type: ignore[attr-defined]
         part.drop_whole()
@@ -205,19 +205,14 @@ class Part:
         return self.shape.numel()
 
     @property
-    def length(self) -> int:
-        """n: elements on each rank, padding included."""
-        return -(-self.numel // self.comm.size)
-
-    @property
-    def kept(self) -> Kept:
+    def share(self) -> Share:
         """This rank's elements."""
-        if self._kept is None:
+        if self._share is None:
             raise AssertionError(f"rank {self.comm.rank}: {self.name} has no shard.")
-        return self._kept
+        return self._share
 
     def _padded(self, value: torch.Tensor) -> torch.Tensor:
-        total = self.length * self.comm.size
+        total = self.share.total
         if value.is_contiguous() and total == value.numel():
             return value.view(-1)
         flat = torch.empty(total, dtype=value.dtype, device=value.device)
@@ -239,28 +234,23 @@ class Part:
             raise AssertionError(f"rank {self.comm.rank}: {self.name} is not whole.")
         return self.flat[: self.numel].view(self.shape)
 
-    def make_whole(self) -> None:
-        """Gather the value. Collective."""
+    def make_whole(self, *, exact: bool = False) -> None:
+        """Gather the value; ``exact``: as it is kept, also where what is gathered is rounded. Collective."""
         if self.flat is None:
-            self.flat = torch.empty(self.length * self.comm.size, dtype=self.dtype, device=self.device)
-            self._gather(self.flat)
+            self.flat = torch.empty(self.share.total, dtype=self.dtype, device=self.device)
+            self.rounded = self.share.gather(self.flat, exact=exact)
             self._attach(self.value)
             self._version, self.aliased = self.parameter._version, False
-
-    def _gather(self, flat: torch.Tensor) -> None:
-        if flat.numel():
-            low = self.comm.rank * self.length
-            own = flat[low : low + self.length]
-            own.copy_(self.kept.values())
-            self.comm.all_gather(flat, own, label=self.name).wait()
+        elif exact and self.rounded:
+            self.rounded = self.share.gather(self.flat, exact=True)
 
     def fill(self, view: torch.Tensor) -> None:
-        """Copy the whole value into ``view``, of its shape. Collective unless it is whole already."""
-        if self.flat is None and view.is_contiguous() and self.length * self.comm.size == self.numel:
-            self._gather(view.view(-1))
+        """Copy the whole value, as it is kept, into ``view``, of its shape. Collective unless it is here already."""
+        if self.flat is None and view.is_contiguous() and self.share.total == self.numel:
+            self.share.gather(view.view(-1), exact=True)
             return
         was_whole = self.whole
-        self.make_whole()
+        self.make_whole(exact=True)
         view.copy_(self.value)
         if not was_whole:
             self.drop_whole()
@@ -285,7 +275,7 @@ class Part:
             self.flat = self._padded(value.detach().clone(memory_format=torch.contiguous_format))
         self.dtype, self.device = value.dtype, value.device
         self._attach(self.value)
-        self.aliased = True
+        self.aliased, self.rounded = True, False
 
     def moved(self) -> bool:
         """Something gave the parameter other memory while it was whole."""
@@ -310,12 +300,7 @@ class Part:
             raise AssertionError(f"rank {self.comm.rank}: {self.name} is not whole.")
         if self.flat.numel():
             self.comm.broadcast(self.flat, src).wait()
-        low = self.comm.rank * self.length
-        own = self.flat[low : low + self.length]
-        if self._kept is None:
-            self._kept = Kept(self.keeper, own)
-        else:
-            self._kept.replace(own)
+        self.share.store(self.flat, frozen=not self.parameter.requires_grad, rounded=self.rounded)
         self._version = self.parameter._version
 
     def drop_whole(self) -> bool:
@@ -339,7 +324,7 @@ class Part:
 
     def end(self) -> None:
         """Make the parameter an ordinary one, whose memory the caller sets; the shard is gone."""
-        self.kept.drop()
+        self.share.drop()
         self.flat, self.users = None, 0
         self.parameter.__class__ = nn.Parameter
         del self.parameter._zoo_part  # type: ignore[attr-defined]

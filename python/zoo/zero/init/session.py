@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import sys
 import threading
 import weakref
@@ -20,12 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.comm import Communicator
 from zoo.zero.guard import PartitionedAccessError
-from zoo.zero.init.keeping import Keeper
 from zoo.zero.init.materialise import Materialiser
 from zoo.zero.init.parts import SET_DATA, Part, part_of
 from zoo.zero.init.report import InitReport, Touch
+from zoo.zero.init.sharing import Sharing
 from zoo.zero.offload.heap import map_large_blocks
 
 _local = threading.local()
@@ -43,15 +43,16 @@ class Session:
     """See the file's docstring.
 
     Args:
+        sharing: how parts are kept.
+        dtype: of floating-point parameters; None for their own.
         materialiser: gives values to parameters on the meta device.
         override_apply: ``Module.apply`` gathers a module's parameters at once.
     """
 
     def __init__(
-        self, comm: Communicator, keeper: Keeper, dtype: torch.dtype | None, materialiser: Materialiser, *,
-        override_apply: bool,
-    ) -> None:  # fmt: skip
-        self.comm, self.keeper, self.dtype, self.override_apply = comm, keeper, dtype, override_apply
+        self, sharing: Sharing, dtype: torch.dtype | None, materialiser: Materialiser, *, override_apply: bool
+    ) -> None:
+        self.comm, self._sharing, self.dtype, self.override_apply = sharing.comm, sharing, dtype, override_apply
         self._materialiser = materialiser
         map_large_blocks()  # else building and freeing one module after another takes as much as all of them
         self._building: list[nn.Module] = []
@@ -107,12 +108,14 @@ class Session:
         if not own:
             return
         label = type(module).__name__
-        described = ", ".join(f"{leaf} {tuple(p.shape)} {p.dtype}" for leaf, p in own.items())
+        described = ", ".join(
+            f"{leaf} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for leaf, p in own.items()
+        )
         self.comm.agree(f"parameter number {self._num} of an Init, in {label}:", described)
         done: dict[int, Part] = {}
         for leaf, parameter in own.items():
             if id(parameter) not in done:
-                done[id(parameter)] = Part.split(parameter, f"{label}.{leaf}", self.comm, self.keeper, self.dtype)
+                done[id(parameter)] = Part.split(parameter, f"{label}.{leaf}", self._sharing, self.dtype)
         numel = sum(part.numel for part in done.values())
         self._num, self._numel = self._num + len(done), self._numel + numel
         self._largest = max(self._largest, numel)
@@ -180,7 +183,7 @@ class Session:
         self.settle(keep=parts)
         for part in fresh:
             self.comm.agree("initialiser on a partitioned parameter:", f"{name} on {part.name}")
-            part.make_whole()
+            part.make_whole(exact=True)  # what an initialiser does to a rounded value would be kept
             self._open[part] = part.parameter
 
     def uses(self, part: Part) -> bool:
@@ -199,7 +202,7 @@ class Session:
                 part.store(src=0)
             freed = part.users > 0 or part.drop_whole()
             if aliased and part.users == 0 and self._anywhere(not freed):
-                part.make_whole()  # a view is alive on some rank: all ranks keep it whole
+                part.make_whole(exact=True)  # a view is alive on some rank: all ranks keep it whole
                 part.aliased = True
                 free = False
                 continue
@@ -255,6 +258,19 @@ class Session:
                     ".detach() or view): what is written to them later would be lost. Keep the parameter itself "
                     "instead, or a clone."
                 )
+        self._pack_frozen(roots)
+
+    def _pack_frozen(self, roots: Sequence[nn.Module]) -> None:
+        # What was frozen after its module was built.
+        if not self._sharing.quantised_frozen:
+            return
+        found = {n: p for root in roots for n, p in root.named_parameters() if not p.requires_grad}
+        digest = hashlib.blake2b(repr(list(found)).encode(), digest_size=8).hexdigest()
+        self.comm.agree("frozen parameters at the end of an Init:", f"{len(found)} ({digest})")
+        for parameter in found.values():
+            part = part_of(parameter)
+            if part is not None and not part.whole:
+                part.share.pack()
 
     def _check_twins(self, roots: Sequence[nn.Module]) -> None:
         reachable = {id(p) for root in roots for p in root.parameters()}

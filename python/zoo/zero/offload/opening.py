@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def open_stores(
-    plan: Sequence[BucketSpec], placement: Placement, routes: Sequence[Routes], config: ZeroConfig, num_ranks: int, *,
+    plan: Sequence[BucketSpec], placement: Placement, routes: Sequence[Routes], config: ZeroConfig, *,
     comm: Communicator, aio: AioConfig | Handle | None, keep_norms: bool,
 ) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
     """The tiers of each bucket and what they need; the files have their full size afterwards.
@@ -31,7 +31,8 @@ def open_stores(
     parameters, optimizer = config.offload_param, config.offload_optimizer
     if parameters.device == "none" and optimizer.device == "none":
         return None, [Stores() for _ in plan]
-    numels = [layout_of(spec, num_ranks).size // num_ranks for spec in plan]
+    counts = [route.axes.shard.size for route in routes]
+    numels = [layout_of(spec, count).size // count for spec, count in zip(plan, counts, strict=True)]
     split = [placement.shard_parameters and not spec.resident for spec in plan]
     tiers = plan_tiers(
         [(n, s, spec.trainable) for n, s, spec in zip(numels, split, plan, strict=True)], parameters, optimizer

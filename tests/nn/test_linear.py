@@ -7,12 +7,14 @@ import copy
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.profiles import examples
 from torch import nn
 
 from zoo import sim
-from zoo.zero import MemoryEfficientLinear, Stage3Optimizer, ZeroOptimizer, memory_efficient_linear
+from zoo.nn import MemoryEfficientLinear, memory_efficient_linear
+from zoo.zero import Stage3Optimizer, ZeroOptimizer
 
 WIDTH, LAYERS = 16, 4
 
@@ -64,7 +66,7 @@ def test_what_autograd_keeps_of_the_weights_at_stage_3(world: int, autocast: boo
     assert sim.run(world, fn) == [expected] * world
 
 
-@settings(max_examples=60, deadline=None)
+@examples(times=3)
 @given(
     leading=st.lists(st.integers(0, 4), max_size=3),
     sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),

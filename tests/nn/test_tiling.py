@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from zoo import sim
-from zoo.zero import PartitionedAccessError, Stage3Optimizer, TiledLinear, UnitList, ZeroOptimizer
+from zoo.nn import TiledLinear, UnitList
+from zoo.zero import Init, Stage3Optimizer, ZeroOptimizer
 from zoo.zero.units import find_units
 
 
@@ -47,7 +50,6 @@ def reassemble(parameters: dict[str, torch.Tensor], prefix: str, rows: int, colu
     return torch.cat([torch.cat(row, dim=1) for row in grid], dim=0)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     world=st.integers(1, 4),
     stage=st.integers(0, 3),
@@ -154,7 +156,6 @@ def test_every_tile_is_a_unit_wherever_the_layer_stands() -> None:
 @given(
     features=st.tuples(st.integers(1, 12), st.integers(1, 12)), splits=st.tuples(st.integers(1, 5), st.integers(1, 5))
 )
-@settings(deadline=None, max_examples=30)
 def test_any_grid_computes_the_layer(features: tuple[int, int], splits: tuple[int, int]) -> None:
     in_splits, out_splits = min(features[0], splits[0]), min(features[1], splits[1])
     torch.manual_seed(0)
@@ -182,17 +183,53 @@ def test_fresh_values_have_the_distribution_of_the_whole_layer() -> None:
         torch.testing.assert_close(parameter.std().item(), bound / 3**0.5, rtol=0.15, atol=0.0)
 
 
-def test_values_cannot_be_copied_into_a_partitioned_layer() -> None:
-    layer = TiledLinear(4, 4, out_splits=2)
-    optimizer = Stage3Optimizer(nn.Sequential(layer), lr=0.1, param_persistence_threshold=0)
-    source = nn.Linear(4, 4)
-    with pytest.raises(PartitionedAccessError, match="tiles"):
-        layer.copy_params_from(source)
-    Stage3Optimizer(partitioned := nn.Sequential(source), lr=0.1, param_persistence_threshold=0)
-    with pytest.raises(PartitionedAccessError, match="weight"):
-        TiledLinear(4, 4).copy_params_from(partitioned[0])
-    optimizer.close()
-    layer.copy_params_from(nn.Linear(4, 4))
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
+)
+@pytest.mark.parametrize("source", ["plain", "init", "optimizer"])
+@pytest.mark.parametrize("when", ["before", "under init", "in init", "after"])
+def test_values_of_rank_0_are_copied_wherever_they_live(stage: int, source: str, when: str, dtype: torch.dtype) -> None:
+    def layer_of(seed: int) -> nn.Linear:
+        torch.manual_seed(seed)
+        return nn.Linear(5, 7, dtype=dtype)
+
+    def fn(rank: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        with Init(enabled=source == "init"):
+            other = layer_of(10 + rank)
+        holds_other = None
+        if source == "optimizer":
+            holds_other = ZeroOptimizer(nn.Sequential(other), stage=stage, lr=0.1, param_persistence_threshold=0)
+        with Init(enabled="init" in when):
+            torch.manual_seed(rank)
+            layer = TiledLinear(5, 7, in_splits=2, out_splits=3, dtype=dtype)
+            if when == "in init":
+                layer.copy_params_from(other)
+        if when in ("before", "under init"):
+            layer.copy_params_from(other)
+        optimizer = ZeroOptimizer(
+            nn.Sequential(layer), stage=stage, optimizer=torch.optim.SGD, lr=0.0, param_persistence_threshold=3
+        )
+        if when == "after":
+            layer.copy_params_from(other)
+        layer(torch.ones(1, 5, dtype=dtype)).sum().backward()
+        optimizer.step()  # writes the fp32 values back
+        del holds_other
+        return optimizer.consolidated_parameters(), layer(torch.eye(5, dtype=dtype))
+
+    expected = layer_of(10)
+    for found, out in sim.run(2, fn):
+        assert torch.equal(reassemble(found, "0", 3, 2), expected.weight.detach())
+        biases = [found[f"0.tiles.{2 * row}.bias"] for row in range(3)]
+        assert torch.equal(torch.cat(biases), expected.bias.detach())
+        torch.testing.assert_close(out, expected(torch.eye(5, dtype=dtype)))
+
+
+def test_ordinary_layers_are_copied_without_importing_a_sharder() -> None:
+    code = (
+        "import sys, torch, zoo.nn; zoo.nn.TiledLinear(4, 4, out_splits=2, init_linear=torch.nn.Linear(4, 4)); "
+        "sys.exit('zoo.zero' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_mistakes_are_named() -> None:

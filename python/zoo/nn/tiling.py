@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.zero.units import UnitList
+from zoo.nn.sharded import whole
+from zoo.nn.unit_list import UnitList
 
 
 class TiledLinear(nn.Module):
@@ -120,10 +121,10 @@ class TiledLinear(nn.Module):
     def copy_params_from(self, other: nn.Module) -> None:
         """W, b := those of ``other``, which has a ``weight`` (out_features, in_features) and ``bias`` as this layer.
 
-        Do it before a ZeRO optimizer takes the model; the values of rank 0 then become everyone's. Afterwards the
-        optimizer's own copies (16-bit models' masters, stage 3's shards) would not learn of it: at stage 3 it raises
-        :class:`~zoo.zero.PartitionedAccessError`, because neither layer is whole outside of its forward. ``other`` may
-        be under a stage 3 optimizer of its own, inside ``with optimizer.gathered():``.
+        Either layer may be ordinary, partitioned by ``zoo.zero.Init``, or under a ZeRO optimizer at any stage. Where
+        this one is not ordinary it is collective: the values that ``other`` has on rank 0 count on all ranks, and reach
+        shards, whole copies and fp32 values alike. Where ``other`` is partitioned, it is gathered for the time of the
+        copy, and of this layer one tile at a time.
 
         Raises:
             ValueError: other shapes, or a bias on one side only; nothing is copied then.
@@ -139,13 +140,14 @@ class TiledLinear(nn.Module):
             raise ValueError(f"copy_params_from got a layer with bias={bias is not None}; this one is {has} bias.")
         first_rows = [0, *accumulate(self.out_sizes)]
         first_columns = [0, *accumulate(self.in_sizes)]
-        for i, (rows, top) in enumerate(zip(self.out_sizes, first_rows, strict=False)):
-            for j, (columns, left) in enumerate(zip(self.in_sizes, first_columns, strict=False)):
-                tile: Any = self.tile(i, j)
-                tile.weight.copy_(weight[top : top + rows, left : left + columns])
-            if isinstance(bias, torch.Tensor):
-                first: Any = self.tile(i, 0)
-                first.bias.copy_(bias[top : top + rows])
+        with whole([p for p in (weight, bias) if isinstance(p, nn.Parameter)]):
+            for i, (rows, top) in enumerate(zip(self.out_sizes, first_rows, strict=False)):
+                for j, (columns, left) in enumerate(zip(self.in_sizes, first_columns, strict=False)):
+                    tile: Any = self.tile(i, j)
+                    with whole(tile.parameters(), modifier_rank=0):
+                        tile.weight.copy_(weight[top : top + rows, left : left + columns])
+                        if j == 0 and isinstance(bias, torch.Tensor):
+                            tile.bias.copy_(bias[top : top + rows])
 
     def extra_repr(self) -> str:
         """Sizes of the layer and of its grid."""

@@ -1,0 +1,127 @@
+"""An optimizer that exists already, taken over by a ZeRO optimizer.
+
+The wrapped optimizer works on this rank's segments, so it is built once more, by the same class with the same
+arguments; of the instance its parameter groups live on. They are the same dict objects in both, so that whoever holds
+the instance (a learning-rate schedule) still sets the options that updates read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+_INSTEAD = "pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3e-4) instead."
+
+
+def check(instance: torch.optim.Optimizer, params: Iterable[Any] | None, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an instance that was used, is a wrapper itself, or came with arguments that are its own."""
+    from zoo.zero.optimizer import ZeroOptimizer
+
+    name = type(instance).__name__
+    if isinstance(instance, ZeroOptimizer):
+        raise ValueError(f"optimizer= is a {name}, which wraps an optimizer itself and cannot be wrapped again.")
+    if options:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ValueError(
+            f"optimizer= is an instance of {name}, and {given} came with it, which belong to its construction; "
+            f"construct it with them, or {_INSTEAD}"
+        )
+    if params is not None:
+        raise ValueError(
+            f"optimizer= is an instance of {name}, which has its parameter groups; leave params= out, or {_INSTEAD}"
+        )
+    used = [s for s in instance.state.values() if s and (not isinstance(s, Mapping) or _step_of(s) != 0)]
+    if used:
+        raise ValueError(
+            f"optimizer= is an instance of {name} that has state of {len(used)} parameters already, which would be "
+            "lost. Wrap it before its first step; to go on with a state, load it into the ZeRO optimizer."
+        )
+
+
+def _step_of(state: Mapping[str, Any]) -> float:
+    # Some optimizers make their states when they are built; a counter tells that nothing has happened yet.
+    return float(state.get("step", 1))
+
+
+def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
+    """The arguments, beside parameters, with which its class makes another one like it.
+
+    Raises:
+        ValueError: they cannot be found out: an argument that must be given is neither among its defaults nor an
+            attribute, or what they make is another one in some attribute.
+    """
+    name = type(instance).__name__
+    found: dict[str, Any] = {}
+    for parameter in _parameters_of(type(instance)):
+        if parameter.name in instance.defaults:
+            found[parameter.name] = instance.defaults[parameter.name]
+        elif parameter.name in vars(instance):
+            found[parameter.name] = vars(instance)[parameter.name]
+        elif parameter.default is parameter.empty:
+            raise ValueError(
+                f"optimizer= is an instance of {name}, which does not show what its argument {parameter.name!r} was "
+                f"(it is neither in .defaults nor an attribute); {_INSTEAD}"
+            )
+    own = {k: v for k, v in instance.param_groups[0].items() if k not in ("params", "param_names")}
+    try:
+        again = type(instance)([{**own, "params": [nn.Parameter(torch.zeros(2, 2))]}], **found)
+    except Exception as error:
+        raise ValueError(
+            f"optimizer= is an instance of {name}, which cannot be built again from its defaults "
+            f"({type(error).__name__}: {error}); {_INSTEAD}"
+        ) from error
+    for key, value in vars(instance).items():
+        other = vars(again).get(key)
+        if not key.startswith("_") and isinstance(value, (bool, int, float, str, torch.dtype)) and value != other:
+            raise ValueError(
+                f"optimizer= is an instance of {name} with {key}={value!r}, but built again from its defaults it has "
+                f"{key}={other!r}; {_INSTEAD}"
+            )
+    return found
+
+
+def _parameters_of(cls: type) -> list[inspect.Parameter]:
+    """What the constructor takes beside itself and the parameters; through ``**kwargs`` what its bases take too."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())
+        kinds = {p.kind for p in parameters}
+        for parameter in parameters[2:]:
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                found.setdefault(parameter.name, parameter)
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            break
+    return list(found.values())
+
+
+def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
+    """While ``owner`` exists the instance holds options only: a step of its own would be a second update."""
+    reference, taker = weakref.ref(owner), type(owner).__name__
+    held: Any = instance
+
+    def refused(name: str, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if reference() is None:
+                return method(*args, **kwargs)
+            raise ValueError(
+                f"{name}() of the {type(instance).__name__} instance that a {taker} took over; call its {name}()."
+            )
+
+        return call
+
+    # A schedule that was made from the instance watches whether its step was called: that of the owner counts.
+    held.step = refused("step", held.step)
+    held.step._wrapped_by_lr_sched = True
+    held.add_param_group = refused("add_param_group", held.add_param_group)
+    owner.register_step_post_hook(lambda *_: setattr(held, "_opt_called", True))
+    instance.state.clear()

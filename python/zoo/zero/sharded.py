@@ -1,0 +1,355 @@
+"""A module whose parameters are split over ranks: units, buckets, and what gathers, releases and reduces them.
+
+It knows no optimizer. :class:`~zoo.zero.ZeroOptimizer` is one user of it; forward alone, with parameters on the host or
+on NVMe, is another::
+
+    model = ShardedModel(module, config=ZeroConfig(stage=3, offload_param=...), trains=False)
+    with torch.no_grad():
+        logits = module(tokens)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator, report_uncaught
+from zoo.io import AioConfig, Handle
+from zoo.layout import logical_name
+from zoo.plan import Actions
+from zoo.zero.axes import Axes
+from zoo.zero.bucketing import STAGES, plan_buckets
+from zoo.zero.buckets import Bucket
+from zoo.zero.config import ZeroConfig
+from zoo.zero.divergent import Meeting
+from zoo.zero.dry import DryRun
+from zoo.zero.families import data_communicator, family_of, make_families
+from zoo.zero.guard import release as release_parameter
+from zoo.zero.offload.opening import open_stores
+from zoo.zero.offload.scratch import Scratch
+from zoo.zero.recording import recording
+from zoo.zero.routing import choose_routes
+from zoo.zero.runtime import Runtime
+from zoo.zero.streaming import whole_parameters
+from zoo.zero.units import UnitChoice, check_parameters, find_units
+from zoo.zero.window import Window
+from zoo.zero.working import WorkingMemory
+from zoo.zero.writes import Writes
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+
+class ShardedModel:
+    """Splits a module's parameters over ranks as ``config`` says, and runs it.
+
+    The parameter objects stay; their memory moves to flat buffers, and the values of rank 0 are broadcast.
+
+    Args:
+        module: built already, or partitioned by :class:`~zoo.zero.Init`.
+        config: the stage, what lives where, and budgets.
+        group: process group, DeviceMesh or Communicator of the ranks; None for the default group.
+        mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those of them over
+            which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``).
+        units: which modules are gathered as one; see :func:`~zoo.zero.units.find_units`.
+        trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
+        group_of: the parameter group of a parameter; parameters of one group lie together.
+        reduce_dtype: dtype in which gradients are sent and added; None for their own.
+        keep_norms: of gradients that leave the device.
+        check: agree on a fingerprint of each collective before it.
+        aio: how to reach NVMe.
+
+    Attributes:
+        module, config, comm: as given.
+        axes: which ranks split what, for dense parameters; families: for each set of axes along which they are parts.
+        buckets: what travels and lives together.
+        runtime: what gathers, releases and reduces.
+        scratch: files and buffers of offloading, None without.
+        writes: finds what the user writes in place.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: ZeroConfig,
+        group: Any = None,
+        mesh: Any = None,
+        data_axes: Sequence[str] | None = None,
+        units: UnitChoice | None = None,
+        trains: bool = True,
+        group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
+        reduce_dtype: torch.dtype | None = None,
+        keep_norms: bool = False,
+        check: bool = False,
+        aio: AioConfig | Handle | None = None,
+    ) -> None:
+        check_parameters(module, dry=isinstance(group, DryRun))
+        self.module, self.config, self.reduce_dtype = module, config, reduce_dtype
+        nodes = config.ranks_per_node
+        if mesh is not None and group is not None:
+            raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
+        if mesh is not None:
+            self.comm = data_communicator(mesh, data_axes, check=check)
+        else:
+            self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
+        self._mesh, self._data_axes = mesh, tuple(data_axes or ())
+        if (self.comm is group or mesh is not None) and nodes is not None:
+            self.comm.know_nodes(nodes)
+        if self.comm.backend in ("gloo", "nccl"):
+            report_uncaught()  # what ends one rank is told to those that wait for it
+        self.closed = False
+        self._user: weakref.ref[ZeroOptimizer] | None = None
+        self.buckets: list[Bucket] = []
+        self.scratch: Scratch | None = None
+        self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
+        for parameter in self._frozen_here:
+            parameter.requires_grad_(False)
+        try:
+            self._build(units, group_of, keep_norms, aio)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _build(
+        self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int], keep_norms: bool,
+        aio: AioConfig | Handle | None,
+    ) -> None:  # fmt: skip
+        cfg = self.config
+        specs = find_units(self.module, units)
+        plan = plan_buckets(
+            specs,
+            bucket_size=cfg.bucket_size,
+            persistence_threshold=cfg.param_persistence_threshold,
+            model_persistence_threshold=cfg.model_persistence_threshold,
+            group_of=group_of,
+            axes_of=lambda name, parameter: family_of(parameter),
+        )
+        for spec in plan:
+            spec.logical = {name: logical_name(self.module, name) for name in spec.names}
+        described = [(b.names, [tuple(p.shape) for p in b.parameters], str(b.dtype), b.groups, b.axes) for b in plan]
+        digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
+        device = plan[0].parameters[0].device
+        self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
+        placement = dataclasses.replace(STAGES[cfg.stage], keep_gradients=not cfg.update_in_backward)
+        self.families = make_families(self.comm, self._mesh, self._data_axes, self.module.named_parameters(), cfg)
+        self.axes: Axes = self.families[()]
+        shard = self.axes.shard
+        routes = choose_routes(plan, placement, self.families, cfg, self.reduce_dtype)
+        memory = WorkingMemory()
+        self.scratch, stores = open_stores(plan, placement, routes, cfg, comm=self.comm, aio=aio, keep_norms=keep_norms)
+        for i, spec in enumerate(plan):
+            bucket = Bucket(i, spec, placement, routes[i], stores[i], memory)
+            bucket.owner = weakref.ref(self)
+            self.buckets.append(bucket)
+        largest = max((b.num_bytes for b in self.buckets if b.partitioned), default=0)
+        reads = any(b.parameters_on_nvme for b in self.buckets)
+        stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
+        itemsize = plan[0].dtype.itemsize
+        ahead = (shard.size > 1 or reads) and not cfg.divergent
+
+        def budget(elements: int | None, default: int) -> int:
+            return default if elements is None else elements * itemsize
+
+        self.meeting: Meeting | None = None
+        if cfg.divergent:
+            self.meeting = Meeting(self.comm, self.buckets)
+            for bucket in self.buckets:
+                bucket.meeting = self.meeting if bucket.partitioned else None
+        self.runtime = Runtime(
+            specs,
+            self.buckets,
+            comm=self.comm,
+            reduce_dtype=self.reduce_dtype,
+            overlap=cfg.overlap_comm,
+            meeting=self.meeting,
+            demand_all=not cfg.ignore_unused_parameters,
+            # One rank gathers by copying its own shard from memory: there is nothing to overlap.
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
+            keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
+        )
+        self.writes = Writes(self.buckets)
+
+    # Who uses it -----------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> ZeroOptimizer:
+        """The optimizer that trains it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = self._user() if self._user is not None else None
+        if found is None:
+            raise ValueError("this model is split over ranks without an optimizer, or its optimizer is gone.")
+        return found
+
+    def used_by(self, optimizer: ZeroOptimizer) -> None:
+        """``optimizer`` trains it from now on."""
+        self._user = weakref.ref(optimizer)
+
+    @property
+    def trainable(self) -> list[Bucket]:
+        """The buckets with gradients."""
+        return [b for b in self.buckets if b.spec.trainable]
+
+    def change(self, bucket: Bucket, slot: int, value: torch.Tensor) -> None:
+        """Give one parameter a whole new value of its own shape; every rank gives the same."""
+        from zoo.zero.editing import write_values
+
+        user = self._user() if self._user is not None else None
+        self.runtime.updated()  # torch would go back through the memory that the parameter had before
+        write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=False)
+
+    # Verbs -----------------------------------------------------------------------------------------------------------
+
+    def unshard(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Begin to gather these buckets (default: all); :meth:`wait` makes them usable. Collective."""
+        for bucket in self.buckets if buckets is None else buckets:
+            bucket.parameters.gather()
+
+    def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait until these buckets are whole, gathering what nobody has begun to gather. Collective."""
+        for bucket in self.buckets if buckets is None else buckets:
+            bucket.parameters.wait()
+
+    def reshard(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Release what is gathered of these buckets and not in use."""
+        for bucket in self.buckets if buckets is None else buckets:
+            self.runtime.residency.forget(bucket)
+
+    def reduce(self) -> None:
+        """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective."""
+        self.runtime.check_between("reduce()")
+        if self.runtime.unreduced:
+            self.runtime.reduce_all()
+
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add ``gradient`` to what this rank has for ``parameter``, as autograd would: ``p.grad += gradient``.
+
+        For schedules that compute gradients of weights by themselves (:meth:`Window.backward_weights`). The next
+        reduction takes it; every rank must come to that.
+
+        Raises:
+            ValueError: no trainable parameter of this model, or another shape, dtype or device.
+            RuntimeError: the latest backward failed.
+        """
+        self.runtime.accumulate(parameter, gradient)
+
+    def window(self, *, max_bytes: int | None = None) -> Window:
+        """Micro-batches that a schedule drives, any number of them in flight and in any order; see ``window.py``.
+
+        ::
+
+            with sharded.window(max_bytes=2**30) as window:
+                with window.forward(0):
+                    loss = module(x)
+                with window.backward(0):
+                    loss.backward()
+
+        Args:
+            max_bytes: parameters that are gathered stay so until the window ends, as long as all that is whole has at
+                most this many bytes; None: what the model does otherwise (``max_live_parameters``, prefetching).
+        """
+        return Window(self.runtime, max_bytes=max_bytes, updates_in_backward=self.config.update_in_backward)
+
+    def settle(self) -> None:
+        """With ``divergent=True``: serve other ranks until no rank needs a gather. Every rank calls it.
+
+        ``step()`` does it; call it before collectives of your own between two steps.
+        """
+        if self.meeting is not None:
+            self.meeting.settle()
+
+    def record(self) -> contextlib.AbstractContextManager[Actions]:
+        """``with sharded.record() as actions:`` lists what happens inside; ``print(actions)`` shows it.
+
+        It costs nothing but while it is on. The list is the same on every rank; see :mod:`zoo.plan`.
+        """
+        return recording(self.runtime, self.buckets)
+
+    def table(self) -> str:
+        """One line a bucket: what it is, and what of it is here now."""
+        rows = [
+            f"{'bucket':>6}  {'elements':>12}  {'parameters':<12}{'gradients':<14}{'leases':>6}{'in use':>7}  units"
+        ]
+        for bucket in self.buckets:
+            parameters = bucket.parameters
+            here = "whole" if not bucket.partitioned else "unsharded" if parameters.live else "sharded"
+            if parameters.coming:
+                here = "unsharding"
+            gradients = bucket.gradients
+            state = "none" if gradients is None else "reduced" if gradients.reduced else gradients.phase.value
+            rows.append(
+                f"{bucket.index:>6}  {bucket.layout.size:>12,}  {here:<12}{state:<14}{bucket.leases:>6}"
+                f"{bucket.active:>7}  {bucket.label}"
+            )
+        return "\n".join(rows)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :meth:`zoo.zero.ZeroOptimizer.no_sync`."""
+        backward = self.runtime.backward
+        before, backward.sync = backward.sync, False
+        try:
+            yield
+        finally:
+            backward.sync = before
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
+        self._check_open()
+        self.settle()
+        for bucket in self.buckets:
+            bucket.parameters.wait(exact=True)
+            bucket.active += 1
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
+            self.runtime.residency.clear()
+
+    def whole_parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole value) of every parameter, gathered bucket by bucket, so that there is never more than one.
+
+        Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
+        leaves frozen parameters out. Parameters that are tied come once.
+        """
+        self._check_open()
+        self.settle()
+        return whole_parameters(b for b in self.buckets if frozen or b.spec.trainable)
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the module back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
+        if self.closed:
+            return
+        self.settle()
+        self.closed = True
+        self.runtime.remove()
+        self._give_back()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("this model was closed: its parameters are ordinary ones again.")
+
+    def _give_back(self) -> None:
+        for bucket in self.buckets:
+            bucket.parameters.wait(exact=True)
+            for slot, parameter in enumerate(bucket.spec.parameters):
+                release_parameter(parameter)
+                parameter.data = bucket.parameters.flat_of(slot).view(parameter.shape).clone()
+        for parameter in self._frozen_here:
+            parameter.requires_grad_(True)
+        if self.scratch is not None:
+            self.scratch.close()

@@ -1,0 +1,293 @@
+"""What the constructors take: optimizer instances, named parameters, typed options."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import subprocess
+import sys
+import typing
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zoo.optim
+from zoo import sim
+from zoo.zero import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroConfig, ZeroOptimizer
+from zoo.zero.keywords import OptimizerArguments, ZeroOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = [Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer]
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def data(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def two_groups(model: nn.Sequential, cls: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = cls(
+        [{"params": model[2].parameters(), "lr": 0.3}, {"params": model[0].parameters(), "weight_decay": 0.5}],
+        lr=0.1, **options,
+    )  # fmt: skip
+    return made
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, after: Callable[[], object] = lambda: None) -> None:
+    for step in range(3):
+        model(data(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+
+# Instances -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, zoo.optim.AdamW])
+@pytest.mark.parametrize("which", ["before", "after", "zero"])
+def test_an_instance_gives_class_options_and_groups(cls: type[ZeroOptimizer], kind: Any, which: str) -> None:
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        model = small()
+        inner = two_groups(model, kind, weight_decay=0.01)
+        groups = list(inner.param_groups)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5) if which == "before" else None
+        zero = cls(model, optimizer=inner, param_persistence_threshold=0)
+        if schedule is None:
+            schedule = torch.optim.lr_scheduler.StepLR(inner if which == "after" else zero, 1, 0.5)
+        assert all(a is b for a, b in zip(groups, zero.param_groups, strict=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, zero, rank, schedule.step)
+        assert [group["lr"] for group in zero.inner.param_groups] == [0.3 / 4, 0.1 / 4]  # of the last update
+        return zero.consolidated_parameters()
+
+    plain = small()
+    optimizer = two_groups(plain, kind, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(3):
+        for rank in range(2):
+            (plain(data(rank, step)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    expected = dict(plain.named_parameters())
+    for got in sim.run(2, fn):
+        for name, value in got.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_that_an_instance_keeps_beside_its_groups_are_taken() -> None:
+    model = small().bfloat16()
+    inner = zoo.optim.AdamW(model.parameters(), lr=0.1, master_dtype=None, state_dtype=torch.bfloat16, amsgrad=True)
+    zero = Stage1Optimizer(model, optimizer=inner)
+    wrapped: Any = zero.inner
+    assert type(wrapped) is zoo.optim.AdamW
+    assert (wrapped.master_dtype, wrapped.state_dtype) == (None, torch.bfloat16)
+    assert wrapped.defaults["amsgrad"]
+
+
+def test_an_instance_of_whole_tensors_works() -> None:
+    model = small()
+    train(model, Stage2Optimizer(model, optimizer=zoo.optim.Lamb(model.parameters(), lr=0.1)), 0)
+
+
+def test_an_instance_that_was_taken_over_refuses_to_step() -> None:
+    model = small()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zero = Stage1Optimizer(model, optimizer=inner)
+    with pytest.raises(ValueError, match=r"AdamW.*Stage1Optimizer.*its step\(\)"):
+        inner.step()
+    with pytest.raises(ValueError, match=r"add_param_group"):
+        inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    zero.close()
+    del zero
+    gc.collect()
+    model(data(0)).sum().backward()
+    inner.step()
+
+
+def test_adagrad_gives_its_states_back() -> None:
+    model = small()
+    inner = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    zero = Stage1Optimizer(model, optimizer=inner)
+    assert not inner.state
+    assert zero.inner.defaults["initial_accumulator_value"] == 0.5
+
+
+class Odd(torch.optim.SGD):
+    """Keeps an argument where nobody can find it."""
+
+    def __init__(self, params: Any, lr: float, flavour: str, twist: int = 1) -> None:
+        self._flavour_of_this_one = flavour
+        super().__init__(params, lr=lr)
+
+
+class Changed(torch.optim.SGD):
+    """Has an attribute that is changed after construction."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.bold = False
+        super().__init__(params, lr=lr)
+
+
+def test_instances_that_cannot_be_taken_over_say_why() -> None:
+    model = small()
+
+    def refused(optimizer: Any, words: str, **more: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            Stage1Optimizer(model, optimizer=optimizer, **more)
+
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    refused(inner, "lr=.*belong", lr=0.2)
+    refused(inner, "params=", params=model.parameters())
+    train(model, inner, 0)
+    refused(inner, r"has state of \d+ parameters.*before its first step")
+    refused(torch.optim.SGD(model[0].parameters(), lr=0.1), r"2 trainable.*in no group of optimizer=.*2\.weight")
+    stranger = nn.Parameter(torch.ones(2))
+    refused(torch.optim.SGD([*model.parameters(), stranger], lr=0.1), "group 0 of optimizer=.*not in the model")
+    refused(Odd(model.parameters(), 0.1, "sour"), "flavour.*pass the class")
+    changed = Changed(model.parameters(), 0.1)
+    changed.bold = True
+    refused(changed, "bold.*True.*False")
+    other = small()
+    refused(Stage1Optimizer(other), "Stage1Optimizer.*cannot be wrapped")
+    Stage1Optimizer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # nothing was changed by all this
+
+
+def test_frozen_parameters_in_the_groups_of_an_instance_stay_frozen() -> None:
+    model = small()
+    model[0].bias.requires_grad_(False)
+    before = model[0].bias.clone()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = Stage3Optimizer(model, optimizer=inner)
+    train(model, zero, 0)
+    assert torch.equal(zero.consolidated_parameters()["0.bias"], before)
+
+
+# Named parameters ----------------------------------------------------------------------------------------------------
+
+
+def test_named_parameters_keep_their_names() -> None:
+    model = small()
+    model[0].bias.requires_grad_(False)
+    zero = Stage2Optimizer(model, params=model.named_parameters(), lr=0.1)
+    assert zero.param_groups[0]["param_names"] == ["0.weight", "2.weight", "2.bias"]
+    assert [tuple(p.shape) for p in zero.param_groups[0]["params"]] == [(6, 4), (4, 6), (4,)]
+    train(model, zero, 0)
+    zero.load_state_dict(zero.state_dict())
+
+    model = small()
+    groups = [{"params": model[i].named_parameters(str(i)), "lr": 0.1 * (i + 1)} for i in (0, 2)]
+    zero = Stage3Optimizer(model, params=groups)
+    assert [g["param_names"] for g in zero.param_groups] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+    assert [g["lr"] for g in zero.param_groups] == [0.1, pytest.approx(0.3)]
+
+    model = small()
+    zero = Stage1Optimizer(model, optimizer=torch.optim.SGD(model.named_parameters(), lr=0.1))
+    assert zero.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    train(model, zero, 0)
+
+
+def test_names_for_some_parameters_only_are_refused() -> None:
+    model = small()
+    first, *rest = model.named_parameters()
+    with pytest.raises(ValueError, match=r"1 of 4 .*with a name"):
+        Stage1Optimizer(model, params=[first, *(p for _, p in rest)])
+    with pytest.raises(ValueError, match=r"groups 0 .*with names.*1 .*without"):
+        Stage1Optimizer(model, params=[{"params": [first]}, {"params": [p for _, p in rest]}])
+    with pytest.raises(ValueError, match=r"group 0 .* is a str"):
+        Stage1Optimizer(model, params=["weight"])
+
+
+# Typed options -------------------------------------------------------------------------------------------------------
+
+
+def test_the_typed_options_are_those_of_the_config() -> None:
+    hints = typing.get_type_hints(ZeroOptions)
+    fields = {name: field for name, field in ZeroConfig.model_fields.items() if name != "stage"}
+    assert list(hints) == list(fields)
+    for name, field in fields.items():
+        given = set(typing.get_args(hints[name])) or {hints[name]}
+        meant = set(typing.get_args(field.annotation)) or {field.annotation}
+        assert meant <= given, name
+        assert not ZeroOptions.__required_keys__
+    assert not set(typing.get_type_hints(OptimizerArguments)) & set(ZeroConfig.model_fields)
+
+
+@pytest.mark.parametrize("cls", [ZeroOptimizer, *ALL])
+def test_the_signature_shows_every_option(cls: type[ZeroOptimizer]) -> None:
+    shown = inspect.signature(cls).parameters
+    assert {*ZeroConfig.model_fields, "optimizer", "params", "clip_norm", "lr", "betas"} <= set(shown)
+    assert all(p.kind is p.KEYWORD_ONLY for n, p in shown.items() if n not in ("model", "options"))
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_options(tmp_path: Path) -> None:
+    good = """
+import torch
+from zoo.zero import Stage2Optimizer, Stage3Optimizer, ZeroOptimizer
+model = torch.nn.Linear(2, 2)
+Stage3Optimizer(model, optimizer=torch.optim.AdamW, lr=3e-4, betas=(0.9, 0.95), clip_norm=1.0, max_live_parameters=0)
+Stage2Optimizer(model, optimizer_options={"flavour": "sour"}, offload_optimizer={"device": "cpu"})
+ZeroOptimizer(model, stage=1, optimizer=torch.optim.SGD(model.named_parameters(), lr=0.1))
+"""
+    bad = "Stage2Optimizer(model, clip_nrom=1.0)", 'Stage3Optimizer(model, overlap_comm="yes")'
+    (tmp_path / "snippet.py").write_text(good + "\n".join(bad))
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        str(tmp_path / "snippet.py"),
+    ]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert 'Unexpected keyword argument "clip_nrom"' in found
+    assert 'Argument "overlap_comm" to "Stage3Optimizer" has incompatible type "str"' in found
+    assert "Found 2 errors" in found
+
+
+def test_arguments_of_the_optimizer_may_come_as_a_mapping() -> None:
+    model = small()
+    zero = Stage2Optimizer(model, optimizer=torch.optim.SGD, optimizer_options={"lr": 0.25, "momentum": 0.5})
+    assert (zero.param_groups[0]["lr"], zero.param_groups[0]["momentum"]) == (0.25, 0.5)
+    with pytest.raises(ValueError, match=r"optimizer_options.*lr.*keyword"):
+        Stage2Optimizer(small(), optimizer_options={"lr": 0.25}, lr=0.5)
+
+
+def test_a_stage_of_its_own_takes_no_other() -> None:
+    with pytest.raises(ValueError, match="Stage2Optimizer got stage=3"):
+        Stage2Optimizer(small(), stage=3)
+    assert Stage2Optimizer(small(), config=ZeroConfig(stage=1)).config.stage == 2
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_zero_means_the_smallest_size(cls: type[ZeroOptimizer]) -> None:
+    def fn(rank: int, size: int) -> tuple[int, dict[str, torch.Tensor]]:
+        model = small().bfloat16()
+        zero = cls(
+            model, optimizer=torch.optim.AdamW, lr=0.1, reduce_bucket_size=size, allgather_bucket_size=size,
+            sub_group_size=size, param_persistence_threshold=0,
+        )  # fmt: skip
+        for step in range(2):
+            model(data(rank, step).bfloat16()).square().mean().backward()
+            zero.step()
+            zero.zero_grad()
+        return len(zero.buckets), zero.consolidated_parameters()
+
+    for (num, got), (expected_num, expected) in zip(
+        sim.run(2, lambda rank: fn(rank, 0)), sim.run(2, lambda rank: fn(rank, 1)), strict=True
+    ):
+        assert num == expected_num == 2
+        assert all(torch.equal(got[name], expected[name]) for name in expected)

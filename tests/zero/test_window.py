@@ -1,0 +1,660 @@
+"""Micro-batches that a schedule drives: the bits of the hooks, memory within the budget, one defined end, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zoo import sim
+from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer
+from zoo.zero.window import Window
+
+WIDTH = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    world: int = 2
+    stage: int = 3
+    num_blocks: int = 3
+    shared: bool = False
+    nested: bool = False
+    recompute: bool = False
+    silent: tuple[int, ...] = ()  # ranks whose loss leaves the first block out
+    events: tuple[int, ...] = (0, 1, 0, 2, 1, 2)  # the first of a number is its forward, the second its backward
+    each: tuple[int, ...] = ()  # micro-batches that are reduced by themselves
+    max_bytes: int | None = None
+    bucket_size: int = 1
+    threshold: int = 0
+    prefetch: int | None = None
+    keep: int | None = None
+    overlap: bool = True
+    host: bool = False
+    hpz: bool = False
+    seed: int = 0
+
+
+@st.composite
+def orders(draw: st.DrawFn, num_micro: int) -> tuple[int, ...]:
+    """Each number twice, in any order."""
+    return tuple(draw(st.permutations(sorted([*range(num_micro), *range(num_micro)]))))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world, num_micro = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    stage, recompute = draw(st.integers(1, 3)), draw(st.booleans())
+    return Case(
+        world=world, stage=stage, num_blocks=draw(st.integers(1, 4)), shared=draw(st.booleans()),
+        nested=draw(st.booleans()), recompute=recompute,
+        silent=() if recompute else tuple(draw(st.sets(st.integers(0, world - 1)))),
+        events=draw(orders(num_micro)), each=tuple(draw(st.sets(st.integers(0, num_micro - 1)))),
+        max_bytes=draw(st.sampled_from([None, 0, 500, 10**6])), bucket_size=draw(st.sampled_from([1, 60, 10**6])),
+        threshold=draw(st.sampled_from([0, 16])), prefetch=draw(st.sampled_from([None, 0, 10**6])),
+        keep=draw(st.sampled_from([None, 0, 10**6])), overlap=draw(st.booleans()), host=draw(st.booleans()),
+        hpz=draw(st.booleans()) and stage == 3 and world in (2, 4), seed=draw(st.integers(0, 30)),
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """A unit with parameters of its own, and perhaps a unit within."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.1))
+        self.linear: nn.Module = nn.Linear(WIDTH, WIDTH)
+        self.nested = nested
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.tanh(self.linear(x)) * self.scale
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.case = case
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(Block(case.nested) for _ in range(case.num_blocks))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate([*self.blocks, *([self.blocks[0]] if self.case.shared else [])]):
+            y = checkpoint(block, x, use_reentrant=False) if self.case.recompute else block(x)
+            x = x + (y.detach() if index == 0 and rank in self.case.silent else y)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def build(case: Case) -> tuple[Model, ZeroOptimizer]:
+    model = Model(case)
+    options: dict[str, Any] = {}
+    if case.host:
+        options["offload_optimizer"] = {"device": "cpu"}
+        if case.stage == 3:
+            options["offload_param"] = {"device": "cpu"}
+    if case.hpz:
+        options |= {"zero_hpz_partition_size": 2, "ranks_per_node": 2}
+    return model, ZeroOptimizer(
+        model, stage=case.stage, optimizer=torch.optim.AdamW, lr=0.01, eps=1e-2, reduce_bucket_size=case.bucket_size,
+        param_persistence_threshold=case.threshold, prefetch_bucket_size=case.prefetch, max_live_parameters=case.keep,
+        overlap_comm=case.overlap, units=[nn.Linear, Block] if case.nested else [nn.Linear], **options,
+    )  # fmt: skip
+
+
+def data(rank: int, micro: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def drive(model: Model, optimizer: ZeroOptimizer, case: Case, rank: int, step: int) -> list[float]:
+    losses: dict[int, torch.Tensor] = {}
+    seen = []
+    with optimizer.sharded.window(max_bytes=case.max_bytes) as window:
+        for micro in case.events:
+            if micro not in losses:
+                with window.forward(micro):
+                    losses[micro] = model(data(rank, micro, step), rank).square().mean()
+                continue
+            with window.backward(micro, reduce=micro in case.each):
+                losses[micro].backward()
+            seen.append(float(losses[micro].detach()))
+    return seen
+
+
+def hooks(model: Model, optimizer: ZeroOptimizer, case: Case, rank: int, step: int) -> list[float]:
+    losses: dict[int, torch.Tensor] = {}
+    seen = []
+    for micro in case.events:
+        if micro not in losses:
+            losses[micro] = model(data(rank, micro, step), rank).square().mean()
+            continue
+        with contextlib.nullcontext() if micro in case.each else optimizer.no_sync():
+            losses[micro].backward()
+        seen.append(float(losses[micro].detach()))
+    return seen
+
+
+def train(case: Case, run: Callable[..., list[float]], rank: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    model, optimizer = build(case)
+    seen = []
+    for step in range(2):
+        seen.append(run(model, optimizer, case, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(b.active or b.leases for b in optimizer.buckets)
+    assert case.world == 1 or not any(b.parameters.live for b in optimizer.buckets if b.partitioned)
+    return seen, optimizer.consolidated_parameters()
+
+
+@given(cases())
+@example(Case(stage=3, max_bytes=10**6))
+@example(Case(stage=1, each=(0, 1, 2)))
+@example(Case(stage=3, nested=True, shared=True, max_bytes=500, silent=(1,)))
+@example(Case(stage=3, world=4, hpz=True, max_bytes=0, recompute=True))
+def test_driven_from_outside_has_the_bits_of_the_hooks(case: Case) -> None:
+    expected = sim.run(case.world, lambda rank: train(case, hooks, rank))
+    found = sim.run(case.world, lambda rank: train(case, drive, rank), seed=case.seed)
+    for rank, ((losses, parameters), (other_losses, others)) in enumerate(zip(found, expected, strict=True)):
+        assert losses == other_losses, f"rank {rank}"
+        for name, value in parameters.items():
+            assert torch.equal(value, others[name]), f"rank {rank}: {name}"
+
+
+@contextlib.contextmanager
+def watching(sharded: ShardedModel) -> Iterator[Callable[[], tuple[int, int, int]]]:
+    """Returns (most bytes whole, most bytes needed at once, number of gathers) of what happens inside."""
+    most = needed = gathers = 0
+    opened: dict[Any, None] = {}
+    partitioned = [b for b in sharded.buckets if b.partitioned]
+
+    def watch(bucket: Any) -> None:
+        gather = bucket.parameters.gather
+
+        def counting(**options: Any) -> None:
+            nonlocal most, needed, gathers
+            gathers += not (bucket.parameters.live or bucket.parameters.coming)
+            gather(**options)
+            whole = [b for b in partitioned if b.parameters.live or b.parameters.coming]
+            # What a backward has opened is in use until it is past its first use.
+            used = [b for b in whole if b is bucket or b.active or b in opened]
+            most, needed = max(most, sum(b.num_bytes for b in whole)), max(needed, sum(b.num_bytes for b in used))
+
+        bucket.parameters.gather = counting
+
+    for bucket in partitioned:
+        watch(bucket)
+    residency = sharded.runtime.residency
+    opening, finish = residency.open, residency.finish
+
+    def open_(bucket: Any) -> None:
+        opened[bucket] = None
+        opening(bucket)
+
+    def finish_(bucket: Any, *, again: bool) -> None:
+        opened.pop(bucket, None)
+        finish(bucket, again=again)
+
+    residency.open, residency.finish = open_, finish_  # type: ignore[method-assign]
+    try:
+        yield lambda: (most, needed, gathers)
+    finally:
+        del residency.open, residency.finish
+        for bucket in partitioned:
+            del bucket.parameters.gather
+
+
+@given(cases(), st.sampled_from([0, 200, 500, 900, 10**6]))
+def test_what_is_whole_stays_within_the_budget(case: Case, budget: int) -> None:
+    case = dataclasses.replace(case, stage=3, max_bytes=budget, recompute=False)
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(case)
+        for step in range(2):
+            with watching(optimizer.sharded) as seen:
+                drive(model, optimizer, case, rank, step)
+            most, needed, gathers = seen()
+            assert most <= max(budget, needed), (most, needed)
+            partitioned = [b for b in optimizer.buckets if b.partitioned]
+            if budget == 10**6:
+                assert gathers == len(partitioned)  # once for the window
+            optimizer.zero_grad()
+
+    sim.run(case.world, fn, seed=case.seed)
+
+
+def test_a_larger_budget_gathers_less() -> None:
+    case = Case(num_blocks=8, prefetch=0, keep=0, events=(0, 1, 2, 0, 1, 2))
+    counts = []
+
+    def fn(rank: int, budget: int) -> int:
+        model, optimizer = build(dataclasses.replace(case, max_bytes=budget))
+        with watching(optimizer.sharded) as seen:
+            drive(model, optimizer, dataclasses.replace(case, max_bytes=budget), rank, 0)
+        return seen()[2]
+
+    for budget in range(0, 3073, 512):  # a bucket of one layer takes 256 bytes, that of the model itself 512
+        found = sim.run(2, lambda rank, n=budget: fn(rank, n))
+        assert len(set(found)) == 1
+        counts.append(found[0])
+    assert counts == sorted(counts, reverse=True)
+    assert (counts[0], counts[-1]) == (6 * 11, 11)
+    assert len(set(counts)) > 4
+
+
+# Split backward ------------------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Linear layers; it remembers what went into each and came out of it, as a schedule that splits backward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, outputs: list[torch.Tensor]) -> torch.Tensor:
+        for layer in self.layers:
+            outputs.append(layer(x))
+            x = torch.tanh(outputs[-1])
+        return x
+
+
+def rows(rank: int, micro: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * micro + rank))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("max_bytes", [None, 0, 10**6])
+def test_a_split_backward_has_the_bits_of_the_ordinary_one(stage: int, reduce: bool, max_bytes: int | None) -> None:
+    # F F I W I F I W W: the weights come as late as a schedule likes.
+    plan = ["F0", "F1", "I0", "W0", "I1", "F2", "I2", "W1", "W2"]
+
+    def fn(rank: int, split: bool) -> dict[str, torch.Tensor]:
+        model = Layers()
+        optimizer = ZeroOptimizer(
+            model, stage=stage, optimizer=torch.optim.SGD, lr=0.1, param_persistence_threshold=0, reduce_bucket_size=50,
+            max_live_parameters=0,
+        )  # fmt: skip
+        sharded = optimizer.sharded
+        inputs, losses, inside, found = {}, {}, {}, {}
+        with sharded.window(max_bytes=max_bytes) as window:
+            for kind, micro in plan:
+                if kind == "F":
+                    inputs[micro], inside[micro] = rows(rank, int(micro)).requires_grad_(), []
+                    with window.forward(micro):
+                        losses[micro] = model(inputs[micro], inside[micro]).square().mean()
+                elif not split:
+                    if kind == "W":
+                        with window.backward(micro, reduce=reduce):
+                            losses[micro].backward()
+                        found[micro] = inputs[micro].grad
+                elif kind == "I":
+                    with window.backward_inputs(micro):
+                        wanted = [inputs[micro], *inside[micro]]
+                        found[micro], *grads = torch.autograd.grad(losses[micro], wanted, retain_graph=True)
+                    inside[micro] = list(zip(inside[micro], grads, strict=True))
+                    if max_bytes is None and stage == 3:
+                        assert not any(b.parameters.live for b in sharded.buckets)
+                else:
+                    with window.backward_weights(micro, reduce=reduce):
+                        for layer, (output, grad) in zip(model.layers, inside[micro], strict=True):
+                            weights = (layer.weight, layer.bias)
+                            for weight, value in zip(weights, torch.autograd.grad(output, weights, grad), strict=True):
+                                sharded.accumulate(weight, value)
+                        if max_bytes is None and stage == 3:
+                            assert not any(b.parameters.live for b in sharded.buckets)
+        optimizer.step()
+        return optimizer.consolidated_parameters() | {f"input {k}": v for k, v in found.items()}
+
+    expected, got = (sim.run(2, lambda rank, s=split: fn(rank, s), seed=4) for split in (False, True))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert torch.equal(value, theirs[name]), name
+
+
+def test_several_autograd_calls_in_one_backward() -> None:
+    """A stage with several outputs that are brought back one by one."""
+
+    def fn(rank: int) -> None:
+        found = []
+        for parts in (1, 2):
+            model = Layers()
+            optimizer = ZeroOptimizer(
+                model, stage=3, optimizer=torch.optim.SGD, lr=0.1, param_persistence_threshold=0, reduce_bucket_size=1,
+            )  # fmt: skip
+            with optimizer.sharded.window() as window:
+                with window.forward(0):
+                    out = model(rows(rank, 0), [])
+                with window.backward(0):
+                    for part in (out.sum(),) if parts == 1 else (out[:1].sum(), out[1:].sum()):
+                        part.backward(retain_graph=True)
+            optimizer.step()
+            found.append(optimizer.consolidated_parameters())
+        plain = Layers()
+        for r in range(2):
+            (plain(rows(r, 0), []).sum() / 2).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        for name, value in plain.named_parameters():
+            for got in found:
+                torch.testing.assert_close(got[name], value.detach())
+
+    sim.run(2, fn)
+
+
+# Tiers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_window_over_parameters_in_other_tiers(tier: str, tmp_path: Path) -> None:
+    case = Case(events=(0, 1, 0, 1))
+
+    def fn(rank: int) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for offload in ({"device": "none"}, {"device": tier, "nvme_path": tmp_path, "max_in_cpu": 0}):
+            model = Model(case)
+            optimizer = ZeroOptimizer(
+                model, stage=3, lr=0.01, param_persistence_threshold=0, reduce_bucket_size=1, offload_param=offload
+            )
+            for max_bytes in (None, 10**6):
+                drive(model, optimizer, dataclasses.replace(case, max_bytes=max_bytes), rank, 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(optimizer.consolidated_parameters())
+        return found
+
+    for one, other in sim.run(2, fn):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Leaving in any way --------------------------------------------------------------------------------------------------
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("place", ["forward", "backward", "between", "backward_inputs", "backward_weights", "caught"])
+@pytest.mark.parametrize("max_bytes", [None, 500])
+def test_after_an_exception_the_next_correct_step_is_correct(stage: int, place: str, max_bytes: int | None) -> None:
+    case = Case(stage=stage, max_bytes=max_bytes, events=(0, 1, 1, 0))
+
+    def fail(model: Model, window: Window, rank: int) -> None:
+        if place == "forward":
+            handle = model.blocks[1].register_forward_pre_hook(_raise)
+            try:
+                with window.forward(5):
+                    model(data(rank, 5), rank)
+            finally:
+                handle.remove()
+            return
+        handle = model.blocks[1].register_full_backward_hook(_raise) if place == "backward" else None
+        with window.forward(5):
+            loss = model(data(rank, 5), rank).square().mean()
+        if place == "between":
+            _raise()
+        if place == "backward_weights":
+            with window.backward_inputs(5):
+                torch.autograd.grad(loss, model.last.bias, retain_graph=True)
+            with window.backward_weights(5):
+                _raise()
+        loss.register_hook(_raise if place == "caught" else lambda g: None)
+        try:
+            with window.backward_inputs(5) if place == "backward_inputs" else window.backward(5):
+                if place == "caught":
+                    with contextlib.suppress(ArithmeticError):
+                        loss.backward()
+                    _raise()
+                if place == "backward_inputs":
+                    _raise()
+                loss.backward()
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = build(case)
+        with contextlib.suppress(ArithmeticError), optimizer.sharded.window(max_bytes=max_bytes) as window:
+            with window.forward(4):
+                kept = model(data(rank, 4), rank)
+            fail(model, window, rank)
+            raise AssertionError("the exception vanished")
+        del kept
+        assert not any(b.leases or b.active for b in optimizer.buckets)
+        assert not any(b.parameters.live or b.parameters.coming for b in optimizer.buckets if b.partitioned)
+        if place in ("backward", "backward_weights", "caught"):
+            with pytest.raises(RuntimeError, match=r"ended with an exception.*zero_grad"):
+                optimizer.step()
+        optimizer.zero_grad()
+        drive(model, optimizer, case, rank, 0)
+        optimizer.step()
+        return optimizer.consolidated_parameters()
+
+    def undisturbed(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = build(case)
+        drive(model, optimizer, case, rank, 0)
+        optimizer.step()
+        return optimizer.consolidated_parameters()
+
+    expected = sim.run(2, undisturbed)[0]
+    for found in sim.run(2, fn, seed=2):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_failed_forward_leaves_the_other_micro_batches_open(stage: int) -> None:
+    def fn(rank: int) -> None:
+        case = Case(stage=stage)
+        model, optimizer = build(case)
+        with optimizer.sharded.window() as window:
+            with window.forward(0):
+                loss = model(data(rank, 0), rank).square().mean()
+            handle = model.blocks[1].register_forward_pre_hook(_raise)
+            with pytest.raises(ArithmeticError), window.forward(1):
+                model(data(rank, 1), rank)
+            handle.remove()
+            assert window.open == [0]
+            with pytest.raises(ValueError, match="micro-batch 1, which ended with an exception"), window.backward(1):
+                pass
+            with window.backward(0):
+                loss.backward()
+        optimizer.step()
+        other, plain = build(case)
+        other(data(rank, 0), rank).square().mean().backward()
+        plain.step()
+        found, expected = optimizer.consolidated_parameters(), plain.consolidated_parameters()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    sim.run(2, fn)
+
+
+# Misuse --------------------------------------------------------------------------------------------------------------
+
+
+def one(stage: int = 3, **options: Any) -> tuple[Model, ZeroOptimizer, torch.Tensor]:
+    model = Model(Case())
+    given = {"lr": 0.1, "optimizer": torch.optim.SGD, "param_persistence_threshold": 0, "reduce_bucket_size": 1}
+    return model, ZeroOptimizer(model, stage=stage, **{**given, **options}), data(0, 0)
+
+
+def run_forward(window: Window, model: Model, key: Any, x: torch.Tensor) -> torch.Tensor:
+    with window.forward(key):
+        out: torch.Tensor = model(x, 0).square().mean()
+    return out
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_refused(stage: int) -> None:
+    model, optimizer, x = one(stage)
+    sharded = optimizer.sharded
+    with sharded.window() as window:
+        with pytest.raises(ValueError, match="backward of micro-batch 7, which was never run; open are: none"):
+            window.backward(7).__enter__()
+        first = run_forward(window, model, "a", x)
+        with pytest.raises(ValueError, match=r"micro-batch 'a' has run its forward.*a micro-batch of its own"):
+            run_forward(window, model, "a", x)
+        with pytest.raises(RuntimeError, match="another window of the same model"):
+            sharded.window().__enter__()
+        with pytest.raises(RuntimeError, match=r"step with 1 open micro-batch\(es\): micro-batch 'a'.*window\.end"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"reached micro-batch 'a', which a schedule drives"):
+            first.backward(retain_graph=True)
+        with pytest.raises(ValueError, match=r"backward_weights of micro-batch 'a'.*Run backward_inputs\(\) first"):
+            window.backward_weights("a").__enter__()
+        with window.backward("a"):
+            with pytest.raises(RuntimeError, match="forward of micro-batch 'b' inside of the backward of micro-batch"):
+                run_forward(window, model, "b", x)
+            with pytest.raises(RuntimeError, match=r"reduce\(\) inside of the backward of micro-batch 'a'"):
+                sharded.reduce()
+            with pytest.raises(RuntimeError, match=r"zero_grad\(\) inside of the backward"):
+                optimizer.zero_grad()
+            first.backward(retain_graph=True)
+        with pytest.raises(ValueError, match="backward of micro-batch 'a', which has ended"):
+            window.backward("a").__enter__()
+        with pytest.raises(ValueError, match="micro-batch 'a' has ended already"):
+            window.end("a")
+        with pytest.raises(RuntimeError, match=r"reached micro-batch 'a'.*It has ended"):
+            first.backward()
+        run_forward(window, model, "c", x)
+        window.end("c")
+        with pytest.raises(ValueError, match="micro-batch 'c' has ended already"):
+            window.end("c")
+        with window.forward("d"):
+            with pytest.raises(RuntimeError, match="backward of micro-batch 'd' inside of the forward of micro-batch"):
+                window.backward("d").__enter__()
+            with torch.no_grad():
+                model(x, 0)  # nothing comes back, and nothing is open
+    with pytest.raises(RuntimeError, match="outside of its window"):
+        run_forward(window, model, "e", x)
+    optimizer.step()
+    plain = Model(Case())
+    plain(x, 0).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for name, value in optimizer.consolidated_parameters().items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+def test_a_window_that_ends_with_open_micro_batches_says_so() -> None:
+    model, optimizer, x = one()
+    window = optimizer.sharded.window()
+    with pytest.raises(RuntimeError, match=r"1 micro-batch\(es\) that were run and not brought back: 3"), window:
+        run_forward(window, model, 3, x)
+    assert not any(b.leases for b in optimizer.buckets)
+    model(x, 0).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_of_two_micro_batches_is_refused(stage: int) -> None:
+    model, optimizer, x = one(stage)
+    with optimizer.sharded.window() as window:
+        first, second = run_forward(window, model, 0, x), run_forward(window, model, 1, x)
+        refused = pytest.raises(RuntimeError, match="backward of micro-batch 1 has reached micro-batch 0")
+        with refused, window.backward(1):
+            (first + second).backward()
+        with pytest.raises(RuntimeError, match="ended with an exception"), window.backward(0):
+            pass
+        optimizer.zero_grad()
+        third = run_forward(window, model, 2, x)
+        with window.backward(2):
+            third.backward()
+        window.end(0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_ordinary_backward_for_inputs_only_is_refused(stage: int) -> None:
+    model, optimizer, x = one(stage)
+    with optimizer.sharded.window() as window:
+        loss = run_forward(window, model, 0, x)
+        with pytest.raises(RuntimeError, match=r"backward\(\) inside of backward_inputs"), window.backward_inputs(0):
+            loss.backward()
+        assert window.open == []
+        loss = run_forward(window, model, 1, x)
+        with window.backward(1):
+            loss.backward()
+    optimizer.step()
+
+
+def test_a_micro_batch_from_before_an_update_is_refused() -> None:
+    model, optimizer, x = one()
+    with optimizer.sharded.window() as window:
+        loss = run_forward(window, model, 0, x)
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(RuntimeError, match="older than the latest update"), window.backward(0):
+            loss.backward()
+        window.end(0)
+
+
+def test_updates_in_backward_come_with_the_last_micro_batch() -> None:
+    model, optimizer, x = one(update_in_backward=True)
+    with optimizer.sharded.window() as window:
+        losses = [run_forward(window, model, k, x) for k in range(2)]
+        with pytest.raises(ValueError, match=r"reduce=True with update_in_backward=True is a step, and 1 other"):
+            window.backward(0, reduce=True).__enter__()
+        for key in range(2):
+            with window.backward(key, reduce=key == 1):
+                losses[key].backward()
+    optimizer.step()
+    plain = Model(Case())
+    (2 * plain(x, 0).square().mean()).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for name, value in optimizer.consolidated_parameters().items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+def test_accumulate_refuses_what_is_no_gradient() -> None:
+    model, optimizer, _ = one(2)
+    sharded = optimizer.sharded
+    weight = model.first.weight
+    with pytest.raises(ValueError, match="no parameter of this model"):
+        sharded.accumulate(nn.Parameter(torch.zeros(2)), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"gradient of shape \(2,\).*'first\.weight', which has shape \(6, 4\)"):
+        sharded.accumulate(weight, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        sharded.accumulate(weight, torch.zeros(6, 4, dtype=torch.float64))
+    before = weight.detach().clone()
+    sharded.accumulate(weight, torch.ones(6, 4))
+    sharded.accumulate(weight, torch.ones(6, 4))
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), before - 0.2)
+
+
+def test_a_frozen_parameter_takes_no_gradient() -> None:
+    model = Model(Case())
+    model.first.requires_grad_(False)
+    sharded = ShardedModel(model, config=ZeroConfig(stage=1), trains=True)
+    with pytest.raises(ValueError, match=r"'first\.weight', which is frozen"):
+        sharded.accumulate(model.first.weight, torch.zeros(6, 4))
+
+
+def test_the_example_of_the_page() -> None:
+    page = (Path(__file__).resolve().parents[2] / "python/zoo/zero/README.md").read_text(encoding="utf-8")
+    (code,) = [block.split("```")[0] for block in page.split("```python\n") if "window.forward(0)" in block]
+
+    def fn(rank: int) -> None:
+        model, optimizer, _ = one()
+        names = {"x0": data(rank, 0), "x1": data(rank, 1), "optimizer": optimizer, "model": lambda x: model(x, rank)}
+        exec(code, names)
+        plain = Model(Case())
+        for r in range(2):
+            sum(plain(data(r, micro), r).mean() / 2 for micro in range(2)).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        for name, value in optimizer.consolidated_parameters().items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+    sim.run(2, fn)
