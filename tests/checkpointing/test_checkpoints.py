@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.profiles import examples
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError, MissingStateError, latest_tag, load, save
 from zoo.checkpointing.disk import sha256_of
 from zoo.comm import Communicator
-from zoo.layout import FlatLayout, LogicalTensor
+from zoo.layout import Box, FlatLayout, LogicalTensor
 
-SHAPES = {"a": (3, 5), "b|odd": (7,), "empty": (0, 4), "scalar": ()}
+SHAPES = {"a": (3, 5), "b|odd": (7,), "cube": (3, 4, 5), "empty": (0, 4), "scalar": ()}
 
 
 @dataclass
@@ -74,7 +75,7 @@ def check_values(root: Path, scale: float = 1.0, tag: str | None = None) -> None
         assert torch.equal(tensor.flatten(), value(name, role) * scale), key
 
 
-@settings(max_examples=15, deadline=None)
+@examples(times=2)
 @given(st.integers(1, 5), st.integers(1, 5))
 def test_any_number_of_ranks_reads_what_any_number_wrote(writers: int, readers: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +95,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(writers: int, readers: 
         sim.run(readers, job)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(times=2)
 @given(st.data())
 def test_any_run_of_elements_can_be_read(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -108,6 +109,23 @@ def test_any_run_of_elements_can_be_read(data: st.DataObject) -> None:
             assert torch.equal(found.read(name, "parameter", start, length), value(name, "parameter")[start:][:length])
 
 
+@examples(times=2)
+@given(st.data())
+def test_any_box_can_be_read(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), data.draw(st.integers(1, 4)))
+        found = load(folder)
+        for _ in range(10):
+            name = data.draw(st.sampled_from(sorted(SHAPES)))
+            ranges = [sorted(data.draw(st.tuples(st.integers(0, d), st.integers(0, d)))) for d in SHAPES[name]]
+            box = Box(tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges))
+            for role in ("parameter", "exp_avg"):
+                got = found.read_box(name, role, box)
+                expected = value(name, role).view(SHAPES[name])[(*(slice(low, high) for low, high in ranges), ...)]
+                assert got.dtype == expected.dtype
+                assert torch.equal(got, expected)
+
+
 def test_what_is_not_there_is_a_key_error_and_a_value_error(tmp_path: Path) -> None:
     write(tmp_path, 2)
     found = load(tmp_path)
@@ -119,6 +137,8 @@ def test_what_is_not_there_is_a_key_error_and_a_value_error(tmp_path: Path) -> N
         assert str(caught.value).startswith("checkpoint 'one' has no")
     with pytest.raises(CheckpointError, match=r"\[10, 20\) lies outside"):
         found.read("a", "parameter", 10, 10)
+    with pytest.raises(CheckpointError, match=r"box \[0:3, 4:6\] lies outside of parameter 'a'.*\(3, 5\)"):
+        found.read_box("a", "parameter", Box((0, 4), (3, 2)))
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------
@@ -212,7 +232,7 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(tmp_path: Path) -> None
     said = sim.run(3, job)
     assert len(set(said)) == 1
     assert str(said[0]).startswith("True ")
-    assert "rank 1: the slice of parameter 'a'" in str(said[0])
+    assert "rank 1: the slice of parameter 'cube'" in str(said[0])
     assert latest_tag(tmp_path) == "one"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "one"]
 
@@ -340,11 +360,6 @@ def test_damage_is_named(tmp_path: Path, kind: str) -> None:
         return False
 
     assert sim.run(2, job) == [True, True]
-
-
-def test_meta_must_be_json(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="meta holds something that JSON cannot"):
-        save(tmp_path, "one", pieces(0, 1), meta={"x": object()})
 
 
 def test_ranks_that_disagree_about_a_number_are_told(tmp_path: Path) -> None:

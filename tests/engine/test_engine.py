@@ -142,6 +142,32 @@ def test_the_schedule_is_stepped_at_boundaries() -> None:
     assert seen == [engine.lr_scheduler.rate(k, 0) for k in range(6)]
 
 
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_an_optimizer_instance_and_its_schedule_are_taken(number: int) -> None:
+    changes = {**stage(number), "optimizer": None, "scheduler": None}
+
+    def job(rank: int) -> list[float]:
+        model = net()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        engine, *_ = initialize(
+            {**BASE, **changes}, model, dataset=data(), optimizer=inner, lr_scheduler=lambda _: schedule
+        )
+        return [float(engine.train_batch()) for _ in range(4)]
+
+    def expected(rank: int) -> list[float]:
+        engine, *_ = initialize(
+            {**BASE, **stage(number), "scheduler": None}, net(), dataset=data(),
+            lr_scheduler=lambda zero: torch.optim.lr_scheduler.StepLR(zero, 1, 0.5),
+        )  # fmt: skip
+        return [float(engine.train_batch()) for _ in range(4)]
+
+    assert sim.run(2, job) == [pytest.approx(losses, abs=1e-5) for losses in sim.run(2, expected)]
+    model = net()
+    with pytest.raises(ValueError, match=r"lr=0\.01 came with it"):
+        initialize(BASE, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_evaluation_leaves_no_trace() -> None:
     engine = start(noise=0.5)
     engine.train_batch()
@@ -269,6 +295,79 @@ def test_torchs_own_schedulers_resume(tmp_path: Path) -> None:
     again = make()
     again.load_checkpoint(tmp_path)
     assert [*_train(again, 3), *again.get_lr()] == expected
+
+
+@pytest.mark.parametrize("kind", ["multi", "nested", "lambda", "subclass"])
+def test_schedulers_with_state_that_is_not_json_resume(tmp_path: Path, kind: str) -> None:
+    """Milestones are a Counter of ints: keys that JSON turns into strings are never reached again."""
+    torchs = torch.optim.lr_scheduler
+
+    class WithFunction(torchs.LRScheduler):
+        def __init__(self, optimizer: Any) -> None:
+            self.rate = lambda k: 0.01 / (k + 1)
+            super().__init__(optimizer)
+
+        def get_lr(self) -> list[float]:  # type: ignore[override]
+            return [self.rate(self.last_epoch) for _ in self.optimizer.param_groups]
+
+    def schedule(optimizer: Any) -> Any:
+        if kind == "multi":
+            return torchs.MultiStepLR(optimizer, milestones=[2, 4, 5], gamma=0.1)
+        if kind == "nested":
+            parts = [torchs.ConstantLR(optimizer), torchs.MultiStepLR(optimizer, milestones=[1, 3])]
+            return torchs.SequentialLR(optimizer, parts, milestones=[2])
+        return torchs.LambdaLR(optimizer, lambda k: 0.5**k) if kind == "lambda" else WithFunction(optimizer)
+
+    def make() -> Engine:
+        return initialize(BASE, net(), dataset=data(), lr_scheduler=schedule)[0]
+
+    def rates(engine: Engine) -> list[Any]:
+        return [(float(engine.train_batch()), engine.get_lr()) for _ in range(4)]
+
+    engine, again = make(), make()
+    _train(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    expected = rates(engine)
+    again.load_checkpoint(tmp_path)
+    assert rates(again) == expected
+    if kind == "multi":
+        assert expected[-1][1] == pytest.approx([0.01 * 0.1**3])
+
+
+def test_the_options_of_parameter_groups_keep_their_types(tmp_path: Path) -> None:
+    engine, again = start(), start()
+    group = engine.optimizer.param_groups[0]
+    group.update(betas=(0.8, 0.9), note={1: (2,)})
+    engine.save_checkpoint(tmp_path, client_state={"best": (1, 2.5), 3: "three"})
+    _, client = again.load_checkpoint(tmp_path)
+    assert client == {"best": (1, 2.5), 3: "three"}
+    found = again.optimizer.param_groups[0]
+    assert found["betas"] == (0.8, 0.9)
+    assert found["note"] == {1: (2,)}
+
+
+def test_state_that_cannot_be_kept_exactly_is_refused_when_saving(tmp_path: Path) -> None:
+    engine = start()
+    with pytest.raises(ValueError, match=r"meta\.client\.it is of the type .*Net, which a checkpoint cannot"):
+        engine.save_checkpoint(tmp_path, client_state={"it": net()})
+    engine.optimizer.param_groups[0]["odd"] = object()
+    with pytest.raises(ValueError, match=r"meta\.engine\.param_groups\[0\]\.odd is of the type object"):
+        engine.save_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn])
+def test_buffers_of_every_dtype_resume(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make(values: list[int]) -> Engine:
+        model = net()
+        model.register_buffer("table", torch.tensor(values, dtype=torch.uint8).to(dtype))
+        return initialize(BASE, model, dataset=data())[0]
+
+    engine, again = make([1, 2, 3]), make([0, 0, 0])
+    engine.save_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path)
+    table = again.module.table
+    assert table.dtype is dtype
+    assert table.float().tolist() == [1, 2, 3]
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------

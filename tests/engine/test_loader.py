@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 from torch.utils.data import IterableDataset, TensorDataset
 
 from zoo.engine import ShardedLoader, shuffled
@@ -27,6 +28,7 @@ def taken(loader: ShardedLoader[list[torch.Tensor]], batches: int | None = None)
     return found
 
 
+@examples(times=5)
 @given(st.integers(1, 300), st.integers(0, 2**40))
 def test_shuffled_is_a_permutation(size: int, seed: int) -> None:
     assert sorted(shuffled(i, size, seed) for i in range(size)) == list(range(size))
@@ -51,6 +53,7 @@ def test_shuffles_look_random() -> None:
     assert len({tuple(order) for order in orders}) == 4
 
 
+@examples(times=5)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 60), st.integers(0, 9))
 def test_an_epoch_is_dealt_out_once(size: int, batch: int, extra: int, seed: int) -> None:
     count = size * batch + extra
@@ -67,6 +70,7 @@ def test_an_epoch_is_dealt_out_once(size: int, batch: int, extra: int, seed: int
         assert epochs[0] != epochs[1]
 
 
+@examples(times=5)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 10))
 def test_it_goes_on_at_any_number_of_ranks(before: int, after: int, steps: int) -> None:
     # Twelve samples a step, dealt out to any number of ranks: the samples of each step stay the same.

@@ -18,15 +18,13 @@ more than 1e-2.
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import run_ranks
 
 from zoo import sim
 from zoo.engine import initialize
@@ -101,33 +99,20 @@ def test_the_stages_agree_to_the_last_bit() -> None:
     assert runs[0] == runs[1] == runs[2] == runs[3]
 
 
+def losses_on_a_rank(rank: int, stage: int) -> list[float]:
+    return losses(stage)
+
+
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_processes_over_gloo(stage: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(stage)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    for line in said:
-        check(json.loads(line.splitlines()[-1]))
+    found = run_ranks(2, losses_on_a_rank, stage)
+    assert sorted(found) == [0, 1]
+    for values in found.values():
+        check(values)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["write"]:
-        about = "written by tests/golden/test_golden.py, which says what they are"
-        GOLDEN.write_text(json.dumps({"about": about, "losses": losses(0)}, indent=1) + "\n", encoding="utf-8")
-    else:
-        print(json.dumps(losses(int(sys.argv[1]))))
+    if sys.argv[1:] != ["write"]:
+        sys.exit(__doc__)
+    about = "written by tests/golden/test_golden.py, which says what they are"
+    GOLDEN.write_text(json.dumps({"about": about, "losses": losses(0)}, indent=1) + "\n", encoding="utf-8")

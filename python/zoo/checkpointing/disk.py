@@ -16,6 +16,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def make_directories(path: Path) -> None:
+    """Make a directory and those above it that are missing; their entries survive a loss of power too."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a file by ``text``: readers see the old content or the new, whole."""
     temporary = path.with_name(f".{path.name}.writing")

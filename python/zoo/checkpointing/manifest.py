@@ -9,8 +9,9 @@ from typing import Any
 
 from zoo.checkpointing.disk import sha256_of
 from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.exact import decode, dtype_named
 from zoo.checkpointing.names import MANIFEST, check_file, file_of
-from zoo.checkpointing.writing import FORMAT, VERSION
+from zoo.checkpointing.writing import FORMAT, READABLE
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{str(file)!r} cannot be read: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{str(file)!r} is not a manifest of the format {FORMAT!r}")
-    if document.get("version") != VERSION:
+    if document.get("version") not in READABLE:
         raise CheckpointError(
-            f"{str(file)!r} has version {document.get('version')!r}; this zoo reads version {VERSION}"
+            f"{str(file)!r} has version {document.get('version')!r}; this zoo reads version "
+            f"{' and '.join(map(str, READABLE))}"
         )
     try:
         return _parse(document)
@@ -82,11 +84,15 @@ def _parse(document: dict[str, Any]) -> Manifest:
             raise CheckpointError(f"the manifest lists {name!r} twice, or with a negative dim: {shape}")
         shapes[name] = shape
         roles[name] = {str(role): str(dtype) for role, dtype in entry["roles"].items()}
+        for dtype in roles[name].values():
+            dtype_named(dtype)
     scalars = {str(key): value for key, value in document["scalars"].items()}
     for key, value in scalars.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CheckpointError(f"the number {key!r} of the manifest is {value!r}")
-    return Manifest(world_size, dict(document["meta"]), scalars, shapes, roles, files)
+    # Version 1 held only what JSON holds.
+    meta = decode(document["meta"]) if document["version"] > 1 else document["meta"]
+    return Manifest(world_size, dict(meta), scalars, shapes, roles, files)
 
 
 def check_directory(path: Path, manifest: Manifest) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from zoo.checkpointing.coverage import Piece, check, group
 from zoo.checkpointing.errors import CheckpointError, MissingStateError, together
 from zoo.checkpointing.manifest import Manifest, check_directory, check_sum, read_manifest
 from zoo.checkpointing.names import check_tag, find, key_of, latest_tag, parse_key
+from zoo.checkpointing.tensors import CODES
 from zoo.checkpointing.writing import RANK_ROLE
 from zoo.comm import Communicator
+from zoo.layout import Box, Intervals
 
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+_DTYPES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
 
 
 def load(
@@ -81,6 +80,9 @@ class Checkpoint:
         names = [entry.name for entry in manifest.files]
         pieces = [piece for rank, name in enumerate(names) for piece in self._pieces(rank, name)]
         self._pieces_of = group(pieces)
+        self._intervals = {
+            key: Intervals([(p.start, p.start + p.length) for p in parts]) for key, parts in self._pieces_of.items()
+        }
         self._check(manifest)
 
     def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
@@ -90,38 +92,70 @@ class Checkpoint:
             MissingStateError: no such tensor or role (also a KeyError).
             CheckpointError: a range outside of it.
         """
-        if name not in self.roles or role not in self.roles[name]:
-            held = ", ".join(sorted(self.roles[name])) if name in self.roles else "no tensor of that name"
-            raise MissingStateError(f"checkpoint {self.tag!r} has no {role} of {name!r}; it has {held}")
-        numel = 1
-        for dim in self.shapes[name]:
-            numel *= dim
+        dtype = self._dtype_of(name, role)
+        numel = math.prod(self.shapes[name])
         if start < 0 or length < 0 or start + length > numel:
             raise CheckpointError(
                 f"[{start}, {start + length}) lies outside of {role} {name!r}, which has {numel} elements in "
                 f"checkpoint "
                 f"{self.tag!r}"
             )
-        dtype: torch.dtype = getattr(torch, self.roles[name][role])
         out = torch.empty(length, dtype=dtype)
-        parts = self._pieces_of.get((role, name), [])
-        first = max(bisect.bisect_right([p.start for p in parts], start) - 1, 0)
-        for part in parts[first:]:
-            low, high = max(part.start, start), min(part.start + part.length, start + length)
-            if part.start >= start + length:
-                break
-            if low < high:
-                view = self._files[part.rank].get_slice(key_of(role, name, part.start))
-                out[low - start : high - start] = view[low - part.start : high - part.start]
+        for part, low, high in self._meeting(name, role, start, start + length):
+            out[low - start : high - start] = self._load(part, low, high)
         return out
+
+    def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
+        """The elements of a box of a tensor in one role: of the shape ``box.sizes``, in the dtype they were saved in.
+
+        For parameters that are a part of a tensor: rows or columns, an expert. Of each saved slice one run is read for
+        each of the at most 2d - 1 boxes that it is, from the first element that is wanted to the last: never row by
+        row.
+
+        Raises:
+            MissingStateError: no such tensor or role (also a KeyError).
+            CheckpointError: a box outside of it.
+        """
+        dtype = self._dtype_of(name, role)
+        whole = Box.whole(self.shapes[name])
+        if not box.fits(whole.sizes):
+            raise CheckpointError(
+                f"{box} lies outside of {role} {name!r}, which has shape {whole.sizes} in checkpoint {self.tag!r}"
+            )
+        out = torch.empty(box.sizes, dtype=dtype)
+        if not box.numel:
+            return out
+        for part, start, stop in self._meeting(name, role, *_span(whole, box)):
+            for common in box.in_runs(whole, [(start, stop)]):
+                found = self._load(part, *_span(whole, common)).as_strided(common.sizes, whole.strides)
+                ranges = zip(common.offsets, common.stops, box.offsets, strict=True)
+                out[tuple(slice(low - base, high - base) for low, high, base in ranges)] = found
+        return out
+
+    def _dtype_of(self, name: str, role: str) -> torch.dtype:
+        if name not in self.roles or role not in self.roles[name]:
+            held = ", ".join(sorted(self.roles[name])) if name in self.roles else "no tensor of that name"
+            raise MissingStateError(f"checkpoint {self.tag!r} has no {role} of {name!r}; it has {held}")
+        dtype: torch.dtype = getattr(torch, self.roles[name][role])
+        return dtype
+
+    def _meeting(self, name: str, role: str, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
+        """The slices that have some of the elements [start, stop), each with the range that it has of them."""
+        parts = self._pieces_of.get((role, name), [])
+        if parts and start < stop:
+            for part in (parts[i] for i in self._intervals[role, name].meeting(start, stop)):
+                yield part, max(part.start, start), min(part.start + part.length, stop)
+
+    def _load(self, part: Piece, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the tensor, all of which a slice has."""
+        view = self._files[part.rank].get_slice(key_of(part.role, part.name, part.start))
+        found: torch.Tensor = view[start - part.start : stop - part.start]
+        return found
 
     def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
         """A whole tensor in one role, in its shape."""
         shape = self.shapes.get(name, ())
-        numel = 1
-        for dim in shape:
-            numel *= dim
-        return self.read(name, role, 0, numel).view(shape)
+        return self.read(name, role, 0, math.prod(shape)).view(shape)
 
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that belonged to one rank alone; empty for a rank that the writing job did not have."""
@@ -159,3 +193,8 @@ class Checkpoint:
         everything = {(role, name): self._pieces_of.get((role, name), []) for name in manifest.roles
                       for role in manifest.roles[name]}  # fmt: skip
         check(everything, manifest.shapes)
+
+
+def _span(whole: Box, box: Box) -> tuple[int, int]:
+    """From the first element of a box to one past its last, in the order of the whole tensor."""
+    return whole.number_of(box.offsets), whole.number_of([stop - 1 for stop in box.stops]) + 1

@@ -23,12 +23,13 @@ from zoo.checkpointing.disk import sync
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.names import parse_key
 
-_CODES = {
+CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+"""What a checkpoint can hold, and the format's name for it. Reading and writing share this table."""
 
 _PIECE_BYTES = 4 << 20
 
@@ -41,11 +42,6 @@ class Entry:
     dtype: torch.dtype
     length: int
     load: Callable[[], torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its values."""
-        return self.length * self.dtype.itemsize
 
 
 def write_tensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[int, str]:
@@ -162,11 +158,11 @@ def _header(
     offsets: dict[str, int] = {}
     end = 0
     for key, dtype, shape in tensors:
-        if dtype not in _CODES:
-            raise CheckpointError(f"{key!r} is {dtype}; a safetensors file holds {', '.join(map(str, _CODES))}.")
+        if dtype not in CODES:
+            raise CheckpointError(f"{key!r} is {dtype}; a safetensors file holds {', '.join(map(str, CODES))}.")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         offsets[key] = begin
-        described[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        described[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8), offsets
 

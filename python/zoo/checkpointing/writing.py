@@ -7,7 +7,6 @@ of these the previous checkpoint is untouched.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 
 from zoo.checkpointing.coverage import Piece, check, group
-from zoo.checkpointing.disk import sync, write_text
+from zoo.checkpointing.disk import make_directories, sync, write_text
 from zoo.checkpointing.errors import CheckpointError, together
+from zoo.checkpointing.exact import dumps
 from zoo.checkpointing.names import (
     LATEST,
     MANIFEST,
@@ -34,7 +34,9 @@ from zoo.checkpointing.tensors import Entry, write_tensors
 from zoo.comm import Communicator
 
 FORMAT = "zoo-checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+"""Versions of the manifest that are read. 2: ``meta`` as zoo.checkpointing.exact writes it."""
 RANK_ROLE = "rank"
 """Role of tensors that belong to one rank and no logical tensor (random number generators)."""
 
@@ -57,7 +59,8 @@ def save(
         slices: this rank's part; over all ranks every element of every tensor appears exactly once in each of its
         roles.
         scalars: numbers by name, from any rank; ranks that give the same name must give the same value.
-        meta: what JSON can hold; rank 0's is kept.
+        meta: a dict of plain values, of which rank 0's is kept; it comes back exactly, types included
+            (zoo.checkpointing.exact says which values that holds).
         comm: the ranks that save together; a world of one if not given.
         rank_state: tensors of this rank alone, read back by a rank of the same number.
 
@@ -88,7 +91,7 @@ def _prepare(root: Path, tag: str, first: bool) -> None:
     # Rank 0 makes an empty working directory, and finishes what a crash between two renames may have left.
     if not first:
         return
-    root.mkdir(parents=True, exist_ok=True)
+    make_directories(root)
     old, final = replaced_of(root, tag), root / tag
     if old.is_dir() and not final.is_dir():
         os.rename(old, final)
@@ -156,8 +159,7 @@ def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> None:
 def _commit(root: Path, tag: str, found: list[_Written], meta: Mapping[str, Any]) -> None:
     manifest = _manifest(found, meta)
     working, final, old = temporary_of(root, tag), root / tag, replaced_of(root, tag)
-    write_text(working / MANIFEST, manifest)
-    sync(working)
+    write_text(working / MANIFEST, manifest)  # which forces the entries of all files in there, too
     if final.is_dir():
         os.rename(final, old)
     os.rename(working, final)
@@ -176,7 +178,11 @@ def _manifest(found: list[_Written], meta: Mapping[str, Any]) -> str:
                     f"{name!r} has shape {shape} on rank {rank} and {shapes[name]} on a rank before it"
                 )
         for key, value in written.scalars.items():
-            if scalars.setdefault(key, value) != value:
+            if type(value) not in (int, float):
+                raise CheckpointError(
+                    f"the number {key!r} is {value!r} on rank {rank}, of {type(value)}; an int or a float is needed"
+                )
+            if repr(scalars.setdefault(key, value)) != repr(value):  # not !=: a NaN differs from itself
                 raise CheckpointError(
                     f"the number {key!r} is {value} on rank {rank} and {scalars[key]} on a rank before it"
                 )
@@ -189,12 +195,10 @@ def _manifest(found: list[_Written], meta: Mapping[str, Any]) -> str:
         "format": FORMAT,
         "version": VERSION,
         "world_size": len(found),
-        "meta": dict(meta),
         "scalars": scalars,
         "tensors": [{"name": name, "shape": list(shape), "roles": roles[name]} for name, shape in shapes.items()],
         "files": [{"name": file_of(r), "size": w.size, "sha256": w.sha256} for r, w in enumerate(found)],
     }
-    try:
-        return json.dumps(document, indent=1, allow_nan=True)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"meta holds something that JSON cannot: {error}") from None
+    # Each part under its own name: an error says where the value is that cannot be written.
+    content = {**document, "meta": dict(meta)}
+    return "{\n" + ",\n".join(f'"{name}": {dumps(part, name, indent=1)}' for name, part in content.items()) + "\n}\n"

@@ -60,12 +60,13 @@ def build_optimizer(
     *,
     group: Any = None,
     params: list[dict[str, Any]] | None = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
 ) -> ZeroOptimizer:
     """The optimizer that the configuration names, under the ZeRO stage that it asks for.
 
     Args:
-        optimizer: a class to use instead of the one that the configuration names.
+        optimizer: a class to use instead of the one that the configuration names; or an instance, which has its groups
+            and arguments already.
 
     Raises:
         ValueError: no optimizer is named, or an option is not one of its own.
@@ -80,7 +81,8 @@ def build_optimizer(
     name = section.type if section is not None else getattr(optimizer, "__name__", repr(optimizer))
     if optimizer is None:
         optimizer = registry.get("optimizer", name)
-    check_options(name, optimizer, options)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        check_options(name, optimizer, options)
     return ZeroOptimizer(
         model,
         stage=config.zero_optimization.stage,

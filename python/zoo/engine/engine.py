@@ -166,7 +166,8 @@ class Engine:
 
         Args:
             tag: ``global_step<N>`` if not given.
-            client_state: what JSON can hold; given back by :meth:`load_checkpoint`.
+            client_state: plain values (zoo.checkpointing.exact says which); :meth:`load_checkpoint` gives them back
+                exactly.
 
         Returns:
             The checkpoint's directory.

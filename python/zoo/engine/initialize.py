@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
@@ -27,7 +28,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     params: list[dict[str, Any]] | None = None,
     group: Any = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
     lr_scheduler: Callable[[ZeroOptimizer], Any] | None = None,
     overrides: Mapping[str, Any] | Iterable[str] = (),
     registry: Registry = DEFAULT,
@@ -43,7 +44,8 @@ def initialize(
         collate_fn: list of samples → batch.
         params: parameter groups as for ``torch.optim``; all of the model's parameters if not given.
         group: the data-parallel process group; the default group if not given.
-        optimizer: an optimizer class to use instead of the one that the configuration names.
+        optimizer: an optimizer class to use instead of the one that the configuration names; or an instance that has
+            made no step, with its own groups and arguments (not with an optimizer section that has params).
         lr_scheduler: ``optimizer → schedule``, instead of the one that the configuration names.
         overrides: as for ``zoo.config.load``; not with a configuration that is loaded already.
         registry: where optimizers and schedules are looked up.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import TensorFile, together
+from zoo.checkpointing.disk import make_directories
 from zoo.engine.state import persistent_buffers
 from zoo.zero import ZeroOptimizer
 
@@ -74,7 +75,7 @@ def save_model(
 
 def _open(path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> TensorFile:
     """The file, with its buffers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     buffers: dict[str, torch.Tensor] = {}
     for name, buffer in persistent_buffers(module).items():
         if all(buffer is not other for other in buffers.values()):

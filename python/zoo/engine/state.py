@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from zoo.engine.engine import Engine
 
 BUFFER = "buffer"
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_log = logging.getLogger("zoo.engine")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def engine_meta(engine: Engine) -> dict[str, Any]:
-    """What JSON holds of the engine's state."""
+    """The engine's state beside tensors. What a checkpoint cannot hold exactly is refused when it is written."""
     schedule = engine.lr_scheduler
     return {
         "global_steps": engine.global_steps,
@@ -85,8 +88,8 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "zero_stage": engine.config.zero_optimization.stage,
         "loader": engine.dataloader.state_dict() if engine.dataloader is not None else None,
-        "lr_scheduler": _plain(schedule.state_dict()) if schedule is not None else None,
-        "param_groups": [_plain({k: v for k, v in g.items() if k != "params"}) for g in engine.optimizer.param_groups],
+        "lr_scheduler": _state_of(schedule) if schedule is not None else None,
+        "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
     }
 
 
@@ -111,19 +114,23 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
         engine.lr_scheduler.load_state_dict(meta["lr_scheduler"])
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Only what JSON can hold; schedulers of torch keep functions there too.
-    kept = {}
-    for key, value in values.items():
-        try:
-            kept[key] = json.loads(json.dumps(value))
-        except (TypeError, ValueError):
-            continue
-    return kept
+def _state_of(schedule: Any) -> dict[str, Any]:
+    # The default state_dict of a schedule is its attributes. Functions among them are its code: whoever builds the
+    # schedule again gives them again, and load_state_dict() leaves what it is not given.
+    state = dict(schedule.state_dict())
+    code = sorted(str(key) for key, value in state.items() if isinstance(value, _FUNCTIONS))
+    if code:
+        _log.info(
+            "the checkpoint does not hold %s of the learning-rate schedule %s: functions are code, not state, and are "
+            "taken from the schedule that continues.",
+            ", ".join(code),
+            type(schedule).__name__,
+        )
+    return {key: value for key, value in state.items() if not isinstance(value, _FUNCTIONS)}
 
 
 def _like(old: Any, new: Any) -> Any:
-    return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
+    return new.to(old.device) if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) else new
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -1,0 +1,139 @@
+"""What mutation testing found that no test would have noticed: edges of checks, and what is left after a failure."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpointing.test_checkpoints import Piece, _rewrite, pieces, write
+
+from zoo import sim
+from zoo.checkpointing import CheckpointError, TensorFile, load, save
+from zoo.comm import Communicator
+
+
+def test_a_hole_in_the_middle_is_named_by_its_elements(tmp_path: Path) -> None:
+    parts = [Piece("a", "parameter", start, 4, (3, 5), torch.zeros(4)) for start in (0, 7)]
+    with pytest.raises(CheckpointError, match="elements 4 to 6 of parameter 'a' are missing: no rank holds them"):
+        save(tmp_path, "one", parts)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 1), (-1, 2), (0, -1), (3, -1), (15, 1), (0, 16)])
+def test_no_element_outside_of_a_tensor_is_read(tmp_path: Path, start: int, length: int) -> None:
+    write(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"lies outside of parameter 'a', which has 15 elements"):
+        load(tmp_path).read("a", "parameter", start, length)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(3, 5), torch.zeros(14), torch.zeros(15, dtype=torch.float64), torch.zeros(16)]
+)
+def test_a_slice_that_is_not_what_it_says_is_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
+    class Lazy(Piece):
+        dtype = torch.float32
+
+    with pytest.raises(CheckpointError, match=r"says 15 elements of torch.float32 and comes with a tensor of shape"):
+        save(tmp_path, "one", [Lazy("a", "parameter", 0, 15, (3, 5), tensor)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("role", ["", "rank", "a|b"])
+def test_a_role_that_cannot_be_is_refused(tmp_path: Path, role: str) -> None:
+    with pytest.raises(CheckpointError, match=r"a role is not empty, not 'rank', without '\|'"):
+        save(tmp_path, "one", [Piece("a", role, 0, 1, (1,), torch.zeros(1))])
+
+
+def test_roles_before_and_after_the_one_that_is_kept_for_ranks_are_fine(tmp_path: Path) -> None:
+    for tag, role in (("one", "moment"), ("two", "zeta")):
+        save(tmp_path, tag, [Piece("a", role, 0, 1, (1,), torch.ones(1))], rank_state={"own": torch.zeros(1)})
+        assert load(tmp_path, tag).tensor("a", role).tolist() == [1.0]
+        assert load(tmp_path, tag).rank_state(0)["own"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("key", ["parameter", "parameter|a", "parameter|0", "parameter|a|x", "parameter|a|-1"])
+def test_a_key_that_is_not_role_name_start_is_named(tmp_path: Path, key: str) -> None:
+    write(tmp_path, 2)
+    _rewrite(tmp_path, lambda tensors: tensors.update({key: torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=re.escape(f"the key {key!r}; keys are written role|name|start")):
+        load(tmp_path)
+
+
+def test_ranks_that_see_different_latest_checkpoints_are_told(tmp_path: Path) -> None:
+    for folder, tag in (("here", "one"), ("there", "two")):
+        write(tmp_path / folder, 1, tag)
+
+    def job(rank: int) -> tuple[str, bool]:
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path / ("here" if rank == 0 else "there"), comm=Communicator())
+        return str(caught.value), caught.value.everywhere
+
+    for said, everywhere in sim.run(2, job):
+        assert "the ranks see different latest checkpoints, ['one', 'two']" in said
+        assert "loading the checkpoint 'latest' of" in said
+        assert everywhere
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_elements_size(tmp_path: Path) -> None:
+    """Readers that map the file want it so, as safetensors itself writes it."""
+    kinds = [torch.uint8, torch.float64, torch.bfloat16, torch.float32]
+    mixed = [Piece(f"t{k}", "parameter", 0, 3, (3,), torch.zeros(3, dtype=kind)) for k, kind in enumerate(kinds)]
+    save(tmp_path, "one", mixed)
+    with TensorFile(tmp_path / "f.safetensors", {p.name: (p.tensor.dtype, (3,)) for p in mixed}, {}) as file:
+        for part in mixed:
+            file.put(part.name, part.tensor)
+        file.commit()
+    for path in (tmp_path / "one" / "rank_00000.safetensors", tmp_path / "f.safetensors"):
+        raw = path.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        assert size % 8 == 0
+        header: dict[str, Any] = json.loads(raw[8 : 8 + size])
+        widths = {"U8": 1, "F64": 8, "BF16": 2, "F32": 4}
+        found = [v for k, v in header.items() if k != "__metadata__"]
+        assert len(found) == len(kinds)
+        for entry in found:
+            assert entry["data_offsets"][0] % widths[entry["dtype"]] == 0
+
+
+def test_a_file_whose_beginning_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def write(self, content: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            (tmp_path / "closed").touch()
+
+    def opened(path: Path, mode: str) -> Full:
+        Path(path).touch()
+        return Full()
+
+    monkeypatch.setattr("zoo.checkpointing.tensors.open", opened, raising=False)
+    with pytest.raises(OSError, match="No space left"):
+        TensorFile(tmp_path / "f.safetensors", {"a": (torch.float32, (1,))}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["closed"]
+
+
+def test_what_a_crash_left_is_gone_after_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, "one", pieces(0, 1))
+    for name in (".writing-one", ".replaced-one"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00007.safetensors").touch()
+    save(tmp_path, "one", pieces(0, 1, scale=2.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
+    assert float(load(tmp_path).tensor("a")[0, 1]) == 2.0
+
+
+def test_a_checkpoint_can_be_opened_without_its_checksums(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "one" / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        load(tmp_path)
+    assert load(tmp_path, verify=False).tag == "one"
