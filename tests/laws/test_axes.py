@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,9 +23,6 @@ from zoo.zero import (
 )
 
 from .cases import Case, cases, train_reference, train_zero
-
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
 Run = list[tuple[dict[str, torch.Tensor], list[Any]]]
 
@@ -75,7 +72,6 @@ def check_mics(case: Case, size: int, local: int, two_stages: bool) -> None:
         same_bits(got, run(case, 3))
 
 
-@quick
 @given(drawn=axes(dtype=torch.float64), two_stages=st.booleans())
 @example(drawn=(Case(world=8, dtype=torch.float64), 4, 2), two_stages=True)
 @example(drawn=(Case(world=6, dtype=torch.float64, accumulation="backwards", clip_norm=0.05), 2, 6), two_stages=False)
@@ -83,14 +79,16 @@ def test_mics_equals_one_process(drawn: tuple[Case, int, int], two_stages: bool)
     check_mics(*drawn, two_stages)
 
 
-@pytest.mark.slow
-@thorough
-@given(drawn=axes(dtype=torch.float64), two_stages=st.booleans())
-def test_mics_equals_one_process_thoroughly(drawn: tuple[Case, int, int], two_stages: bool) -> None:
-    check_mics(*drawn, two_stages)
+@given(drawn=axes(), seed=st.integers(0, 50))
+@example(drawn=(Case(world=6, accumulation="backwards", clip_norm=0.05), 2, 6), seed=0)
+def test_shard_groups_have_the_same_bits_at_every_stage(drawn: tuple[Case, int, int], seed: int) -> None:
+    case, size, local = drawn
+    options = {"mics_shard_size": size, "ranks_per_node": local}
+    third = run(case, 3, seed, **options)
+    for stage in (1, 2):
+        same_bits(run(case, stage, seed, **options), third)
 
 
-@quick
 @given(drawn=axes(dtype=torch.float64), seed=st.integers(0, 50))
 def test_an_all_reduce_of_two_stages_equals_one_process(drawn: tuple[Case, int, int], seed: int) -> None:
     case, _, local = drawn
@@ -100,7 +98,6 @@ def test_an_all_reduce_of_two_stages_equals_one_process(drawn: tuple[Case, int, 
         same_bits(got, run(case, 0))
 
 
-@quick
 @given(drawn=axes(), seed=st.integers(0, 50), whole=st.booleans())
 def test_a_gather_of_two_stages_has_the_bits_of_one(drawn: tuple[Case, int, int], seed: int, whole: bool) -> None:
     case, size, local = drawn
@@ -111,7 +108,6 @@ def test_a_gather_of_two_stages_has_the_bits_of_one(drawn: tuple[Case, int, int]
     )
 
 
-@quick
 @given(drawn=axes(), seed=st.integers(0, 50), mics=st.booleans(), data=st.data())
 @example(drawn=(Case(world=4, recompute="reentrant", keep=0), 2, 1), seed=0, mics=False, data=None)
 @example(drawn=(Case(world=4, shared_block=True, keep=0, tied=True), 2, 1), seed=0, mics=False, data=None)
@@ -151,13 +147,13 @@ def test_a_secondary_partition_lives_from_forward_to_backward(keep: int) -> None
             assert optimizer.memory()["parameters"] == base
             model(x)  # nor here, but nobody knows
             optimizer.zero_grad()
-            optimizer._runtime.reset()
+            optimizer.empty_partition_cache()
             assert optimizer.memory()["parameters"] == base
 
     sim.run(4, fn)
 
 
-def test_an_update_between_forward_and_backward_makes_the_secondary_partition_stale() -> None:
+def test_after_an_update_between_forward_and_backward_no_secondary_partition_is_stale() -> None:
     def fn(rank: int, hpz: int) -> dict[str, torch.Tensor]:
         model = small(torch.float32)
         optimizer = ZeroOptimizer(
@@ -170,7 +166,10 @@ def test_an_update_between_forward_and_backward_makes_the_secondary_partition_st
         model(data(rank, 2)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        later.backward()  # with the parameters of now, as at stage 3 without a secondary partition
+        with pytest.raises(RuntimeError, match="older than the latest step"):
+            later.backward()
+        optimizer.zero_grad()
+        model(data(rank, 3)).square().mean().backward()
         optimizer.step()
         return optimizer.consolidated_parameters()
 
@@ -231,7 +230,6 @@ PLACEMENTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     worlds=st.tuples(st.sampled_from([2, 4, 6]), st.sampled_from([2, 4, 6])),
     placements=st.tuples(st.sampled_from(PLACEMENTS), st.sampled_from(PLACEMENTS)),
@@ -338,7 +336,7 @@ def test_values_can_be_read_and_changed_between_forward_and_backward(options: di
     [
         ({"stage": 3, "mics_shard_size": 3}, r"mics_shard_size=3 does not divide the 4 .*\[1, 2, 4\]"),
         ({"stage": 3, "mics_shard_size": 0}, "mics_shard_size=0; it is a number of ranks"),
-        ({"stage": 2, "mics_shard_size": 2}, "mics_shard_size needs stage 3.*stage is 2"),
+        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size needs stage 1, 2 or 3"),
         ({"stage": 1, "mics_hierarchical_params_gather": True}, "mics_hierarchical_params_gather needs stage 3"),
         ({"stage": 0, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size needs stage 3"),
         ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights needs stage 3"),

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.profiles import examples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,8 +26,6 @@ from zoo.zero import (
     unregister_external_parameter,
 )
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 WIDTH = 5
 
 
@@ -160,7 +159,7 @@ def train(uses: Uses, rank: int) -> dict[str, torch.Tensor]:
             loss_of(model, rank, step + 10 * micro).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not any(b.pending or b.active for b in optimizer._buckets)
+    assert not any(b.leases or b.active for b in optimizer._buckets)
     return optimizer.consolidated_parameters()
 
 
@@ -178,20 +177,13 @@ def reference(uses: Uses) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@quick
+@examples(times=2)
 @given(uses=drawn_uses())
 @example(uses=Uses())
 @example(uses=Uses(pairs=((0, 2), (2, 0), (1, -1)), returns=True, size=70))
 @example(uses=Uses(pairs=((0, 2), (-1, -1)), recompute="non_reentrant", keep=0))
 @example(uses=Uses(pairs=((0, 2), (-1, 1)), recompute="reentrant", by_hand=True, stage=2))
 def test_external_uses_train_as_one_process_does(uses: Uses) -> None:
-    check(uses)
-
-
-@pytest.mark.slow
-@thorough
-@given(uses=drawn_uses())
-def test_external_uses_train_as_one_process_does_thoroughly(uses: Uses) -> None:
     check(uses)
 
 
@@ -239,7 +231,8 @@ def test_what_cannot_be_found_automatically_is_an_error_that_says_how_to_mend_it
 
 def test_what_only_some_ranks_use_is_an_error_unless_it_is_registered() -> None:
     uses = Uses(tied_head=False, silent=True)
-    with pytest.raises((sim.DivergenceError, sim.RankError)):
+    # Messages between two ranks that do not meet are no divergence of a group: over them it is a wait for ever.
+    with pytest.raises((sim.DivergenceError, sim.DeadlockError, sim.RankError)):
         sim.run(2, lambda rank: train(uses, rank))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,7 +22,6 @@ OPTIMIZERS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     world=st.integers(1, 6),
     stage=st.integers(0, 3),
@@ -110,6 +109,7 @@ def test_memory_and_traffic_are_as_forecast(
     sim.run(world, fn)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", [2, 4])
 def test_model_states_follow_the_formula(stage: int, world: int) -> None:

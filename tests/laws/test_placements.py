@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zoo import sim
@@ -14,23 +14,12 @@ from zoo.zero import ZeroOptimizer
 
 from .cases import Case, accumulate, cases, loss_of, make_model, train_reference, train_zero
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
-
-@quick
 @given(case=cases(), seeds=st.integers(0, 100))
 @example(case=Case(recompute="reentrant"), seeds=0)
 @example(case=Case(recompute="non_reentrant", shared_block=True, tied=True), seeds=1)
 @example(case=Case(world=3, silent_ranks=(0, 2), output="dict", accumulation="forwards_first"), seeds=2)
 def test_stages_compute_the_same_bits(case: Case, seeds: int) -> None:
-    check_same_bits(case, seeds)
-
-
-@pytest.mark.slow
-@thorough
-@given(case=cases(), seeds=st.integers(0, 100))
-def test_stages_compute_the_same_bits_thoroughly(case: Case, seeds: int) -> None:
     check_same_bits(case, seeds)
 
 
@@ -43,7 +32,6 @@ def check_same_bits(case: Case, seeds: int) -> None:
                 assert torch.equal(value, runs[0][0][0][name]), f"stage {stage} rank {rank}: {name} differs"
 
 
-@quick
 @given(case=cases(), stage=st.integers(0, 3), sub_group=st.sampled_from([1, 40, 10**6]), seed=st.integers(0, 50))
 def test_updates_in_backward_have_the_same_bits(case: Case, stage: int, sub_group: int, seed: int) -> None:
     accumulation = "no_sync" if case.accumulation == "backwards" else case.accumulation
@@ -59,16 +47,8 @@ def test_updates_in_backward_have_the_same_bits(case: Case, stage: int, sub_grou
             assert torch.equal(value, expected[rank][0][name]), f"rank {rank}: {name}"
 
 
-@quick
 @given(case=cases(dtype=torch.float64), stage=st.integers(0, 3))
 def test_every_stage_equals_one_process(case: Case, stage: int) -> None:
-    check_one_process(case, stage)
-
-
-@pytest.mark.slow
-@thorough
-@given(case=cases(dtype=torch.float64), stage=st.integers(0, 3))
-def test_every_stage_equals_one_process_thoroughly(case: Case, stage: int) -> None:
     check_one_process(case, stage)
 
 
@@ -84,7 +64,6 @@ def check_one_process(case: Case, stage: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-@quick
 @given(case=cases(max_world=6), stage=st.integers(0, 3))
 def test_low_precision_stays_within_the_rounding_of_the_sum(
     dtype: torch.dtype, reduce_dtype: torch.dtype | None, case: Case, stage: int

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from zoo import sim
 from zoo.comm import CommsLog
 from zoo.zero import DryRun, Forecast, ZeroOptimizer
-
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def step_of(
@@ -73,7 +71,6 @@ def axes_options(draw: st.DrawFn, nodes: int, local: int) -> dict[str, Any]:
     }
 
 
-@quick
 @given(
     where=st.sampled_from(NODES),
     widths=st.lists(st.sampled_from([3, 16, 40]), min_size=2, max_size=5),

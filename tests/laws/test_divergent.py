@@ -1,0 +1,192 @@
+"""Law 2 where every rank takes a way of its own through the model (``divergent=True``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from zoo import sim
+from zoo.comm import Communicator
+from zoo.zero import GatheredParameters, ZeroOptimizer, safe_get_full_fp32_param
+
+NUM_BLOCKS, WIDTH, RATE = 4, 5, 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """``ways[step][rank]``: for each micro-batch of the rank the blocks that it runs, in order; it may have none."""
+
+    ways: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    looks: tuple[tuple[int, ...], ...]  # by step and rank: evaluations before it
+    bucket_size: int
+    keep: int | None
+    threshold: int
+    clip_norm: float
+    piecewise: bool
+    seed: int
+
+    @property
+    def world(self) -> int:
+        return len(self.ways[0])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world, steps = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    way = st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=5).map(tuple)
+    of_rank = st.lists(way, max_size=2).map(tuple)
+    return Case(
+        ways=tuple(tuple(draw(of_rank) for _ in range(world)) for _ in range(steps)),
+        looks=tuple(tuple(draw(st.integers(0, 2)) for _ in range(world)) for _ in range(steps)),
+        bucket_size=draw(st.sampled_from([1, 70, 10**6])),
+        keep=draw(st.sampled_from([0, None])),
+        threshold=draw(st.sampled_from([0, 10])),
+        clip_norm=draw(st.sampled_from([0.0, 0.05])),
+        piecewise=draw(st.booleans()),
+        seed=draw(st.integers(0, 20)),
+    )
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+        self.double()
+
+    def forward(self, x: torch.Tensor, way: tuple[int, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for index in way:
+            x = x + torch.tanh(self.blocks[index](x))
+        return x
+
+
+def data(rank: int, step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+
+def losses(model: Model, case: Case, step: int, rank: int) -> list[torch.Tensor]:
+    run: Any = model.forward if case.piecewise else model
+    return [run(data(rank, step, i), way).square().mean() for i, way in enumerate(case.ways[step][rank])]
+
+
+def build(case: Case, **options: Any) -> tuple[Model, ZeroOptimizer]:
+    model = Model()
+    return model, ZeroOptimizer(
+        model, stage=3, optimizer=torch.optim.SGD, lr=RATE, momentum=0.9, divergent=True, clip_norm=case.clip_norm,
+        reduce_bucket_size=case.bucket_size, max_live_parameters=case.keep,
+        param_persistence_threshold=case.threshold, **options,
+    )  # fmt: skip
+
+
+def reference(case: Case) -> dict[str, torch.Tensor]:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    for step, ways in enumerate(case.ways):
+        if not any(ways):
+            continue  # nobody has a gradient: no step
+        optimizer.zero_grad(set_to_none=False)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for rank in range(case.world):
+            for loss in losses(model, case, step, rank):
+                (loss / case.world).backward()
+        if case.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+@given(case=cases())
+def test_every_rank_may_take_a_way_of_its_own(case: Case) -> None:
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = build(case)
+        for step in range(len(case.ways)):
+            with torch.no_grad():
+                for look in range(case.looks[step][rank]):
+                    model(data(rank, 50, look), (look, 3 - look))
+            for loss in losses(model, case, step, rank):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.consolidated_parameters()
+
+    expected = reference(case)
+    for got in sim.run(case.world, fn, seed=case.seed):
+        for name, value in got.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+ALIKE = Case((((( 0, 1),), ((1, 0, 1),)),), ((0, 1),), 1, 0, 0, 0.0, False, 0)  # fmt: skip
+
+
+def test_collectives_of_the_user_come_after_settling() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(ALIKE)
+        with torch.no_grad():
+            for look in range(1 + 2 * rank):
+                model(data(rank, 0, look), (look % 4,))
+        optimizer.sharded.settle()
+        total = torch.tensor([1.0 + rank])
+        Communicator().all_reduce(total).wait()
+        assert total.item() == 3.0
+        with torch.no_grad():
+            for look in range(2 - rank):
+                model(data(rank, 0, look), (look % 4,))
+        with GatheredParameters(model.blocks[2].weight, modifier_rank=0), torch.no_grad():
+            model.blocks[2].weight.fill_(2.0)
+        if rank == 0:
+            with torch.no_grad():
+                model(data(rank, 0, 0), (1,))
+        assert bool((safe_get_full_fp32_param(model.blocks[2].weight) == 2.0).all())
+
+    sim.run(2, fn)
+
+
+def test_without_it_ranks_that_part_are_told() -> None:
+    def fn(rank: int) -> None:
+        model = Model()
+        ZeroOptimizer(
+            model, stage=3, optimizer=torch.optim.SGD, lr=RATE, param_persistence_threshold=0, reduce_bucket_size=1
+        )
+        model(data(rank, 0, 0), (0,) if rank else (0, 1)).sum().backward()
+
+    with pytest.raises((sim.DivergenceError, sim.DeadlockError)):
+        sim.run(2, fn)
+
+
+def test_it_holds_no_more_and_votes_once_a_gather() -> None:
+    def fn(rank: int) -> tuple[int, int]:
+        model, optimizer = build(ALIKE)
+        for loss in losses(model, ALIKE, 0, rank):
+            loss.backward()
+        optimizer.step()
+        assert not any(b.parameters.live for b in optimizer.buckets)
+        gathers = optimizer.comm.log.ops["all_gather"].count
+        meeting = optimizer.sharded.meeting
+        assert meeting is not None
+        return gathers, meeting.num_votes
+
+    for gathers, votes in sim.run(2, fn):
+        assert votes == gathers + 1  # and one for the end
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 2}, "divergent needs stage 3"),
+        ({"update_in_backward": True}, "divergent=True with update_in_backward"),
+        ({"mics_shard_size": 1}, "divergent=True with mics_shard_size"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ZeroOptimizer(Model(), **{"stage": 3, "lr": 0.1, "divergent": True, **options})

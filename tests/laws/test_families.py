@@ -1,0 +1,291 @@
+"""Law 2 where parameters are parts along other axes of the mesh: experts, and columns and rows of tensor parallelism.
+
+Both layers here are small and plain; they know nothing of ZeRO, and say what they are with ``zoo.layout``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zoo.optim
+from zoo import sim
+from zoo.comm import Communicator
+from zoo.comm.exchange import exchange
+from zoo.layout import declare_first, declare_split
+from zoo.zero import ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
+
+WIDTH = 4
+RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    data: int = 2
+    expert: int = 2
+    tensor: int = 1
+    per_rank: int = 1
+    stage: int = 3
+    clip_norm: float = 0.0
+    bucket_size: int = 1
+    threshold: int = 0
+    seed: int = 0
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    expert, tensor = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]))
+    return Case(
+        data=draw(st.integers(1, 2)),
+        expert=expert,
+        tensor=tensor,
+        per_rank=draw(st.integers(1, 2)),
+        stage=draw(st.integers(0, 3)),
+        clip_norm=draw(st.sampled_from([0.0, 0.01])),
+        bucket_size=draw(st.sampled_from([1, 10**6])),
+        threshold=draw(st.sampled_from([0, 10])),
+        seed=draw(st.integers(0, 20)),
+    )
+
+
+def weight(name: str, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.5
+
+
+class Experts(nn.Module):
+    """Tokens (E, t, D): row e goes to expert e, wherever it lives. All experts here without a communicator."""
+
+    def __init__(self, num: int, comm: Communicator | None) -> None:
+        super().__init__()
+        self.comm = comm
+        size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+        first = rank * (num // size)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(num // size))
+        declare_first(self.experts, first)
+        for index, expert in enumerate(self.experts):
+            expert.weight.data = weight(f"expert {first + index}", WIDTH, WIDTH)
+            expert.bias.data = weight(f"bias {first + index}", WIDTH)
+            for parameter in expert.parameters():
+                declare_split(parameter, ["expert"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.comm is not None:
+            (x,) = exchange([x], self.comm, split_dim=0, join_dim=1)
+        y = torch.stack([torch.tanh(expert(x[i])) for i, expert in enumerate(self.experts)])
+        return y if self.comm is None else exchange([y], self.comm, split_dim=1, join_dim=0)[0]
+
+
+class Enter(torch.autograd.Function):
+    """The same in; gradients are summed over the tensor ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.contiguous().clone()
+        ctx.comm.all_reduce(grad.view(-1)).wait()
+        return grad, None
+
+
+class Leave(torch.autograd.Function):
+    """Sums over the tensor ranks out; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        x = x.contiguous().clone()
+        comm.all_reduce(x.view(-1)).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class Pair(nn.Module):
+    """A column-parallel and a row-parallel matrix."""
+
+    def __init__(self, comm: Communicator | None) -> None:
+        super().__init__()
+        self.comm = comm
+        size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+        hidden = 6 // size
+        columns, rows = weight("columns", 6, WIDTH), weight("rows", WIDTH, 6)
+        mine = slice(rank * hidden, (rank + 1) * hidden)
+        self.columns, self.rows = nn.Parameter(columns[mine].clone()), nn.Parameter(rows[:, mine].clone())
+        self.bias = nn.Parameter(weight("pair", WIDTH))
+        declare_split(self.columns, ["tensor"], shape=(6, WIDTH), offsets=(rank * hidden, 0))
+        declare_split(self.rows, ["tensor"], shape=(WIDTH, 6), offsets=(0, rank * hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.comm is None:
+            return torch.tanh(x @ self.columns.t()) @ self.rows.t() + self.bias
+        inner: torch.Tensor = Enter.apply(x, self.comm)
+        out: torch.Tensor = Leave.apply(torch.tanh(inner @ self.columns.t()) @ self.rows.t(), self.comm)
+        return out + self.bias
+
+
+class Model(nn.Module):
+    def __init__(self, num_experts: int, expert: Communicator | None, tensor: Communicator | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, WIDTH).double()
+        self.first.weight.data, self.first.bias.data = weight("first", WIDTH, 3), weight("first bias", WIDTH)
+        self.moe = Experts(num_experts, expert)
+        self.pair = Pair(tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        out: torch.Tensor = self.pair(x + self.moe(x))
+        return out
+
+
+def tokens(case: Case, replica: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(case.expert * case.per_rank, 2, 3, generator=generator, dtype=torch.float64)
+
+
+def build(case: Case, rank: int, **options: Any) -> tuple[Model, ZeroOptimizer, int]:
+    mesh = init_device_mesh("cpu", (case.data, case.expert, case.tensor), mesh_dim_names=("data", "expert", "tensor"))
+    expert = Communicator.of_axes(mesh, ["expert"]) if case.expert > 1 else None
+    tensor = Communicator.of_axes(mesh, ["tensor"]) if case.tensor > 1 else None
+    model = Model(case.expert * case.per_rank, expert, tensor)
+    given = {"optimizer": torch.optim.SGD, "lr": RATE, "momentum": 0.9, **options}
+    optimizer = ZeroOptimizer(
+        model, stage=case.stage, mesh=mesh, data_axes=("data", "expert"), clip_norm=case.clip_norm,
+        reduce_bucket_size=case.bucket_size, param_persistence_threshold=case.threshold, **given,
+    )  # fmt: skip
+    return model, optimizer, rank // case.tensor
+
+
+def train(model: Model, optimizer: ZeroOptimizer, case: Case, replica: int, steps: range) -> None:
+    for step in steps:
+        model(tokens(case, replica, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reference(case: Case, steps: int) -> dict[str, torch.Tensor]:
+    """One process with the tokens of all replicas."""
+    model = Model(case.expert * case.per_rank, None, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    num = case.data * case.expert
+    for step in range(steps):
+        for replica in range(num):
+            (model(tokens(case, replica, step)).square().mean() / num).backward()
+        if case.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def states(optimizer: ZeroOptimizer) -> list[tuple[str, str, int, tuple[int, ...], torch.Tensor]]:
+    return [(s.name, s.role, s.start, s.shape, s.tensor.clone()) for s in optimizer.state_slices()]
+
+
+def whole(runs: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
+    """All states of all ranks put together; every element comes once."""
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for name, role, start, shape, values in (piece for run in runs for piece in run):
+        flat = found.setdefault((name, role), torch.full(shape, torch.nan, dtype=values.dtype)).view(-1)
+        assert bool(flat[start : start + values.numel()].isnan().all()), f"two ranks own {name} {role} at {start}"
+        flat[start : start + values.numel()] = values
+    assert not any(bool(value.isnan().any()) for value in found.values())
+    return found
+
+
+@given(case=cases())
+def test_experts_and_tensor_parallel_layers_equal_one_process(case: Case) -> None:
+    def fn(rank: int) -> Any:
+        model, optimizer, replica = build(case, rank)
+        train(model, optimizer, case, replica, range(3))
+        return states(optimizer), optimizer.grad_norm
+
+    ranks = sim.run(case.data * case.expert * case.tensor, fn, seed=case.seed)
+    assert len({norm for _, norm in ranks}) == 1, "ranks clipped by different factors"
+    got = whole([found for found, _ in ranks])
+    expected = reference(case, 3)
+    assert {name for name, role in got if role == "parameter"} == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            got[name, "parameter"], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@given(case=cases(), other=cases())
+def test_a_state_moves_between_meshes(case: Case, other: Case) -> None:
+    """save → load → continue under another number of ranks on any axis, as if it had never stopped."""
+    num = case.expert * case.per_rank
+    if num % other.expert:
+        return
+    other = Case(**{**other.__dict__, "per_rank": num // other.expert, "clip_norm": case.clip_norm})
+
+    def save(rank: int) -> Any:
+        model, optimizer, replica = build(case, rank)
+        train(model, optimizer, case, replica, range(2))
+        return states(optimizer), optimizer.state_scalars()
+
+    saved = sim.run(case.data * case.expert * case.tensor, save)
+    kept = whole([found for found, _ in saved])
+    scalars = {key: value for _, found in saved for key, value in found.items()}
+
+    def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+        return kept[name, role].view(-1)[start : start + length]
+
+    def load(rank: int) -> Any:
+        _, optimizer, _ = build(other, rank)
+        optimizer.load_state(read, scalars)
+        return states(optimizer)
+
+    again = whole(sim.run(other.data * other.expert * other.tensor, load))
+    assert again.keys() == kept.keys()
+    assert all(torch.equal(again[key], kept[key]) for key in kept)
+
+
+def test_one_experts_values_are_read_and_set_on_its_own_ranks() -> None:
+    case = Case()
+
+    def fn(rank: int) -> None:
+        model, _optimizer, _ = build(case, rank)
+        mine: Any = model.moe.experts[0].weight  # type: ignore[index]
+        number = rank % 2
+        assert torch.equal(safe_get_full_fp32_param(mine), weight(f"expert {number}", WIDTH, WIDTH))
+        safe_set_full_fp32_param(mine, torch.full((WIDTH, WIDTH), float(number + 5), dtype=torch.float64))
+        assert bool((safe_get_full_fp32_param(mine) == number + 5).all())
+
+    sim.run(4, fn)
+
+
+def test_what_cannot_be_is_said() -> None:
+    def fn(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        model = Model(2, Communicator.of_axes(mesh, ["expert"]), None)
+        axes = {"mesh": mesh, "data_axes": ("data", "expert")}
+        with pytest.raises(ValueError, match=r"'moe\.experts\.0\.weight' is a part along.*'expert'.*no mesh"):
+            ZeroOptimizer(model, stage=2, lr=0.1)
+        with pytest.raises(ValueError, match=r"'pair\.columns' is a part along 'tensor'; the mesh has the axes"):
+            ZeroOptimizer(model, stage=2, lr=0.1, **axes)
+        model.pair = nn.Linear(WIDTH, WIDTH).double()  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="data_axes=None with a mesh of the axes"):
+            ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh)
+        with pytest.raises(NotImplementedError, match=r"mics_shard_size with 'moe\.experts"):
+            ZeroOptimizer(model, stage=3, lr=0.1, mics_shard_size=2, **axes)
+        with pytest.raises(NotImplementedError, match=r"Lamb needs whole tensors, and 'moe\.experts"):
+            ZeroOptimizer(model, stage=2, lr=0.1, optimizer=zoo.optim.Lamb, **axes)
+        with pytest.raises(ValueError, match="group= and mesh="):
+            ZeroOptimizer(model, stage=2, lr=0.1, group=mesh, **axes)
+        assert type(model.first.weight) is nn.Parameter
+        with pytest.raises(ValueError, match="not inside"):
+            declare_split(model.first.weight, ["tensor"], shape=(4, 3), offsets=(2, 0))
+
+    sim.run(4, fn)
