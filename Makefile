@@ -21,13 +21,13 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-slow lint format types contracts kernels-check sanitize bench bench-gpu \
+.PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts kernels-check sanitize bench bench-gpu \
 	bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-slow lint format types contracts kernels-check sanitize bench bench-gpu bench-rust schema clean"
+	@echo "also: setup test-slow laws campaign mutants lint format types contracts kernels-check sanitize bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -55,10 +55,28 @@ test-rust: setup
 	@cargo clippy --quiet --workspace --all-targets -- -D warnings
 
 test-python: setup
-	@$(BIN)/python -m pytest -q -n auto -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -n auto -m "not slow and not campaign" $(ARGS)
 
+# What `make test` leaves out, and every property again with many more examples.
+# MINUTES=30 begins no test after that time and says which were not run.
 test-slow: setup
-	@$(BIN)/python -m pytest -q -n auto -m slow $(ARGS)
+	@$(if $(MINUTES),ZOO_TEST_MINUTES=$(MINUTES)) ZOO_TEST_PROFILE=deep \
+	  $(BIN)/python -m pytest -q -n auto -m "(slow or hypothesis) and not campaign" $(ARGS)
+
+# What takes longer than CI may: ten times as many examples, and tests that are marked so. Writes a page to keep.
+campaign: setup
+	@$(if $(MINUTES),ZOO_TEST_MINUTES=$(MINUTES)) ZOO_TEST_PROFILE=campaign ZOO_TEST_PAGE=docs/campaigns/$$(date +%F).md \
+	  $(BIN)/python -m pytest -q -n auto -m "slow or hypothesis or campaign" $(ARGS)
+
+# Which mistakes would the tests not notice? Outside of CI; goes on where it was interrupted.
+mutants: setup
+	@VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet -r requirements-mutants.txt
+	@$(BIN)/python -m scripts.mutants $(ARGS)
+
+# Each law under each semantics of zoo.sim and over the transport of CPU jobs; `make test` draws one for each.
+laws: setup
+	@for world in gloo pairwise nccl; do echo "== $$world"; \
+	  ZOO_LAWS=$$world $(BIN)/python -m pytest -q -n auto tests/laws $(ARGS) || exit 1; done
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -19,7 +19,7 @@ VENV = os.path.join(ROOT, ".venv")
 BIN = os.path.join(VENV, "bin")
 VENV_PYTHON = os.path.join(BIN, "python")
 OLDEST, NEWEST = (3, 10), (3, 13)
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 11)
 OLDEST_CARGO = (1, 85)
 
 

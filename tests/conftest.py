@@ -1,13 +1,29 @@
-"""One thread a worker: xdist runs as many workers as there are cores, and tests start processes of their own."""
+"""What holds for all tests: one thread a worker, the number of examples, a fork server, long tests first."""
 
 from __future__ import annotations
 
 import os
 
+# xdist runs as many workers as there are cores, and tests start processes of their own.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from hypothesis import settings
+import pytest
+from tests import bounded, cpu, processes, profiles
 
-# Machines are shared: how long an example takes says nothing about the code.
-settings.register_profile("zoo", deadline=None)
-settings.load_profile("zoo")
+profiles.load()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "ZOO_TEST_MINUTES" in os.environ or "ZOO_TEST_PAGE" in os.environ:
+        config.pluginmanager.register(bounded)
+        bounded.pytest_configure(config)  # a plug-in that comes this late is not asked
+    if "ZOO_TEST_SECONDS" in os.environ:
+        config.pluginmanager.register(cpu.Seconds())
+    if os.environ.get("ZOO_TEST_CPU"):
+        config.pluginmanager.register(cpu)
+    config.add_cleanup(processes.make_folder())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: one that starts last leaves the other workers idle. The order stays as it is otherwise."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

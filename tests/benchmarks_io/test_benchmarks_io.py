@@ -134,7 +134,7 @@ def raw() -> dict[str, Any]:
     return {
         "machine": {
             "date": "2000-01-01", "cores": 2, "cpu": "a CPU", "kernel": "6", "filesystem": "ext4", "fio": "fio-3",
-            "huge_pages": "madvise", "python": "3.11", "torch": "2.6", "deepspeed": "not installed",
+            "huge_pages": "madvise", "python": "3.11", "torch": "2.11", "deepspeed": "not installed",
         },
         "settings": {
             "command": "python -m benchmarks.io", "num_bytes": 1 << 30, "rounds": 1, "grid_passes": 1,

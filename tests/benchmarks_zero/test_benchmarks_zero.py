@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.zero import init, traffic
+from benchmarks.common import ROOT
+from benchmarks.zero import compare, init, traffic
 from benchmarks.zero.launch import ContenderError, run_ranks
 from benchmarks.zero.workloads import GPT
 from torch import nn
@@ -92,6 +93,7 @@ def test_a_wrong_parameter_and_an_allocation_that_failed_show_in_the_table() -> 
     assert re.search(r"\| 4\.0 +\|", text)
 
 
+@pytest.mark.long
 def test_one_process_measures_a_construction_under_a_cap(tmp_path: Path) -> None:
     spec = {"section": "init", "contender": "zoo-nvme", "folder": str(tmp_path), "size": "quick"}
     figures = run_ranks(spec, 1, 120, init.CONTENDERS["zoo-nvme"].variables)[0]
@@ -107,3 +109,28 @@ def test_of_a_failure_the_last_line_is_shown() -> None:
         "spec: [rank0]: Traceback\n[rank0]: ValueError: no | [rank1]: Traceback\n[rank1]: ValueError: no\n"
     )
     assert error.last == "ValueError: no"
+
+
+def test_a_comparison_runs_with_another_checkout_and_its_tables_say_what_the_rounds_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"layers": 1, "width": 16, "heads": 2, "context": 8, "budget": 0, "rounds": 1}
+    given = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    given += ["--contenders", "ddp", "zoo1", "--what", "gpt", "host"]
+    compare.main([*given, "--other", str(ROOT), "--raw", str(tmp_path / "raw.json")])
+    text = capsys.readouterr().out
+    for line in ("| gpt ", "| zoo1, other", "| host ", "| gpt zoo1 ", "zoo1: CPU at most 1.0 x DDP"):
+        assert line in text
+    with pytest.raises(SystemExit, match="no checkout"):
+        compare.variables(tmp_path)
+
+
+def test_ratios_are_taken_within_rounds_and_their_interval_holds_the_median() -> None:
+    def figures(cpu_s: float) -> list[dict[str, Any]]:
+        return [{"cpu_s": cpu_s, "wall_s": 1.0}]
+
+    rounds = [{"this gpt zoo1": figures(2.0 * i), "other gpt zoo1": figures(1.0 * i)} for i in (1, 5, 9)]
+    assert compare.ratios([*rounds, {}], "this gpt zoo1", "other gpt zoo1", "cpu_s") == [2.0, 2.0, 2.0]
+    assert compare.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)  # too few for 95 %: all of them
+    assert compare.interval([float(i) for i in range(1, 7)]) == (1.0, 6.0)
+    assert compare.interval([float(i) for i in range(1, 11)]) == (2.0, 9.0)

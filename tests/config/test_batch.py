@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.config import BatchSizeError, ConfigError, load
 from zoo.config.batch import BATCH_KEYS, G, M, T, solve
@@ -12,6 +13,7 @@ from zoo.config.batch import BATCH_KEYS, G, M, T, solve
 SIZES = st.integers(1, 64)
 
 
+@examples(times=5)
 @given(SIZES, SIZES, SIZES, st.sets(st.sampled_from(BATCH_KEYS)))
 def test_any_consistent_choice_gives_the_same_triangle(micro: int, steps: int, ranks: int, keys: set[str]) -> None:
     whole = {T: micro * steps * ranks, M: micro, G: steps}
@@ -28,6 +30,7 @@ def test_any_consistent_choice_gives_the_same_triangle(micro: int, steps: int, r
         assert solved[G] == 1
 
 
+@examples(times=5)
 @given(SIZES, st.none() | SIZES, st.none() | SIZES, st.integers(1, 8))
 def test_what_does_not_divide_is_refused_with_every_number(
     total: int, micro: int | None, steps: int | None, ranks: int

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.config import ConfigError, load
 from zoo.config.reading import parse_value, read_overrides, read_source
@@ -69,6 +70,7 @@ def test_command_line_values(text: str, value: object) -> None:
     assert read_overrides([f"x.y={text}"]) == {"x": {"y": value}}
 
 
+@examples(times=5)
 @given(
     st.dictionaries(st.from_regex(r"[a-z]{1,3}", fullmatch=True), st.integers() | st.booleans() | st.none(), max_size=4)
 )

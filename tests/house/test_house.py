@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import processes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,15 +23,22 @@ def test_zoo_is_a_namespace_without_init() -> None:
 
 
 def test_the_schema_in_docs_is_current() -> None:
-    subprocess.run([sys.executable, ROOT / "scripts/schema.py", "--check"], check=True)
+    processes.run(ROOT / "scripts/schema.py", "--check", check=True)
 
 
 def test_every_dependency_is_named_with_its_reason() -> None:
     page = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8")
-    manifests = [ROOT / "requirements-dev.txt", *ROOT.glob("pyproject.toml"), *ROOT.glob("*/pyproject.toml")]
+    manifests = [
+        ROOT / "requirements-dev.txt",
+        ROOT / "requirements-mutants.txt",
+        *ROOT.glob("pyproject.toml"),
+        *ROOT.glob("*/pyproject.toml"),
+    ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in manifests)
     names = {
-        name.lower() for name in re.findall(r"^([A-Za-z][\w-]*)(?:[<>=].*)?$", manifests[0].read_text(), re.MULTILINE)
+        name.lower()
+        for path in manifests[:2]
+        for name in re.findall(r"^([A-Za-z][\w-]*)(?:[<>=].*)?$", path.read_text(), re.MULTILINE)
     }
     names |= {name.lower() for name in re.findall(r'"([A-Za-z][\w-]*)[<>=]=?[^"]*"', text)}
     for crate in ROOT.glob("crates/*/Cargo.toml"):
@@ -53,7 +62,11 @@ def test_every_subpackage_has_a_readme() -> None:
 
 
 def test_importing_the_foundations_does_not_import_torch() -> None:
-    names = [name for name in ("registry", "config", "layout") if (ROOT / "python/zoo" / name / "__init__.py").exists()]
+    names = [
+        name
+        for name in ("registry", "config", "layout", "plan")
+        if (ROOT / "python/zoo" / name / "__init__.py").exists()
+    ]
     code = (
         f"import sys, importlib as i; [i.import_module('zoo.' + n) for n in {names}]; sys.exit('torch' in sys.modules)"
     )

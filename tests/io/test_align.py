@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.io import native_version, split_aligned
 
@@ -12,6 +13,7 @@ BYTES = st.integers(0, 1 << 40)
 ALIGNMENTS = st.integers(0, 16).map(lambda shift: 1 << shift)
 
 
+@examples(times=5)
 @given(BYTES, BYTES, ALIGNMENTS)
 def test_parts_lie_end_to_end(offset: int, num_bytes: int, alignment: int) -> None:
     head, middle, tail = split_aligned(offset, num_bytes, alignment)

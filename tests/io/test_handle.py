@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 import zoo.io
 from zoo.io import Handle, Striped
@@ -24,8 +25,6 @@ DTYPES = [
     torch.complex64,
     torch.bool,
 ]
-
-slow_start = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -58,7 +57,7 @@ def handles(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@slow_start
+@examples(times=3)
 @given(
     options=handles(),
     dtype=st.sampled_from(DTYPES),
@@ -95,7 +94,7 @@ def test_what_is_written_is_in_the_file_and_comes_back(
             assert bytes_of(back) == content
 
 
-@slow_start
+@examples(times=3)
 @given(
     files=st.integers(1, 4),
     stripe=st.integers(1, 4),

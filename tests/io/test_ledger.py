@@ -1,14 +1,14 @@
 """One account for the pools of several processes."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.processes import start
+from tests.profiles import examples
 
 from zoo.io import BufferPool, Ledger, PoolExhaustedError, UnavailableError
 
@@ -38,7 +38,7 @@ def test_pools_stay_under_the_capacity_together(tmp_path: Path) -> None:
     assert ledgers[0].stats().reserved_bytes == 0
 
 
-@settings(deadline=None, max_examples=40)
+@examples(times=3)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20)), max_size=40), st.integers(1, 8))
 def test_the_account_is_the_sum_of_the_pools(
     tmp_path_factory: pytest.TempPathFactory, wishes: list[tuple[int, int]], region: int
@@ -89,16 +89,14 @@ class Other:
     """A process with a pool of its own on the ledger at a path."""
 
     def __init__(self, path: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        (asked, told), (heard, said) = os.pipe(), os.pipe()
+        self.told, self.heard = os.fdopen(told, "w"), os.fdopen(heard)
+        with os.fdopen(asked) as stdin, os.fdopen(said, "w") as stdout:
+            self.process = start(OTHER, path, stdin=stdin, stdout=stdout)
 
     def ask(self, number: int) -> str:
-        if self.process.stdin is None or self.process.stdout is None:
-            raise AssertionError("pipes were asked for")
-        self.process.stdin.write(f"{number}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
+        print(number, file=self.told, flush=True)
+        return self.heard.readline().strip()
 
 
 def test_processes_share_the_account(tmp_path: Path) -> None:
@@ -121,7 +119,9 @@ def test_processes_share_the_account(tmp_path: Path) -> None:
         assert [other.ask(0) for other in others] == ["got", "got"]
     finally:
         for other in others:
-            other.process.communicate(timeout=60)
+            other.told.close()
+            other.process.wait(timeout=60)
+            other.heard.close()
     assert ledger.stats()[1:] == (0, 64 * PAGE)
 
 

@@ -1,22 +1,24 @@
 """Pool tensors: aligned, bounded, given back."""
 
 import ctypes
+import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests import processes
+from tests.profiles import examples
 
 from zoo.io import BufferPool, PoolExhaustedError, UnavailableError
 
 MB = 1 << 20
 
 
-@settings(deadline=None, max_examples=60)
+@examples(times=3)
 @given(
     st.lists(
         st.tuples(
@@ -141,13 +143,7 @@ def test_a_cuda_runtime_is_found_at_run_time_and_its_errors_are_told(tmp_path: P
     if compiled.returncode:
         pytest.skip("no C compiler")
     ctypes.CDLL(str(library))
-    done = subprocess.run(
-        [sys.executable, "-c", USE_FAKE],
-        env={**__import__("os").environ, "ZOO_CUDART": str(library)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = processes.run(USE_FAKE, env={**os.environ, "ZOO_CUDART": str(library)}, check=True)
     assert done.stdout.splitlines() == [
         "lock 67108864 flags 1",
         "the CUDA runtime refused to lock 209715200 bytes: out of memory (code 2)",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading, philox
 from zoo.kernels.bias_dropout_residual import bias_dropout_residual, bias_dropout_residual_backward, reference
@@ -17,7 +18,6 @@ from zoo.kernels.building.plan import SOURCES, find_compiler
 from .cases import DTYPES, SIZES, same_bits
 from .oracles import THREADS, assert_all_same, num_threads, tensor
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 WORDS = st.integers(0, 2**64 - 1)
 
@@ -72,7 +72,7 @@ def test_the_words_of_a_tensor_are_those_of_its_counters() -> None:
     assert philox.words(seed, offset, 18).tolist() == torch.cat(each).tolist()[:18]
 
 
-@quick
+@examples(times=3)
 @given(
     rows=st.sampled_from([(), (0,), (1,), (3,), (2, 5), (65,), (130,)]), dim=SIZES, dtype=st.sampled_from(DTYPES),
     bias_dtype=st.sampled_from(DTYPES), p=P, seed=WORDS,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import elementary, loading
 from zoo.kernels.bias_gelu import bias_gelu, bias_gelu_backward, reference
@@ -13,12 +14,11 @@ from zoo.kernels.bias_gelu import bias_gelu, bias_gelu_backward, reference
 from .cases import DTYPES, SIZES, same_bits
 from .oracles import THREADS, assert_all_same, num_threads, tensor
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 FORMS = st.sampled_from(["none", "tanh"])
 
 
-@quick
+@examples(times=3)
 @given(
     rows=st.sampled_from([(), (0,), (1,), (3,), (2, 5), (65,), (130,)]), dim=SIZES, dtype=st.sampled_from(DTYPES),
     bias_dtype=st.sampled_from(DTYPES), form=FORMS, offset=st.integers(0, 3), seed=st.integers(0, 1000),

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests import processes
 
 from zoo.kernels.building import BuildError, Plan, build, build_cuda, cpu_plan, find_nvcc, parse_architectures
 from zoo.kernels.building.cuda import cuda_sources
@@ -131,15 +132,16 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once() -> None:
     )
     environment = {**os.environ, "CXX": "no-such-compiler"}
     environment.pop("ZOO_KERNELS", None)
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    result = processes.run(code, env=environment, check=True)
     assert result.stdout == "[0.0, 0.0, 0.0]\n"
     assert result.stderr.count("native operations cannot be used") == 1
     assert "CXX=no-such-compiler" in result.stderr
     environment["ZOO_KERNELS"] = "native"
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    result = processes.run(code, env=environment)
     assert "BuildError: ZOO_KERNELS=native, but CXX=no-such-compiler" in result.stderr
 
 
+@pytest.mark.long
 def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
     code = "import zoo.kernels, zoo.kernels.update, zoo.kernels.loading, zoo.kernels.building"
     environment = {**os.environ, "ZOO_CACHE_DIR": str(tmp_path / "cache")}

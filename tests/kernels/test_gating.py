@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading
 from zoo.kernels.gating import (
@@ -26,7 +27,6 @@ from zoo.kernels.gating import (
 from .cases import DTYPES, same_bits
 from .oracles import THREADS, assert_all_same, num_threads, tensor
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 TOKENS = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65, 257]), st.integers(0, 100))
 EXPERTS = st.one_of(st.sampled_from([1, 2, 8, 16, 63, 64, 65, 160]), st.integers(1, 130))
@@ -57,7 +57,7 @@ def random_rows(tokens: int, choices: int, num_rows: int, seed: int) -> torch.Te
 # The choice -----------------------------------------------------------------------------------------------------------
 
 
-@quick
+@examples(times=3)
 @given(
     tokens=TOKENS, experts=EXPERTS, k=st.integers(1, 8), dtype=st.sampled_from(DTYPES), renormalise=st.booleans(),
     offset=st.integers(0, 3), seed=st.integers(0, 1000), special=st.booleans(), coarse=st.booleans(),
@@ -77,7 +77,7 @@ def test_every_instruction_set_gives_the_choice_of_the_reference(
     assert_all_same(lambda: [top_k_gate_backward(dw, logits, expected[1], renormalise=renormalise)], [grad])
 
 
-@quick
+@examples(times=3)
 @given(
     tokens=st.integers(1, 20), experts=EXPERTS, k=st.integers(1, 8), seed=st.integers(0, 1000),
     dtype=st.sampled_from(DTYPES), renormalise=st.booleans(),
@@ -163,7 +163,7 @@ def by_hand(
     return positions, [n if capacity is None else min(n, capacity) for n in taken], taken
 
 
-@quick
+@examples(times=3)
 @given(
     tokens=TOKENS, experts=EXPERTS, k=st.integers(1, 4), capacity=CAPACITIES, priority=PRIORITIES,
     seed=st.integers(0, 1000),
@@ -200,7 +200,7 @@ def test_first_choices_come_before_second_ones() -> None:
     assert (by_token.counts.tolist(), by_token.demand.tolist()) == ([2, 2], [3, 3])
 
 
-@quick
+@examples(times=3)
 @given(
     tokens=TOKENS, experts=EXPERTS, k=st.integers(1, 4), capacity=CAPACITIES, priority=PRIORITIES, padded=st.booleans(),
     seed=st.integers(0, 1000),
@@ -231,7 +231,7 @@ def test_the_rows_of_an_expert_are_its_tokens_in_the_order_of_priority(
 # There and back -------------------------------------------------------------------------------------------------------
 
 
-@quick
+@examples(times=3)
 @given(
     tokens=TOKENS, k=st.integers(1, 4), dim=DIMS, spare=st.integers(-20, 20), dtype=st.sampled_from(DTYPES),
     weight_dtype=st.sampled_from(DTYPES), offset=st.integers(0, 3), seed=st.integers(0, 1000), special=st.booleans(),
@@ -270,7 +270,7 @@ def test_large_shapes_and_threads_change_nothing() -> None:
             assert all(map(same_bits, unpermute_backward(x, y, rows, gate[0]), grads)), threads
 
 
-@quick
+@examples(times=3)
 @given(
     tokens=st.integers(1, 60), experts=st.integers(1, 20), k=st.integers(1, 4), dim=st.integers(1, 100),
     dtype=st.sampled_from(DTYPES), priority=PRIORITIES, seed=st.integers(0, 1000),
@@ -294,7 +294,7 @@ def test_there_and_back_is_the_identity_when_nothing_is_dropped(
     assert torch.equal(unpermute(permute(x, rows[:, :1].argsort(0).argsort(0)), rows[:, :1].argsort(0).argsort(0)), x)
 
 
-@quick
+@examples(times=3)
 @given(
     tokens=st.integers(1, 30), k=st.integers(1, 5), dim=st.integers(1, 200), spare=st.integers(-10, 10),
     dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1000),

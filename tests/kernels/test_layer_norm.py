@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading
 from zoo.kernels.layer_norm import layer_norm, layer_norm_backward, ops, reference
@@ -16,13 +17,12 @@ from zoo.kernels.layer_norm import layer_norm, layer_norm_backward, ops, referen
 from .cases import DTYPES, same_bits
 from .oracles import THREADS, assert_all_same, num_threads, tensor
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 DIMS = st.one_of(st.sampled_from([1, 2, 63, 64, 65, 255, 256, 257, 1000, 1024]), st.integers(1, 700))
 ROWS = st.sampled_from([(), (0,), (1,), (3,), (2, 5), (63,), (64,), (65,), (130,)])
 
 
-@quick
+@examples(times=3)
 @given(
     rows=ROWS, dim=DIMS, dtype=st.sampled_from(DTYPES), weight_dtype=st.sampled_from(DTYPES), residual=st.booleans(),
     offset=st.integers(0, 3), seed=st.integers(0, 1000), special=st.booleans(), eps=st.sampled_from([1e-5, 0.0, 1e-12]),
@@ -58,7 +58,7 @@ def test_large_shapes_and_threads_change_nothing(shape: tuple[int, int]) -> None
         assert all(map(same_bits, (found.y, found.mean, found.rstd, *got), (*expected, *grads))), threads
 
 
-@quick
+@examples(times=3)
 @given(rows=st.integers(1, 20), dim=st.integers(2, 300), seed=st.integers(0, 1000), shift=st.sampled_from([0.0, 3.0]))
 def test_the_mean_and_the_result_are_as_near_to_the_exact_ones_as_derived(
     rows: int, dim: int, seed: int, shift: float

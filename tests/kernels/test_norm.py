@@ -6,19 +6,19 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading
 from zoo.kernels.norm import grad_norm, reference, scale_sum_squares_, sum_squares
 
 from .cases import DTYPES, SIZES, placed, same_bits, values
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 
 
-@quick
+@examples(times=3)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=4), dtype=st.sampled_from(DTYPES), offset=st.integers(0, 3),
     seed=st.integers(0, 1000), special=st.booleans(), factor=st.sampled_from([1.0, -1.0, 0.3, 2.0**-16, 1e30]),

@@ -6,19 +6,19 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading
 from zoo.kernels.onebit import compress_, decompress_, reference, wire_bytes
 
 from .cases import DTYPES, SIZES, placed, same_bits, values
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 
 
-@quick
+@examples(times=3)
 @given(
     n=SIZES, dtype=st.sampled_from(DTYPES), group=st.sampled_from([64, 128, 512, 2048, 2**20]),
     offset=st.integers(0, 3), seed=st.integers(0, 1000), special=st.booleans(), add=st.booleans(),
@@ -44,7 +44,7 @@ def test_every_instruction_set_equals_the_reference(
             assert same_bits(mine, theirs), isa
 
 
-@quick
+@examples(times=3)
 @given(n=SIZES, seed=st.integers(0, 1000))
 def test_what_was_sent_and_what_is_kept_is_what_was_given(n: int, seed: int) -> None:
     """y + e' = x + e; e' = fl(c - y) and c = fl(x + e) each round once: |y + e' - x - e| <= 2^-24 (|e'| + |c|)."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading
 from zoo.kernels.quantise import dequantise_, quantise, reference
 
 from .cases import DTYPES, SIZES, placed, same_bits, values
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 GROUPS = st.sampled_from([16, 48, 256, 2048, 2**20])
 
 
-@quick
+@examples(times=3)
 @given(
     n=SIZES, bits=st.sampled_from([8, 4]), group=GROUPS, dtype=st.sampled_from(DTYPES), offset=st.integers(0, 3),
     seed=st.integers(0, 1000), special=st.booleans(), ranks=st.integers(1, 3), factor=st.sampled_from([1.0, 0.5, 0.3]),
@@ -41,7 +41,7 @@ def test_every_instruction_set_equals_the_reference(
         assert same_bits(y, out), isa
 
 
-@quick
+@examples(times=3)
 @given(n=SIZES, bits=st.sampled_from([8, 4]), seed=st.integers(0, 1000))
 def test_it_is_within_half_a_step(n: int, bits: int, seed: int) -> None:
     """|x - q·s| <= s/2 (1 + 2^-21) + 2^-22 |x|.
@@ -58,7 +58,7 @@ def test_it_is_within_half_a_step(n: int, bits: int, seed: int) -> None:
     assert int(q.abs().max() if n and bits == 8 else 0) <= 127
 
 
-@quick
+@examples(times=3)
 @given(
     nodes=st.integers(1, 4), local=st.integers(1, 4), groups=st.integers(1, 3), bits=st.sampled_from([8, 4]),
     seed=st.integers(0, 100),

@@ -6,8 +6,9 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading
 from zoo.kernels.softmax import reference, softmax, softmax_backward
@@ -15,7 +16,6 @@ from zoo.kernels.softmax import reference, softmax, softmax_backward
 from .cases import DTYPES, SIZES, same_bits
 from .oracles import THREADS, assert_all_same, num_threads, tensor
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 MASKS = st.sampled_from(["none", "keys", "queries", "full", "heads", "sliced"])
 
@@ -33,7 +33,7 @@ def mask_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
     return mask[:, ::2] if kind == "sliced" else mask
 
 
-@quick
+@examples(times=3)
 @given(
     rows=st.sampled_from([(1, 1), (2, 3), (0, 2), (3, 0), (1, 17)]), keys=SIZES, dtype=st.sampled_from(DTYPES),
     mask_dtype=st.sampled_from(DTYPES), kind=MASKS, causal=st.booleans(), scale=st.sampled_from([1.0, 0.125, 3.7]),
@@ -66,7 +66,7 @@ def test_large_shapes_and_threads_change_nothing(shape: tuple[int, int]) -> None
         assert same_bits(dx, grad), threads
 
 
-@quick
+@examples(times=3)
 @given(
     queries=st.integers(1, 9), keys=st.integers(1, 400), seed=st.integers(0, 1000), causal=st.booleans(),
     dtype=st.sampled_from(DTYPES),
@@ -98,7 +98,7 @@ def test_it_is_softmax_as_accurately_as_derived(
         assert float((found.sum(-1) - 1).abs().max()) <= (keys + 20) * 2.0**-24
 
 
-@quick
+@examples(times=3)
 @given(rows=st.integers(1, 9), keys=st.integers(1, 400), seed=st.integers(0, 1000), scale=st.sampled_from([1.0, 0.125]))
 def test_the_gradient_is_as_near_to_the_exact_one_as_derived(rows: int, keys: int, seed: int, scale: float) -> None:
     """|c|·y·((c + 2)·Σ|dy·y| + 4·(|dy| + Σ|dy·y|))·u, from the y that is given: c additions as above, u = 2^-24.

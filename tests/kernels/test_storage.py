@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from tests import processes
 
 from zoo.io import BufferPool
 from zoo.kernels import loading
@@ -78,4 +77,4 @@ def test_there_is_none_without_the_library() -> None:
         "import torch; from zoo.kernels.storage import lend; a, b = torch.zeros(4), torch.ones(4)\n"
         "assert not lend(a.untyped_storage(), b.untyped_storage()) and a.tolist() == [0.0] * 4"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "ZOO_KERNELS": "reference"})
+    processes.run(code, check=True, env={**os.environ, "ZOO_KERNELS": "reference"})

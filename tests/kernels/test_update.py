@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.profiles import examples
 
 from zoo.kernels import loading
 from zoo.kernels.update import (
@@ -34,7 +35,6 @@ from zoo.kernels.update import (
 
 from .cases import DTYPES, SIZES, placed, same_bits, values
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 VARIANTS = [(rule, flags) for rule, all_flags in ALLOWED.items() if rule is not Rule.LAMB for flags in all_flags]
 
@@ -83,7 +83,6 @@ def assert_same(a: Lists, b: Lists, what: object) -> None:
 
 
 @pytest.mark.parametrize(("rule", "flags"), VARIANTS, ids=lambda x: getattr(x, "name", None) or str(int(x)))
-@settings(quick, max_examples=12)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=4), dtype=st.sampled_from(DTYPES), grad_dtype=st.sampled_from(DTYPES),
     state_dtype=st.sampled_from([torch.float32, torch.bfloat16]), master=st.booleans(), offset=st.integers(0, 3),
@@ -132,7 +131,7 @@ def test_there_is_one_openmp_runtime() -> None:
     assert len(runtimes) <= 1, runtimes
 
 
-@quick
+@examples(times=3)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 def test_conversions_round_as_torch_does(bits: list[int]) -> None:
     # A step of nothing: p' = 1·p - 0·g with a master only converts it.
@@ -158,7 +157,7 @@ def check_conversion(master: torch.Tensor) -> None:
         assert same_bits(p, (master - 0.0).to(dtype)), (dtype, isa)
 
 
-@quick
+@examples(times=3)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=3), flags=st.sampled_from(ALLOWED[Rule.LAMB]),
     dtype=st.sampled_from(DTYPES), grad_dtype=st.sampled_from(DTYPES), master=st.booleans(), offset=st.integers(0, 2),

@@ -39,5 +39,5 @@ BATTERY = {
         optim.Lamb, {"lr": 0.01, "bias_correction": False, "eps_inside_sqrt": True, "max_coeff": None},
         elementwise=False,
     ),
-    "Muon": Entry(optim.Muon, {"lr": 0.01}, getattr(torch.optim, "Muon", None), elementwise=False, smooth=False),
+    "Muon": Entry(optim.Muon, {"lr": 0.01}, torch.optim.Muon, elementwise=False, smooth=False),
 }  # fmt: skip

@@ -1,0 +1,84 @@
+"""A bound on the time of a whole run that cuts off politely, and a page that says what ran.
+
+``ZOO_TEST_MINUTES=30``: no test begins later than 30 minutes after the run did; those not reached are reported as
+skipped, "not run", and listed at the end. A failure before that fails the run as always. The order is a new one every
+time, so that it is not always the same tests that are cut off.
+
+``ZOO_TEST_PAGE=page.md`` writes what ran, how many, and the failures.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STARTED = "ZOO_TEST_STARTED"
+NOT_RUN = "not run: the time of this run"
+SEED = "ZOO_TEST_ORDER"
+
+
+def bound_s() -> float:
+    """Seconds that tests may begin in; infinity without a bound."""
+    return 60 * float(os.environ["ZOO_TEST_MINUTES"]) if "ZOO_TEST_MINUTES" in os.environ else float("inf")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers inherit both: they count from the same moment and must collect in the same order.
+    os.environ.setdefault(STARTED, str(time.time()))
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if bound_s() < float("inf"):
+        random.Random(int(os.environ[SEED])).shuffle(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() - float(os.environ[STARTED]) > bound_s():
+        pytest.skip(f"{NOT_RUN} ({os.environ['ZOO_TEST_MINUTES']} minutes) was over")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    stats = terminalreporter.stats
+    skipped = [r for r in stats.get("skipped", []) if NOT_RUN in str(r.longrepr)]
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} tests were not run")
+        for report in skipped:
+            terminalreporter.line(report.nodeid)
+    if "ZOO_TEST_PAGE" in os.environ:
+        failed = [r.nodeid for kind in ("failed", "error") for r in stats.get(kind, [])]
+        write_page(Path(os.environ["ZOO_TEST_PAGE"]), len(stats.get("passed", [])), failed, [r.nodeid for r in skipped])
+
+
+def write_page(path: Path, num_passed: int, failed: list[str], not_run: list[str]) -> None:
+    """Write the page of a campaign; what stands under "## Remarks" stays."""
+    from hypothesis import settings
+
+    remarks = "\n(what was looked for, and what became of the failures)\n"
+    if path.exists():
+        remarks = path.read_text(encoding="utf-8").partition("## Remarks\n")[2] or remarks
+    minutes = (time.time() - float(os.environ[STARTED])) / 60
+    lines = [
+        f"# Campaign of {datetime.date.today().isoformat()}", "",
+        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores; profile "
+        f"`{os.environ.get('ZOO_TEST_PROFILE', 'quick')}`, {settings.default.max_examples} examples of a property "
+        f"(times its own factor); {minutes:.0f} minutes.", "",
+        "| passed | failed | not run |", "|---|---|---|", f"| {num_passed} | {len(failed)} | {len(not_run)} |", "",
+        "## Failures", "", *_listed(failed), "",
+        "## Not run", "", *_listed(not_run), "",
+        "## Remarks",
+    ]  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n" + remarks, encoding="utf-8")
+
+
+def _listed(names: list[str]) -> list[str]:
+    return [f"- `{name}`" for name in names] or ["none"]
