@@ -152,3 +152,26 @@ def measure_host(contender: str) -> dict[str, Any]:
         "plain_cpu_s": plain_cpu / NUM_TINY,
         "most_whole": most,
     }
+
+
+def measure_unit(stage: int) -> dict[str, Any]:
+    """Host time a unit of forward and backward with gradients, world 1: of the hooks, at any stage.
+
+    Every Linear is a unit. The figures are of all of forward and backward, divided by the number of units, without
+    taking the plain model's away: the difference of two figures is that of the hooks.
+    """
+    from zoo.zero import ZeroOptimizer
+
+    model = WORKLOADS["tiny"].model()
+    options = {"param_persistence_threshold": 0, "reduce_bucket_size": 1} if stage == 3 else {}
+    optimizer = ZeroOptimizer(model, stage=stage, optimizer=torch.optim.AdamW, units=[nn.Linear], **options)
+    x = torch.randn(1, TINY_WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        result = model(x).sum()
+        with optimizer.no_sync():
+            result.backward()
+        return result
+
+    cpu, wall = _time(both, x)
+    return {"cpu_s": cpu / NUM_TINY, "wall_s": wall / NUM_TINY}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +43,50 @@ def environment(rank: int, size: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+class Server:
+    """Runs ranks as :func:`run_ranks` does, forked from one process that has everything imported."""
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = variables
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, spec: dict[str, Any], size: int, timeout_s: float = 180.0) -> list[dict[str, Any]]:
+        """The figures by rank."""
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", "benchmarks.zero.worker", "--serve"]
+            env = {**environment(0, size), **(self._variables or {})}
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        process = self._process
+        if process.stdin is None or process.stdout is None:
+            raise AssertionError("the server has no pipes.")
+        with tempfile.TemporaryDirectory() as folder:
+            process.stdin.write(json.dumps([spec, size, folder]) + "\n")
+            process.stdin.flush()
+            if not select.select([process.stdout], [], [], timeout_s)[0] or not process.stdout.readline():
+                self.close()
+            return _figures(spec, size, Path(folder))
+
+    def close(self) -> None:
+        """End it, and the ranks that still run."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+
+def _figures(spec: dict[str, Any], size: int, out: Path) -> list[dict[str, Any]]:
+    results = [out / f"rank{rank}.json" for rank in range(size)]
+    if not all(path.exists() for path in results):
+        logs = [out / f"log{rank}" for rank in range(size)]
+        said = [log.read_text().strip().splitlines()[-12:] if log.exists() else [] for log in logs]
+        raise ContenderError(f"{spec}: " + " | ".join("\n".join(lines) for lines in said))
+    return [json.loads(path.read_text()) for path in results]
+
+
 def run_ranks(
     spec: dict[str, Any], size: int, timeout_s: float = 180.0, variables: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
@@ -63,8 +110,4 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.wait()
-        results = [out / f"rank{rank}.json" for rank in range(size)]
-        if not all(path.exists() for path in results):
-            said = [(out / f"log{rank}").read_text().strip().splitlines()[-12:] for rank in range(size)]
-            raise ContenderError(f"{spec}: " + " | ".join("\n".join(lines) for lines in said))
-        return [json.loads(path.read_text()) for path in results]
+        return _figures(spec, size, out)

@@ -8,13 +8,14 @@ import os
 import re
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from benchmarks.zero.contenders import CONTENDERS
-from benchmarks.zero.workloads import WORKLOADS, Workload
+from benchmarks.zero.workloads import Workload, workload_of
 
 
 def status_bytes(key: str) -> int:
@@ -58,7 +59,7 @@ def agree_steps(workload: Workload, step_s: float, budget_s: float) -> int:
 
 def measure_step(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """CPU and wall time of a training step, the losses, and the growth of the resident set."""
-    workload = WORKLOADS[spec["workload"]]
+    workload = workload_of(spec["workload"])
     build = CONTENDERS[spec["contender"]].load()
     warm_up()
     before = reset_peak()
@@ -91,10 +92,8 @@ def measure_step(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """``worker SPEC OUT``: a JSON spec with "section", "contender", …; figures go to OUT/rank<r>.json."""
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def measure(spec: dict[str, Any], out: Path, rank: int, size: int) -> None:
+    """Figures of what ``spec`` says, with "section", "contender", …, go to OUT/rank<r>.json. Ends the process."""
     join(rank, size, str(out / "store"))
     if spec["section"] == "step":
         figures = measure_step(spec, rank)
@@ -102,6 +101,10 @@ def main() -> None:
         from benchmarks.zero.host import measure_host
 
         figures = measure_host(spec["contender"])
+    elif spec["section"] == "unit":
+        from benchmarks.zero.host import measure_unit
+
+        figures = measure_unit(spec["stage"])
     elif spec["section"] == "offload":
         from benchmarks.zero.offload import measure_offload
 
@@ -121,6 +124,47 @@ def main() -> None:
     (out / f"rank{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     os._exit(0)  # some libraries hang or complain at exit; nothing is left to do
+
+
+def serve() -> None:
+    """For each line of stdin, a JSON [spec, size, OUT], fork the ranks, and write a line when all of them are over.
+
+    Imports take longer than short measurements, and are made once here. A rank is a process of its own all the same.
+    """
+    import torch.nn.parallel
+
+    import zoo.zero  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        spec, size, out = json.loads(line)
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                with (Path(out) / f"log{rank}").open("w") as log:
+                    os.dup2(log.fileno(), 1)
+                    os.dup2(log.fileno(), 2)
+                os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
+                os.environ["LOCAL_WORLD_SIZE"] = str(size)
+                try:
+                    measure(spec, Path(out), rank, size)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+        print("over", flush=True)
+
+
+def main() -> None:
+    """``worker SPEC OUT`` measures as one rank; ``worker --serve`` see :func:`serve`."""
+    if sys.argv[1] == "--serve":
+        serve()
+        return
+    measure(json.loads(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -144,3 +144,20 @@ WORKLOADS = {
         num_steps=3,
     ),
 }  # fmt: skip
+
+
+def gpt_workload(*, layers: int, width: int, heads: int, batch: int, context: int) -> Workload:
+    """A GPT of this shape; each rank has ``batch`` sequences of ``context`` bytes a step."""
+    return Workload(
+        build=lambda: GPT(layers, width, context, heads),
+        batch=lambda rank, step: byte_batch(rank, step, batch, context),
+        loss=cross_entropy,
+        blocks=lambda model: list(model.blocks),
+        num_warmup=3,
+        num_steps=20,
+    )
+
+
+def workload_of(name: str | Mapping[str, int]) -> Workload:
+    """One of those above, or the shape of a GPT."""
+    return WORKLOADS[name] if isinstance(name, str) else gpt_workload(**name)

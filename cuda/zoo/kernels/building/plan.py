@@ -146,10 +146,9 @@ def binding_flags() -> tuple[str, ...]:
     """What the files that include headers of torch are compiled with."""
     import torch
 
-    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     include = torch_folder() / "include"
     return (
-        "-std=c++20" if numbers >= (2, 10) else "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden",
+        "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-isystem{include}",
         f"-isystem{include / 'torch/csrc/api/include'}",
     )  # fmt: skip
