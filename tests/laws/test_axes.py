@@ -379,7 +379,7 @@ def test_a_mesh_and_torchrun_say_which_ranks_share_a_node(monkeypatch: pytest.Mo
 def test_the_second_stage_of_a_gather_and_of_a_reduction_begins_a_unit_early(
     monkeypatch: pytest.MonkeyPatch, quantised: bool
 ) -> None:
-    """Within the node a layer is gathered before the layer in front of it runs; see ``zoo.zero.routes.advance``."""
+    """Within the node a layer is gathered before the layer in front of it runs: ``collectives.routes.advance``."""
     events: dict[int, list[str]] = {rank: [] for rank in range(4)}
 
     def watched(name: str) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 import zoo.optim
 from zoo import sim
 from zoo.zero import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroConfig, ZeroOptimizer
-from zoo.zero.keywords import OptimizerArguments, ZeroOptions
+from zoo.zero.options.keywords import OptimizerArguments, ZeroOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer]

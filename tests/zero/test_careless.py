@@ -693,7 +693,7 @@ def test_states_that_come_back_to_other_memory_are_the_ones_that_train(
     cls: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a GPU what comes back lies elsewhere; here every way there and back makes a copy.
-    from zoo.zero import moving
+    import zoo.zero.state.away as moving
 
     monkeypatch.setattr(moving, "leaves", lambda tensor: True)
 

@@ -14,7 +14,7 @@ from zoo.zero import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zoo.zero.estimators import MemoryNeeds
+from zoo.zero.forecast.estimators import MemoryNeeds
 
 T5_3B = 2_851_598_336
 T5_LARGE = 737_668_096

@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.zero import Stage3Optimizer, ZeroOptimizer
-from zoo.zero.feedback import Feedback
+from zoo.zero.collectives.feedback import Feedback
 
 OPTIONS = {"zero_quantized_gradients": True, "quantized_gradients_feedback": True, "param_persistence_threshold": 0}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.zero import PartitionedAccessError, Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer
-from zoo.zero.guard import CAN_REFUSE_STORAGE
+from zoo.zero.sharding.guard import CAN_REFUSE_STORAGE
 
 
 def small() -> nn.Sequential:

@@ -12,7 +12,7 @@ from pydantic import Field
 from zoo.config import Config, ConfigError, Section, json_schema, load, register_section
 from zoo.registry import Registry
 from zoo.zero import ZeroConfig
-from zoo.zero.options import OPTIONS, Option, schema_of_translated, status, translate
+from zoo.zero.options.documents import OPTIONS, Option, schema_of_translated, status, translate
 
 TOP = [option for option in OPTIONS if not option.section]
 

@@ -25,10 +25,10 @@ from zoo.zero import (
     ZeroOptimizer,
     safe_get_local_fp32_param,
 )
-from zoo.zero.axes import make_axes
+from zoo.zero.collectives.quantised import QuantisedGather, QuantisedReduce
+from zoo.zero.collectives.routes import FlatGather
 from zoo.zero.offload import OffloadError
-from zoo.zero.quantised import QuantisedGather, QuantisedReduce
-from zoo.zero.routes import FlatGather
+from zoo.zero.placement.axes import make_axes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
 from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer
-from zoo.zero.window import Window
+from zoo.zero.runtime.window import Window
 
 WIDTH = 6
 

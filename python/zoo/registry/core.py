@@ -30,7 +30,7 @@ CORE: dict[str, dict[str, str]] = {
         "SGD": "zoo.optim:SGD",
     },
     "parameter_gatherer": {
-        "zero": "zoo.zero.gathering:GatheredParameters",
+        "zero": "zoo.zero.state.gathered:GatheredParameters",
     },
     "task": {
         "byte_lm": "zoo.examples.byte_lm:ByteTask",

@@ -12,7 +12,26 @@ from zoo.nn import (
     dot_product_attention,
     memory_efficient_linear,
 )
-from zoo.zero.access import (
+from zoo.zero.config import ZeroConfig
+from zoo.zero.forecast.costs import Forecast
+from zoo.zero.forecast.dry_run import DryRun
+from zoo.zero.forecast.estimators import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from zoo.zero.init import Init, InitReport
+from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
+from zoo.zero.optimizer import ZeroOptimizer
+from zoo.zero.runtime.external import register_external_parameter, unregister_external_parameter
+from zoo.zero.runtime.window import Window
+from zoo.zero.sharded import ShardedModel
+from zoo.zero.sharding.guard import PartitionedAccessError
+from zoo.zero.stages import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer
+from zoo.zero.state.access import (
     get_full_fp32_params,
     get_full_grads,
     get_full_optimizer_states,
@@ -29,28 +48,9 @@ from zoo.zero.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zoo.zero.config import ZeroConfig
-from zoo.zero.dry import DryRun
-from zoo.zero.estimators import (
-    estimate_zero2_model_states_mem_needs,
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
-from zoo.zero.external import register_external_parameter, unregister_external_parameter
-from zoo.zero.forecast import Forecast
-from zoo.zero.gathering import GatheredParameters
-from zoo.zero.guard import PartitionedAccessError
-from zoo.zero.init import Init, InitReport
-from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
-from zoo.zero.optimizer import ZeroOptimizer
-from zoo.zero.scaler import LossScaler
-from zoo.zero.sharded import ShardedModel
-from zoo.zero.stages import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer
-from zoo.zero.state import StateSlice
-from zoo.zero.window import Window
+from zoo.zero.state.gathered import GatheredParameters
+from zoo.zero.state.logical import StateSlice
+from zoo.zero.update.loss_scaler import LossScaler
 
 __all__ = [
     "DryRun",

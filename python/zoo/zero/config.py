@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+import zoo.zero.options.documents as options
 from zoo.config import Section
-from zoo.zero import options
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 
@@ -167,7 +167,7 @@ class ZeroConfig(Section):
 
     @classmethod
     def translate(cls, raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Deprecated keys in the words of today; see ``zoo.zero.options``."""
+        """Deprecated keys in the words of today; see ``zoo.zero.options.documents``."""
         return options.translate(raw, cls)
 
     @classmethod

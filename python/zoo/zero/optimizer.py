@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
+import zoo.zero.state.logical as state_io
 from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
-from zoo.zero import state as state_io
-from zoo.zero.arguments import Wrapped, find_optimizer, resolve_config
-from zoo.zero.bucket_gradients import BucketGradients, Phase
-from zoo.zero.buckets import Bucket
 from zoo.zero.config import ZeroConfig
-from zoo.zero.dry import DryRun
-from zoo.zero.early import EarlyUpdate, LateUpdate
-from zoo.zero.forecast import Forecast, gathered_from_shards
-from zoo.zero.forecast import forecast as make_forecast
-from zoo.zero.keywords import options_of, shows_keywords, stage_of
-from zoo.zero.moving import Moved
-from zoo.zero.norms import global_norm
-from zoo.zero.offload.forecast import nvme_traffic, tier_bytes
-from zoo.zero.rank_state import load_rank_state, rank_state
-from zoo.zero.runtime import Runtime
-from zoo.zero.scaler import LossScaler, make_scaler
+from zoo.zero.forecast.costs import Forecast, gathered_from_shards
+from zoo.zero.forecast.costs import forecast as make_forecast
+from zoo.zero.forecast.dry_run import DryRun
+from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
+from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config
+from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
+from zoo.zero.placement.units import UnitChoice, check_parameters
+from zoo.zero.runtime.hooks import Runtime
 from zoo.zero.sharded import ShardedModel
-from zoo.zero.units import UnitChoice, check_parameters
-from zoo.zero.updater import Updater, try_out
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.gradients import BucketGradients, Phase
+from zoo.zero.state.away import Moved
+from zoo.zero.state.rank_state import load_rank_state, rank_state
+from zoo.zero.update.in_backward import EarlyUpdate, LateUpdate
+from zoo.zero.update.loss_scaler import LossScaler, make_scaler
+from zoo.zero.update.norms import global_norm
+from zoo.zero.update.updater import Updater, try_out
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from zoo.zero.keywords import Keywords
+    from zoo.zero.options.keywords import Keywords
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -73,7 +73,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params: parameters, (name, parameter) pairs, or groups of them, as for ``torch.optim``; by default one group of
             all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
-            :func:`~zoo.zero.units.find_units`.
+            :func:`~zoo.zero.placement.units.find_units`.
         clip_norm: clip the global gradient norm to this before each step; 0 for no clipping.
         loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
         nonfinite_gradients: what a step does whose gradients have a norm that is not finite, where the norm is known
@@ -288,7 +288,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
 
     def take_writes(self) -> None:
-        """Take over what was written into parameters; see :mod:`zoo.zero.writes`.
+        """Take over what was written into parameters; see :mod:`zoo.zero.state.writes`.
 
         Raises:
             RuntimeError: something that was written is lost.

@@ -24,24 +24,24 @@ from zoo.comm import Communicator, report_uncaught
 from zoo.io import AioConfig, Handle
 from zoo.layout import logical_name
 from zoo.plan import Actions
-from zoo.zero.axes import Axes
-from zoo.zero.bucketing import STAGES, plan_buckets
-from zoo.zero.buckets import Bucket
+from zoo.zero.collectives.choice import choose_routes
 from zoo.zero.config import ZeroConfig
-from zoo.zero.divergent import Meeting
-from zoo.zero.dry import DryRun
-from zoo.zero.families import data_communicator, family_of, make_families
-from zoo.zero.guard import release as release_parameter
-from zoo.zero.offload.opening import open_stores
+from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.offload.scratch import Scratch
-from zoo.zero.recording import recording
-from zoo.zero.routing import choose_routes
-from zoo.zero.runtime import Runtime
-from zoo.zero.streaming import whole_parameters
-from zoo.zero.units import UnitChoice, check_parameters, find_units
-from zoo.zero.window import Window
-from zoo.zero.working import WorkingMemory
-from zoo.zero.writes import Writes
+from zoo.zero.offload.stores import open_stores
+from zoo.zero.placement.axes import Axes
+from zoo.zero.placement.families import data_communicator, family_of, make_families
+from zoo.zero.placement.packing import STAGES, plan_buckets
+from zoo.zero.placement.units import UnitChoice, check_parameters, find_units
+from zoo.zero.runtime.divergent import Meeting
+from zoo.zero.runtime.hooks import Runtime
+from zoo.zero.runtime.recording import recording
+from zoo.zero.runtime.window import Window
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.guard import release as release_parameter
+from zoo.zero.sharding.memory import WorkingMemory
+from zoo.zero.state.whole import whole_parameters
+from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
@@ -58,7 +58,7 @@ class ShardedModel:
         group: process group, DeviceMesh or Communicator of the ranks; None for the default group.
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those of them over
             which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``).
-        units: which modules are gathered as one; see :func:`~zoo.zero.units.find_units`.
+        units: which modules are gathered as one; see :func:`~zoo.zero.placement.units.find_units`.
         trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
         group_of: the parameter group of a parameter; parameters of one group lie together.
         reduce_dtype: dtype in which gradients are sent and added; None for their own.
@@ -202,7 +202,7 @@ class ShardedModel:
 
     def change(self, bucket: Bucket, slot: int, value: torch.Tensor) -> None:
         """Give one parameter a whole new value of its own shape; every rank gives the same."""
-        from zoo.zero.editing import write_values
+        from zoo.zero.state.editing import write_values
 
         user = self._user() if self._user is not None else None
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
@@ -244,7 +244,7 @@ class ShardedModel:
         self.runtime.accumulate(parameter, gradient)
 
     def window(self, *, max_bytes: int | None = None) -> Window:
-        """Micro-batches that a schedule drives, any number of them in flight and in any order; see ``window.py``.
+        """Micro-batches that a schedule drives, any number of them in flight and in any order: ``runtime/window.py``.
 
         ::
 

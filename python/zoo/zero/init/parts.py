@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zoo.zero.guard import ALLOWED_WHEN_PARTITIONED, PartitionedAccessError
 from zoo.zero.init.sharing import Share, Sharing
+from zoo.zero.sharding.guard import ALLOWED_WHEN_PARTITIONED, PartitionedAccessError
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad

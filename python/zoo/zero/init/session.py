@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.zero.guard import PartitionedAccessError
 from zoo.zero.init.materialise import Materialiser
 from zoo.zero.init.parts import SET_DATA, Part, part_of
 from zoo.zero.init.report import InitReport, Touch
 from zoo.zero.init.sharing import Sharing
 from zoo.zero.offload.heap import map_large_blocks
+from zoo.zero.sharding.guard import PartitionedAccessError
 
 _local = threading.local()
 _NEW_PARAMETER = nn.Parameter.__new__.__code__

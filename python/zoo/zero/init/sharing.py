@@ -1,8 +1,8 @@
 """How the parts of an Init are kept: by which ranks, in which form, and how they come together.
 
 Legend: N ranks, n elements of a piece, P = N n; L ranks of the secondary group, m = P / L; G elements of a group that
-shares a scale (``quantised.py``). Rank r keeps the flat value's elements [k n, (k + 1) n), k = places[r], and with a
-secondary group [l m, (l + 1) m) besides, l its rank there.
+shares a scale (``collectives/quantised.py``). Rank r keeps the flat value's elements [k n, (k + 1) n), k = places[r],
+and with a secondary group [l m, (l + 1) m) besides, l its rank there.
 
 n = ceil(numel / N), rounded up to whole groups where something is quantised, so that a group never lies in two pieces,
 whatever group of ranks they are of.
@@ -18,8 +18,8 @@ import torch
 
 from zoo.comm import Communicator
 from zoo.comm import Handle as Pending
+from zoo.zero.collectives.routes import FlatGather
 from zoo.zero.init.keeping import Keeper, Kept
-from zoo.zero.routes import FlatGather
 
 _UNIT = 16  # of the kernels: a group is a multiple of it
 
@@ -59,7 +59,7 @@ class Share:
         quantises = (sharing.quantised_reads or sharing.quantised_frozen) and dtype.is_floating_point
         self._group_size = 0
         if quantises and numel:
-            from zoo.zero import quantised  # the only part that needs zoo-kernels
+            from zoo.zero.collectives import quantised  # the only part that needs zoo-kernels
 
             quantised.check_dtypes([name], dtype)
             length = -(-length // _UNIT) * _UNIT
@@ -80,7 +80,7 @@ class Share:
         return [*found, (secondary, secondary.rank)] if secondary is not None else found
 
     def _packer(self, comm: Communicator) -> Any:
-        from zoo.zero.quantised import Packer
+        from zoo.zero.collectives.quantised import Packer
 
         return Packer(FlatGather(comm), self._group_size)
 
@@ -146,7 +146,7 @@ class Share:
             self._start(flat, comm, index, lambda full: packed.start(full, self._name))
             return False
         if self.sharing.quantised_reads and self._group_size and not exact and comm.size > 1:
-            from zoo.zero.quantised import QuantisedGather
+            from zoo.zero.collectives.quantised import QuantisedGather
 
             route = QuantisedGather(FlatGather(comm), self._group_size)
             self._start(flat, comm, index, lambda full: route.start(full, kept, self._name))

@@ -5,8 +5,8 @@ Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extrem
 
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.offload.errors import OffloadError
-from zoo.zero.offload.plan import Tier, Tiers, plan_tiers
 from zoo.zero.offload.scratch import Scratch, Shelf
+from zoo.zero.offload.tiers import Tier, Tiers, plan_tiers
 
 __all__ = [
     "OffloadError",

@@ -15,7 +15,7 @@ from zoo.io import AioConfig, BufferPool, Future, Handle
 from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.heap import map_large_blocks
-from zoo.zero.working import lends
+from zoo.zero.sharding.memory import lends
 
 PAGE = 4096
 

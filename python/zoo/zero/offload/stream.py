@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from zoo.io import Future
-from zoo.zero.buckets import Bucket
-from zoo.zero.offload.plan import Tier
 from zoo.zero.offload.scratch import Scratch, round_up
-from zoo.zero.segments import Segment, absent, is_absent
-from zoo.zero.state import Stored
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.state.logical import Stored
+from zoo.zero.update.segments import Segment, absent, is_absent
 
 ALIGN = 64  # of a section within a record, as vector loads like it
 

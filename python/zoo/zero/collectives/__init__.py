@@ -1,0 +1,1 @@
+"""How the bytes of a bucket travel: gathers and reductions behind two small protocols."""

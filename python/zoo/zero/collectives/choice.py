@@ -1,0 +1,58 @@
+"""From the options to the routes of each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zoo.zero.collectives.routes import Routes, plain_routes
+from zoo.zero.placement.axes import Axes
+from zoo.zero.placement.packing import BucketSpec, Placement, layout_of
+
+if TYPE_CHECKING:
+    from zoo.zero.config import ZeroConfig
+
+
+def choose_routes(
+    plan: Sequence[BucketSpec], placement: Placement, axes: Mapping[tuple[str, ...], Axes], config: ZeroConfig,
+    reduce_dtype: torch.dtype | None,
+) -> list[Routes]:  # fmt: skip
+    """How each bucket travels. Sets the ``group_size`` of those of which something is quantised.
+
+    Raises:
+        ImportError: something is to be quantised and zoo-kernels is not installed.
+        NotImplementedError: for a dtype that cannot be quantised.
+    """
+    every = {key: plain_routes(of, two_stages=config.mics_hierarchical_params_gather) for key, of in axes.items()}
+    if not (
+        config.zero_quantized_weights or config.zero_quantized_gradients or config.zero_quantized_nontrainable_weights
+    ):
+        return [every[spec.axes] for spec in plan]
+    from zoo.zero.collectives import quantised  # the only part that needs zoo-kernels
+
+    found = []
+    for spec in plan:
+        plain = every[spec.axes]
+        weights = config.zero_quantized_weights
+        stored = config.zero_quantized_nontrainable_weights and not spec.trainable
+        gradients = config.zero_quantized_gradients and spec.trainable
+        if spec.resident or not placement.shard_parameters or not (weights or stored or gradients):
+            found.append(plain)
+            continue
+        quantised.check_dtypes(spec.names, spec.dtype, reduce_dtype if gradients else None)
+        num_chunks = plain.axes.shard.size
+        spec.group_size = quantised.group_size_of(layout_of(spec, num_chunks).size // num_chunks)
+        bits = config.quantized_gradients_bits if gradients else None
+        found.append(
+            quantised.quantised_routes(
+                plain,
+                spec.group_size,
+                weights=weights,
+                stored=stored,
+                gradient_bits=bits,
+                feedback=config.quantized_gradients_feedback,
+            )
+        )
+    return found

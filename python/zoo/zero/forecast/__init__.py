@@ -1,0 +1,1 @@
+"""What a job will hold, send and move, before it runs."""

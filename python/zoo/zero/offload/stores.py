@@ -1,0 +1,66 @@
+"""From the options to files and buffers, before the buckets are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from zoo.comm import Communicator
+from zoo.io import AioConfig, Handle
+from zoo.zero.collectives.routes import Routes
+from zoo.zero.forecast.dry_run import DryRun, DryScratch
+from zoo.zero.offload.budget import HostBudget
+from zoo.zero.offload.gradient_files import GradientPark
+from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.tiers import Tier, plan_tiers
+from zoo.zero.placement.packing import BucketSpec, Placement, layout_of
+from zoo.zero.sharding.buckets import Stores
+
+if TYPE_CHECKING:
+    from zoo.zero.config import ZeroConfig
+
+
+def open_stores(
+    plan: Sequence[BucketSpec], placement: Placement, routes: Sequence[Routes], config: ZeroConfig, *,
+    comm: Communicator, aio: AioConfig | Handle | None, keep_norms: bool,
+) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
+    """The tiers of each bucket and what they need; the files have their full size afterwards.
+
+    Collective over ``comm``, all ranks of the optimizer, if there is a cap of host memory; a DryRun opens nothing.
+    """
+    parameters, optimizer = config.offload_param, config.offload_optimizer
+    if parameters.device == "none" and optimizer.device == "none":
+        return None, [Stores() for _ in plan]
+    counts = [route.axes.shard.size for route in routes]
+    numels = [layout_of(spec, count).size // count for spec, count in zip(plan, counts, strict=True)]
+    split = [placement.shard_parameters and not spec.resident for spec in plan]
+    tiers = plan_tiers(
+        [(n, s, spec.trainable) for n, s, spec in zip(numels, split, plan, strict=True)], parameters, optimizer
+    )
+    scratch: Any = DryScratch() if isinstance(comm, DryRun) else _open(comm, plan, config, aio)
+    sizes = [n * spec.dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
+
+    packed = [r.shard_bytes(n, s.dtype.itemsize) for r, n, s in zip(routes, numels, plan, strict=True)]
+
+    def on_nvme(tier: Sequence[Tier], sizes: Sequence[int]) -> list[int]:
+        return [size if where is Tier.NVME else 0 for size, where in zip(sizes, tier, strict=True)]
+
+    kept, shelf, park = on_nvme([t.parameters for t in tiers], packed), None, None
+    if any(kept):
+        shelf = scratch.shelf(parameters.nvme_path, "parameters", kept)
+    parked = on_nvme([t.states for t in tiers], sizes)
+    if any(parked) and placement.shard_gradients and placement.keep_gradients:
+        park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
+    return scratch, [Stores(tiers=t, scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for t in tiers]
+
+
+def _open(
+    comm: Communicator, plan: Sequence[BucketSpec], config: ZeroConfig, aio: AioConfig | Handle | None
+) -> Scratch:
+    capped = config.offload_host_bytes is not None
+    return Scratch(
+        aio=aio if isinstance(aio, AioConfig) else None,
+        handle=aio if isinstance(aio, Handle) else None,
+        budget=HostBudget(comm, config, plan[0].parameters[0].device) if capped else None,
+        pinned=config.offload_param.pin_memory or config.offload_optimizer.pin_memory,
+    )

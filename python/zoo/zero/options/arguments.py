@@ -1,0 +1,145 @@
+"""What the constructor of a ZeRO optimizer was given, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zoo.zero.config import ZeroConfig
+from zoo.zero.update import instances
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+
+def resolve_config(config: ZeroConfig | None, stage: int | None, options: dict[str, Any]) -> ZeroConfig:
+    """Take the ZeRO options out of ``options`` and put them over ``config``."""
+    given = {key: options.pop(key) for key in list(options) if key in ZeroConfig.model_fields}
+    if stage is not None:
+        given["stage"] = stage
+    base = config.model_dump() if config is not None else {}
+    return ZeroConfig.model_validate({**base, **given})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapped:
+    """The optimizer to wrap.
+
+    Attributes:
+        make: builds it: ``make(groups, **options)``.
+        groups: parameter groups, each trainable parameter of the model in exactly one. Those of an instance are the
+            very dicts of the instance.
+        instance: what ``optimizer=`` was, if it was an instance.
+    """
+
+    make: Any
+    groups: Sequence[dict[str, Any]]
+    options: dict[str, Any]
+    instance: torch.optim.Optimizer | None = None
+
+    def taken_over_by(self, owner: ZeroOptimizer) -> None:
+        """From now on ``owner`` does what an instance was made for."""
+        if self.instance is not None:
+            instances.retire(self.instance, owner)
+
+
+def find_optimizer(
+    model: nn.Module, optimizer: Any, params: Iterable[Any] | None, options: Mapping[str, Any]
+) -> Wrapped:
+    """What to wrap, from a class, a name in the registry (kind "optimizer"), or an instance.
+
+    Raises:
+        ValueError: it is none of these, an instance that cannot be taken over, or groups that do not fit the model.
+    """
+    if isinstance(optimizer, str):
+        from zoo import registry
+
+        optimizer = registry.get("optimizer", optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        instances.check(optimizer, params, options)
+        groups = optimizer.param_groups
+        param_groups_of(model, groups, source="optimizer=")
+        return Wrapped(
+            make=type(optimizer), groups=groups, options=instances.arguments_of(optimizer), instance=optimizer
+        )
+    if not callable(optimizer):
+        raise ValueError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a class (optimizer=torch.optim.AdamW) and "
+            "its arguments (lr=3e-4), an instance of one, or its name in the registry."
+        )
+    return Wrapped(make=optimizer, groups=param_groups_of(model, params), options=dict(options))
+
+
+def param_groups_of(model: nn.Module, params: Iterable[Any] | None, *, source: str = "params=") -> list[dict[str, Any]]:
+    """Parameter groups as lists of dicts, each trainable parameter of the model in exactly one; frozen ones in none.
+
+    Args:
+        params: tensors, or (name, tensor) pairs, or dicts with either under "params". Names are kept as "param_names".
+        source: for messages: which argument they are from.
+    """
+    trainable = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
+    if params is None:
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    given = list(params)
+    groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    seen: set[int] = set()
+    for i, group in enumerate(groups):
+        _split_names(group, f"group {i} of {source}")
+        for p in group["params"]:
+            if id(p) not in trainable:
+                raise ValueError(
+                    f"group {i} of {source} holds a tensor of shape {tuple(p.shape)} that is not in the model."
+                )
+            if id(p) in seen:
+                raise ValueError(f"{source} holds {trainable[id(p)]!r} more than once.")
+            seen.add(id(p))
+    _check_names(groups, source)
+    missing = [name for key, name in trainable.items() if key not in seen]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} trainable parameter(s) are in no group of {source}: {', '.join(missing[:5])}. Add them to "
+            "a group, or freeze them (requires_grad=False)."
+        )
+    return groups
+
+
+def _split_names(group: dict[str, Any], where: str) -> None:
+    """Leave the trainable tensors as ``group["params"]``, and their names, if they have any, as "param_names"."""
+    members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    names = list(group.get("param_names", []))
+    pairs = [m for m in members if isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], str)]
+    if pairs:
+        if len(pairs) < len(members):
+            raise ValueError(
+                f"{len(pairs)} of {len(members)} parameters in {where} come with a name; give all of them as (name, "
+                "parameter), or none."
+            )
+        names, members = [name for name, _ in pairs], [parameter for _, parameter in pairs]
+    for member in members:
+        if not isinstance(member, torch.Tensor):
+            raise ValueError(
+                f"a member of {where} is a {type(member).__name__}; allowed are parameters, or pairs of a name and a "
+                "parameter."
+            )
+    kept = [i for i, parameter in enumerate(members) if parameter.requires_grad]
+    group["params"] = [members[i] for i in kept]
+    if names:
+        if len(names) != len(members):
+            raise ValueError(f"{where} has {len(names)} param_names for {len(members)} parameters; they must match.")
+        group["param_names"] = [names[i] for i in kept]
+
+
+def _check_names(groups: Sequence[Mapping[str, Any]], source: str) -> None:
+    named = [i for i, group in enumerate(groups) if "param_names" in group]
+    if named and len(named) < len(groups):
+        others = [i for i in range(len(groups)) if i not in named]
+        raise ValueError(
+            f"groups {', '.join(map(str, named))} of {source} come with names of parameters, "
+            f"{', '.join(map(str, others))} come without. Name the parameters of all groups, or of none."
+        )

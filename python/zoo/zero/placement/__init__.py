@@ -1,0 +1,1 @@
+"""What is split, and over which ranks: decided before any memory moves."""

@@ -1,0 +1,120 @@
+"""Families of parameters: those whose parts lie along the same axes of the mesh travel between the same ranks.
+
+Legend: mesh axes are atoms with names; D the *data axes*, over which losses are averaged, N their ranks; S the axes
+along which a parameter is a part (``zoo.layout.declare_split``): () for dense ones, ("expert",) for experts,
+("tensor",) for tensor parallelism.
+
+A family S is split and summed over D without S. Every sum is divided by N, whatever the family: tokens of all ranks of
+S have come to an expert by its own all-to-all, so the gradient it sees is already a sum over them. Ranks along the axes
+of S have other parts, which count together in the norm; ranks along axes in neither D nor S have the same parameter
+and the same gradient, and one of them counts in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from zoo.comm import Communicator
+from zoo.layout import split_of
+from zoo.zero.placement.axes import Axes, make_axes
+
+if TYPE_CHECKING:
+    from zoo.zero.config import ZeroConfig
+
+Family = tuple[str, ...]
+
+
+def data_communicator(mesh: Any, data_axes: Sequence[str] | None, *, check: bool) -> Communicator:
+    """All ranks over which losses are averaged. Collective over the mesh.
+
+    Raises:
+        ValueError: no axes are given, or such as the mesh does not have.
+    """
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    if not names:
+        raise ValueError("mesh= takes a DeviceMesh with names: init_device_mesh(..., mesh_dim_names=(...)).")
+    if not data_axes or any(axis not in names for axis in data_axes):
+        raise ValueError(
+            f"data_axes={data_axes!r} with a mesh of the axes {names}; name the axes over which losses are averaged."
+        )
+    return Communicator.of_axes(mesh, data_axes, check=check)
+
+
+def make_families(
+    comm: Communicator, mesh: Any, data_axes: Sequence[str], parameters: Iterable[tuple[str, Any]], config: ZeroConfig
+) -> dict[Family, Axes]:
+    """The axes of each family of ``parameters``, by its sorted axes; that of dense ones, (), is always there.
+
+    Collective over the mesh, on whose ranks the same families exist.
+
+    Raises:
+        ValueError: a parameter is a part along an axis that is not there.
+        NotImplementedError: an option that only dense parameters have, next to other ones.
+    """
+    dense = make_axes(comm, config)
+    wanted: dict[Family, str] = {}
+    for name, parameter in parameters:
+        wanted.setdefault(family_of(parameter), name)
+    others = sorted(set(wanted) - {()})
+    if mesh is None:
+        if others:
+            raise ValueError(
+                f"parameter {wanted[others[0]]!r} is a part along the axes {others[0]}, and there is no mesh. Give "
+                "mesh=DeviceMesh and data_axes=(...)."
+            )
+        return {(): dense}
+    names = tuple(mesh.mesh_dim_names)
+    here = dict(zip(names, mesh.get_coordinate(), strict=True))
+    found: dict[Family, Axes] = {(): replace(dense, counts=_counts(here, data_axes, ()))}
+    for family in others:
+        unknown = [axis for axis in family if axis not in names]
+        if unknown:
+            raise ValueError(
+                f"parameter {wanted[family]!r} is a part along {', '.join(map(repr, unknown))}; the mesh has the axes "
+                f"{names}."
+            )
+        _check_options(wanted[family], config)
+        found[family] = _family(comm, mesh, data_axes, family, here)
+    return found
+
+
+def family_of(parameter: Any) -> Family:
+    """Of one parameter."""
+    return tuple(sorted(split_of(parameter).axes))
+
+
+def _family(comm: Communicator, mesh: Any, data_axes: Sequence[str], family: Family, here: Mapping[str, int]) -> Axes:
+    within = [axis for axis in data_axes if axis not in family]
+    world = comm
+    if len(within) < len(data_axes):
+        world = (
+            Communicator.of_axes(mesh, within, log=comm.log, check=comm.check)
+            if within else comm.partition([[rank] for rank in range(comm.size)], name="alone")
+        )  # fmt: skip
+    alone = world.partition([[rank] for rank in range(world.size)], name="alone")
+    parts = Communicator.of_axes(mesh, family, log=comm.log, check=comm.check)
+    return Axes(
+        world=world, shard=world, replicas=alone, local=alone, across=world, divisor=comm.size, parts=parts,
+        counts=_counts(here, data_axes, family),
+    )  # fmt: skip
+
+
+def _counts(here: Mapping[str, int], data_axes: Sequence[str], family: Family) -> bool:
+    return all(place == 0 for axis, place in here.items() if axis not in data_axes and axis not in family)
+
+
+def _check_options(name: str, config: ZeroConfig) -> None:
+    asked = {
+        "mics_shard_size": config.mics_shard_size != -1,
+        "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
+        "zero_quantized_gradients": config.zero_quantized_gradients,
+        "mics_hierarchical_params_gather": config.mics_hierarchical_params_gather,
+        "hierarchical_all_reduce": config.hierarchical_all_reduce,
+    }
+    for option in (option for option, on in asked.items() if on):
+        raise NotImplementedError(
+            f"{option} with {name!r}, which is a part along other mesh axes: groups within groups are there for dense "
+            "parameters only. Leave the option out."
+        )

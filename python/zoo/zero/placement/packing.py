@@ -1,0 +1,120 @@
+"""What is split, and which parameters share a flat buffer: decided before any memory moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zoo.layout import FlatLayout, LogicalTensor
+from zoo.zero.placement.units import UnitSpec
+
+_ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What is split over the data-parallel ranks. The four ZeRO stages are four of these."""
+
+    shard_optimizer: bool
+    shard_gradients: bool
+    shard_parameters: bool
+    keep_gradients: bool = True
+    """Reduced gradients stay until ``zero_grad``; otherwise each until its update, before backward ends."""
+
+
+STAGES = {
+    0: Placement(shard_optimizer=False, shard_gradients=False, shard_parameters=False),
+    1: Placement(shard_optimizer=True, shard_gradients=False, shard_parameters=False),
+    2: Placement(shard_optimizer=True, shard_gradients=True, shard_parameters=False),
+    3: Placement(shard_optimizer=True, shard_gradients=True, shard_parameters=True),
+}
+
+
+@dataclass(eq=False)
+class BucketSpec:
+    """The plan of a bucket: which parameters, in which order."""
+
+    dtype: torch.dtype
+    trainable: bool
+    resident: bool
+    names: list[str]
+    parameters: list[nn.Parameter]
+    groups: list[int]
+    units: list[str]
+    axes: tuple[str, ...] = ()
+    """Mesh axes along which ranks have different parts of these parameters."""
+    group_size: int = 0
+    """Elements that share a scale when something of the bucket is quantised: chunks are whole numbers of them."""
+
+    logical: dict[str, str] = field(default_factory=dict)
+    """Names in the whole model, where they are other ones."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return sum(p.numel() for p in self.parameters)
+
+
+def plan_buckets(
+    units: Sequence[UnitSpec],
+    *,
+    bucket_size: int,
+    persistence_threshold: int,
+    model_persistence_threshold: int,
+    group_of: Callable[[nn.Parameter], int],
+    axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
+) -> list[BucketSpec]:
+    """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
+
+    A unit is never split, so a bucket is larger than ``bucket_size`` when a unit alone is. Parameters of at most
+    ``persistence_threshold`` elements are *resident* (whole on every rank at stage 3 too) until
+    ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes (``axes_of``) travel
+    between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
+    open while they run, and would keep what it shares a bucket with gathered.
+    """
+    buckets: list[BucketSpec] = []
+    still_open: dict[tuple[torch.dtype, bool, bool, tuple[str, ...]], BucketSpec] = {}
+    budget = model_persistence_threshold
+    for unit in units:
+        own: dict[tuple[torch.dtype, bool, bool, tuple[str, ...]], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in unit.parameters.items():
+            resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
+            budget -= parameter.numel() if resident else 0
+            key = (parameter.dtype, parameter.requires_grad, resident, axes_of(name, parameter))
+            own.setdefault(key, []).append((name, parameter))
+        alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
+        for key, members in own.items():
+            size = sum(p.numel() for _, p in members)
+            spec = still_open.get(key)
+            if alone or spec is None or spec.numel + size > bucket_size:
+                dtype, trainable, resident, axes = key
+                spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes)
+                buckets.append(spec)
+                if not alone:
+                    still_open[key] = spec
+            spec.units.append(unit.name)
+            for name, parameter in members:
+                spec.names.append(name)
+                spec.parameters.append(parameter)
+                spec.groups.append(group_of(parameter))
+    for spec in buckets:
+        # Parameters of one group lie together, so that the optimizer sees one tensor a group, not one a parameter.
+        order = sorted(range(len(spec.names)), key=lambda i: spec.groups[i])
+        spec.names = [spec.names[i] for i in order]
+        spec.parameters = [spec.parameters[i] for i in order]
+        spec.groups = [spec.groups[i] for i in order]
+    return buckets
+
+
+def layout_of(spec: BucketSpec, num_chunks: int) -> FlatLayout:
+    """The flat buffer of a bucket."""
+    align = max(_ALIGN_BYTES // spec.dtype.itemsize, 1)
+    tensors = [
+        LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
+        for name, p in zip(spec.names, spec.parameters, strict=True)
+    ]
+    return FlatLayout.pack(tensors, align=align, multiple=math.lcm(align, spec.group_size or 1) * num_chunks)

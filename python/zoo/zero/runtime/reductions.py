@@ -1,0 +1,137 @@
+"""The reductions of a backward: in one order on every rank, the last buckets first, a few under way at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.gradients import BucketGradients
+
+
+class Follower(Protocol):
+    """Who makes use of reduced gradients. Called at the same points of the program on every rank."""
+
+    def begin(self) -> None:
+        """A backward that reduces has started."""
+
+    def reduced(self, bucket: Bucket) -> None:
+        """The gradient of ``bucket`` is the mean over all ranks now."""
+
+    def finish(self) -> None:
+        """All gradients are."""
+
+    def abandon(self) -> None:
+        """The backward ended with an exception, or its gradients are dropped."""
+
+
+class Reductions:
+    """What of the trainable buckets is reduced already.
+
+    Args:
+        buckets: all of them, in order.
+        reduce_dtype: dtype in which gradients travel, None for their own.
+        num_in_flight: reductions under way before the oldest is waited for.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, reduce_dtype: torch.dtype | None, num_in_flight: int = 2) -> None:
+        self.follower: Follower | None = None
+        self._all = [b.gradients for b in reversed(buckets) if b.gradients is not None]
+        self._next = 0
+        self._begun = False
+        self._in_flight: deque[tuple[BucketGradients, Callable[[], None]]] = deque()
+        self._reduce_dtype, self._num_in_flight = reduce_dtype, num_in_flight
+
+    def begin(self) -> None:
+        """A backward that reduces starts."""
+        self._next = 0
+        if not self._begun:
+            if self.follower is not None:
+                self.follower.begin()
+            self._begun = True
+
+    def launch_ready(self, is_over: Callable[[Bucket], bool]) -> None:
+        """Begin the reductions whose turn it is; ``is_over``: nothing will be added to the gradients of a bucket."""
+        while self._next < len(self._all) and is_over(self._all[self._next].bucket):
+            self._launch(self._all[self._next])
+
+    def _launch(self, gradients: BucketGradients) -> None:
+        while len(self._in_flight) >= self._num_in_flight:
+            self._land()
+        for older, _ in self._in_flight:
+            older.advance()
+        self._in_flight.append((gradients, gradients.start_reduce(self._reduce_dtype)))
+        self._next += 1
+        if gradients.bucket.routes.axes.world.size == 1:  # it is over already
+            self._land()
+
+    def _land(self) -> None:
+        gradients, finish = self._in_flight.popleft()
+        finish()
+        if self.follower is not None:
+            self.follower.reduced(gradients.bucket)
+
+    def finish(self) -> None:
+        """Reduce every bucket that is not reduced yet, and wait for all of it."""
+        if not self._begun:
+            self.begin()
+        while self._next < len(self._all):
+            self._launch(self._all[self._next])
+        while self._in_flight:
+            self._land()
+        for gradients in self._all:
+            gradients.settle()
+        self._next, self._begun = 0, False
+        if self.follower is not None:
+            self.follower.finish()
+
+    def abandon(self) -> None:
+        """Give up what is under way, once it no longer reads or writes memory."""
+        self._next, self._begun = 0, False
+        flying = list(self._in_flight)
+        self._in_flight.clear()
+        try:
+            for gradients, _ in flying:
+                gradients.ground()
+        finally:
+            if self.follower is not None:
+                self.follower.abandon()
+
+
+class Demand:
+    """Every trainable parameter must get a gradient in each backward that reduces."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.hooks: list[Any] = []
+        names = set()
+        for spec in (b.spec for b in buckets if b.spec.trainable):
+            for name, parameter in zip(spec.names, spec.parameters, strict=True):
+                names.add(name)
+                seen: Callable[[Any], None] = partial(self._saw, name)
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(seen))  # type: ignore[no-untyped-call]
+        self._all, self._unseen = frozenset(names), names
+
+    def _saw(self, name: str, parameter: torch.Tensor) -> None:
+        self.saw(name)
+
+    def saw(self, name: str) -> None:
+        """A gradient has arrived for this parameter."""
+        self._unseen.discard(name)
+
+    def check(self) -> None:
+        """The backward is over.
+
+        Raises:
+            ValueError: a parameter got none.
+        """
+        missing, self._unseen = sorted(self._unseen), set(self._all)
+        if missing:
+            raise ValueError(
+                f"{len(missing)} trainable parameter(s) got no gradient in backward: {', '.join(missing[:5])}. Use "
+                "them in the loss, freeze them, or leave ignore_unused_parameters=True, which takes their gradients as "
+                "zero."
+            )

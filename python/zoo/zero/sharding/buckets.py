@@ -1,0 +1,248 @@
+"""Buckets: parameters that share one flat buffer and travel in one collective.
+
+Legend: p ranks of a shard group (all N ranks unless options say otherwise, see ``placement/axes.py``), P elements of a
+bucket's flat buffer (padding included), n = P / p the length of a shard.
+
+A bucket's layout does not depend on the ZeRO stage, so that every stage sums and updates the same chunks in the same
+order and all stages compute the same bits. What the stage decides is the :class:`Placement`: which of a bucket's
+buffers exist whole on every rank and which only as the rank's shard.
+
+Here is what a bucket is; what it holds is in two files of their own, ``parameters.py`` and
+``gradients.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from zoo.layout import Split, split_of
+from zoo.zero.collectives.routes import Hop, Routes
+from zoo.zero.offload.gradient_files import GradientPark
+from zoo.zero.offload.scratch import Scratch, Shelf
+from zoo.zero.offload.tiers import Tier, Tiers
+from zoo.zero.placement.packing import BucketSpec, Placement, layout_of
+from zoo.zero.sharding.gradients import BucketGradients
+from zoo.zero.sharding.guard import cannot_convert
+from zoo.zero.sharding.memory import WorkingMemory
+from zoo.zero.sharding.parameters import BucketParameters
+
+if TYPE_CHECKING:
+    from zoo.zero.runtime.divergent import Meeting
+    from zoo.zero.sharded import ShardedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """Where a bucket's shards live when they are not on the device.
+
+    ``shelf`` has the parameters on NVMe, ``park`` the reduced gradients; a bucket's region in both is its index.
+    """
+
+    tiers: Tiers = field(default_factory=Tiers)
+    scratch: Scratch | None = None
+    shelf: Shelf | None = None
+    park: GradientPark | None = None
+    keep_norms: bool = False  # of gradients, before they go
+
+
+class Bucket:
+    """One bucket on this rank: its plan, and who uses it now.
+
+    Attributes:
+        index: its place among the buckets of the optimizer, the same on every rank.
+        spec: which parameters, in which order.
+        placement: what is split over the ranks.
+        routes: how its bytes travel.
+        shard_group: the p ranks that split it.
+        layout: where each parameter lies in the flat buffer.
+        tiers: where this rank's shards live.
+        keep_norms: the norm of a gradient is kept when the gradient leaves the device.
+        device: of the flat buffers.
+        num_bytes: of a flat buffer.
+        partitioned: the parameters are whole only between gather and release.
+        updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
+        memory: of what comes and goes in every step.
+        label: for messages: the units whose parameters these are.
+        owner: the model it belongs to.
+        meeting: where ranks agree on gathers that they need at different times; None where all need the same.
+        on_refused: called with the name of a refused parameter that was touched; True if it is whole now.
+        leases: number of contexts (``runtime/contexts.py``) that still have to come back to this bucket in backward.
+        active: number of running forwards of units that use it.
+        context_serial: of the latest context that recorded it.
+        parameters: their buffers.
+        gradients: the gradients' buffers; None for frozen parameters.
+    """
+
+    def __init__(
+        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores, memory: WorkingMemory
+    ) -> None:
+        self.index, self.spec, self.placement, self.routes = index, spec, placement, routes
+        self.shard_group, self.memory = routes.axes.shard, memory
+        self._stores, self.tiers, self.keep_norms = stores, stores.tiers, stores.keep_norms
+        self.layout = layout_of(spec, self.shard_group.size)
+        self._slots = {name: slot for slot, name in enumerate(spec.names)}
+        self.device = spec.parameters[0].device
+        device_type = self.device.type
+        self.updates_off_device = (
+            stores.tiers.states is not Tier.DEVICE
+            and (getattr(self.shard_group, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
+        )
+        self.num_bytes = self.layout.size * spec.dtype.itemsize
+        self.partitioned = placement.shard_parameters and not spec.resident
+        self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
+        self.owner: weakref.ref[ShardedModel] | None = None
+        self.on_refused: Callable[[Bucket, str], bool] | None = None
+        self.meeting: Meeting | None = None
+        self.leases, self.active, self.context_serial = 0, 0, -1
+        self.parameters = BucketParameters(self)
+        self.gradients = BucketGradients(self) if spec.trainable else None
+
+    def take_external(self, name: str) -> bool:
+        """Parameter ``name`` was touched while it is refused: whether a running forward takes it."""
+        return self.on_refused is not None and self.on_refused(self, name)
+
+    def assign(self, slot: int, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """What ``parameter.data = value`` does: the values are copied to wherever the parameter lives.
+
+        Raises:
+            ValueError: ``value`` has another shape, dtype or device.
+        """
+        if value is parameter:
+            return
+        name, tensor = self.spec.names[slot], self.layout.tensors[slot]
+        if tuple(value.shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(tensor.shape)}, and was given a tensor of shape "
+                f"{tuple(value.shape)}: under a ZeRO optimizer shapes stay."
+            )
+        if (value.dtype, value.device) != (self.spec.dtype, self.device):
+            raise ValueError(cannot_convert(name, parameter, value))
+        owner = self.owner() if self.owner is not None else None
+        if owner is None:
+            raise RuntimeError(f"the optimizer of the parameter {name!r} does not exist any more.")
+        owner.change(self, slot, value)
+
+    def note_gradient(self) -> None:
+        """A gradient was assigned: it is this rank's, to be reduced with those of the others."""
+        owner = self.owner() if self.owner is not None else None
+        if owner is not None:
+            owner.runtime.unreduced = True
+
+    def agree(self, what: str, value: str) -> None:
+        """Raise on all ranks unless all of them pass the same."""
+        self.shard_group.agree(what, value, self.device)
+
+    # Chunks ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_chunks(self) -> int:
+        """p: the layout is cut into one chunk for each rank of the shard group at every stage."""
+        return self.shard_group.size
+
+    def logical(self, name: str) -> tuple[str, Split]:
+        """What parameter ``name`` is called in the whole model, and which part of it this rank's is."""
+        return self.spec.logical.get(name, name), split_of(self.spec.parameters[self._slots[name]])
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of parameter ``name`` on this rank."""
+        return self.layout.tensors[self._slots[name]].shape
+
+    def own_range(self) -> tuple[int, int]:
+        """[start, stop) of this rank's chunk in the flat buffer."""
+        return self.layout.shard_range(self.shard_group.rank, self.shard_group.size)
+
+    def owns(self, chunk: int) -> bool:
+        """Whether checkpoints take this chunk from this rank."""
+        return chunk == self.shard_group.rank and self.routes.axes.first_replica
+
+    def updated_chunks(self) -> Sequence[int]:
+        """The chunks this rank's optimizer updates."""
+        return [self.shard_group.rank] if self.placement.shard_optimizer else range(self.shard_group.size)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Of a flat (P,) buffer: one view for each parameter, in its shape."""
+        return [
+            flat[offset : offset + tensor.numel].view(tensor.shape)
+            for tensor, offset in zip(self.layout.tensors, self.layout.offsets, strict=True)
+        ]
+
+    # Stores ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def scratch(self) -> Scratch:
+        """The buffers of offloaded state."""
+        return _there(self._stores.scratch, self)
+
+    @property
+    def shelf(self) -> Shelf:
+        """The file of parameters on NVMe."""
+        return _there(self._stores.shelf, self)
+
+    @property
+    def park(self) -> GradientPark:
+        """The file of reduced gradients on NVMe."""
+        return _there(self._stores.park, self)
+
+    @property
+    def parameters_on_nvme(self) -> bool:
+        """This rank's parameters live on NVMe."""
+        return self.partitioned and self.tiers.parameters is Tier.NVME
+
+    @property
+    def gradients_on_nvme(self) -> bool:
+        """Reduced gradients go to NVMe."""
+        return self._stores.park is not None and self.tiers.states is Tier.NVME and self.placement.shard_gradients
+
+    # Forecasts -------------------------------------------------------------------------------------------------------
+
+    def gather_hops(self, *, again: bool) -> list[Hop]:
+        """The collectives of one gather of a partitioned bucket; ``again``: after a release in the same pass."""
+        route = self.routes.pack or self.routes.gather
+        if again and self.routes.secondary is not None:
+            route = self.routes.secondary
+        return route.hops(self.layout.size, self.spec.dtype.itemsize)
+
+    def secondary_bytes(self) -> int:
+        """Bytes that a release in forward leaves behind for backward."""
+        group = self.routes.axes.secondary
+        return self.num_bytes // group.size if group is not None and self.partitioned else 0
+
+    def shard_bytes(self) -> int:
+        """Bytes of parameters that this rank keeps, in whatever tier."""
+        if not self.partitioned:
+            return self.num_bytes
+        return self.routes.shard_bytes(self.layout.size // self.num_chunks, self.spec.dtype.itemsize)
+
+    def kept_bytes(self) -> int:
+        """Bytes of parameters that stay in this rank's memory whatever runs."""
+        return 0 if self.parameters_on_nvme else self.shard_bytes()
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that stay between backward and the next one, in whatever tier; 0 for frozen parameters."""
+        if not self.spec.trainable:
+            return 0
+        if not self.placement.shard_gradients:
+            return self.num_bytes
+        return self.num_bytes // self.num_chunks if self.placement.keep_gradients else 0
+
+    def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
+        """The collectives of one backward and step for a trainable bucket, beside gathers."""
+        itemsize = self.spec.dtype.itemsize
+        hops = self.routes.reduce.hops(self.layout.size, reduce_dtype.itemsize if reduce_dtype else itemsize)
+        if not self.partitioned:  # of the mean gradient at stage 0, of the new parameters at 1 and 2
+            hops.append(Hop("all_gather", self.shard_group, self.num_bytes))
+        return hops
+
+
+_T = TypeVar("_T")
+
+
+def _there(value: _T | None, bucket: Bucket) -> _T:
+    if value is None:
+        raise AssertionError(f"the bucket of {bucket.label} has nothing offloaded.")
+    return value

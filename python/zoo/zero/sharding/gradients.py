@@ -1,0 +1,410 @@
+"""The gradients of one trainable bucket: accumulated flat, reduced to a mean, kept where the update takes them.
+
+Between two steps a bucket's gradient is *idle*; *accumulating*, while backwards add to the flat buffer; and *launched*,
+while its reduction and the rest of that backward run; then it is idle again, and ``reduced``. A gradient that arrives
+while it is not accumulating would be lost, and is an error. Legend: see ``buckets.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from zoo.comm import Handle
+from zoo.io import Future
+from zoo.zero.collectives.routes import advance
+from zoo.zero.sharding.guard import (
+    CAN_REFUSE_STORAGE,
+    PartitionedAccessError,
+    PartitionedGradient,
+    allow_storage,
+    has_raw_grad,
+    raw_grad,
+    refuse_storage,
+)
+
+if TYPE_CHECKING:
+    from zoo.zero.sharding.buckets import Bucket
+
+
+class Phase(enum.Enum):
+    """What may happen to a flat gradient now."""
+
+    IDLE = "idle"
+    ACCUMULATING = "accumulating"
+    LAUNCHED = "launched"
+
+
+class BucketGradients:
+    """The buffers of a bucket's gradients on this rank.
+
+    Attributes:
+        flat: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it. Where gradients
+            are sharded its storage is empty from the reduction until the next backward.
+        shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded;
+            None while on NVMe.
+        reduced: there is a reduced gradient.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.flat = torch.empty(bucket.layout.size, dtype=bucket.spec.dtype, device=bucket.device)
+        # The same memory behind a version counter of its own: `flat._version` then counts only what autograd (or the
+        # user) does to the gradients, and a gradient that arrives after the reduction shows as a change of it.
+        self._raw = self.flat.data
+        self._storage = self.flat.untyped_storage()
+        self._views = bucket.views(self.flat)
+        self.shard: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None  # of a shard that has left the device
+        self._arrived: torch.cuda.Event | None = None  # of a copy to the host
+        self.reduced = False
+        self.phase = Phase.IDLE
+        self._cleared: set[int] = set()  # slots of which `grad` was set to None
+        self._cleared_at = 0
+        self._handle: Handle | None = None  # of the reduction that is under way
+        self._version = 0
+        self._attach()
+        self._free()
+
+    def _attach(self) -> None:
+        for parameter, view in zip(self.bucket.spec.parameters, self._views, strict=True):
+            raw_grad(parameter, view)
+
+    @property
+    def _here(self) -> bool:
+        return self._storage.nbytes() > 0
+
+    def memory_bytes(self) -> int:
+        """Bytes of gradients on this rank now."""
+        return self._storage.nbytes() + (self.shard.nbytes if self.shard is not None else 0)
+
+    # Accumulating and reducing ---------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make the flat gradient ready to be accumulated into; zero it if this starts a new sum."""
+        if self.phase is Phase.ACCUMULATING:
+            return
+        if self.phase is Phase.LAUNCHED:
+            raise self._late()
+        self.check_strays()
+        if not self._here:
+            allow_storage(self._storage._cdata)
+            self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
+            if not CAN_REFUSE_STORAGE:
+                self._attach()
+        elif self.reduced:
+            # A further backward before the step: what is reduced already is kept aside and added to afterwards.
+            low, high = self.bucket.own_range()
+            self.shard = self._raw[low:high].clone()
+        self._raw.zero_()
+        self._cleared.clear()
+        self.phase = Phase.ACCUMULATING
+        self._version = self.flat._version
+
+    def add(self, slot: int, gradient: torch.Tensor) -> None:
+        """What autograd does with the gradient of one parameter."""
+        self.open()
+        self._cleared.discard(slot)
+        self._views[slot].add_(gradient)
+
+    def start_reduce(self, reduce_dtype: torch.dtype | None) -> Callable[[], None]:
+        """Issue the reduction of the flat gradient; the result is in place after calling what is returned.
+
+        mean_r(g_r), added to what earlier backwards of the same step left. The flat gradient is freed afterwards when
+        gradients are sharded.
+        """
+        bucket = self.bucket
+        self.open()
+        self.phase = Phase.LAUNCHED
+        self._version = self.flat._version
+        low, high = bucket.own_range()
+        chunk = self._raw[low:high]
+        sent = self._raw if reduce_dtype is None else self._raw.to(reduce_dtype)
+        fresh = not self.reduced
+        if reduce_dtype is not None and reduce_dtype != chunk.dtype:
+            out = torch.empty(chunk.numel(), dtype=reduce_dtype, device=chunk.device)
+        elif bucket.placement.shard_gradients and fresh:
+            if self.shard is None:
+                self.shard = self._new_shard()
+            out = self.shard
+        else:
+            out = chunk
+        handle = self._handle = bucket.routes.reduce.start(sent, out, f"gradients of {bucket.label}")
+        self.reduced = True
+        return lambda: self._finish_reduce(handle, out, chunk, fresh)
+
+    def advance(self) -> None:
+        """A reduction that has two stages, and has been under way for a while, goes on to the second."""
+        advance(self._handle)
+
+    def _finish_reduce(self, handle: Handle, out: torch.Tensor, chunk: torch.Tensor, fresh: bool) -> None:
+        handle.wait()
+        self._handle = None
+        self._check_late()
+        if self.bucket.placement.shard_gradients:
+            if not fresh:
+                self.shard = self._shard_on_device().add_(out)
+            elif self.shard is None:
+                self.shard = self._new_shard().copy_(out)
+            elif out is not self.shard:
+                self.shard.copy_(out)
+            self._free()
+            self._put_away()
+            return
+        if out is not chunk:
+            chunk.copy_(out)
+        if not fresh and self.shard is not None:
+            chunk.add_(self.shard)
+        self.shard = None
+        if not self.bucket.placement.shard_optimizer:
+            self.bucket.shard_group.all_gather(self._raw, chunk).wait()
+
+    def consume(self) -> None:
+        """The update has taken it, before its backward is over: a gradient that comes now is late."""
+        self.reduced = False
+        if self.bucket.placement.shard_gradients:
+            self.shard = None
+
+    def settle(self) -> None:
+        """The backward that reduced this bucket is over."""
+        self._check_late()
+        if self.phase is Phase.LAUNCHED:
+            self.phase = Phase.IDLE
+        freed = self.bucket.num_bytes > 0 and not self._here
+        if freed and not CAN_REFUSE_STORAGE and any(map(has_raw_grad, self.bucket.spec.parameters)):
+            raise self._late()
+
+    def ground(self) -> None:
+        """Wait for a reduction that is under way; its result is not used."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
+    def drop(self) -> None:
+        """Forget the gradient: the next backward starts a new sum."""
+        self.ground()  # it reads and writes the memory that is freed here
+        if self.bucket.routes.feedback is not None:
+            self.bucket.routes.feedback.roll_back()
+        self.reduced, self.phase = False, Phase.IDLE
+        self._cleared.clear()
+        self._norm = None
+        self._version = self.flat._version
+        if self.bucket.placement.shard_gradients:
+            if self.bucket.gradients_on_nvme:
+                self.bucket.park.forget(self.bucket.index)
+            if self._goes_to_host:
+                self.shard = None
+            if self._here:
+                self._free()
+        else:
+            self.shard = None
+
+    def _free(self) -> None:
+        if not CAN_REFUSE_STORAGE:
+            # Autograd must not write into freed memory: without a gradient to add to it makes one; `settle` finds it.
+            for parameter in self.bucket.spec.parameters:
+                raw_grad(parameter, None)
+        self._storage.resize_(0)
+        refuse_storage(
+            self._storage._cdata,
+            f"a gradient of {self.bucket.label} arrived after it had been reduced (a parameter was used before its "
+            "unit's forward: overlap_comm=False mends it), or without its unit's output leading to the loss in a way "
+            "that the optimizer could see, or it was touched outside of backward while it is partitioned (ZeRO stages "
+            "2 and 3).",
+        )
+
+    def _check_late(self) -> None:
+        """Raise if a gradient arrived after the reduction had begun: it would be lost."""
+        if self.phase is Phase.LAUNCHED and self.flat._version != self._version:
+            raise self._late()
+
+    def check_strays(self) -> None:
+        """Raise RuntimeError if something was added while nothing could be.
+
+        A backward that leads to no output of a unit is not seen by any hook of ours.
+        """
+        if self.phase is Phase.IDLE and self.flat._version != self._version:
+            self._version = self.flat._version
+            raise RuntimeError(
+                f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
+                "module (a penalty on the weights alone, for example), and was not reduced. Add that loss to the one "
+                "of the model, so that one backward brings both; zero_grad() forgets it."
+            )
+
+    def _late(self) -> PartitionedAccessError:
+        return PartitionedAccessError(
+            f"a gradient of {self.bucket.label} arrived after it had been reduced: one of its parameters was used "
+            "before its unit's forward, so its gradient comes last in backward. Say so with register_external_parameter"
+            "(module, parameter), or pass overlap_comm=False, which reduces at the end of backward."
+        )
+
+    # The shard in its tier -------------------------------------------------------------------------------------------
+
+    def _new_shard(self) -> torch.Tensor:
+        bucket = self.bucket
+        numel = bucket.layout.size // bucket.num_chunks
+        if bucket.gradients_on_nvme and bucket.device.type == "cpu":
+            return bucket.park.empty(numel, bucket.spec.dtype)
+        return bucket.memory.empty(numel, bucket.spec.dtype, bucket.device)
+
+    @property
+    def parked(self) -> bool:
+        """There is a reduced gradient, and it is on NVMe."""
+        return self.bucket.gradients_on_nvme and self.reduced and self.shard is None
+
+    @property
+    def _goes_to_host(self) -> bool:
+        bucket = self.bucket
+        return bucket.updates_off_device and bucket.placement.shard_gradients and bucket.device.type == "cuda"
+
+    def _put_away(self) -> None:
+        bucket = self.bucket
+        if self.shard is None or not (bucket.gradients_on_nvme or self._goes_to_host):
+            return
+        self._norm = norm_of(self.shard) if bucket.keep_norms else None
+        host = self.shard
+        if host.device.type != "cpu":
+            buffer = bucket.scratch.pool.empty(host.numel(), dtype=host.dtype)
+            host = buffer.copy_(host, non_blocking=not bucket.gradients_on_nvme)
+        if bucket.gradients_on_nvme:
+            bucket.park.put(bucket.index, host)
+            self.shard = None
+        else:
+            self.shard = host
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def _shard_on_device(self) -> torch.Tensor:
+        return self._shard_kept().to(self.bucket.device)
+
+    def _shard_kept(self) -> torch.Tensor:
+        """The reduced gradient where the update takes it."""
+        if self.shard is None:
+            bucket = self.bucket
+            return bucket.park.get(bucket.index, bucket.layout.size // bucket.num_chunks, bucket.spec.dtype)
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self.shard
+
+    def begin_read(self, into: torch.Tensor, start: int) -> Future:
+        """Begin reading elements [start, start + len) of the reduced gradient from NVMe."""
+        return self.bucket.park.begin(self.bucket.index, into, start)
+
+    # The reduced gradient, chunk by chunk ----------------------------------------------------------------------------
+
+    def reduced_chunk(self, index: int) -> torch.Tensor:
+        """(n,) the reduced gradient of chunk ``index``; only this rank's own where gradients or states are sharded."""
+        bucket = self.bucket
+        rank = bucket.shard_group.rank
+        if bucket.placement.shard_gradients:
+            if (self.shard is None and not self.parked) or index != rank:
+                raise AssertionError(f"rank {rank}: no reduced gradient of chunk {index} of {bucket.label}.")
+            return self._shard_kept()
+        low, high = bucket.layout.shard_range(index, bucket.num_chunks)
+        return self._raw[low:high]
+
+    def reduced_norm(self, index: int) -> torch.Tensor:
+        """‖·‖ of the reduced gradient of chunk ``index``, fp64."""
+        if self._norm is not None:
+            return self._norm
+        return norm_of(self.reduced_chunk(index))
+
+    def scale_reduced(self, index: int, factor: float) -> None:
+        """Multiply the reduced gradient of chunk ``index``."""
+        parked, self._norm = self.parked, None
+        chunk = self.reduced_chunk(index).mul_(factor)
+        if parked:
+            self.shard = chunk
+            self._put_away()
+
+    def set_reduced(self, index: int, start: int, values: torch.Tensor) -> None:
+        """Put ``values`` in the place of elements [start, start + len) of the reduced gradient of chunk ``index``."""
+        parked, self._norm = self.parked, None
+        chunk = self.reduced_chunk(index)
+        chunk[start : start + values.numel()].copy_(values)
+        if parked:
+            self.shard = chunk
+            self._put_away()
+
+    # What `parameter.grad` is ----------------------------------------------------------------------------------------
+
+    def visible(self, slot: int) -> torch.Tensor | None:
+        """What ``parameter.grad`` shows: this rank's gradient before the reduction, the mean after it at stage 0."""
+        if self.phase is Phase.ACCUMULATING:
+            # After a reduction the view is only what came since: the sum is nowhere.
+            return PartitionedGradient.of(self, slot) if self.reduced else self._views[slot]
+        if not self.reduced:
+            return None
+        bucket = self.bucket
+        if (bucket.placement.shard_optimizer and bucket.routes.axes.world.size > 1) or not self._here:
+            return PartitionedGradient.of(self, slot)
+        # Behind the other version counter: what the user does to a mean is no gradient that arrives.
+        offset, tensor = bucket.layout.offsets[slot], bucket.layout.tensors[slot]
+        return self._raw[offset : offset + tensor.numel].view(tensor.shape)
+
+    def make_zero(self) -> None:
+        """Where there is no gradient, be a zero one that is reduced."""
+        if self.reduced:
+            return
+        if self.bucket.placement.shard_gradients:
+            self.shard = self._new_shard().zero_()
+            self.reduced = True
+            self._put_away()
+        else:
+            self._raw.zero_()
+            self.reduced = True
+
+    def clear(self, slot: int) -> None:
+        """Make the gradient of one parameter zero."""
+        bucket = self.bucket
+        offset, numel = bucket.layout.offsets[slot], bucket.layout.tensors[slot].numel
+        if self._here and (self.phase is Phase.ACCUMULATING or self.reduced):
+            self._raw[offset : offset + numel].zero_()
+        if (self.shard is not None or self.parked) and self.reduced:
+            low, _ = bucket.own_range()
+            start, stop = max(offset - low, 0), max(offset + numel - low, 0)
+            self.shard = self._shard_on_device()
+            self.shard[start:stop].zero_()
+            self._put_away()
+
+    def assign(self, slot: int, value: torch.Tensor | None) -> None:
+        """What ``parameter.grad = value`` does: None empties the gradient of this parameter, a tensor replaces it."""
+        bucket = self.bucket
+        tensor = bucket.layout.tensors[slot]
+        if value is None:
+            if self._cleared_at != self.flat._version:  # something arrived since
+                self._cleared.clear()
+                self._cleared_at = self.flat._version
+            self._cleared.add(slot)
+            if len(self._cleared) == len(bucket.layout.tensors):
+                self.drop()
+            else:
+                self.clear(slot)
+            return
+        if isinstance(value, PartitionedGradient) and value.stands_for(self, slot):
+            return
+        if self.reduced and not bucket.placement.shard_gradients and self.phase is Phase.IDLE:
+            whole = self.visible(slot)
+            if whole is not None and not isinstance(whole, PartitionedGradient):
+                whole.copy_(value)
+                return
+        if bucket.placement.shard_gradients or self.reduced:
+            raise PartitionedAccessError(
+                f"the gradient of {tensor.name!r} is partitioned; it cannot be assigned. Use "
+                "zoo.zero.safe_set_full_grad, between backward and step."
+            )
+        self.open()
+        self.bucket.note_gradient()
+        self._cleared.discard(slot)
+        self._views[slot].copy_(value)
+        self._version = self.flat._version
+
+
+def norm_of(chunk: torch.Tensor) -> torch.Tensor:
+    """‖chunk‖, fp64; 16-bit gradients are squared and added in fp32, because their squares overflow fp16."""
+    norm: torch.Tensor = torch.linalg.vector_norm(chunk, dtype=torch.promote_types(chunk.dtype, torch.float32))
+    return norm.double()

@@ -1,0 +1,328 @@
+"""What a model's parameters become under a ZeRO optimizer, and how touching one at the wrong time is caught.
+
+Every bucket has a subclass of ``nn.Parameter`` of its own, and its parameters become instances of it (the objects stay
+the same). Two things hang on the class, so that they cost the same for one parameter as for a thousand:
+
+* ``grad`` is a property: the gradient lives in the bucket's flat buffer, and ``p.grad = None`` empties it there;
+* while no unit that owns them runs, ``__torch_function__`` refuses every operation except reading metadata, by name.
+
+Tensors made from a parameter earlier (a transpose kept by somebody) share its storage; the storage itself is then told
+to refuse access. Without either, reading freed storage would end the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from zoo.zero.sharding.buckets import Bucket
+
+
+class PartitionedAccessError(RuntimeError, ValueError):
+    """A parameter or gradient was touched while only a shard of it is on this rank."""
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+_SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_CLEAR_ERROR = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+# Newer torch can make a storage refuse access, and take that back.
+CAN_REFUSE_STORAGE = _SET_ERROR is not None and _CLEAR_ERROR is not None
+_GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_DATA: Any = torch.Tensor.data
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "names", "grad_fn", "itemsize", "nbytes", "_version", "output_nr", "retains_grad",
+    "is_nested", "_backward_hooks",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "storage_offset", "ndimension",
+    "get_device", "is_same_size", "__len__", "is_inference", "__bool__",
+)  # fmt: skip
+
+
+def _allowed() -> frozenset[Any]:
+    # Hashing a slot wrapper is stable: torch passes these very objects to __torch_function__.
+    found: list[Any] = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    found.append(_REQUIRES_GRAD.__set__)
+    found += [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name) and name != "__bool__"]
+    return frozenset(found)
+
+
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "half", "bfloat16", "float", "double", "cpu", "cuda")
+)
+_CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
+# A gradient may be asked for, and modules compare types before they assign `data`.
+_PASS = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch._has_compatible_shallow_copy_type}
+)
+ALLOWED_WHEN_PARTITIONED = _allowed()
+"""What reads metadata only."""
+
+
+def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    if func in ALLOWED_WHEN_PARTITIONED:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
+        return args[0]
+    if func in _PASS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    touched = _partitioned_in((args, kwargs or {}))
+    hidden = {type(p)._zoo_bucket: p for p in touched if type(p)._zoo_bucket.parameters.hidden}
+    # In a forward the running unit takes them as its own, all in the same order on every rank.
+    in_order = sorted(hidden.items(), key=lambda item: item[0].index)
+    if hidden and all(bucket.take_external(p._zoo_name) for bucket, p in in_order):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    names = sorted({p._zoo_name for p in touched})
+    raise PartitionedAccessError(
+        f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
+        "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
+        "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
+        "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
+        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in _CONVERSIONS else ''}"
+    )
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``model.to(...)`` and its like, to what the parameter is already."""
+    parameter, *rest = args
+    meant = func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)
+    return (meant.dtype, meant.device) == (parameter.dtype, parameter.device) and not kwargs.get("copy")
+
+
+def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:
+    """Why a parameter does not take a tensor of another dtype or device."""
+    return (
+        f"parameter {name!r} is {parameter.dtype} on {parameter.device}, and was given {value.dtype} on {value.device}:"
+        " under a ZeRO optimizer parameters lie in flat buffers, whose dtype and device stay. Convert the model before "
+        "the optimizer is constructed, or close() it first."
+    )
+
+
+def _partitioned_in(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value] if getattr(type(value), "_zoo_bucket", None) is not None else []
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return [p for item in value for p in _partitioned_in(item)]
+    return []
+
+
+class PartitionedGradient(torch.Tensor):
+    """What ``parameter.grad`` is where this rank holds a shard of the mean: it has a shape and a dtype, and no values.
+
+    It can be dropped, zeroed and asked what it looks like; everything else is a :class:`PartitionedAccessError`.
+    """
+
+    @staticmethod
+    def of(gradients: Any, slot: int) -> PartitionedGradient:
+        """The gradient of parameter ``slot`` of a bucket."""
+        bucket = gradients.bucket
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            PartitionedGradient, bucket.layout.tensors[slot].shape, dtype=bucket.spec.dtype, device=bucket.device
+        )
+        made._zoo_gradients, made._zoo_slot = gradients, slot
+        return made  # type: ignore[no-any-return]
+
+    def stands_for(self, gradients: Any, slot: int) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return self._zoo_gradients is gradients and self._zoo_slot == slot  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads metadata, zeroes; refuses the rest."""
+        if func in ALLOWED_WHEN_PARTITIONED or func in (torch.Tensor.detach_, torch.Tensor.requires_grad_):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        if func is torch.Tensor.zero_:
+            found._zoo_gradients.clear(found._zoo_slot)
+            return found
+        return found.refuse(func)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What gets past the above has no values to work on."""
+        found = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        return found.refuse(func)
+
+    def refuse(self, func: Any) -> NoReturn:
+        """Say what was touched, and what to do instead."""
+        found: Any = self
+        name = found._zoo_gradients.bucket.spec.names[found._zoo_slot]
+        raise PartitionedAccessError(
+            f"{getattr(func, '__name__', func)} touched the gradient of {name!r}, which is partitioned: this rank "
+            "holds a shard of the mean. Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to "
+            "watch it, zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
+        )
+
+
+def _flat_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [t for item in value for t in _flat_tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _get_grad(self: Any) -> torch.Tensor | None:
+    gradients = type(self)._zoo_bucket.gradients
+    return gradients.visible(self._zoo_slot) if gradients is not None else None
+
+
+def _set_grad(self: Any, value: torch.Tensor | None) -> None:
+    gradients = type(self)._zoo_bucket.gradients
+    if gradients is not None:
+        gradients.assign(self._zoo_slot, value)
+    elif value is not None:
+        raise ValueError(f"{self._zoo_name!r} was frozen when the optimizer was constructed; it takes no gradient.")
+
+
+def _get_data(self: Any) -> torch.Tensor:
+    alias = _DATA.__get__(self)
+    # As torch's, it shares no version counter with the parameter; but one with all others of this parameter, so that
+    # writes through it are seen.
+    return type(self)._zoo_bucket.parameters.alias(self._zoo_slot, alias)  # type: ignore[no-any-return]
+
+
+def _set_data(self: Any, value: torch.Tensor) -> None:
+    type(self)._zoo_bucket.assign(self._zoo_slot, self, value)
+
+
+def _get_requires_grad(self: Any) -> bool:
+    return _REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+
+
+def _set_requires_grad(self: Any, value: bool) -> None:
+    # Freezing for a while is fine: the gradient of these steps is zero. The other way round there is no place for one.
+    if value and not type(self)._zoo_bucket.spec.trainable:
+        raise ValueError(
+            f"parameter {self._zoo_name!r} was frozen when the ZeRO optimizer was constructed and has no place for a "
+            "gradient. Set requires_grad before constructing the optimizer, or close() it and construct a new one."
+        )
+    _REQUIRES_GRAD.__set__(self, value)
+
+
+def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    _set_requires_grad(self, requires_grad)
+    return self
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
+    # A copy (an averaged model, say) is a parameter of its own: it belongs to no bucket.
+    copy = memo.get(id(self))
+    if copy is None:
+        copy = memo[id(self)] = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
+    return copy
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    plain = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
+    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_REFUSE: Any = classmethod(_refuse)
+
+
+class Guard:
+    """Makes one bucket's parameters instances of a class of their own, and opens and closes that class."""
+
+    def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: str) -> None:
+        body = {
+            "_zoo_bucket": bucket,
+            "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
+            "requires_grad": property(_get_requires_grad, _set_requires_grad),
+            "requires_grad_": _requires_grad_,
+            "data": property(_get_data, _set_data),
+            "__torch_function__": _DISABLED,
+            "__deepcopy__": _deepcopy,
+            "__reduce_ex__": _reduce_ex,
+        }
+        self._class: Any = type("ZeroParameter", (nn.Parameter,), body)
+        self._address = storage._cdata
+        self._message = message
+
+    def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
+        """Make ``parameter`` an instance of the bucket's class."""
+        parameter.__class__ = self._class
+        parameter._zoo_name = name  # type: ignore[attr-defined]
+        parameter._zoo_slot = slot  # type: ignore[attr-defined]
+
+    def hide(self) -> None:
+        """No unit that owns the parameters is running: refuse them. Their memory may still be there."""
+        self._class.__torch_function__ = _REFUSE
+
+    def show(self) -> None:
+        """A unit that owns the parameters runs."""
+        self._class.__torch_function__ = _DISABLED
+
+    def close(self) -> None:
+        """The memory is gone: refuse everything that shares it."""
+        refuse_storage(self._address, self._message)
+
+    def open(self) -> None:
+        """There is memory again."""
+        allow_storage(self._address)
+
+
+def release(parameter: Any) -> None:
+    """Make an adopted parameter an ordinary ``nn.Parameter`` again, without a gradient."""
+    parameter.__class__ = nn.Parameter
+    del parameter._zoo_name, parameter._zoo_slot
+    parameter.grad = None
+
+
+class _LeadTo(torch.autograd.Function):
+    """A graph of one node that leads to all of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("nobody goes back through this.")
+
+
+def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """The autograd nodes that add to the gradients of those of ``parameters`` that require one."""
+    with torch.enable_grad():
+        to_all = _LeadTo.apply(*parameters).grad_fn
+    return [node for node, _ in to_all.next_functions if node is not None] if to_all is not None else []
+
+
+def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Set the gradient that autograd accumulates into."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, value)
+
+
+def has_raw_grad(parameter: nn.Parameter) -> bool:
+    """Whether autograd would accumulate into something, or has just made it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(parameter) is not None
+
+
+def refuse_storage(address: int, message: str) -> None:
+    """Make every access to this storage's data raise ``message`` (where torch offers it)."""
+    if _SET_ERROR is not None and _CLEAR_ERROR is not None:
+        _SET_ERROR(address, message)
+
+
+def allow_storage(address: int) -> None:
+    """Undo :func:`refuse_storage`."""
+    if _CLEAR_ERROR is not None:
+        _CLEAR_ERROR(address)

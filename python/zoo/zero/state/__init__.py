@@ -1,0 +1,1 @@
+"""Training state as logical tensors: saved, loaded, read, edited."""

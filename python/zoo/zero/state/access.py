@@ -1,0 +1,465 @@
+"""Reading and setting one parameter's fp32 value, gradient or optimizer state, wherever its elements live.
+
+The *full* functions are collective: every rank calls them with the same parameter and gets, or sets, the whole tensor.
+The *local* ones are about this rank's elements, a flat tensor: the part of the parameter that lies in this rank's chunk
+of its bucket, which may be empty; at stage 0 every rank has all of it. Ranks at the same place of their shard groups
+(MiCS) have the same elements and have to set the same values.
+
+Values are in fp32 (fp64 for fp64 parameters). An optimizer that keeps no fp32 value of a 16-bit parameter before its
+first step has the 16-bit one until then, so that a value set earlier is rounded. Gradients are the mean over the ranks,
+without the loss scale; there is one from ``backward`` until ``step`` or ``zero_grad``, and None at other times.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zoo.zero.init.parts import part_of
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.gradients import BucketGradients
+from zoo.zero.state.editing import Values, overlaps, write_values
+from zoo.zero.state.gathered import owner_of
+from zoo.zero.state.logical import scalar_states, tensor_states
+from zoo.zero.update.segments import Segment
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+Pieces = Iterable[tuple[int, torch.Tensor]]
+"""Elements that this rank has: where they begin in the bucket's flat buffer, and their values."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is: elements [start, stop) of a bucket's flat buffer."""
+
+    optimizer: ZeroOptimizer
+    bucket: Bucket
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.bucket.spec.dtype, torch.float32)
+
+    @property
+    def everywhere(self) -> bool:
+        """Every rank has all optimizer states: stage 0."""
+        return not self.bucket.placement.shard_optimizer
+
+    def own(self) -> tuple[int, int]:
+        """[start, stop) of this rank's elements, in the parameter."""
+        low, high = (0, self.bucket.layout.size) if self.everywhere else self.bucket.own_range()
+        start = min(max(self.start, low), self.stop)
+        return start - self.start, max(min(self.stop, high), start) - self.start
+
+
+def _find(param: Any) -> _Place:
+    bucket = getattr(type(param), "_zoo_bucket", None)
+    if bucket is None:
+        why = (
+            "zoo.zero.Init partitioned it, and no optimizer has it yet"
+            if part_of(param)
+            else "no ZeRO optimizer has it"
+        )
+        raise ValueError(
+            f"the tensor of shape {tuple(param.shape)} is not a parameter of a ZeRO optimizer ({why}). Construct the "
+            "optimizer first, and pass a parameter of its model."
+        )
+    slot = param._zoo_slot
+    tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
+    return _Place(
+        owner_of(bucket).optimizer, bucket, tensor.name, torch.Size(tensor.shape), offset, offset + tensor.numel
+    )
+
+
+# What this rank has ----------------------------------------------------------------------------------------------
+
+
+def _segments(place: _Place) -> Iterator[tuple[Segment, dict[str, Any], int]]:
+    # Consumed to the end by everyone: a piece from NVMe is put away afterwards.
+    optimizer, bucket = place.optimizer, place.bucket
+    for segment in optimizer.updater.visit([bucket]):
+        base = segment.chunk * (bucket.layout.size // bucket.num_chunks) + segment.start
+        yield segment, optimizer.inner.state.get(segment.tensor, {}), base
+
+
+def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
+    if not place.bucket.spec.trainable:
+        if place.everywhere:
+            yield 0, place.bucket.parameters.full
+        else:
+            yield place.bucket.own_range()[0], place.bucket.parameters.own_shard()
+        return
+    for segment, state, base in _segments(place):
+        yield base, segment.value(state)
+
+
+def _state_pieces(place: _Place, key: str) -> Iterator[tuple[int, torch.Tensor]]:
+    for segment, state, base in _segments(place):
+        found = tensor_states(state, segment).get(key)
+        if found is not None:
+            yield base, found
+
+
+def _reduced_gradients(place: _Place) -> BucketGradients | None:
+    """Those of the bucket, if there are any. Brings gradients together that no_sync() left apart. Collective."""
+    optimizer, gradients = place.optimizer, place.bucket.gradients
+    optimizer.settle_gradients()
+    there = gradients is not None and optimizer.runtime.reduced and gradients.reduced
+    return gradients if there else None
+
+
+def _grad_pieces(gradients: BucketGradients) -> Iterator[tuple[int, torch.Tensor]]:
+    bucket = gradients.bucket
+    for chunk in bucket.updated_chunks():
+        yield bucket.layout.shard_range(chunk, bucket.num_chunks)[0], gradients.reduced_chunk(chunk)
+
+
+def _fill(out: torch.Tensor, start: int, pieces: Pieces) -> None:
+    for base, values in pieces:
+        low, high = max(base, start), min(base + values.numel(), start + out.numel())
+        if low < high:
+            out[low - start : high - start].copy_(values[low - base : high - base])
+
+
+def _window(place: _Place, start: int, stop: int, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
+    """Elements [start, stop) of the bucket on every rank. Collective but at stage 0."""
+    bucket, comm = place.bucket, place.bucket.shard_group
+    place.optimizer.sharded.settle()
+    out = torch.zeros(stop - start, dtype=dtype, device=bucket.device)
+    _fill(out, start, pieces)
+    if place.everywhere or comm.size == 1:
+        return out
+    if stop - start == bucket.layout.size:
+        low, high = bucket.own_range()
+        comm.all_gather(out, out[low:high], label=f"states of {bucket.label}").wait()
+        return out
+    handles = []
+    for rank in range(comm.size):
+        low, high = bucket.layout.shard_range(rank, comm.size)
+        low, high = max(low, start), min(high, stop)
+        if low < high:
+            handles.append(comm.broadcast(out[low - start : high - start], rank))
+    for handle in handles:
+        handle.wait()
+    return out
+
+
+def _full(place: _Place, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
+    return _window(place, place.start, place.stop, pieces, dtype).view(place.shape)
+
+
+def _local(place: _Place, pieces: Pieces, dtype: torch.dtype) -> torch.Tensor:
+    low, high = place.own()
+    out = torch.zeros(high - low, dtype=dtype, device=place.bucket.device)
+    _fill(out, place.start + low, pieces)
+    return out
+
+
+# What the optimizer keeps ----------------------------------------------------------------------------------------
+
+
+def _kept(place: _Place) -> dict[str, Any]:
+    """What this rank knows of the parameter's states: dtypes by key, numbers by key."""
+    tensors: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    if place.bucket.spec.trainable:
+        group = place.bucket.spec.groups[place.bucket.spec.names.index(place.name)]
+        for segment, state, _ in _segments(place):
+            if segment.group == group and not tensors and not numbers:
+                tensors = {k: str(v.dtype).removeprefix("torch.") for k, v in tensor_states(state, segment).items()}
+                numbers = scalar_states(state, segment)
+    return {"tensors": tensors, "numbers": numbers}
+
+
+def _agreed_kept(place: _Place) -> dict[str, Any]:
+    """What the rank that has the parameter's first element knows, on every rank. Collective but at stage 0."""
+    place.optimizer.sharded.settle()
+    mine, comm, bucket = _kept(place), place.bucket.shard_group, place.bucket
+    if place.everywhere or comm.size == 1:
+        return mine
+    owner = min(place.start // max(bucket.layout.size // comm.size, 1), comm.size - 1)
+    text = json.dumps(mine).encode()
+    length = torch.tensor([len(text)], device=bucket.device)
+    comm.broadcast(length, owner).wait()
+    data = torch.zeros(int(length), dtype=torch.uint8, device=bucket.device)
+    if comm.rank == owner:
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    comm.broadcast(data, owner).wait()
+    found: dict[str, Any] = json.loads(bytes(data.tolist()))
+    return found
+
+
+def _check_key(place: _Place, kept: Mapping[str, Any], key: str) -> bool:
+    """Whether there is such a state; False before the first step, when there is none at all."""
+    known = [*kept["tensors"], *kept["numbers"]]
+    if known and key not in known:
+        raise ValueError(f"{place.name!r} has no optimizer state {key!r}; it has {', '.join(map(repr, known))}.")
+    return key in known
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """A copy of the whole fp32 value, in the parameter's shape. Collective."""
+    place = _find(param)
+    return _full(place, _value_pieces(place), place.dtype)
+
+
+@torch.no_grad()
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of the whole gradient, or None where there is none. Collective."""
+    place = _find(param)
+    gradients = _reduced_gradients(place)
+    if gradients is None:
+        return None
+    return _full(place, _grad_pieces(gradients), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
+
+
+@torch.no_grad()
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A copy of a whole state such as "exp_avg"; a number such as "step" as a tensor without dimensions. Collective.
+
+    None before the first step and for frozen parameters. Raises ValueError for a key that the optimizer does not have.
+    """
+    place = _find(param)
+    kept = _agreed_kept(place)
+    if not _check_key(place, kept, optim_state_key):
+        return None
+    if optim_state_key in kept["numbers"]:
+        return torch.tensor(float(kept["numbers"][optim_state_key]))
+    dtype = torch.promote_types(getattr(torch, kept["tensors"][optim_state_key]), torch.float32)
+    return _full(place, _state_pieces(place, optim_state_key), dtype)
+
+
+@torch.no_grad()
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """A flat copy of this rank's elements of the fp32 value."""
+    place = _find(param)
+    return _local(place, _value_pieces(place), place.dtype)
+
+
+@torch.no_grad()
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """A flat copy of this rank's elements of the gradient, or None where there is none.
+
+    Collective only if gradients that ``no_sync()`` left on each rank are to be brought together first.
+    """
+    place = _find(param)
+    gradients = _reduced_gradients(place)
+    if gradients is None:
+        return None
+    return _local(place, _grad_pieces(gradients), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
+
+
+@torch.no_grad()
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A flat copy of this rank's elements of a state; see :func:`safe_get_full_optimizer_state`."""
+    place = _find(param)
+    kept = _kept(place)
+    if not _check_key(place, kept, optim_state_key):
+        return None
+    if optim_state_key in kept["numbers"]:
+        return torch.tensor(float(kept["numbers"][optim_state_key]))
+    dtype = torch.promote_types(getattr(torch, kept["tensors"][optim_state_key]), torch.float32)
+    return _local(place, _state_pieces(place, optim_state_key), dtype)
+
+
+# Many at once ----------------------------------------------------------------------------------------------------
+
+
+def _bulk(
+    params: Iterable[nn.Parameter], read: Callable[[_Place], tuple[Pieces, torch.dtype] | None]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    places = [_find(p) for p in params]
+    buckets: dict[Bucket, list[_Place]] = {}
+    for place in places:
+        buckets.setdefault(place.bucket, []).append(place)
+    for bucket in sorted(buckets, key=lambda b: b.index):
+        group = buckets[bucket]
+        source = read(group[0])
+        if source is None:
+            yield from ((place.name, None) for place in group)
+            continue
+        flat = _window(group[0], 0, bucket.layout.size, *source)
+        for place in group:
+            yield place.name, flat[place.start : place.stop].view(place.shape).clone()
+
+
+@torch.no_grad()
+def get_full_fp32_params(params: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, whole fp32 value) of many parameters, one collective a bucket; only one bucket is in memory at a time.
+
+    Collective: every rank consumes it to the end.
+    """
+    return _bulk(params, lambda place: (_value_pieces(place), place.dtype))
+
+
+@torch.no_grad()
+def get_full_grads(params: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, whole gradient or None) of many parameters; see :func:`get_full_fp32_params`."""
+
+    def scaled(place: _Place) -> tuple[Pieces, torch.dtype] | None:
+        gradients = _reduced_gradients(place)
+        if gradients is None:
+            return None
+        factor = 1.0 / place.optimizer.loss_scale
+        return ((base, values.to(place.dtype) * factor) for base, values in _grad_pieces(gradients)), place.dtype
+
+    return _bulk(params, scaled)
+
+
+@torch.no_grad()
+def get_full_optimizer_states(
+    params: Iterable[nn.Parameter], optim_state_key: str
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, whole state or None) of many parameters; see :func:`get_full_fp32_params`. Not for numbers ("step")."""
+
+    def state(place: _Place) -> tuple[Pieces, torch.dtype] | None:
+        kept = _agreed_kept(place)
+        if not _check_key(place, kept, optim_state_key) or optim_state_key in kept["numbers"]:
+            return None
+        dtype = torch.promote_types(getattr(torch, kept["tensors"][optim_state_key]), torch.float32)
+        return _state_pieces(place, optim_state_key), dtype
+
+    return _bulk(params, state)
+
+
+# Setting ---------------------------------------------------------------------------------------------------------
+
+
+def _whole_value(place: _Place, value: torch.Tensor) -> torch.Tensor:
+    if value.shape != place.shape:
+        raise ValueError(f"{place.name!r} has shape {tuple(place.shape)}; the value given has {tuple(value.shape)}.")
+    place.optimizer.sharded.settle()
+    flat = value.detach().to(place.bucket.device, place.dtype, copy=True).reshape(-1).contiguous()
+    if flat.numel():
+        place.bucket.routes.axes.world.broadcast(flat).wait()
+    return flat
+
+
+def _local_value(place: _Place, value: torch.Tensor) -> tuple[int, torch.Tensor]:
+    if place.everywhere and place.bucket.routes.axes.world.size > 1:
+        raise ValueError(
+            f"{place.name!r} is whole on every rank (stage 0), and setting it on one would make the ranks differ. Use "
+            "the function of the same name with 'full'."
+        )
+    low, high = place.own()
+    if value.numel() != high - low:
+        raise ValueError(
+            f"this rank has elements [{low}, {high}) of {place.name!r}; the value given has {value.numel()} elements "
+            f"instead of {high - low}."
+        )
+    return low, value.detach().reshape(-1)
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole value, of the parameter's shape; that of rank 0 counts. Collective."""
+    place = _find(param)
+    _write_param(place, (0, _whole_value(place, value)))
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's elements. Every rank calls it, each with its own."""
+    place = _find(param)
+    _write_param(place, _local_value(place, value))
+    if not place.bucket.partitioned and place.bucket.spec.trainable:
+        handle = place.bucket.parameters.publish()
+        if handle is not None:
+            handle.wait()
+
+
+def _write_param(place: _Place, values: tuple[int, torch.Tensor]) -> None:
+    bucket = place.bucket
+    if bucket.active:
+        raise ValueError(
+            f"{place.name!r} is in use: it cannot be set inside of a forward or of GatheredParameters, which has "
+            "modifier_rank= for that."
+        )
+    place.optimizer.runtime.updated()
+    if bucket.partitioned:
+        place.optimizer.runtime.residency.forget(bucket)
+    write_values(place.optimizer, {bucket: {place.name: values}}, keep_equal=False)
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set a whole state, of the parameter's shape; that of rank 0 counts. Collective.
+
+    Raises ValueError before the first step, and for a number such as "step", which parameters share.
+    """
+    place = _find(param)
+    _check_settable(place, _agreed_kept(place), optim_state_key)
+    _write_state(place, (0, _whole_value(place, value)), optim_state_key)
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's elements of a state; see :func:`safe_set_full_optimizer_state`."""
+    place = _find(param)
+    _check_settable(place, _kept(place), optim_state_key)
+    _write_state(place, _local_value(place, value), optim_state_key)
+
+
+def _check_settable(place: _Place, kept: Mapping[str, Any], key: str) -> None:
+    if not _check_key(place, kept, key):
+        raise ValueError(f"{place.name!r} has no optimizer states yet: they are made in its first step.")
+    if key in kept["numbers"]:
+        raise ValueError(f"{key!r} is one number for many parameters; it cannot be set for {place.name!r} alone.")
+
+
+def _write_state(place: _Place, values: tuple[int, torch.Tensor], key: str) -> None:
+    given: Values = {place.name: values}
+
+    def change(segment: Segment, state: dict[str, Any]) -> None:
+        for offset, part in overlaps(given, segment.slices()):
+            tensor_states(state, segment)[key][offset : offset + part.numel()].copy_(part)
+
+    place.optimizer.updater.edit([place.bucket], change)
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole gradient, of the parameter's shape; that of rank 0 counts. Collective, after ``backward``."""
+    place = _find(param)
+    gradients = _settable_gradients(place)
+    _write_grad(place, gradients, 0, _whole_value(place, value))
+
+
+@torch.no_grad()
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's elements of the gradient, after ``backward``."""
+    place = _find(param)
+    gradients = _settable_gradients(place)
+    _write_grad(place, gradients, *_local_value(place, value))
+
+
+def _settable_gradients(place: _Place) -> BucketGradients:
+    gradients = _reduced_gradients(place)
+    if gradients is None:
+        raise ValueError(f"{place.name!r} has no gradient to be replaced: call it between backward and step.")
+    return gradients
+
+
+def _write_grad(place: _Place, gradients: BucketGradients, first: int, values: torch.Tensor) -> None:
+    bucket = place.bucket
+    scaled = values.to(place.dtype) * place.optimizer.loss_scale
+    for chunk in bucket.updated_chunks():
+        base, end = bucket.layout.shard_range(chunk, bucket.num_chunks)
+        begin = place.start + first
+        low, high = max(base, begin), min(end, begin + scaled.numel())
+        if low < high:
+            gradients.set_reduced(chunk, low - base, scaled[low - begin : high - begin])

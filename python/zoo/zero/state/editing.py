@@ -1,0 +1,80 @@
+"""New values for parameters under a ZeRO optimizer: written everywhere that they live.
+
+A parameter's value is in up to four places: the whole copy, this rank's shard in its tier, and the fp32 value that the
+optimizer updates, in its tier. Writing to one alone would be undone by the next gather or the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.update.segments import Segment
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+Values = Mapping[str, tuple[int, torch.Tensor]]
+"""By the name of a parameter: new values of its elements [start, start + len) in its row-major order."""
+
+
+def overlaps(values: Values, pieces: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where the values lie in what ``pieces`` (:class:`zoo.layout.Slice`) describe: (offset, values)."""
+    for piece in pieces:
+        if piece.name not in values:
+            continue
+        first, given = values[piece.name]
+        low, high = max(first, piece.start), min(first + given.numel(), piece.start + piece.length)
+        if low < high:
+            yield piece.offset + low - piece.start, given[low - first : high - first]
+
+
+@torch.no_grad()
+def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
+    """Give parameters new values, on this rank.
+
+    Args:
+        optimizer: which may have fp32 values of them; None without one.
+        changes: for each bucket the values by name. Whole parameters must be given where copies are whole.
+        keep_equal: an fp32 value stays where it rounds to the value given: what nobody changed keeps its precision.
+    """
+    for bucket, values in changes.items():
+        parameters = bucket.parameters
+        parameters.drop_secondary()
+        if parameters.live:
+            for offset, part in overlaps(values, bucket.layout.slices(0, bucket.layout.size)):
+                parameters.full[offset : offset + part.numel()].copy_(part)
+        if bucket.partitioned:
+            _write_shard(bucket, values)
+
+    def change(segment: Segment, state: dict[str, Any]) -> None:
+        target = segment.value(state)
+        for offset, part in overlaps(changes[segment.bucket], segment.slices()):
+            old = target[offset : offset + part.numel()]
+            new = part.to(old.device, old.dtype)
+            if keep_equal:
+                rounded = old.to(segment.bucket.spec.dtype).to(old.dtype)
+                new = torch.where(rounded == new, old, new)
+            old.copy_(new)
+
+    trainable = [bucket for bucket in changes if bucket.spec.trainable]
+    if trainable and optimizer is not None:
+        optimizer.updater.edit(trainable, change)
+
+
+def _write_shard(bucket: Bucket, values: Values) -> None:
+    low, high = bucket.own_range()
+    found = list(overlaps(values, bucket.layout.slices(low, high)))
+    if not found:
+        return
+    parameters = bucket.parameters
+    shard = parameters.own_shard()
+    for offset, part in found:
+        shard[offset : offset + part.numel()].copy_(part)
+    if bucket.routes.pack is not None:
+        parameters.set_shard(shard)
+    elif bucket.parameters_on_nvme:
+        bucket.shelf.finish(parameters.begin_write(shard))

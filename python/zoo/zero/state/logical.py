@@ -1,0 +1,250 @@
+"""The training state of a ZeRO optimizer as logical slices: what a checkpoint is made of.
+
+Every element of every logical tensor is owned by exactly one rank, whatever the stage, so the slices of all ranks
+together are the state of the run, and any other placement can be filled from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zoo.layout import Slice
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.update.segments import Segment
+
+Reader = Callable[[str, str, int, int], torch.Tensor]
+"""``read(name, role, start, length)``: these elements as a 1-D tensor; KeyError when there is no such state."""
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """Elements [start, start + length) of the logical tensor ``name`` of ``shape``, in its row-major order.
+
+    ``role`` is "parameter" (the fp32 value, or a frozen parameter in its own dtype) or the name of an optimizer state.
+    ``tensor`` is a flat view of the live state: copy it before training goes on. What lives on NVMe is read when
+    ``tensor`` is asked for, and is a copy.
+    """
+
+    name: str
+    role: str
+    start: int
+    length: int
+    shape: tuple[int, ...]
+    source: torch.Tensor | Stored
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements, flat."""
+        if isinstance(self.source, torch.Tensor):
+            return self.source
+        return self.source.read()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.source.dtype
+
+
+@dataclass(frozen=True)
+class Stored:
+    """``length`` elements of some state on NVMe, from element ``start`` of what ``load(start, length)`` reads."""
+
+    load: Callable[[int, int], torch.Tensor]
+    dtype: torch.dtype
+    start: int = 0
+    length: int = -1
+
+    def __getitem__(self, part: slice) -> Stored:
+        """A part of it, still unread."""
+        return Stored(self.load, self.dtype, self.start + part.start, part.stop - part.start)
+
+    def read(self) -> torch.Tensor:
+        """The elements."""
+        return self.load(self.start, self.length)
+
+
+def slices_of(
+    segments: Iterable[Segment], state: Mapping[Any, Any], buckets: Sequence[Bucket], *, owned: bool = True,
+    stored: Callable[[Segment], Mapping[str, Stored]] | None = None,
+) -> Iterator[StateSlice]:  # fmt: skip
+    """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap.
+
+    ``stored`` gives, by role, what of a segment is on NVMe.
+    """
+    for segment in segments:
+        if owned and not segment.bucket.owns(segment.chunk):
+            continue
+        entries = state.get(segment.tensor, {})
+        roles: dict[str, torch.Tensor | Stored] = {"parameter": segment.value(entries)}
+        roles |= tensor_states(entries, segment)
+        roles |= stored(segment) if stored is not None else {}
+        for role, tensor in roles.items():
+            yield from _cut(segment.bucket, segment.slices(), role, tensor)
+    for bucket in buckets:
+        if not bucket.spec.trainable:
+            if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
+                continue
+            low, high = bucket.own_range()
+            shard = bucket.parameters.shard
+            kept = shard if shard is not None else Stored(bucket.parameters.load, bucket.spec.dtype)
+            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", kept)
+
+
+def feedback_slices(bucket: Bucket, rank: int) -> Iterator[StateSlice]:
+    """What the reduction of ``bucket`` still owes, as rank ``rank`` of all knows it."""
+    feedback = bucket.routes.feedback
+    if feedback is not None and feedback.error is not None:
+        yield from _cut(bucket, bucket.layout.slices(), f"feedback.{rank}", feedback.error)
+    if feedback is not None and feedback.owed is not None and bucket.routes.axes.first_replica:
+        yield from _cut(bucket, bucket.layout.slices(*bucket.own_range()), "owed", feedback.owed)
+
+
+def fill_feedback(bucket: Bucket, rank: int, num_ranks: int, saved_ranks: int, read: Reader) -> None:
+    """Take over what ``saved_ranks`` ranks owed: each its own, or, at another number of them, the owners of chunks."""
+    feedback = bucket.routes.feedback
+    if feedback is None:
+        return
+    feedback.forget()
+    numel = bucket.layout.size
+    low, high = bucket.own_range()
+    owed = torch.zeros(high - low, device=bucket.device)
+    found = bucket.routes.axes.first_replica and _fill(owed, bucket, low, high, "owed", read)
+    if saved_ranks == num_ranks:
+        error = torch.zeros(numel, device=bucket.device)
+        feedback.error = error if _fill(error, bucket, 0, numel, f"feedback.{rank}", read) else None
+    elif bucket.routes.axes.first_replica:
+        part = torch.empty_like(owed)
+        for other in range(saved_ranks):
+            if _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read):
+                found = True
+                owed.add_(part, alpha=1.0 / saved_ranks)
+    feedback.owed = owed if found else None
+
+
+def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, read: Reader) -> bool:
+    """Elements [low, high) of a bucket from ``read``; False if there is no such state."""
+    for run in runs_of(bucket, bucket.layout.slices(low, high)):
+        try:
+            value = read(run.name, role, run.start, run.length)
+        except KeyError:
+            return False
+        out[run.offset : run.offset + run.length].copy_(value)
+    return True
+
+
+def _cut(bucket: Bucket, pieces: Sequence[Slice], role: str, tensor: torch.Tensor | Stored) -> Iterator[StateSlice]:
+    for run in runs_of(bucket, pieces):
+        part = tensor[run.offset : run.offset + run.length]
+        yield StateSlice(run.name, role, run.start, run.length, run.shape, part)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, start + length) of a logical tensor, at ``offset`` of what some slices describe."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+    offset: int
+
+
+def runs_of(bucket: Bucket, pieces: Iterable[Slice]) -> Iterator[Run]:
+    """What slices of this rank's parameters are of logical tensors, by their names in the whole model.
+
+    A part that is not made of whole rows (of the columns of a matrix, say) is one run for each row.
+    """
+    for piece in pieces:
+        name, split = bucket.logical(piece.name)
+        if split.box is None or split.shape is None:
+            yield Run(name, bucket.shape_of(piece.name), piece.start, piece.length, piece.offset)
+            continue
+        offset = piece.offset
+        for box in split.box.run(piece.start, piece.stop):
+            for start, length in box.runs_in(split.shape):
+                yield Run(name, split.shape, start, length, offset)
+                offset += length
+
+
+def tensor_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
+    """The states that have one element for each of the segment's; a master is not one of them, but the parameter."""
+    return {
+        k: v
+        for k, v in state.items()
+        if isinstance(v, torch.Tensor) and v.shape == segment.tensor.shape and k != "master"
+    }
+
+
+def scalar_states(state: Mapping[str, Any], segment: Segment) -> dict[str, float]:
+    """The states that are one number for the whole segment, such as Adam's step."""
+    rest = {k: v for k, v in state.items() if k != "master" and k not in tensor_states(state, segment)}
+    return {
+        k: float(v)
+        for k, v in rest.items()
+        if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1)
+    }
+
+
+def scalars_of(segments: Sequence[Segment], state: Mapping[Any, Any]) -> dict[str, float]:
+    """``"<role>/<name>" -> value`` for the scalar states of every tensor this rank has a part of."""
+    found: dict[str, float] = {}
+    for segment in segments:
+        for role, value in scalar_states(state.get(segment.tensor, {}), segment).items():
+            for run in runs_of(segment.bucket, segment.slices()):
+                found[f"{role}/{run.name}"] = value
+    return found
+
+
+def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars: Mapping[str, float]) -> bool:
+    """Load a segment's parameters and states; False if the source has no optimizer state for it.
+
+    ``state`` must hold the entries that the optimizer makes in a step: they are what is looked for.
+    """
+    pieces = list(runs_of(segment.bucket, segment.slices()))
+    if not pieces:
+        return True
+    for piece in pieces:
+        part = segment.value(state)[piece.offset : piece.offset + piece.length]
+        part.copy_(read(piece.name, "parameter", piece.start, piece.length))
+    found: set[bool] = set()
+    for role, tensor in tensor_states(state, segment).items():
+        tensor.zero_()  # padding
+        for piece in pieces:
+            try:
+                value = read(piece.name, role, piece.start, piece.length)
+            except KeyError:
+                found.add(False)
+                continue
+            found.add(True)
+            tensor[piece.offset : piece.offset + piece.length].copy_(value)
+    for role in scalar_states(state, segment):
+        numbers = {scalars.get(f"{role}/{piece.name}") for piece in pieces}
+        found |= {v is not None for v in numbers}
+        if len(numbers) > 1:
+            raise ValueError(
+                f"the state {role!r} differs between parameters that share an optimizer segment "
+                f"({', '.join(p.name for p in pieces)}: {sorted(map(str, numbers))}); give them parameter groups "
+                f"of their own."
+            )
+        number = numbers.pop()
+        if number is not None:
+            state[role] = torch.full_like(state[role], number) if isinstance(state[role], torch.Tensor) else number
+    if len(found) > 1:
+        raise ValueError(f"the source holds only part of the optimizer state of {', '.join(p.name for p in pieces)}.")
+    return found != {False}
+
+
+def fill_frozen(bucket: Bucket, read: Reader) -> None:
+    """Load a frozen bucket: this rank's shard where it is partitioned, all of it where it is whole."""
+    low, high = bucket.own_range() if bucket.partitioned else (0, bucket.layout.size)
+    parameters = bucket.parameters
+    tensor = parameters.own_shard() if bucket.partitioned else parameters.full
+    for piece in runs_of(bucket, bucket.layout.slices(low, high)):
+        part = tensor[piece.offset : piece.offset + piece.length]
+        part.copy_(read(piece.name, "parameter", piece.start, piece.length))
+    if parameters.shard is None:  # it was a copy
+        parameters.set_shard(tensor)

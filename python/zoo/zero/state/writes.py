@@ -1,0 +1,55 @@
+"""Values that the user writes into parameters, in place or through ``.data``, where they also live elsewhere.
+
+Where parameters are whole (stages 0 to 2, small ones at stage 3) a write lands in the flat buffer that the model
+computes with; an fp32 master of it would undo it in the next step, so the master takes it over first
+(:meth:`Writes.take`). A write to what is gathered only for the moment would be lost, and is an error. Both are found by
+the parameters' version counters, which the runtime itself never touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.state.editing import write_values
+
+if TYPE_CHECKING:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+
+class Writes:
+    """What was written since the last look."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._noted = {bucket: bucket.parameters.versions() for bucket in buckets}
+
+    def note(self, bucket: Bucket) -> None:
+        """What was written to ``bucket`` until now is known."""
+        self._noted[bucket] = bucket.parameters.versions()
+
+    def take(self, optimizer: ZeroOptimizer) -> None:
+        """Bring what was written to where the optimizer keeps it. Every rank writes the same and calls this.
+
+        Raises:
+            RuntimeError: something was written to a parameter that was whole only for the moment.
+        """
+        changes, lost = {}, []
+        for bucket, noted in self._noted.items():
+            now = bucket.parameters.versions()
+            if now == noted:
+                continue
+            self._noted[bucket] = now
+            changed = [slot for slot, (a, b) in enumerate(zip(noted, now, strict=True)) if a != b]
+            if bucket.partitioned:
+                lost += [bucket.spec.names[slot] for slot in changed]
+            elif bucket.spec.trainable:
+                changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
+        if changes:
+            write_values(optimizer, changes, keep_equal=True)
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost[:5])} was written to in place while it was gathered for its module, and the change "
+                "is lost: only this rank's shard stays. Write inside `with GatheredParameters(parameter, "
+                "modifier_rank=0):`, or assign a whole value: parameter.data = value."
+            )

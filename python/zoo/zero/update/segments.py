@@ -1,0 +1,138 @@
+"""Segments: what the optimizer inside updates.
+
+A segment is a flat part of one chunk of one bucket that belongs to one parameter group, or, for an optimizer that needs
+whole tensors, to one tensor. Its length and its place do not depend on the stage; a stage decides which chunks a rank
+updates. The wrapped optimizer sees segments in the place of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zoo.layout import Slice
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.gradients import BucketGradients
+
+
+@dataclass(eq=False)
+class Segment:
+    """Elements [start, stop) of chunk ``chunk`` of a bucket, all of parameter group ``group``.
+
+    ``tensor`` is what the optimizer updates: the parameters themselves, or an fp32 master copy of 16-bit ones where the
+    optimizer does not keep one among its states. ``target`` is where such a master is written back to, else None.
+    Of what lives on NVMe there is only a single repeated element (:func:`absent`) until the update brings it here.
+    """
+
+    bucket: Bucket
+    chunk: int
+    group: int
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    target: torch.Tensor | None
+    loaded_gradient: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> BucketGradients:
+        """Those of the bucket: only trainable ones have segments."""
+        if self.bucket.gradients is None:
+            raise AssertionError(f"a segment of the frozen bucket of {self.bucket.label}.")
+        return self.bucket.gradients
+
+    def gradient(self) -> torch.Tensor:
+        """The reduced gradient of this segment, in the gradient's own dtype."""
+        if self.loaded_gradient is not None:
+            return self.loaded_gradient
+        return self.gradients.reduced_chunk(self.chunk)[self.start : self.stop]
+
+    def value(self, state: Mapping[str, Any]) -> torch.Tensor:
+        """The parameters in the precision in which they are kept: the master where there is one."""
+        master: torch.Tensor = state.get("master", self.tensor)
+        return master.detach()
+
+    def slices(self) -> list[Slice]:
+        """The pieces of logical tensors in this segment, with offsets into it."""
+        base = self.chunk * (self.bucket.layout.size // self.bucket.num_chunks)
+        return self.bucket.layout.slices(base + self.start, base + self.stop)
+
+
+def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segment]:
+    """The segments of a trainable bucket that this rank updates: of all chunks at stage 0, of its own otherwise.
+
+    Args:
+        masters: give the optimizer fp32 copies of 16-bit parameters. Where states are offloaded and parameters on
+            a GPU, it gets copies in any case.
+        by_tensor: cut at the boundaries of tensors, not only of parameter groups.
+    """
+    length = bucket.layout.size // bucket.num_chunks
+    ranges = list(_tensor_ranges(bucket) if by_tensor else _group_ranges(bucket))
+    segments = []
+    for chunk in bucket.updated_chunks():
+        base = chunk * length
+        values = bucket.parameters.chunk(chunk)
+        for group, low, high in ranges:
+            start, stop = max(low - base, 0), min(high - base, length)
+            if start < stop:
+                part = values[start:stop] if values is not None else absent_of(stop - start, bucket.spec.dtype)
+                dtype = torch.float32 if masters and part.dtype.itemsize < 4 else part.dtype
+                # The update runs where the states are.
+                off_device = bucket.updates_off_device
+                copied = dtype is not part.dtype or off_device
+                tensor = part
+                if copied and bucket.tiers.states is Tier.NVME:
+                    tensor = absent_of(stop - start, dtype)
+                elif copied:
+                    source = part if values is not None else bucket.parameters.own_shard()[start:stop]
+                    tensor = source.to("cpu" if off_device and not source.is_meta else source.device, dtype)
+                tensor = tensor.detach().requires_grad_()
+                segments.append(Segment(bucket, chunk, group, start, stop, tensor, part if copied else None))
+    return segments
+
+
+def absent_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape without memory: one NaN that repeats."""
+    return torch.full((1,), float("nan"), dtype=dtype).expand(numel)
+
+
+def absent(tensor: torch.Tensor) -> torch.Tensor:
+    """What takes the place of a flat tensor whose values are elsewhere."""
+    return absent_of(tensor.numel(), tensor.dtype)
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether it is one of :func:`absent`; of a single element that is NaN nobody can tell, and it counts as one."""
+    if tensor.numel() > 1:
+        return tensor.stride(0) == 0
+    return bool(tensor.isnan().all())
+
+
+def _group_ranges(bucket: Bucket) -> Iterable[tuple[int, int, int]]:
+    # Buckets hold their parameters ordered by group; padding goes with the group before it.
+    groups, offsets = bucket.spec.groups, bucket.layout.offsets
+    starts = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
+    ends = [offsets[i] for i in starts[1:]] + [bucket.layout.size]
+    for i, end in zip(starts, ends, strict=True):
+        yield groups[i], offsets[i], end
+
+
+def _tensor_ranges(bucket: Bucket) -> Iterable[tuple[int, int, int]]:
+    for group, tensor, offset in zip(bucket.spec.groups, bucket.layout.tensors, bucket.layout.offsets, strict=True):
+        yield group, offset, offset + tensor.numel
+
+
+def in_pieces(segments: Sequence[Segment], limit: int) -> list[list[Segment]]:
+    """Consecutive segments in lists of at most ``limit`` elements (one segment may exceed it alone)."""
+    pieces: list[list[Segment]] = []
+    size = 0
+    for segment in segments:
+        if not pieces or size + segment.tensor.numel() > limit:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(segment)
+        size += segment.tensor.numel()
+    return pieces

@@ -1,0 +1,358 @@
+"""The wrapped optimizer on this rank's segments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zoo.comm import Communicator
+from zoo.zero.offload.config import OffloadOptimizerConfig
+from zoo.zero.offload.errors import OffloadError
+from zoo.zero.offload.gradient_files import GradientPark
+from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.stream import StateStream, needs_stream
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.state.logical import Stored
+from zoo.zero.update.probe import Keeps, check_elementwise, what_it_keeps
+from zoo.zero.update.segments import Segment, cut_segments, in_pieces
+from zoo.zero.update.whole_tensors import BucketParts
+
+DEPTH_IN_BACKWARD = 3
+"""Pieces that are read ahead, and written behind, in backward: so much has the device to do between two units."""
+
+
+class Updater:
+    """Builds the wrapped optimizer on the segments of the buckets and runs its steps, piece by piece.
+
+    What it can do is read off its class. ``needs_whole_tensors``: it gets parts of single tensors, and ``parts=`` to
+    bring them together (:class:`~zoo.zero.update.whole_tensors.BucketParts`). ``keeps_masters``: it takes 16-bit
+    parameters and gradients as they are, keeps fp32 masters among its states and has ``step(grad_scale=)``, so that
+    scaling, update and rounding are one pass. Any other gets fp32 masters as parameters, and gradients converted piece
+    by piece.
+
+    Args:
+        buckets: the trainable ones.
+        groups: the parameter groups of the user; their options, without "params", are given to the optimizer.
+        options: arguments of the optimizer.
+        sub_group_size: elements of a piece.
+        offload: where states go that live on NVMe.
+        scratch: its files.
+        in_backward: backward makes the gradients, the last buckets first, while pieces are updated.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
+        *, comm: Communicator, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
+        in_backward: bool = False,
+    ) -> None:  # fmt: skip
+        self._buckets = buckets
+        self.broken: str | None = None
+        whole = bool(getattr(optimizer, "needs_whole_tensors", False))
+        self._scales = bool(getattr(optimizer, "keeps_masters", False))
+        name = getattr(optimizer, "__name__", str(optimizer))
+        plain = _without_params(groups)
+        if whole and in_backward:
+            raise ValueError(
+                f"update_in_backward=True with {name}, which needs whole tensors: ranks would meet in the middle of "
+                "backward. Use an elementwise optimizer, or leave update_in_backward out."
+            )
+        self._plain, self._optimizer, self._options = plain, optimizer, options
+        self._known: dict[tuple[int, torch.dtype], Keeps] = {}
+        cut = [cut_segments(b, masters=not self._scales, by_tensor=whole) for b in buckets]
+        self.segments = [s for segments in cut for s in segments]
+        self._parts = BucketParts(comm) if whole else None
+        if self._parts is not None:
+            self._parts.adopt(self.segments)
+            options = {**options, "parts": self._parts}
+        inner: list[dict[str, Any]] = [{**g, "params": []} for g in plain]
+        for segment in self.segments:
+            inner[segment.group]["params"].append(segment.tensor)
+        self.inner = optimizer(inner, **options)
+        streams = scratch is not None and needs_stream(buckets)
+        self._pieces = self._cut(sub_group_size, streams=streams, in_backward=in_backward)
+        self._stream: StateStream | None = None
+        depth = DEPTH_IN_BACKWARD if in_backward else 1
+        if scratch is not None and streams:
+            self._stream = StateStream(
+                scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
+                ahead=depth * offload.pipeline_read, behind=depth * offload.pipeline_write,
+            )  # fmt: skip
+            scratch.check_room(self.buffer_bytes())
+
+    def _cut(self, limit: int, *, streams: bool, in_backward: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
+        if self._parts is not None:  # pieces of whole buckets, the same on every rank
+            pieces: list[tuple[list[Bucket], list[Segment]]] = []
+            size = 0
+            for bucket in self._buckets:
+                if not pieces or size + bucket.layout.size > limit:
+                    pieces.append(([], []))
+                    size = 0
+                size += bucket.layout.size
+                pieces[-1][0].append(bucket)
+                pieces[-1][1].extend(s for s in self.segments if s.bucket is bucket)
+            return list(pieces)
+        if in_backward:
+            backwards = [s for b in reversed(self._buckets) for s in self.segments if s.bucket is b]
+            return [((), piece) for piece in in_pieces(backwards, limit)]
+        if streams or any(s.target is not None for s in self.segments):
+            return [((), piece) for piece in in_pieces(self.segments, limit)]
+        return [((), self.segments)]
+
+    def _keeps(self, segment: Segment) -> Keeps:
+        key = (segment.group, segment.tensor.dtype)
+        if key not in self._known:
+            group = self._plain[segment.group]
+            self._known[key] = what_it_keeps(
+                lambda tensors: self._optimizer([{**group, "params": tensors}], **self._options), segment.tensor.dtype
+            )
+        return self._known[key]
+
+    def _states_of(self, segment: Segment) -> dict[str, torch.dtype]:
+        given = {} if segment.target is None else {"": segment.tensor.dtype}
+        return {**given, **self._keeps(segment).states}
+
+    def buffer_bytes(self) -> int:
+        """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
+        if self._stream is None:
+            return 0
+        shards = [b.num_bytes // b.num_chunks for b in self._buckets]
+        return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
+
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes that an update reads from and writes to NVMe, once states exist."""
+        return self._stream.traffic() if self._stream is not None else (0, 0)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def update(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+        """One step with ``factor`` times the reduced gradients and the options of ``groups``. Collective with parts.
+
+        Raises:
+            OffloadError: a device failed; this and every later step, until a state is loaded.
+        """
+        self.begin(groups)
+        for index in range(len(self._pieces)):
+            self.run(index, factor)
+
+    def begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
+        self.check_whole()
+        self._finish_writes()
+        for outer, group in zip(groups, self.inner.param_groups, strict=True):
+            group.update({k: v for k, v in outer.items() if k != "params"})
+        self.read_ahead()
+
+    def run(self, index: int, factor: float) -> None:
+        """Update piece ``index`` of the step; the pieces come in order."""
+        buckets, piece = self._pieces[index]
+        if self._parts is not None:
+            self._parts.about(buckets)
+        with self._restoring_groups(), self._loaded(index):
+            if len(self._pieces) > 1:
+                self._restrict(piece)
+            self._update_piece(piece, factor)
+
+    def arrived(self, index: int) -> bool:
+        """Whether :meth:`run` would not wait for a device."""
+        return self._stream is None or self._stream.arrived(index)
+
+    def pieces(self) -> list[list[Segment]]:
+        """What is updated together, in the order of the update."""
+        return [piece for _, piece in self._pieces]
+
+    def drop_read(self) -> None:
+        """What was read ahead may be stale, or the step that it was for does not go on."""
+        if self._stream is not None:
+            self._stream.drop_read()
+
+    def give_up(self, why: str) -> None:
+        """A step that has begun will not end: refuse everything until a state is loaded."""
+        self.broken = why
+        if self._stream is not None:
+            self._stream.give_up()
+
+    def settle(self) -> None:
+        """Wait until what the latest step updated is where it belongs.
+
+        Raises:
+            OffloadError: it is not, or a step did not end.
+        """
+        self.check_whole()
+        self._finish_writes()
+        self.drop_read()
+
+    def read_ahead(self) -> None:
+        """What the first pieces of the next step need may come in by now."""
+        if self._stream is not None and self._pieces:
+            with self._failing():
+                self._stream.begin(0)
+
+    def _finish_writes(self) -> None:
+        if self._stream is not None:
+            with self._failing():
+                self._stream.finish()
+
+    def check_whole(self) -> None:
+        """Raise OffloadError if a failure left states of two different steps behind."""
+        if self.broken is not None:
+            raise OffloadError(f"the training state is incomplete since a step failed ({self.broken}).")
+
+    @contextlib.contextmanager
+    def _restoring_groups(self) -> Iterator[None]:
+        whole = [group["params"] for group in self.inner.param_groups]
+        try:
+            yield
+        finally:
+            for group, tensors in zip(self.inner.param_groups, whole, strict=True):
+                group["params"] = tensors
+
+    @contextlib.contextmanager
+    def _loaded(self, index: int) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with self._failing():
+            self._stream.load(index)
+            yield
+            self._stream.store(index)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(str(error) or type(error).__name__)
+            raise
+
+    def _restrict(self, piece: Sequence[Segment]) -> None:
+        for group in self.inner.param_groups:
+            group["params"] = []
+        for segment in piece:
+            self.inner.param_groups[segment.group]["params"].append(segment.tensor)
+
+    def _update_piece(self, piece: Sequence[Segment], factor: float) -> None:
+        for segment in piece:
+            gradient = segment.gradient().to(segment.tensor.device, segment.tensor.dtype)
+            segment.tensor.grad = gradient if factor == 1.0 or self._scales else gradient.mul_(factor)
+        if self._scales:
+            self.inner.step(grad_scale=factor)
+        else:
+            self.inner.step()
+        for segment in piece:
+            segment.tensor.grad = None
+            if segment.target is not None:
+                segment.target.copy_(segment.tensor)
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def stored(self, segment: Segment) -> dict[str, Stored]:
+        """By role, what of a segment is on NVMe."""
+        return self._stream.stored(segment) if self._stream is not None else {}
+
+    def visit(self, buckets: Collection[Bucket] | None = None) -> Iterator[Segment]:
+        """Each segment (of ``buckets``) while its values and states are in memory, to be read."""
+        self.settle()
+        for index, (_, piece) in enumerate(self._pieces):
+            if buckets is not None and not any(s.bucket in buckets for s in piece):
+                continue
+            with self._stream.in_memory(index, write=False) if self._stream is not None else contextlib.nullcontext():
+                yield from (s for s in piece if buckets is None or s.bucket in buckets)
+
+    def edit(self, buckets: Collection[Bucket], change: Callable[[Segment, dict[str, Any]], None]) -> None:
+        """Let ``change`` write to the values (:meth:`Segment.value`) and states of each segment of ``buckets``."""
+        self.settle()
+        for index, (_, piece) in enumerate(self._pieces):
+            if not any(s.bucket in buckets for s in piece):
+                continue
+            stream = self._stream
+            with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
+                for segment in piece:
+                    if segment.bucket in buckets:
+                        change(segment, self.inner.state.get(segment.tensor, {}))
+                    # All of a piece: what is on NVMe is written back whole.
+                    self._write_back(segment)
+
+    def load(self, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
+        """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it."""
+        with contextlib.suppress(OffloadError):
+            self.settle()  # whatever was wrong, what comes now is whole
+        self.broken = None
+        if self._stream is not None:
+            self._stream.forget()
+        with self._restoring_groups():
+            for index, (buckets, piece) in enumerate(self._pieces):
+                self._restrict(piece)
+                if self._parts is not None:
+                    self._parts.about(buckets)
+                stream = self._stream
+                with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
+                    self._make_states(piece)
+                    for segment in piece:
+                        self._fill(segment, fill)
+
+    def _make_states(self, piece: Sequence[Segment]) -> None:
+        # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
+        # values, and the parameters.
+        for segment in piece:
+            self.inner.state.pop(segment.tensor, None)
+            segment.tensor.grad = torch.zeros_like(segment.tensor)
+        self.inner.step()
+        for segment in piece:
+            segment.tensor.grad = None
+
+    def _fill(self, segment: Segment, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
+        state = self.inner.state[segment.tensor]
+        if not fill(segment, state):
+            # Nothing but parameters yet; a master is one.
+            self.inner.state[segment.tensor] = {k: v for k, v in state.items() if k == "master"}
+        self._write_back(segment)
+
+    def _write_back(self, segment: Segment) -> None:
+        if segment.target is not None:
+            segment.target.copy_(segment.tensor)
+            return
+        value = segment.value(self.inner.state.get(segment.tensor, {}))
+        if value.data_ptr() != segment.tensor.data_ptr():
+            segment.tensor.detach().copy_(value)
+
+    def state_bytes(self) -> int:
+        """Bytes of masters and optimizer states in this rank's memory."""
+        tensors = [s.tensor for s in self.segments if s.target is not None]
+        for state in self.inner.state.values():
+            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+        return sum(t.nbytes for t in tensors if t.dim() != 1 or t.numel() < 2 or t.stride(0) != 0)
+
+    def forecast_bytes(self) -> dict[Tier, int]:
+        """What masters and optimizer states will take after the first step, by tier."""
+        found = dict.fromkeys(Tier, 0)
+        for segment in self.segments:
+            keeps, n = self._keeps(segment), segment.tensor.numel()
+            given = segment.tensor.itemsize if segment.target is not None else 0
+            found[segment.bucket.tiers.states] += n * (keeps.bytes_per_element + given)
+            found[Tier.HOST if segment.bucket.tiers.states is Tier.NVME else segment.bucket.tiers.states] += (
+                keeps.scalar_bytes
+            )
+        return found
+
+
+def try_out(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> None:
+    """Build the wrapped optimizer on small tensors, before anything of the model is touched.
+
+    Raises:
+        NotImplementedError: its update is not elementwise, and it takes no parts.
+        Exception: what its constructor says of ``options`` or of a group's.
+    """
+    if getattr(optimizer, "needs_whole_tensors", False):
+        optimizer([{**g, "params": [torch.zeros(2, 2).requires_grad_()]} for g in _without_params(groups)], **options)
+        return
+    name = getattr(optimizer, "__name__", str(optimizer))
+    check_elementwise(lambda tensors: optimizer(tensors, **options), name)
+    optimizer([{**g, "params": [torch.zeros(2).requires_grad_()]} for g in _without_params(groups)], **options)
+
+
+def _without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
