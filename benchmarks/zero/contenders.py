@@ -24,7 +24,7 @@ Builder = Callable[[Workload], Step]
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """``stage``: the ZeRO stage whose memory it is compared at; ``peer``: somebody else's implementation."""
+    """``stage``: the ZeRO stage whose memory it is compared at; ``peer``: another project's implementation."""
 
     label: str
     setting: str

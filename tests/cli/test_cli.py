@@ -257,7 +257,7 @@ def _two_ranks(config: Path, plugin: Path, *args: str) -> tuple[list[int], list[
 def test_a_rank_that_fails_ends_the_run_and_is_named(
     config: Path, tmp_path: Path, error: str, code: int, line: str
 ) -> None:
-    # As a stranger's package would bring a task of its own.
+    # As another package would bring a task of its own.
     (tmp_path / "failing_task.py").write_text(PLUGIN.format(error=error))
     info = tmp_path / "failing_task-1.0.dist-info"
     info.mkdir()

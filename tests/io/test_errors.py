@@ -1,4 +1,4 @@
-"""Every mistake and every misfortune is an exception that says what, where and how to mend it."""
+"""Every mistake and every failure is an exception that says what, where and how to fix it."""
 
 import errno
 import gc

@@ -154,8 +154,8 @@ def test_instances_that_cannot_be_taken_over_say_why() -> None:
     train(model, inner, 0)
     refused(inner, r"has state of \d+ parameters.*before its first step")
     refused(torch.optim.SGD(model[0].parameters(), lr=0.1), r"2 trainable.*in no group of optimizer=.*2\.weight")
-    stranger = nn.Parameter(torch.ones(2))
-    refused(torch.optim.SGD([*model.parameters(), stranger], lr=0.1), "group 0 of optimizer=.*not in the model")
+    foreign = nn.Parameter(torch.ones(2))
+    refused(torch.optim.SGD([*model.parameters(), foreign], lr=0.1), "group 0 of optimizer=.*not in the model")
     refused(Odd(model.parameters(), 0.1, "sour"), "flavour.*pass the class")
     changed = Changed(model.parameters(), 0.1)
     changed.bold = True

@@ -693,9 +693,9 @@ def test_states_that_come_back_to_other_memory_are_the_ones_that_train(
     cls: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a GPU what comes back lies elsewhere; here every way there and back makes a copy.
-    import zoo.zero.state.away as moving
+    from zoo.zero.state import offload_states
 
-    monkeypatch.setattr(moving, "leaves", lambda tensor: True)
+    monkeypatch.setattr(offload_states, "leaves", lambda tensor: True)
 
     def fn(rank: int, moves: bool) -> dict[str, torch.Tensor]:
         model = Blocks().to(dtype)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use zoo_io::{BackendChoice, Buffer, DirectMode, Direction, Fault, Misfortune, MockPlan, Request, RingOptions, Target};
+use zoo_io::{BackendChoice, Buffer, DirectMode, Direction, Fault, FaultKind, MockPlan, Request, RingOptions, Target};
 
 use crate::errors::raise;
 
@@ -141,9 +141,9 @@ type MockArgs = (u64, bool, u8, Vec<FaultArgs>);
 fn mock_plan((seed, reorder, short, faults): MockArgs) -> PyResult<MockPlan> {
     let faults = faults.into_iter().map(|(write, offset, len, times, kind, number)| {
         let what = match kind.as_str() {
-            "errno" => Misfortune::Errno(number as i32),
-            "short" => Misfortune::Short(number as usize),
-            "delay" => Misfortune::Delay(Duration::try_from_secs_f64(number).unwrap_or_default()),
+            "errno" => FaultKind::Errno(number as i32),
+            "short" => FaultKind::Short(number as usize),
+            "delay" => FaultKind::Delay(Duration::try_from_secs_f64(number).unwrap_or_default()),
             other => return Err(PyValueError::new_err(format!("fault {other:?}; allowed are errno, short, delay"))),
         };
         Ok(Fault { direction: write.map(direction), offset, len, times, what })
@@ -247,15 +247,15 @@ impl Engine {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Found> {
         let found = patiently(py, timeout, |slice| match self.inner.wait(Some(slice)) {
-            Ok(tidings) if tidings.in_flight > 0 => None,
+            Ok(report) if report.in_flight > 0 => None,
             other => Some(other),
         })?;
         match found {
             None => Ok((0, Vec::new(), 0, self.inner.stats().in_flight as usize)),
             Some(Err(error)) => Err(raise(py, &error)),
-            Some(Ok(tidings)) => {
-                let failures = tidings.failures.iter().map(|error| raise(py, error)).collect();
-                Ok((tidings.finished, failures, tidings.forgotten, 0))
+            Some(Ok(report)) => {
+                let failures = report.failures.iter().map(|error| raise(py, error)).collect();
+                Ok((report.finished, failures, report.forgotten, 0))
             }
         }
     }
@@ -314,7 +314,7 @@ impl Bell {
     }
 
     /// Make it unreadable until the next end.
-    fn hush(&self) {
+    fn reset(&self) {
         self.inner.sleep();
     }
 }

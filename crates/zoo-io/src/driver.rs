@@ -134,7 +134,7 @@ impl<B: Backend> Driver<B> {
     /// Work until the queue is closed and everything is over.
     ///
     /// # Errors
-    /// The backend's sentence; [`Driver::bury`] must follow.
+    /// The backend's sentence; [`Driver::fail_all`] must follow.
     pub(crate) fn run(&mut self) -> Result<(), String> {
         let mut events = Vec::new();
         loop {
@@ -421,7 +421,7 @@ impl<B: Backend> Driver<B> {
     }
 
     /// The worker cannot go on: fail everything it had, and keep alive for ever whatever the kernel may still write to.
-    pub(crate) fn bury(&mut self, why: &str) {
+    pub(crate) fn fail_all(&mut self, why: &str) {
         let jobs: Vec<Job> = self.jobs.iter_mut().filter_map(Option::take).chain(self.ready.drain(..)).collect();
         std::mem::forget(self.slots.take());
         for job in jobs {

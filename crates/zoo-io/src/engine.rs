@@ -12,7 +12,7 @@ use crate::backend::threads::Blocking;
 use crate::backend::uring::{RingOptions, Uring};
 use crate::driver::{Counters, Driver, Habits};
 use crate::error::{Direction, Error, errno_of, strerror};
-use crate::op::{Op, Pending, Request, Ticket, Tidings, Tracker};
+use crate::op::{Op, Pending, Report, Request, Ticket, Tracker};
 use crate::plan::Plan;
 use crate::queue::{MAX_WORKERS, Queue, Sleepers};
 use crate::sys::{self, EventFd};
@@ -312,7 +312,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Forked`].
-    pub fn wait(&self, timeout: Option<Duration>) -> Result<Tidings, Error> {
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Report, Error> {
         self.shared.tracker.check_process()?;
         Ok(self.shared.tracker.wait(timeout))
     }
@@ -465,5 +465,5 @@ fn work<B: Backend>(
     };
     shared.died.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why.clone());
     shared.cancel(|_| Error::WorkerDied(why.clone()));
-    driver.bury(&why);
+    driver.fail_all(&why);
 }

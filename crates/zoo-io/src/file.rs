@@ -183,7 +183,7 @@ impl File {
             return Ok(fd.as_raw_fd());
         }
         let fd = match &self.direct {
-            // The same file even if somebody renamed another one over the path meanwhile.
+            // The same file even if another process renamed another one over the path meanwhile.
             Some((direct, _)) => {
                 let link = PathBuf::from(format!("/proc/self/fd/{}", direct.as_raw_fd()));
                 sys::open(&link, self.flags() & !libc::O_CREAT).or_else(|_| sys::open(&self.path, self.flags()))

@@ -20,13 +20,13 @@ pub mod plan;
 mod queue;
 mod sys;
 
-pub use backend::mock::{Fault, Misfortune, MockPlan};
+pub use backend::mock::{Fault, FaultKind, MockPlan};
 pub use backend::uring::RingOptions;
 pub use engine::{BackendChoice, Engine, Settings, Stats};
 pub use error::{Direction, Error};
 pub use file::{DirectMode, File, Target};
 pub use memory::{Ledger, Pool, PoolBuffer};
-pub use op::{Buffer, Done, Request, Ticket, Tidings};
+pub use op::{Buffer, Done, Report, Request, Ticket};
 pub use sys::EventFd;
 
 /// Version of this crate.

@@ -83,7 +83,7 @@ const KEPT_FAILURES: usize = 256;
 
 /// What a wait for all operations saw.
 #[derive(Debug, Default)]
-pub struct Tidings {
+pub struct Report {
     /// Operations that ended since the last time, failed ones included.
     pub finished: u64,
     /// Failures that no ticket has told yet, oldest first.
@@ -146,8 +146,8 @@ impl Tracker {
         self.tally().in_flight
     }
 
-    /// Wait until nothing is in flight or the time is over. Tidings are taken only in the first case.
-    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Tidings {
+    /// Wait until nothing is in flight or the time is over. A report is made only in the first case.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Report {
         let deadline = timeout.map(|t| Instant::now() + t);
         let mut tally = self.tally();
         while tally.in_flight > 0 {
@@ -156,11 +156,11 @@ impl Tracker {
                 continue;
             };
             if left.is_zero() {
-                return Tidings { in_flight: tally.in_flight, ..Tidings::default() };
+                return Report { in_flight: tally.in_flight, ..Report::default() };
             }
             tally = self.changed.wait_timeout(tally, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        Tidings {
+        Report {
             finished: std::mem::take(&mut tally.finished),
             failures: tally.failures.drain(..).map(|(_, error)| error).collect(),
             forgotten: std::mem::take(&mut tally.forgotten),

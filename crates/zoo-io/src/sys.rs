@@ -163,7 +163,7 @@ impl EventFd {
         let _ = unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
-    /// Sleep until somebody wakes it; sets it back to zero.
+    /// Sleep until it is woken; sets it back to zero.
     pub fn sleep(&self) {
         let mut count = [0_u8; 8];
         // SAFETY: eight writable bytes.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use zoo_io::checksum::crc32c;
 use zoo_io::{
-    BackendChoice, Buffer, DirectMode, Direction, Engine, Error, Fault, File, Misfortune, MockPlan, Pool, Request,
+    BackendChoice, Buffer, DirectMode, Direction, Engine, Error, Fault, FaultKind, File, MockPlan, Pool, Request,
     Settings, Target, Ticket,
 };
 
@@ -180,11 +180,11 @@ proptest! {
             prop_assert_eq!(done.checksum, Some(crc32c(&model[range.clone()])));
             prop_assert_eq!(&content(&ticket)[..], &model[range]);
         }
-        let tidings = engine.wait(None).unwrap();
-        prop_assert_eq!(tidings.finished as usize, case.writes.len() + case.reads.len());
-        prop_assert!(tidings.failures.is_empty());
+        let report = engine.wait(None).unwrap();
+        prop_assert_eq!(report.finished as usize, case.writes.len() + case.reads.len());
+        prop_assert!(report.failures.is_empty());
         let stats = engine.stats();
-        prop_assert_eq!((stats.in_flight, stats.operations), (0, tidings.finished));
+        prop_assert_eq!((stats.in_flight, stats.operations), (0, report.finished));
         drop(engine);
         prop_assert_eq!(alive.load(Ordering::SeqCst), 0, "no buffer is lost");
     }
@@ -198,7 +198,7 @@ proptest! {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = folder.path().join("f");
         let faults: Vec<_> = faults.into_iter().map(|(page, errno, times)| Fault {
-            direction: None, offset: page * 4096, len: 1, times: Some(times), what: Misfortune::Errno(errno),
+            direction: None, offset: page * 4096, len: 1, times: Some(times), what: FaultKind::Errno(errno),
         }).collect();
         let settings = Settings {
             block_size: 4096, queue_depth: depth, num_threads: threads,
@@ -225,22 +225,22 @@ proptest! {
                 Ok(done) => prop_assert_eq!(done.num_bytes, 4096),
                 Err(Error::Os { what, place, errno }) => {
                     prop_assert_eq!((what, place.offset, place.len), ("write", k as u64 * 4096, 4096));
-                    prop_assert!(faults.iter().any(|f| f.offset == place.offset && f.what == Misfortune::Errno(errno)));
+                    prop_assert!(faults.iter().any(|f| f.offset == place.offset && f.what == FaultKind::Errno(errno)));
                     failed[k] = true;
                     told += 1;
                 }
                 Err(other) => prop_assert!(false, "unexpected {}", other),
             }
         }
-        let tidings = engine.wait(None).unwrap();
-        prop_assert_eq!(tidings.finished as usize, operations);
-        prop_assert!(tidings.failures.len() <= dropped);
-        for error in &tidings.failures {
+        let report = engine.wait(None).unwrap();
+        prop_assert_eq!(report.finished as usize, operations);
+        prop_assert!(report.failures.len() <= dropped);
+        for error in &report.failures {
             let Error::Os { place, .. } = error else { panic!("unexpected {error}") };
             prop_assert!(!std::mem::replace(&mut failed[(place.offset / 4096) as usize], true), "told twice");
         }
         let expected = (0..operations).filter(|k| faults.iter().any(|f| f.offset == *k as u64 * 4096)).count();
-        prop_assert_eq!(told + tidings.failures.len(), expected);
+        prop_assert_eq!(told + report.failures.len(), expected);
         prop_assert!(engine.wait(None).unwrap().failures.is_empty());
         let bytes = std::fs::read(&path).unwrap();
         for (k, failed) in failed.into_iter().enumerate() {
@@ -262,7 +262,7 @@ fn mock(faults: Vec<Fault>) -> Engine {
 }
 
 fn delay(times: u32) -> Fault {
-    let what = Misfortune::Delay(Duration::from_millis(50));
+    let what = FaultKind::Delay(Duration::from_millis(50));
     Fault { direction: None, offset: 0, len: u64::MAX, times: Some(times), what }
 }
 

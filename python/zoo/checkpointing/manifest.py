@@ -109,9 +109,9 @@ def check_directory(path: Path, manifest: Manifest) -> None:
         if size != entry.size:
             raise CheckpointError(f"the file {entry.name} has {size} bytes; the manifest says {entry.size}")
     known = {MANIFEST, *(entry.name for entry in manifest.files)}
-    strangers = sorted(found.name for found in path.iterdir() if found.name not in known)
-    if strangers:
-        raise CheckpointError(f"{str(path)!r} holds {', '.join(strangers)}, which the manifest does not know")
+    unknown = sorted(found.name for found in path.iterdir() if found.name not in known)
+    if unknown:
+        raise CheckpointError(f"{str(path)!r} holds {', '.join(unknown)}, which the manifest does not know")
 
 
 def check_sum(path: Path, entry: FileEntry) -> None:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 
 USER_ERROR = 2
-"""Exit code for what the user can mend."""
+"""Exit code for what the user can fix."""
 FAILURE = 1
 """Exit code for everything else."""
 

@@ -1,6 +1,6 @@
 """How a collective travels: through the backend's own collectives, or as pairwise messages.
 
-gloo implements reduce-scatter as a full all-reduce and stages all-gather in a temporary (torch 2.6 to 2.15): on two
+gloo implements reduce-scatter as a full all-reduce and stages all-gather in a temporary (torch 2.11 to 2.15): on two
 ranks and 12.6 MB that costs 8.6 and 4.8 ms of CPU time where direct messages cost 2.8 and 2.6. The pairwise transport
 sends (N-1)/N of the message from each rank, receives in place, and adds in rank order, so its sums do not depend on
 which rank computes them.

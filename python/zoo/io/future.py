@@ -82,7 +82,7 @@ class LoopBell:
         return waiter
 
     def _rung(self) -> None:
-        self._bell.hush()
+        self._bell.reset()
         for waiter, future in list(self._waiting.items()):
             if waiter.cancelled() or future.done():
                 del self._waiting[waiter]

@@ -1,4 +1,4 @@
-"""Parameters that somebody shards, whole for a while; without knowing who does."""
+"""Parameters that another package shards, whole for a while; without knowing who does."""
 
 from __future__ import annotations
 

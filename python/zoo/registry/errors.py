@@ -1,4 +1,4 @@
-"""What can go wrong with a name, and the sentence that says how to mend it."""
+"""What can go wrong with a name, and the sentence that says how to fix it."""
 
 from __future__ import annotations
 

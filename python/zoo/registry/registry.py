@@ -231,7 +231,7 @@ class Registry:
                 continue
             claims = self._claims.setdefault((kind, name), [])
             entry = Entry(kind, name, point.value, origin)
-            # The core may say twice what it says once in a table and once as an entry point; a stranger may not.
+            # The core may say twice what it says once in a table and once as an entry point; a plug-in may not.
             if entry not in claims:
                 claims.append(entry)
 
@@ -248,7 +248,7 @@ def _resolve(entry: Entry) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:
-        # Whatever a stranger's module raises at import, the user must learn which component it was.
+        # Whatever a plug-in's module raises at import, the user must learn which component it was.
         raise LoadError(
             f"{entry.kind} {entry.name!r} ({entry}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error

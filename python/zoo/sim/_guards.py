@@ -18,7 +18,8 @@ def internal(module: Any, name: str) -> Any:
     except AttributeError:
         raise NotImplementedError(
             f"zoo.sim needs {getattr(module, '__name__', module)}.{name}, which torch {torch.__version__} does not "
-            "have; zoo.sim is meant for torch 2.6 and newer: use one of those, or mend zoo/sim/_guards.py's caller"
+            "have; zoo.sim is meant for torch 2.11 and newer: use one of those, or change what "
+            "calls zoo/sim/_guards.py"
         ) from None
 
 

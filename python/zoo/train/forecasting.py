@@ -20,7 +20,7 @@ def forecast(
         device: where the model computes; "cuda" tells host memory from the device's.
 
     Raises:
-        ValueError: what the user can mend.
+        ValueError: what the user can fix.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}; allowed are 'cpu' and 'cuda'.")

@@ -71,7 +71,7 @@ def train(config: Config, *, resume: bool = False, registry: Registry = DEFAULT)
             begins anew when there is none.
 
     Raises:
-        ValueError: what the user can mend.
+        ValueError: what the user can fix.
     """
     return _Job(config, registry).run(resume)
 

@@ -31,9 +31,9 @@ from zoo.zero.runtime.hooks import Runtime
 from zoo.zero.sharded import ShardedModel
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
-from zoo.zero.state.away import Moved
+from zoo.zero.state.offload_states import StatesAway
 from zoo.zero.state.rank_state import load_rank_state, rank_state
-from zoo.zero.update.in_backward import EarlyUpdate, LateUpdate
+from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import global_norm
 from zoo.zero.update.updater import Updater, try_out
@@ -135,7 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.model, self.clip_norm, self.scaler = model, clip_norm, make_scaler(loss_scale)
         self._nonfinite = nonfinite_gradients
         self.grad_norm: float | None = None
-        self._moved: Moved | None = None
+        self._away: StatesAway | None = None
         self.skipped, self.num_skipped = False, 0
         # Before the model is touched: what the wrapped optimizer refuses.
         try_out(wrapped.make, wrapped.groups, wrapped.options)
@@ -174,11 +174,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward,
         )  # fmt: skip
-        self._early = (
-            EarlyUpdate(self._updater, self._options_of_update, self._publish)
+        self._in_backward = (
+            UpdateInBackward(self._updater, self._options_of_update, self._publish)
             if self.config.update_in_backward else None
         )  # fmt: skip
-        self._runtime.reductions.follower = self._early or LateUpdate(self._updater)
+        self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater)
         if self.scaler is not None:
             self._runtime.backward.scale = self.scaler.scale
         self.inner = self._updater.inner
@@ -263,8 +263,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.check()
         self.take_writes()
         self._settle()
-        if self._early is not None:
-            self._early.step()
+        if self._in_backward is not None:
+            self._in_backward.step()
             self._settle_errors(used=True)
             return loss
         if not self._has_gradients():
@@ -331,13 +331,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return factor
 
     def _options_of_update(self) -> list[dict[str, Any]]:
-        if self._moved is not None:
+        if self._away is not None:
             raise ValueError("an update while states are offloaded; call reload_states() first.")
         return self.param_groups
 
     def settle_gradients(self) -> None:
         """Reduce what ``no_sync()`` left on each rank, unless that is an update. Collective if there is any."""
-        if self._early is None:
+        if self._in_backward is None:
             self._settle()
 
     def _settle(self) -> None:
@@ -355,7 +355,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
-        if self._early is not None:
+        if self._in_backward is not None:
             raise ValueError("clip_grad_norm_() with update_in_backward=True: backward has used the gradients already.")
         self._runtime.check()
         self._settle()
@@ -378,8 +378,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
         self._check_open()
-        if self._early is not None:
-            self._early.check_dropped()
+        if self._in_backward is not None:
+            self._in_backward.check_dropped()
         self._runtime.drop_gradients()
         self._settle_errors(used=False)
 
@@ -420,18 +420,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."
             )
-        if self._moved is None:
+        if self._away is None:
             pins = pin_memory and torch.cuda.is_available()
-            self._moved = Moved(
+            self._away = StatesAway(
                 self, tuple(include) if include is not None else None, pin_memory=pins, non_blocking=non_blocking
             )
-        return self._moved.num_bytes()
+        return self._away.num_bytes()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what :meth:`offload_states` took away."""
-        if self._moved is not None:
-            self._moved.back(non_blocking=non_blocking)
-            self._moved = None
+        if self._away is not None:
+            self._away.back(non_blocking=non_blocking)
+            self._away = None
 
     def whole_parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole value) of every parameter, gathered bucket by bucket, so that there is never more than one.
@@ -524,10 +524,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self.sharded.settle()
-        if self._early is not None:
-            self._early.step()  # whatever it made is overwritten
+        if self._in_backward is not None:
+            self._in_backward.step()  # whatever it made is overwritten
         self._runtime.backward.check_running()
-        if self._early is not None or self._runtime.backward.failed:
+        if self._in_backward is not None or self._runtime.backward.failed:
             self.zero_grad()
         self._updater.load(lambda segment, state: state_io.fill_segment(segment, state, read, scalars))
         for bucket in self._buckets:

@@ -39,7 +39,7 @@ from zoo.zero.runtime.recording import recording
 from zoo.zero.runtime.window import Window
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.guard import release as release_parameter
-from zoo.zero.sharding.memory import WorkingMemory
+from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.state.whole import whole_parameters
 from zoo.zero.state.writes import Writes
 
@@ -143,7 +143,7 @@ class ShardedModel:
         self.axes: Axes = self.families[()]
         shard = self.axes.shard
         routes = choose_routes(plan, placement, self.families, cfg, self.reduce_dtype)
-        memory = WorkingMemory()
+        memory = StepMemory()
         self.scratch, stores = open_stores(plan, placement, routes, cfg, comm=self.comm, aio=aio, keep_norms=keep_norms)
         for i, spec in enumerate(plan):
             bucket = Bucket(i, spec, placement, routes[i], stores[i], memory)

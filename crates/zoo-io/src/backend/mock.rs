@@ -9,7 +9,7 @@ use crate::sys::EventFd;
 
 /// What happens to a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Misfortune {
+pub enum FaultKind {
     /// The kernel's errno, such as `EIO` or `ENOSPC`; nothing is moved.
     Errno(i32),
     /// Only this many bytes are moved.
@@ -30,7 +30,7 @@ pub struct Fault {
     /// How often; `None` is always.
     pub times: Option<u32>,
     /// What happens.
-    pub what: Misfortune,
+    pub what: FaultKind,
 }
 
 /// A plan of misfortunes.
@@ -78,7 +78,7 @@ impl Mock {
         z ^ (z >> 31)
     }
 
-    fn misfortune(&mut self, transfer: &Transfer) -> Option<Misfortune> {
+    fn next_fault(&mut self, transfer: &Transfer) -> Option<FaultKind> {
         let random = self.random();
         let direction = match transfer.kind {
             Kind::Read => Direction::Read,
@@ -98,17 +98,17 @@ impl Mock {
             return Some(fault.what);
         }
         let short = transfer.kind != Kind::Sync && random % 256 < u64::from(plan.short);
-        short.then(|| Misfortune::Short((random >> 8) as usize % transfer.len.max(1)))
+        short.then(|| FaultKind::Short((random >> 8) as usize % transfer.len.max(1)))
     }
 
     fn complete(&mut self, mut transfer: Transfer) -> Event {
-        let result = match self.misfortune(&transfer) {
-            Some(Misfortune::Errno(errno)) => Err(errno),
-            Some(Misfortune::Short(len)) => {
+        let result = match self.next_fault(&transfer) {
+            Some(FaultKind::Errno(errno)) => Err(errno),
+            Some(FaultKind::Short(len)) => {
                 transfer.len = transfer.len.min(len);
                 self.run_short(transfer)
             }
-            Some(Misfortune::Delay(time)) => {
+            Some(FaultKind::Delay(time)) => {
                 std::thread::sleep(time);
                 transfer.run()
             }

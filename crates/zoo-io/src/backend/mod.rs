@@ -60,7 +60,7 @@ pub(crate) struct Event {
 pub(crate) enum Wait {
     /// Look and come back.
     No,
-    /// Until an event is there or somebody rings the worker's alarm.
+    /// Until an event is there or a caller rings the worker's alarm.
     Yes,
 }
 

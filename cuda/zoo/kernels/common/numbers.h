@@ -50,7 +50,7 @@ ZOO_HD uint16_t float_to_bf16(float value) {
 
 ZOO_HD float f16_to_float(uint16_t bits) {
   const uint32_t magnitude = bits & 0x7FFFu;
-  // The fraction in place, the exponent 112 too small: multiplying by 2^112 mends both normal and subnormal numbers.
+  // The fraction in place, the exponent 112 too small: multiplying by 2^112 is right for both normal and subnormal numbers.
   const uint32_t finite = bits_of_float(float_of_bits(magnitude << 13) * float_of_bits(0x77800000u));
   const uint32_t special = 0x7F800000u | (magnitude << 13);
   return float_of_bits((magnitude >= 0x7C00u ? special : finite) | (uint32_t(bits & 0x8000u) << 16));

@@ -14,7 +14,7 @@ ReplicaReduce      any reduction, then all-reduce of P/p over N/p replicas      
 =================  ===================================================================  ==============================
 
 Routes of two stages issue the second at the next gather or reduction (:func:`advance`), so that it overlaps with the
-unit in between, or else when somebody waits for the result: points that all ranks pass in the same order. A gather of
+unit in between, or else when a caller waits for the result: points that all ranks pass in the same order. A gather of
 two stages moves more bytes in sum than a flat one, but over the slow network only what another node does not have:
 P/L (M-1)/M a rank instead of P (M-1)/M.
 """

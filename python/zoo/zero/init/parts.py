@@ -108,7 +108,7 @@ class Part:
 
     Attributes:
         name: for messages: the class and the attribute, and the full name once the model is known.
-        flat: (N n,) the whole value while somebody needs it, else None.
+        flat: (N n,) the whole value while it is needed, else None.
         users: how many contexts need it whole.
         aliased: something that shares the memory of ``flat`` was handed out; it may have been written to.
         rounded: ``flat`` came as int8.

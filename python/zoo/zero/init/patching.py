@@ -44,7 +44,7 @@ def uninstall() -> None:
             return
         for cls, name, before, now in reversed(_replaced):
             if cls.__dict__.get(name) is not now:
-                continue  # somebody else replaced ours; without an Init it only passes calls on
+                continue  # another library replaced ours; without an Init it only passes calls on
             if before is None:
                 delattr(cls, name)
             else:

@@ -184,7 +184,7 @@ class HostBudget:
 
 
 def _ranks_of_a_node(config: ZeroConfig) -> int | None:
-    """Of all groups, as far as somebody has said it."""
+    """Of all groups, as far as they were named."""
     given = config.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
     if dist.is_initialized():
         given = min(given, dist.get_world_size())

@@ -87,9 +87,9 @@ def _chosen(model: nn.Module, choice: UnitChoice) -> set[str]:
         classes = tuple(c for c in choice if isinstance(c, type))
         objects = {id(c) for c in choice if isinstance(c, nn.Module)}
         names = {n for n, m in modules.items() if n and (isinstance(m, classes) or id(m) in objects)}
-        strangers = objects - {id(m) for m in modules.values()}
-        if strangers:
-            raise ValueError(f"units= names {len(strangers)} module(s) that are not part of the model.")
+        foreign = objects - {id(m) for m in modules.values()}
+        if foreign:
+            raise ValueError(f"units= names {len(foreign)} module(s) that are not part of the model.")
     for name in names:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(

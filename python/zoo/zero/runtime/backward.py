@@ -50,7 +50,7 @@ class Part(enum.Enum):
     INPUTS = "backward_inputs"
     """Gradients of inputs: it gathers as it goes, and accumulates nothing."""
     WEIGHTS = "backward_weights"
-    """Gradients of weights, which somebody brings to the buckets: it gathers nothing, and the hooks do nothing."""
+    """Gradients of weights, which the caller brings to the buckets: it gathers nothing, and the hooks do nothing."""
 
 
 class Backward:

@@ -131,7 +131,7 @@ class Runtime:
         self._enter(unit, module, args)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        # Inside backward with gradients: recomputation. Without, where no backward of ours runs: somebody looks.
+        # Inside backward with gradients: recomputation. Without, where no backward of ours runs: the user reads values.
         if _graph_task() != -1 and (torch.is_grad_enabled() or self.backward.under_way):
             self.backward.begin()
             unit.depth += 1
@@ -387,7 +387,7 @@ class Runtime:
         return before
 
     def note(self, bucket: Bucket) -> None:
-        """Remember the versions of a held bucket's parameters: a later change is somebody's write."""
+        """Remember the versions of a held bucket's parameters: a later change is the user's write."""
         self.held[bucket] = bucket.parameters.versions()
 
     def let_go(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:

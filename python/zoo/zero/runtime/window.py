@@ -22,7 +22,7 @@ What it promises:
 * Gradients accumulate on each rank, as under ``no_sync()``, until a backward with ``reduce=True``, ``reduce()`` or
   ``step()`` brings the sum to its mean. ``reduce=True`` for every micro-batch reduces each during its own backward.
 * A backward may come in two parts: ``backward_inputs``, for ``torch.autograd.grad(outputs, inputs, ...)``, after which
-  the micro-batch needs no parameters any more; and, at any later time, ``backward_weights``, where somebody computes
+  the micro-batch needs no parameters any more; and, at any later time, ``backward_weights``, where the caller computes
   gradients of weights from what the first part left, and hands them to ``sharded.accumulate(parameter, gradient)``.
   The hooks do nothing there, and nothing is gathered.
 * With ``max_bytes`` what is gathered stays until the window ends: all that is whole at any time has at most

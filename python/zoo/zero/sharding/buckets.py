@@ -28,7 +28,7 @@ from zoo.zero.offload.tiers import Tier, Tiers
 from zoo.zero.placement.packing import BucketSpec, Placement, layout_of
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import cannot_convert
-from zoo.zero.sharding.memory import WorkingMemory
+from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.parameters import BucketParameters
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores, memory: WorkingMemory
+        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores, memory: StepMemory
     ) -> None:
         self.index, self.spec, self.placement, self.routes = index, spec, placement, routes
         self.shard_group, self.memory = routes.axes.shard, memory

@@ -211,7 +211,7 @@ class BucketGradients:
         refuse_storage(
             self._storage._cdata,
             f"a gradient of {self.bucket.label} arrived after it had been reduced (a parameter was used before its "
-            "unit's forward: overlap_comm=False mends it), or without its unit's output leading to the loss in a way "
+            "unit's forward: overlap_comm=False fixes it), or without its unit's output leading to the loss in a way "
             "that the optimizer could see, or it was touched outside of backward while it is partitioned (ZeRO stages "
             "2 and 3).",
         )

@@ -6,7 +6,7 @@ the same). Two things hang on the class, so that they cost the same for one para
 * ``grad`` is a property: the gradient lives in the bucket's flat buffer, and ``p.grad = None`` empties it there;
 * while no unit that owns them runs, ``__torch_function__`` refuses every operation except reading metadata, by name.
 
-Tensors made from a parameter earlier (a transpose kept by somebody) share its storage; the storage itself is then told
+Tensors made from a parameter earlier (a transpose kept by the user) share its storage; the storage itself is then told
 to refuse access. Without either, reading freed storage would end the process.
 """
 

@@ -24,7 +24,7 @@ REGION_BYTES = 16 << 20
 _log = logging.getLogger("zoo.zero")
 
 
-class WorkingMemory:
+class StepMemory:
     """Memory for the buffers of one rank; on other devices than the CPU torch's allocator keeps blocks itself."""
 
     def __init__(self) -> None:

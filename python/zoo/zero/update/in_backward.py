@@ -24,7 +24,7 @@ PATIENCE = 1
 """Pieces whose gradients are there while their states are still on the way, before backward waits for the device."""
 
 
-class LateUpdate:
+class UpdateInStep:
     """The update comes with ``step()``; only the buffers of the one before have to be free when gradients need them."""
 
     def __init__(self, updater: Updater) -> None:
@@ -44,7 +44,7 @@ class LateUpdate:
         """Nothing has happened."""
 
 
-class EarlyUpdate:
+class UpdateInBackward:
     """Runs the pieces of an update in the order in which backward completes them.
 
     Nothing between the beginning and the end of a backward is collective, so each rank may update at the moment that

@@ -41,7 +41,7 @@ def leaves(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-class Moved:
+class StatesAway:
     """What :meth:`ZeroOptimizer.offload_states` took away, and where it belongs."""
 
     def __init__(
@@ -54,12 +54,12 @@ class Moved:
                 f"include has {', '.join(map(repr, unknown))}; allowed are {', '.join(map(repr, STATES))}."
             )
         self.include = named
-        self._moved: list[tuple[torch.Tensor, torch.device]] = []
+        self._away: list[tuple[torch.Tensor, torch.device]] = []
         self._optimizer, self._left = weakref.ref(optimizer), False
         for tensor in tensors_of(optimizer, named):
             if tensor.numel() > 1 and tensor.dim() == 1 and tensor.stride(0) == 0:
                 continue  # on NVMe
-            self._moved.append((tensor, tensor.device))
+            self._away.append((tensor, tensor.device))
             if leaves(tensor):
                 self._left = True
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
@@ -70,14 +70,14 @@ class Moved:
 
     def num_bytes(self) -> int:
         """Of everything that is away."""
-        return sum(tensor.nbytes for tensor, _ in self._moved)
+        return sum(tensor.nbytes for tensor, _ in self._away)
 
     def back(self, *, non_blocking: bool) -> None:
         """To where it was."""
-        for tensor, device in self._moved:
+        for tensor, device in self._away:
             if leaves(tensor) or tensor.device != device:
                 tensor.data = tensor.detach().to(device, non_blocking=non_blocking, copy=True)
-        self._moved.clear()
+        self._away.clear()
         self._follow()
 
     def _follow(self) -> None:
