@@ -11,7 +11,6 @@ on NVMe, is another::
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,8 @@ from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stores import open_stores
 from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.families import data_communicator, family_of, make_families
-from zoo.zero.placement.packing import STAGES, plan_buckets
+from zoo.zero.placement.packing import plan_buckets
+from zoo.zero.placement.placements import offload, place
 from zoo.zero.placement.units import UnitChoice, check_parameters, find_units
 from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.hooks import Runtime
@@ -138,15 +138,19 @@ class ShardedModel:
         digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
-        placement = dataclasses.replace(STAGES[cfg.stage], keep_gradients=not cfg.update_in_backward)
         self.families = make_families(self.comm, self._mesh, self._data_axes, self.module.named_parameters(), cfg)
         self.axes: Axes = self.families[()]
         shard = self.axes.shard
-        routes = choose_routes(plan, placement, self.families, cfg, self.reduce_dtype)
+        placements = place(plan, self.families, cfg)
+        routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype)
+        chunks = [route.axes.shard.size for route in routes]
+        placements = offload(plan, placements, chunks, cfg)
         memory = StepMemory()
-        self.scratch, stores = open_stores(plan, placement, routes, cfg, comm=self.comm, aio=aio, keep_norms=keep_norms)
+        self.scratch, stores = open_stores(
+            plan, placements, routes, cfg, comm=self.comm, aio=aio, keep_norms=keep_norms
+        )
         for i, spec in enumerate(plan):
-            bucket = Bucket(i, spec, placement, routes[i], stores[i], memory)
+            bucket = Bucket(i, spec, placements[i], routes[i], stores[i], memory)
             bucket.owner = weakref.ref(self)
             self.buckets.append(bucket)
         largest = max((b.num_bytes for b in self.buckets if b.partitioned), default=0)
@@ -276,9 +280,10 @@ class ShardedModel:
         return recording(self.runtime, self.buckets)
 
     def table(self) -> str:
-        """One line a bucket: what it is, and what of it is here now."""
+        """One line a bucket: what it is, what of it is here now, and where it lives when it is not."""
         rows = [
-            f"{'bucket':>6}  {'elements':>12}  {'parameters':<12}{'gradients':<14}{'leases':>6}{'in use':>7}  units"
+            f"{'bucket':>6}  {'elements':>12}  {'parameters':<12}{'gradients':<14}{'leases':>6}{'in use':>7}  "
+            "units  (where parameters; gradients; states live)"
         ]
         for bucket in self.buckets:
             parameters = bucket.parameters
@@ -289,7 +294,7 @@ class ShardedModel:
             state = "none" if gradients is None else "reduced" if gradients.reduced else gradients.phase.value
             rows.append(
                 f"{bucket.index:>6}  {bucket.layout.size:>12,}  {here:<12}{state:<14}{bucket.leases:>6}"
-                f"{bucket.active:>7}  {bucket.label}"
+                f"{bucket.active:>7}  {bucket.label}  ({bucket.placements})"
             )
         return "\n".join(rows)
 

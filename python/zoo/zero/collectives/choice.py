@@ -9,15 +9,16 @@ import torch
 
 from zoo.zero.collectives.routes import Routes, plain_routes
 from zoo.zero.placement.axes import Axes
-from zoo.zero.placement.packing import BucketSpec, Placement, layout_of
+from zoo.zero.placement.packing import BucketSpec, layout_of
+from zoo.zero.placement.placements import Placements
 
 if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
 
 
 def choose_routes(
-    plan: Sequence[BucketSpec], placement: Placement, axes: Mapping[tuple[str, ...], Axes], config: ZeroConfig,
-    reduce_dtype: torch.dtype | None,
+    plan: Sequence[BucketSpec], placements: Sequence[Placements], axes: Mapping[tuple[str, ...], Axes],
+    config: ZeroConfig, reduce_dtype: torch.dtype | None,
 ) -> list[Routes]:  # fmt: skip
     """How each bucket travels. Sets the ``group_size`` of those of which something is quantised.
 
@@ -33,12 +34,12 @@ def choose_routes(
     from zoo.zero.collectives import quantised  # the only part that needs zoo-kernels
 
     found = []
-    for spec in plan:
+    for spec, placed in zip(plan, placements, strict=True):
         plain = every[spec.axes]
         weights = config.zero_quantized_weights
-        stored = config.zero_quantized_nontrainable_weights and not spec.trainable
+        stored = placed.parameters.packed
         gradients = config.zero_quantized_gradients and spec.trainable
-        if spec.resident or not placement.shard_parameters or not (weights or stored or gradients):
+        if not placed.parameters.is_split or not (weights or stored or gradients):
             found.append(plain)
             continue
         quantised.check_dtypes(spec.names, spec.dtype, reduce_dtype if gradients else None)

@@ -99,7 +99,7 @@ def forecast(
     trainable = [b for b in buckets if b.spec.trainable]
     for axes in dict.fromkeys(b.routes.axes for b in trainable) if clips else ():
         of_family = [b for b in trainable if b.routes.axes is axes]
-        if of_family[0].placement.shard_optimizer:
+        if of_family[0].placements.states.is_split:
             hops.append(Hop("all_gather", axes.shard, 8 * len(of_family) * axes.shard.size))
         if axes.parts is not None:
             hops.append(Hop("all_gather", axes.parts, 8 * axes.parts.size))

@@ -6,7 +6,7 @@ Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extrem
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.scratch import Scratch, Shelf
-from zoo.zero.offload.tiers import Tier, Tiers, plan_tiers
+from zoo.zero.offload.tiers import Tier, plan_tiers
 
 __all__ = [
     "OffloadError",
@@ -15,6 +15,5 @@ __all__ = [
     "Scratch",
     "Shelf",
     "Tier",
-    "Tiers",
     "plan_tiers",
 ]

@@ -12,8 +12,9 @@ from zoo.zero.forecast.dry_run import DryRun, DryScratch
 from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.gradient_files import GradientPark
 from zoo.zero.offload.scratch import Scratch
-from zoo.zero.offload.tiers import Tier, plan_tiers
-from zoo.zero.placement.packing import BucketSpec, Placement, layout_of
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.placement.packing import BucketSpec, layout_of
+from zoo.zero.placement.placements import Placements
 from zoo.zero.sharding.buckets import Stores
 
 if TYPE_CHECKING:
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def open_stores(
-    plan: Sequence[BucketSpec], placement: Placement, routes: Sequence[Routes], config: ZeroConfig, *,
+    plan: Sequence[BucketSpec], placements: Sequence[Placements], routes: Sequence[Routes], config: ZeroConfig, *,
     comm: Communicator, aio: AioConfig | Handle | None, keep_norms: bool,
 ) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
-    """The tiers of each bucket and what they need; the files have their full size afterwards.
+    """What the tiers of each bucket need; the files have their full size afterwards.
 
     Collective over ``comm``, all ranks of the optimizer, if there is a cap of host memory; a DryRun opens nothing.
     """
@@ -33,10 +34,6 @@ def open_stores(
         return None, [Stores() for _ in plan]
     counts = [route.axes.shard.size for route in routes]
     numels = [layout_of(spec, count).size // count for spec, count in zip(plan, counts, strict=True)]
-    split = [placement.shard_parameters and not spec.resident for spec in plan]
-    tiers = plan_tiers(
-        [(n, s, spec.trainable) for n, s, spec in zip(numels, split, plan, strict=True)], parameters, optimizer
-    )
     scratch: Any = DryScratch() if isinstance(comm, DryRun) else _open(comm, plan, config, aio)
     sizes = [n * spec.dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
 
@@ -45,13 +42,13 @@ def open_stores(
     def on_nvme(tier: Sequence[Tier], sizes: Sequence[int]) -> list[int]:
         return [size if where is Tier.NVME else 0 for size, where in zip(sizes, tier, strict=True)]
 
-    kept, shelf, park = on_nvme([t.parameters for t in tiers], packed), None, None
+    kept, shelf, park = on_nvme([p.parameters.tier for p in placements], packed), None, None
     if any(kept):
         shelf = scratch.shelf(parameters.nvme_path, "parameters", kept)
-    parked = on_nvme([t.states for t in tiers], sizes)
-    if any(parked) and placement.shard_gradients and placement.keep_gradients:
+    parked = on_nvme([p.gradients.tier if p.keep_gradients else Tier.DEVICE for p in placements], sizes)
+    if any(parked):
         park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
-    return scratch, [Stores(tiers=t, scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for t in tiers]
+    return scratch, [Stores(scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for _ in plan]
 
 
 def _open(

@@ -107,7 +107,7 @@ class StateStream:
     def _record(segment: Segment, states: Mapping[str, torch.dtype]) -> Record:
         sections: dict[str, tuple[int, torch.dtype]] = {}
         end = 0
-        if segment.bucket.tiers.states is Tier.NVME:
+        if segment.bucket.placements.states.tier is Tier.NVME:
             for name, dtype in states.items():
                 sections[name] = (end, dtype)
                 end += -(-segment.tensor.numel() * dtype.itemsize // ALIGN) * ALIGN
@@ -298,4 +298,4 @@ class StateStream:
 
 def needs_stream(buckets: Sequence[Bucket]) -> bool:
     """Whether anything that the update touches is on NVMe."""
-    return any(b.tiers.states is Tier.NVME or b.parameters_on_nvme for b in buckets)
+    return any(b.placements.states.tier is Tier.NVME or b.parameters_on_nvme for b in buckets)

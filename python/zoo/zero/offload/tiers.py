@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
@@ -20,20 +19,12 @@ class Tier(enum.Enum):
 _OF = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
-@dataclass(frozen=True)
-class Tiers:
-    """Where a rank's shard of one bucket lives: its parameters, and its optimizer states with its reduced gradient."""
-
-    parameters: Tier = Tier.DEVICE
-    states: Tier = Tier.DEVICE
-
-
 def plan_tiers(
     shards: Sequence[tuple[int, bool, bool]],
     parameters: OffloadParamConfig,
     optimizer: OffloadOptimizerConfig,
-) -> list[Tiers]:
-    """The tiers of each bucket, in the order of the buckets.
+) -> list[tuple[Tier, Tier]]:
+    """The tiers of the parameters and of the optimizer states of each bucket, in the order of the buckets.
 
     Args:
         shards: of each bucket the elements of a rank's shard, whether it is partitioned, whether it is trainable.
@@ -59,5 +50,5 @@ def plan_tiers(
             if states_so_far < to_offload:
                 states = _OF[optimizer.device]
             states_so_far += n
-        found.append(Tiers(kept, states))
+        found.append((kept, states))
     return found

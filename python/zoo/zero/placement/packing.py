@@ -1,4 +1,4 @@
-"""What is split, and which parameters share a flat buffer: decided before any memory moves."""
+"""Which parameters share a flat buffer: decided before any memory moves."""
 
 from __future__ import annotations
 
@@ -13,25 +13,6 @@ from zoo.layout import FlatLayout, LogicalTensor
 from zoo.zero.placement.units import UnitSpec
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """What is split over the data-parallel ranks. The four ZeRO stages are four of these."""
-
-    shard_optimizer: bool
-    shard_gradients: bool
-    shard_parameters: bool
-    keep_gradients: bool = True
-    """Reduced gradients stay until ``zero_grad``; otherwise each until its update, before backward ends."""
-
-
-STAGES = {
-    0: Placement(shard_optimizer=False, shard_gradients=False, shard_parameters=False),
-    1: Placement(shard_optimizer=True, shard_gradients=False, shard_parameters=False),
-    2: Placement(shard_optimizer=True, shard_gradients=True, shard_parameters=False),
-    3: Placement(shard_optimizer=True, shard_gradients=True, shard_parameters=True),
-}
 
 
 @dataclass(eq=False)

@@ -60,7 +60,7 @@ class _Recorder:
             self.swap(parameters, "gather", lambda method: self._gather(bucket, method))
             self.swap(parameters, "finish_gather", lambda method: self._finish_gather(bucket, method))
             self.swap(parameters, "release", lambda method: self._release(bucket, method))
-        elif bucket.spec.trainable and bucket.placement.shard_optimizer:
+        elif bucket.spec.trainable and bucket.placements.states.is_split:
             self.swap(parameters, "publish", lambda method: self._publish(bucket, method))
         if gradients is not None:
             self.swap(gradients, "start_reduce", lambda method: self._reduce(bucket, method))
@@ -132,7 +132,7 @@ class _Recorder:
     def _reduce(self, bucket: Bucket, method: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
         # At stage 0 the mean of each chunk goes to everyone, once it is there.
         everyone = Collective(op="all_gather", size=bucket.shard_group.size, num_bytes=bucket.num_bytes)
-        after = () if bucket.placement.shard_optimizer or bucket.placement.shard_gradients else (everyone,)
+        after = () if bucket.placements.states.is_split or bucket.placements.gradients.is_split else (everyone,)
 
         def start_reduce(reduce_dtype: Any) -> Callable[[], None]:
             itemsize = (reduce_dtype or bucket.spec.dtype).itemsize

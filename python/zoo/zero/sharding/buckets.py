@@ -4,7 +4,7 @@ Legend: p ranks of a shard group (all N ranks unless options say otherwise, see 
 bucket's flat buffer (padding included), n = P / p the length of a shard.
 
 A bucket's layout does not depend on the ZeRO stage, so that every stage sums and updates the same chunks in the same
-order and all stages compute the same bits. What the stage decides is the :class:`Placement`: which of a bucket's
+order and all stages compute the same bits. What the stage decides are the :class:`Placements`: which of a bucket's
 buffers exist whole on every rank and which only as the rank's shard.
 
 Here is what a bucket is; what it holds is in two files of their own, ``parameters.py`` and
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -24,8 +24,9 @@ from zoo.layout import Split, split_of
 from zoo.zero.collectives.routes import Hop, Routes
 from zoo.zero.offload.gradient_files import GradientPark
 from zoo.zero.offload.scratch import Scratch, Shelf
-from zoo.zero.offload.tiers import Tier, Tiers
-from zoo.zero.placement.packing import BucketSpec, Placement, layout_of
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.placement.packing import BucketSpec, layout_of
+from zoo.zero.placement.placements import Placements
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import cannot_convert
 from zoo.zero.sharding.memory import StepMemory
@@ -43,7 +44,6 @@ class Stores:
     ``shelf`` has the parameters on NVMe, ``park`` the reduced gradients; a bucket's region in both is its index.
     """
 
-    tiers: Tiers = field(default_factory=Tiers)
     scratch: Scratch | None = None
     shelf: Shelf | None = None
     park: GradientPark | None = None
@@ -56,11 +56,10 @@ class Bucket:
     Attributes:
         index: its place among the buckets of the optimizer, the same on every rank.
         spec: which parameters, in which order.
-        placement: what is split over the ranks.
+        placements: where its parameters, gradients and optimizer states live.
         routes: how its bytes travel.
         shard_group: the p ranks that split it.
         layout: where each parameter lies in the flat buffer.
-        tiers: where this rank's shards live.
         keep_norms: the norm of a gradient is kept when the gradient leaves the device.
         device: of the flat buffers.
         num_bytes: of a flat buffer.
@@ -79,21 +78,21 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, placement: Placement, routes: Routes, stores: Stores, memory: StepMemory
+        self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, stores: Stores, memory: StepMemory
     ) -> None:
-        self.index, self.spec, self.placement, self.routes = index, spec, placement, routes
+        self.index, self.spec, self.placements, self.routes = index, spec, placements, routes
         self.shard_group, self.memory = routes.axes.shard, memory
-        self._stores, self.tiers, self.keep_norms = stores, stores.tiers, stores.keep_norms
+        self._stores, self.keep_norms = stores, stores.keep_norms
         self.layout = layout_of(spec, self.shard_group.size)
         self._slots = {name: slot for slot, name in enumerate(spec.names)}
         self.device = spec.parameters[0].device
         device_type = self.device.type
         self.updates_off_device = (
-            stores.tiers.states is not Tier.DEVICE
+            placements.states.tier is not Tier.DEVICE
             and (getattr(self.shard_group, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
         )
         self.num_bytes = self.layout.size * spec.dtype.itemsize
-        self.partitioned = placement.shard_parameters and not spec.resident
+        self.partitioned = placements.parameters.is_split
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
         self.owner: weakref.ref[ShardedModel] | None = None
         self.on_refused: Callable[[Bucket, str], bool] | None = None
@@ -162,7 +161,7 @@ class Bucket:
 
     def updated_chunks(self) -> Sequence[int]:
         """The chunks this rank's optimizer updates."""
-        return [self.shard_group.rank] if self.placement.shard_optimizer else range(self.shard_group.size)
+        return [self.shard_group.rank] if self.placements.states.is_split else range(self.shard_group.size)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Of a flat (P,) buffer: one view for each parameter, in its shape."""
@@ -191,12 +190,12 @@ class Bucket:
     @property
     def parameters_on_nvme(self) -> bool:
         """This rank's parameters live on NVMe."""
-        return self.partitioned and self.tiers.parameters is Tier.NVME
+        return self.partitioned and self.placements.parameters.tier is Tier.NVME
 
     @property
     def gradients_on_nvme(self) -> bool:
         """Reduced gradients go to NVMe."""
-        return self._stores.park is not None and self.tiers.states is Tier.NVME and self.placement.shard_gradients
+        return self._stores.park is not None and self.placements.gradients.tier is Tier.NVME
 
     # Forecasts -------------------------------------------------------------------------------------------------------
 
@@ -209,8 +208,9 @@ class Bucket:
 
     def secondary_bytes(self) -> int:
         """Bytes that a release in forward leaves behind for backward."""
-        group = self.routes.axes.secondary
-        return self.num_bytes // group.size if group is not None and self.partitioned else 0
+        secondary = self.placements.secondary
+        group = secondary.split if secondary is not None else None
+        return self.num_bytes // group.size if group is not None else 0
 
     def shard_bytes(self) -> int:
         """Bytes of parameters that this rank keeps, in whatever tier."""
@@ -226,9 +226,9 @@ class Bucket:
         """Bytes of gradients that stay between backward and the next one, in whatever tier; 0 for frozen parameters."""
         if not self.spec.trainable:
             return 0
-        if not self.placement.shard_gradients:
+        if not self.placements.gradients.is_split:
             return self.num_bytes
-        return self.num_bytes // self.num_chunks if self.placement.keep_gradients else 0
+        return self.num_bytes // self.num_chunks if self.placements.keep_gradients else 0
 
     def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
         """The collectives of one backward and step for a trainable bucket, beside gathers."""

@@ -126,7 +126,7 @@ class BucketGradients:
         fresh = not self.reduced
         if reduce_dtype is not None and reduce_dtype != chunk.dtype:
             out = torch.empty(chunk.numel(), dtype=reduce_dtype, device=chunk.device)
-        elif bucket.placement.shard_gradients and fresh:
+        elif bucket.placements.gradients.is_split and fresh:
             if self.shard is None:
                 self.shard = self._new_shard()
             out = self.shard
@@ -144,7 +144,7 @@ class BucketGradients:
         handle.wait()
         self._handle = None
         self._check_late()
-        if self.bucket.placement.shard_gradients:
+        if self.bucket.placements.gradients.is_split:
             if not fresh:
                 self.shard = self._shard_on_device().add_(out)
             elif self.shard is None:
@@ -159,13 +159,13 @@ class BucketGradients:
         if not fresh and self.shard is not None:
             chunk.add_(self.shard)
         self.shard = None
-        if not self.bucket.placement.shard_optimizer:
+        if not self.bucket.placements.states.is_split:
             self.bucket.shard_group.all_gather(self._raw, chunk).wait()
 
     def consume(self) -> None:
         """The update has taken it, before its backward is over: a gradient that comes now is late."""
         self.reduced = False
-        if self.bucket.placement.shard_gradients:
+        if self.bucket.placements.gradients.is_split:
             self.shard = None
 
     def settle(self) -> None:
@@ -192,7 +192,7 @@ class BucketGradients:
         self._cleared.clear()
         self._norm = None
         self._version = self.flat._version
-        if self.bucket.placement.shard_gradients:
+        if self.bucket.placements.gradients.is_split:
             if self.bucket.gradients_on_nvme:
                 self.bucket.park.forget(self.bucket.index)
             if self._goes_to_host:
@@ -258,7 +258,7 @@ class BucketGradients:
     @property
     def _goes_to_host(self) -> bool:
         bucket = self.bucket
-        return bucket.updates_off_device and bucket.placement.shard_gradients and bucket.device.type == "cuda"
+        return bucket.updates_off_device and bucket.placements.gradients.is_split and bucket.device.type == "cuda"
 
     def _put_away(self) -> None:
         bucket = self.bucket
@@ -300,7 +300,7 @@ class BucketGradients:
         """(n,) the reduced gradient of chunk ``index``; only this rank's own where gradients or states are sharded."""
         bucket = self.bucket
         rank = bucket.shard_group.rank
-        if bucket.placement.shard_gradients:
+        if bucket.placements.gradients.is_split:
             if (self.shard is None and not self.parked) or index != rank:
                 raise AssertionError(f"rank {rank}: no reduced gradient of chunk {index} of {bucket.label}.")
             return self._shard_kept()
@@ -340,7 +340,7 @@ class BucketGradients:
         if not self.reduced:
             return None
         bucket = self.bucket
-        if (bucket.placement.shard_optimizer and bucket.routes.axes.world.size > 1) or not self._here:
+        if (bucket.placements.states.is_split and bucket.routes.axes.world.size > 1) or not self._here:
             return PartitionedGradient.of(self, slot)
         # Behind the other version counter: what the user does to a mean is no gradient that arrives.
         offset, tensor = bucket.layout.offsets[slot], bucket.layout.tensors[slot]
@@ -350,7 +350,7 @@ class BucketGradients:
         """Where there is no gradient, be a zero one that is reduced."""
         if self.reduced:
             return
-        if self.bucket.placement.shard_gradients:
+        if self.bucket.placements.gradients.is_split:
             self.shard = self._new_shard().zero_()
             self.reduced = True
             self._put_away()
@@ -387,12 +387,12 @@ class BucketGradients:
             return
         if isinstance(value, PartitionedGradient) and value.stands_for(self, slot):
             return
-        if self.reduced and not bucket.placement.shard_gradients and self.phase is Phase.IDLE:
+        if self.reduced and not bucket.placements.gradients.is_split and self.phase is Phase.IDLE:
             whole = self.visible(slot)
             if whole is not None and not isinstance(whole, PartitionedGradient):
                 whole.copy_(value)
                 return
-        if bucket.placement.shard_gradients or self.reduced:
+        if bucket.placements.gradients.is_split or self.reduced:
             raise PartitionedAccessError(
                 f"the gradient of {tensor.name!r} is partitioned; it cannot be assigned. Use "
                 "zoo.zero.safe_set_full_grad, between backward and step."

@@ -194,7 +194,8 @@ class BucketParameters:
         if self.coming:
             self.finish_gather()
         if self.live:
-            group = self._routes.axes.secondary
+            kept = self.bucket.placements.secondary
+            group = kept.split if kept is not None else None
             if again and group is not None and self.secondary is None:
                 low, high = self.bucket.layout.shard_range(group.rank, group.size)
                 self.secondary = self.full[low:high].clone()
@@ -215,7 +216,7 @@ class BucketParameters:
         if self.bucket.partitioned:
             self.release()
             return None
-        if not self.bucket.placement.shard_optimizer:
+        if not self.bucket.placements.states.is_split:
             return None
         return self.bucket.shard_group.all_gather(self.full, self.own_shard(), label=self._label)
 
@@ -247,7 +248,8 @@ class BucketParameters:
     def _in_its_tier(self, kept: torch.Tensor) -> torch.Tensor | None:
         """What this rank keeps, where it lives: None on NVMe, the same tensor if it is there already."""
         bucket = self.bucket
-        if not bucket.parameters_on_nvme and (bucket.tiers.parameters is not Tier.HOST or bucket.device.type == "cpu"):
+        tier = bucket.placements.parameters.tier
+        if not bucket.parameters_on_nvme and (tier is not Tier.HOST or bucket.device.type == "cpu"):
             return kept
         host = bucket.scratch.pool.empty(kept.numel(), dtype=kept.dtype).copy_(kept)
         if not bucket.parameters_on_nvme:

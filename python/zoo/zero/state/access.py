@@ -53,7 +53,7 @@ class _Place:
     @property
     def everywhere(self) -> bool:
         """Every rank has all optimizer states: stage 0."""
-        return not self.bucket.placement.shard_optimizer
+        return not self.bucket.placements.states.is_split
 
     def own(self) -> tuple[int, int]:
         """[start, stop) of this rank's elements, in the parameter."""

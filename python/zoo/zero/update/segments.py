@@ -84,7 +84,7 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
                 off_device = bucket.updates_off_device
                 copied = dtype is not part.dtype or off_device
                 tensor = part
-                if copied and bucket.tiers.states is Tier.NVME:
+                if copied and bucket.placements.states.tier is Tier.NVME:
                     tensor = absent_of(stop - start, dtype)
                 elif copied:
                     source = part if values is not None else bucket.parameters.own_shard()[start:stop]

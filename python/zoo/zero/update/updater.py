@@ -332,10 +332,9 @@ class Updater:
         for segment in self.segments:
             keeps, n = self._keeps(segment), segment.tensor.numel()
             given = segment.tensor.itemsize if segment.target is not None else 0
-            found[segment.bucket.tiers.states] += n * (keeps.bytes_per_element + given)
-            found[Tier.HOST if segment.bucket.tiers.states is Tier.NVME else segment.bucket.tiers.states] += (
-                keeps.scalar_bytes
-            )
+            tier = segment.bucket.placements.states.tier
+            found[tier] += n * (keeps.bytes_per_element + given)
+            found[Tier.HOST if tier is Tier.NVME else tier] += keeps.scalar_bytes
         return found
 
 

@@ -92,4 +92,4 @@ class BucketParts:
 
     @property
     def _split(self) -> bool:
-        return any(b.placement.shard_optimizer for b in self._buckets)
+        return any(b.placements.states.is_split for b in self._buckets)
