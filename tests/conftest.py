@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # xdist runs as many workers as there are cores, and tests start processes of their own.
@@ -27,3 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: one that starts last leaves the other workers idle. The order stays as it is otherwise."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported now stays: the collector of cycles, which some tests call, needs not look at it again."""
+    gc.collect()
+    gc.freeze()

@@ -111,6 +111,7 @@ def test_of_a_failure_the_last_line_is_shown() -> None:
     assert error.last == "ValueError: no"
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_with_another_checkout_and_its_tables_say_what_the_rounds_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ class Backward:
         self._contexts, self._residency, self._reductions = contexts, residency, reductions
         self._buckets, self._comm, self._overlap, self._on_end = buckets, comm, overlap, on_end
         self._partitioned = any(b.partitioned for b in buckets)
+        self._whole = [b for b in reversed(buckets) if b.gradients is not None and not b.partitioned]
         self._tasks = GraphTasks(buckets)
         self._divergent = divergent
         self.sync = not divergent
@@ -128,9 +129,9 @@ class Backward:
 
     def _open_others(self) -> None:
         """Gradients come for parameters whose module did not run: another module used them."""
-        for bucket, feeds in self._tasks.buckets():
+        for bucket in self._whole:
             counted = bucket in self._used if self._driven is not None else bucket.leases
-            if not counted and not bucket.partitioned and feeds():
+            if not counted and self._tasks.adds_to(bucket):
                 self._awaited.add(bucket)
                 if bucket.gradients is not None:
                     bucket.gradients.open()
@@ -366,7 +367,7 @@ class Backward:
                 self._done.add(bucket)
                 if bucket.partitioned:
                     residency.finish(bucket, again=bucket.leases > 0)
-                    if not bucket.leases:
+                    if not bucket.leases and bucket.parameters.secondary is not None:
                         bucket.parameters.drop_secondary()
                 continue
             if self._accumulates:
@@ -378,7 +379,7 @@ class Backward:
                 residency.unkeep(bucket)
                 if not bucket.active:
                     bucket.parameters.release()
-                if self._accumulates:
+                if self._accumulates and bucket.parameters.secondary is not None:
                     bucket.parameters.drop_secondary()
 
     def _is_over(self, bucket: Bucket) -> bool:

@@ -7,8 +7,7 @@ will execute; all of this may be called inside of one only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,20 +66,17 @@ class GraphTasks:
                 task.nodes[bucket] = nodes
         return nodes
 
-    def _any_of(self, bucket: Bucket) -> bool:
-        return any(map(_will_execute, self._of(bucket)))
-
     def adds(self) -> bool:
         """Whether it adds to the gradient of some parameter on this rank."""
         try:
-            return any(map(self._any_of, self._buckets))
+            return any(map(self.adds_to, self._buckets))
         except RuntimeError:
             return False  # torch says so of a leaf whose gradient is returned
 
     def accumulates(self) -> bool:
         """Whether it is of the kind that adds to gradients of parameters, as ``loss.backward()`` is."""
         try:
-            if any(map(self._any_of, self._buckets)):
+            if any(map(self.adds_to, self._buckets)):
                 return True
             # None of them: a loss that leads to no parameter on this rank, or a call for other tensors.
             if not any(p.requires_grad for b in self._buckets if b.spec.trainable for p in b.spec.parameters):
@@ -89,9 +85,9 @@ class GraphTasks:
         except RuntimeError:
             return False
 
-    def buckets(self) -> Iterator[tuple[Bucket, Callable[[], bool]]]:
-        """Each trainable bucket, the last first, and what tells whether it adds to its gradient."""
-        return ((bucket, partial(self._any_of, bucket)) for bucket in self._buckets)
+    def adds_to(self, bucket: Bucket) -> bool:
+        """Whether it adds to the gradient of some parameter of ``bucket``."""
+        return any(map(_will_execute, self._of(bucket)))
 
 
 def _leaves(node: Any) -> list[Any]:

@@ -182,12 +182,12 @@ class _StandIn:
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.parameters = self
         self.live = False
-        self._kept_part = False
+        self.secondary: bool | None = None
 
     def gather(self) -> None:
         if not self.live:
             self.live = True
-            self._planner.gathers.append((self._bucket, self._kept_part))
+            self._planner.gathers.append((self._bucket, self.secondary is not None))
             self._planner.note(Kind.PREFETCH if self._planner.ahead else Kind.UNSHARD, self._bucket)
 
     def wait(self) -> None:
@@ -198,11 +198,11 @@ class _StandIn:
             self.live = False
             self._planner.note(Kind.RESHARD, self._bucket)
             if again and self._bucket.secondary_bytes():
-                self._kept_part = True
+                self.secondary = True
                 self._planner.secondary.add(self._bucket)
 
     def drop_secondary(self) -> None:
-        self._kept_part = False
+        self.secondary = None
 
     def hide(self) -> None:
         """It has nothing to hide."""

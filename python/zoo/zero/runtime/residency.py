@@ -146,9 +146,11 @@ class Residency:
         self._ahead.clear()
         self._kept_bytes = 0
         for bucket in self._buckets:
-            if bucket.partitioned and not bucket.active:
-                bucket.parameters.release()
-            bucket.parameters.drop_secondary()
+            parameters = bucket.parameters
+            if bucket.partitioned and not bucket.active and (parameters.live or parameters.coming):
+                parameters.release()
+            if parameters.secondary is not None:
+                parameters.drop_secondary()
 
     # Backward, and windows -------------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class Residency:
             if bucket.partitioned and not bucket.active and bucket not in self._kept:
                 self._ahead.pop(bucket, None)
                 self.finish(bucket, again=bucket.leases > 0)
-            if not bucket.leases:
+            if not bucket.leases and bucket.parameters.secondary is not None:
                 bucket.parameters.drop_secondary()
 
     def may_prefetch(self, bucket: Bucket, soon: Collection[Bucket]) -> bool:

@@ -64,6 +64,7 @@ class Bucket:
         device: of the flat buffers.
         num_bytes: of a flat buffer.
         partitioned: the parameters are whole only between gather and release.
+        gradients_on_nvme: reduced gradients go to NVMe.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         memory: of what comes and goes in every step.
         label: for messages: the units whose parameters these are.
@@ -91,6 +92,7 @@ class Bucket:
             placements.states.tier is not Tier.DEVICE
             and (getattr(self.shard_group, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
         )
+        self.gradients_on_nvme = stores.park is not None and placements.gradients.tier is Tier.NVME
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placements.parameters.is_split
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
@@ -191,11 +193,6 @@ class Bucket:
     def parameters_on_nvme(self) -> bool:
         """This rank's parameters live on NVMe."""
         return self.partitioned and self.placements.parameters.tier is Tier.NVME
-
-    @property
-    def gradients_on_nvme(self) -> bool:
-        """Reduced gradients go to NVMe."""
-        return self._stores.park is not None and self.placements.gradients.tier is Tier.NVME
 
     # Forecasts -------------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,9 @@ class BucketGradients:
         self.shard: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None  # of a shard that has left the device
         self._arrived: torch.cuda.Event | None = None  # of a copy to the host
+        self._goes_to_host = (
+            bucket.updates_off_device and bucket.placements.gradients.is_split and bucket.device.type == "cuda"
+        )
         self.reduced = False
         self.phase = Phase.IDLE
         self._cleared: set[int] = set()  # slots of which `grad` was set to None
@@ -254,11 +257,6 @@ class BucketGradients:
     def parked(self) -> bool:
         """There is a reduced gradient, and it is on NVMe."""
         return self.bucket.gradients_on_nvme and self.reduced and self.shard is None
-
-    @property
-    def _goes_to_host(self) -> bool:
-        bucket = self.bucket
-        return bucket.updates_off_device and bucket.placements.gradients.is_split and bucket.device.type == "cuda"
 
     def _put_away(self) -> None:
         bucket = self.bucket

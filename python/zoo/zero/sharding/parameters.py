@@ -34,6 +34,7 @@ class BucketParameters:
         packed: frozen parameters of this rank that are kept quantised; None while on NVMe.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         live: ``full`` holds valid parameters.
+        coming: a gather is under way.
         hidden: the model's parameters are refused to everybody.
     """
 
@@ -42,7 +43,7 @@ class BucketParameters:
         self._routes = bucket.routes
         self._route = self._routes.gather
         self._label = f"parameters of {bucket.label}"
-        self.live, self.hidden = True, False
+        self.live, self.coming, self.hidden = True, False, False
         self.secondary: torch.Tensor | None = None
         self.packed: Packed | None = None
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
@@ -95,13 +96,15 @@ class BucketParameters:
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
         if self.secondary is not None and self._routes.secondary is not None and not (exact and self.rounds):
             self._handle = self._routes.secondary.start(self.full, self.secondary, self._label)
-            return
-        if self.packed is not None:
+        elif self.packed is not None:
             self._handle = self.packed.to(self.full.device, non_blocking=True).start(self.full, self._label)
-            return
-        if self.shard is not None and self.shard.device == self.full.device:
+        elif self.shard is not None and self.shard.device == self.full.device:
             self._handle = self._route.start(self.full, self.shard, self._label)
-            return
+        else:
+            self._gather_from_tier()
+        self.coming = True
+
+    def _gather_from_tier(self) -> None:
         low, high = self.bucket.own_range()
         own = self.full[low:high]
         if self.shard is not None:
@@ -117,11 +120,6 @@ class BucketParameters:
         except OffloadError:
             self._drop_full()
             raise
-
-    @property
-    def coming(self) -> bool:
-        """A gather is under way."""
-        return self._handle is not None or self._reading is not None
 
     @property
     def rounds(self) -> bool:
@@ -164,6 +162,7 @@ class BucketParameters:
         try:
             self.bucket.shelf.finish(future)
         except OffloadError:
+            self.coming = False
             self._drop_full()  # nothing of it is valid
             raise
         if self._routes.pack is not None:
@@ -178,8 +177,9 @@ class BucketParameters:
 
     def finish_gather(self) -> None:
         """Wait for a gather that is under way."""
-        self._exchange()
-        handle, self._handle = self._handle, None
+        if self._reading is not None:
+            self._exchange()
+        handle, self._handle, self.coming = self._handle, None, False
         if handle is not None:
             handle.wait()
         self.live = True
