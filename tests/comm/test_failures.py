@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,9 +138,7 @@ for issue in (
 
 @pytest.mark.parametrize("how", ["leaves", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stays", "silent"))])
 def test_every_rank_hears_of_it_within_the_timeout(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER]
-    more = [str(tmp_path / "store"), str(tmp_path), how]
-    processes = [subprocess.Popen([*command, str(r), *more]) for r in range(2)]
+    processes = [start(WORKER, r, tmp_path / "store", tmp_path, how) for r in range(2)]
     try:
         assert [process.wait(timeout=100) for process in processes] == [0] * 2
     finally:

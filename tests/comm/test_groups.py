@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.processes import start
 from tests.profiles import examples
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -176,8 +175,7 @@ dist.destroy_process_group()
 
 
 def test_groups_of_some_ranks_on_gloo(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER]
-    processes = [subprocess.Popen([*command, str(r), str(tmp_path / "store")]) for r in range(3)]
+    processes = [start(WORKER, r, tmp_path / "store") for r in range(3)]
     try:
         assert [process.wait(timeout=100) for process in processes] == [0] * 3
     finally:

@@ -24,7 +24,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @native
 def test_the_dry_run_checks_and_times_everything_with_torch_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"

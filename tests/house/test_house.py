@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,19 @@ def test_importing_the_foundations_does_not_import_torch() -> None:
         f"import sys, importlib as i; [i.import_module('zoo.' + n) for n in {names}]; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.long
+def test_kernels_compile_nothing_when_they_are_imported_and_layers_bring_no_sharder(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, zoo.kernels, zoo.kernels.update, zoo.kernels.loading, zoo.kernels.building, zoo.nn; "
+        "zoo.nn.TiledLinear(4, 4, out_splits=2, init_linear=torch.nn.Linear(4, 4)); "
+        "sys.exit('zoo.zero' in sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "ZOO_CACHE_DIR": str(tmp_path / "cache")}, check=True
+    )
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:

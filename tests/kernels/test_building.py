@@ -142,13 +142,6 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once() -> None:
 
 
 @pytest.mark.long
-def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
-    code = "import zoo.kernels, zoo.kernels.update, zoo.kernels.loading, zoo.kernels.building"
-    environment = {**os.environ, "ZOO_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    assert not (tmp_path / "cache").exists()
-
-
 def test_architectures_are_read_or_refused() -> None:
     assert parse_architectures("80, sm_90,80") == (80, 90)
     for text in ("", "8.0", "90a", "12"):

@@ -1,4 +1,4 @@
-"""``python limited.py FOLDER LIMIT_MIB WIDTH LAYERS``: trains a model from NVMe under a memory limit, prints JSON.
+"""``python limited.py FOLDER LIMIT_MIB WIDTH LAYERS STEPS``: trains from NVMe under a memory limit, prints JSON.
 
 ``LIMIT_MIB`` is what the process may allocate beyond what it has after a small run has loaded every library; 0 is no
 limit, and no offloading. The kernel enforces it (RLIMIT_DATA: all private writable memory).
@@ -75,7 +75,7 @@ def main() -> None:
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit, resource.RLIM_INFINITY))
     rss = status_bytes("VmRSS")
-    losses, states = run(width, layers, offloaded if limit else here, 4)
+    losses, states = run(width, layers, offloaded if limit else here, int(sys.argv[5]))
     found = {
         "losses": losses,
         "states_bytes": states,

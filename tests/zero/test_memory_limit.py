@@ -13,26 +13,26 @@ import pytest
 LIMIT_MIB = 128
 
 
-def run(folder: Path, limit_mib: int, layers: int) -> dict[str, Any]:
+def run(folder: Path, limit_mib: int, layers: int, steps: int) -> dict[str, Any]:
     script = Path(__file__).with_name("limited.py")
     # An interpreter of its own: what a forked process has inherited counts too, and lies where it cannot be used.
-    command = [sys.executable, str(script), str(folder), str(limit_mib), "1024", str(layers)]
+    command = [sys.executable, str(script), str(folder), str(limit_mib), "1024", str(layers), str(steps)]
     said = subprocess.run(command, timeout=500, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 
-def check(folder: Path, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    limited, free = run(folder, LIMIT_MIB, layers), run(folder, 0, layers)
+def check(folder: Path, layers: int, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    limited, free = (run(folder, limit, layers, steps) for limit in (LIMIT_MIB, 0))
     assert limited["losses"] == free["losses"]
     assert len(set(free["losses"])) == len(free["losses"])
     assert limited["states_bytes"] == free["states_bytes"]
     return limited, free
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_states_of_four_times_the_memory_that_is_left(tmp_path: Path) -> None:
-    limited, free = check(tmp_path, layers=34)
+    limited, free = check(tmp_path, layers=34, steps=2)
     assert limited["states_bytes"] >= 4 * LIMIT_MIB * 2**20
     assert free["rss_growth_bytes"] >= free["states_bytes"]
 
@@ -40,5 +40,5 @@ def test_states_of_four_times_the_memory_that_is_left(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_states_of_four_times_all_memory_of_the_process(tmp_path: Path) -> None:
     """As above, with the limit counting torch and everything else that the process has: about 5 GB against 1.1 GB."""
-    limited, _ = check(tmp_path, layers=304)
+    limited, _ = check(tmp_path, layers=304, steps=4)
     assert limited["states_bytes"] >= 4 * limited["limit_bytes"]
