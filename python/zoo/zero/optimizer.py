@@ -70,6 +70,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those over which
             losses are averaged. Experts and tensor-parallel layers declare the axes along which they are parts
             (``zoo.layout.declare_split``); their gradients are summed over the data axes without these.
+        layer_axes: with ``mesh``: axes along which ranks have other layers, as stages of a pipeline do. Each stage has
+            an optimizer of its own; the norm, and whether there is something to step with, are those of all of them.
         params: parameters, (name, parameter) pairs, or groups of them, as for ``torch.optim``; by default one group of
             all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
@@ -106,6 +108,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         group: Any = None,
         mesh: Any = None,
         data_axes: Sequence[str] | None = None,
+        layer_axes: Sequence[str] = (),
         params: Iterable[Any] | None = None,
         units: UnitChoice | None = None,
         clip_norm: float = 0.0,
@@ -141,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try_out(wrapped.make, wrapped.groups, wrapped.options)
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         self.sharded = ShardedModel(
-            model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, units=units,
+            model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
             keep_norms=bool(clip_norm or self.scaler is not None),
         )  # fmt: skip
@@ -299,7 +302,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """There is something to step with; what was dropped one by one counts as zero then."""
         for gradients in self._gradients:
             gradients.check_strays()
-        if not self._runtime.reduced or not any(g.reduced for g in self._gradients):
+        here = self._runtime.reduced and any(g.reduced for g in self._gradients)
+        if not self.sharded.on_any_layer(here):
             self._runtime.reduced = False
             return False
         for gradients in self._gradients:
@@ -351,7 +355,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _norm(self) -> float:
         """sqrt(Σ g²) over the whole mean gradient, each element once."""
-        return global_norm(self._gradients)
+        return global_norm(self._gradients, self.sharded.layers)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""

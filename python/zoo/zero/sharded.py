@@ -30,7 +30,7 @@ from zoo.zero.buckets import Bucket
 from zoo.zero.config import ZeroConfig
 from zoo.zero.divergent import Meeting
 from zoo.zero.dry import DryRun
-from zoo.zero.families import data_communicator, family_of, make_families
+from zoo.zero.families import data_communicator, family_of, layers_communicator, make_families
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.offload.opening import open_stores
 from zoo.zero.offload.scratch import Scratch
@@ -58,6 +58,7 @@ class ShardedModel:
         group: process group, DeviceMesh or Communicator of the ranks; None for the default group.
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those of them over
             which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``).
+        layer_axes: with ``mesh``: axes along which ranks have other layers, as stages of a pipeline do.
         units: which modules are gathered as one; see :func:`~zoo.zero.units.find_units`.
         trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
         group_of: the parameter group of a parameter; parameters of one group lie together.
@@ -69,6 +70,7 @@ class ShardedModel:
     Attributes:
         module, config, comm: as given.
         axes: which ranks split what, for dense parameters; families: for each set of axes along which they are parts.
+        layers: the ranks with the other layers of the model, None where there are none.
         buckets: what travels and lives together.
         runtime: what gathers, releases and reduces.
         scratch: files and buffers of offloading, None without.
@@ -83,6 +85,7 @@ class ShardedModel:
         group: Any = None,
         mesh: Any = None,
         data_axes: Sequence[str] | None = None,
+        layer_axes: Sequence[str] = (),
         units: UnitChoice | None = None,
         trains: bool = True,
         group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
@@ -97,10 +100,13 @@ class ShardedModel:
         if mesh is not None and group is not None:
             raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
         if mesh is not None:
-            self.comm = data_communicator(mesh, data_axes, check=check)
+            self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
+        elif layer_axes:
+            raise ValueError(f"layer_axes={tuple(layer_axes)!r} without a mesh: give mesh=DeviceMesh and data_axes=.")
         else:
             self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
-        self._mesh, self._data_axes = mesh, tuple(data_axes or ())
+        self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
+        self.layers = layers_communicator(mesh, layer_axes, self.comm)
         if (self.comm is group or mesh is not None) and nodes is not None:
             self.comm.know_nodes(nodes)
         if self.comm.backend in ("gloo", "nccl"):
@@ -139,7 +145,10 @@ class ShardedModel:
         device = plan[0].parameters[0].device
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
         placement = dataclasses.replace(STAGES[cfg.stage], keep_gradients=not cfg.update_in_backward)
-        self.families = make_families(self.comm, self._mesh, self._data_axes, self.module.named_parameters(), cfg)
+        self.families = make_families(
+            self.comm, self._mesh, self._data_axes, self.module.named_parameters(), cfg,
+            layer_axes=self._layer_axes, layers=self.layers,
+        )  # fmt: skip
         self.axes: Axes = self.families[()]
         shard = self.axes.shard
         routes = choose_routes(plan, placement, self.families, cfg, self.reduce_dtype)
@@ -207,6 +216,14 @@ class ShardedModel:
         user = self._user() if self._user is not None else None
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
         write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=False)
+
+    def on_any_layer(self, here: bool) -> bool:
+        """Whether ``here`` is true on this rank or on one that has other layers. Collective over those."""
+        if self.layers is None:
+            return here
+        found = torch.tensor([float(here)], device=self.buckets[0].device)
+        self.layers.all_reduce(found).wait()
+        return bool(found.item() > 0)
 
     # Verbs -----------------------------------------------------------------------------------------------------------
 
