@@ -69,7 +69,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             data-parallel ranks; None for the default group. A :class:`~zoo.zero.DryRun` makes a plan only.
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those over which
             losses are averaged. Experts and tensor-parallel layers declare the axes along which they are parts
-            (``zoo.layout.declare_split``); their gradients are summed over the data axes without these.
+            (``zoo.layout.declare_split``), DTensors have placements that say it; their gradients are summed over the
+            data axes without these.
         layer_axes: with ``mesh``: axes along which ranks have other layers, as stages of a pipeline do. Each stage has
             an optimizer of its own; the norm, and whether there is something to step with, are those of all of them.
         params: parameters, (name, parameter) pairs, or groups of them, as for ``torch.optim``; by default one group of
@@ -171,6 +172,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{wrapped.make.__name__} needs whole tensors, and {parts[0].spec.names[0]!r} is a part along the mesh "
                 f"axes {parts[0].spec.axes}. Use an elementwise optimizer."
             )
+        sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,

@@ -30,6 +30,7 @@ from zoo.zero.buckets import Bucket
 from zoo.zero.config import ZeroConfig
 from zoo.zero.divergent import Meeting
 from zoo.zero.dry import DryRun
+from zoo.zero.dtensors import DTensors
 from zoo.zero.families import data_communicator, family_of, layers_communicator, make_families
 from zoo.zero.guard import release as release_parameter
 from zoo.zero.offload.opening import open_stores
@@ -57,7 +58,8 @@ class ShardedModel:
         config: the stage, what lives where, and budgets.
         group: process group, DeviceMesh or Communicator of the ranks; None for the default group.
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those of them over
-            which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``).
+            which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``), or
+            parameters are DTensors.
         layer_axes: with ``mesh``: axes along which ranks have other layers, as stages of a pipeline do.
         units: which modules are gathered as one; see :func:`~zoo.zero.units.find_units`.
         trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
@@ -75,6 +77,7 @@ class ShardedModel:
         runtime: what gathers, releases and reduces.
         scratch: files and buffers of offloading, None without.
         writes: finds what the user writes in place.
+        dtensors: the parameters that were DTensors, and what stands for them.
     """
 
     def __init__(
@@ -115,11 +118,13 @@ class ShardedModel:
         self._user: weakref.ref[ZeroOptimizer] | None = None
         self.buckets: list[Bucket] = []
         self.scratch: Scratch | None = None
+        self.dtensors = DTensors(module, mesh)
         self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
         try:
-            self._build(units, group_of, keep_norms, aio)
+            self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio)
+            self.dtensors.moved()
         except BaseException:
             self._give_back()
             raise
@@ -368,5 +373,6 @@ class ShardedModel:
                 parameter.data = bucket.parameters.flat_of(slot).view(parameter.shape).clone()
         for parameter in self._frozen_here:
             parameter.requires_grad_(True)
+        self.dtensors.give_back()
         if self.scratch is not None:
             self.scratch.close()
