@@ -264,6 +264,21 @@ def test_clip_grad_norm_is_over_all_stages_too() -> None:
     assert after == pytest.approx(0.01, rel=1e-3)  # the 1e-6 that clipping adds to the norm
 
 
+def test_the_forecast_knows_what_goes_between_stages() -> None:
+    case = Case(expert=1, clip_norm=1.0, stage=1)
+
+    def fn(rank: int) -> None:
+        pipeline = Pipeline(case, rank)
+        expected, log = pipeline.optimizer.forecast(), pipeline.optimizer.comm.log
+        log.reset()
+        pipeline.model(tokens(case, pipeline.replica, 0, 0)).square().mean().backward()
+        pipeline.optimizer.step()
+        assert {op: row.wire_bytes for op, row in log.ops.items() if row.wire_bytes} == expected.wire_bytes
+        assert expected.wire_bytes["all_reduce"] == 4
+
+    sim.run(case.world, fn)
+
+
 def test_what_layer_axes_cannot_be_is_said() -> None:
     def fn(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "expert"))

@@ -268,6 +268,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.check()
         self.take_writes()
         self._settle()
+        self.sharded.sync_buffers()
         if self._early is not None:
             self._early.step()
             self._settle_errors(used=True)
@@ -484,12 +485,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Exact where the next forwards are like it and nothing is recomputed in backward.
         """
         states, plan = self._updater.forecast_bytes(), self._runtime.plan()
+        clips = bool(self.clip_norm or self.scaler is not None)
         found = make_forecast(
             self._buckets,
             plan=plan,
             reduce_dtype=self.sharded.reduce_dtype,
             optimizer_bytes=states,
-            clips=bool(self.clip_norm or self.scaler is not None),
+            clips=clips,
+            others=self.sharded.hops_of_step(clips=clips),
         )
         tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
         read, written = nvme_traffic(self._buckets, self._updater, lambda weigh: gathered_from_shards(plan, weigh))

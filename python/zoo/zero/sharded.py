@@ -33,13 +33,15 @@ from zoo.zero.dry import DryRun
 from zoo.zero.dtensors import DTensors
 from zoo.zero.families import data_communicator, family_of, layers_communicator, make_families
 from zoo.zero.guard import release as release_parameter
+from zoo.zero.module_buffers import ModuleBuffers
 from zoo.zero.offload.opening import open_stores
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.recording import recording
+from zoo.zero.routes import Hop
 from zoo.zero.routing import choose_routes
 from zoo.zero.runtime import Runtime
 from zoo.zero.streaming import whole_parameters
-from zoo.zero.units import UnitChoice, check_parameters, find_units
+from zoo.zero.units import UnitChoice, UnitSpec, check_parameters, find_units
 from zoo.zero.window import Window
 from zoo.zero.working import WorkingMemory
 from zoo.zero.writes import Writes
@@ -77,6 +79,7 @@ class ShardedModel:
         runtime: what gathers, releases and reduces.
         scratch: files and buffers of offloading, None without.
         writes: finds what the user writes in place.
+        module_buffers: what keeps buffers alike on all ranks, None where each rank keeps its own.
         dtensors: the parameters that were DTensors, and what stands for them.
     """
 
@@ -150,12 +153,15 @@ class ShardedModel:
         device = plan[0].parameters[0].device
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
         placement = dataclasses.replace(STAGES[cfg.stage], keep_gradients=not cfg.update_in_backward)
+        named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
+        if cfg.buffers != "own":
+            named += self.module.named_buffers()
         self.families = make_families(
-            self.comm, self._mesh, self._data_axes, self.module.named_parameters(), cfg,
+            self.comm, self._mesh, self._data_axes, named, cfg,
             layer_axes=self._layer_axes, layers=self.layers,
         )  # fmt: skip
         self.axes: Axes = self.families[()]
-        shard = self.axes.shard
+        self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families) if cfg.buffers != "own" else None
         routes = choose_routes(plan, placement, self.families, cfg, self.reduce_dtype)
         memory = WorkingMemory()
         self.scratch, stores = open_stores(plan, placement, routes, cfg, comm=self.comm, aio=aio, keep_norms=keep_norms)
@@ -163,11 +169,16 @@ class ShardedModel:
             bucket = Bucket(i, spec, placement, routes[i], stores[i], memory)
             bucket.owner = weakref.ref(self)
             self.buckets.append(bucket)
+        self._hook(specs)
+        self.writes = Writes(self.buckets)
+
+    def _hook(self, specs: Sequence[UnitSpec]) -> None:
+        cfg = self.config
         largest = max((b.num_bytes for b in self.buckets if b.partitioned), default=0)
         reads = any(b.parameters_on_nvme for b in self.buckets)
         stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
-        itemsize = plan[0].dtype.itemsize
-        ahead = (shard.size > 1 or reads) and not cfg.divergent
+        itemsize = self.buckets[0].spec.dtype.itemsize
+        ahead = (self.axes.shard.size > 1 or reads) and not cfg.divergent
 
         def budget(elements: int | None, default: int) -> int:
             return default if elements is None else elements * itemsize
@@ -189,7 +200,6 @@ class ShardedModel:
             prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
-        self.writes = Writes(self.buckets)
 
     # Who uses it -----------------------------------------------------------------------------------------------------
 
@@ -230,6 +240,15 @@ class ShardedModel:
         self.layers.all_reduce(found).wait()
         return bool(found.item() > 0)
 
+    def hops_of_step(self, *, clips: bool) -> list[Hop]:
+        """What a step sends beside gradients and parameters: buffers of the model, and numbers between its layers."""
+        found = self.module_buffers.hops() if self.module_buffers is not None else []
+        if self.layers is not None:
+            found.append(Hop("all_reduce", self.layers, 4))
+            if clips:
+                found.append(Hop("all_gather", self.layers, 8 * self.layers.size))
+        return found
+
     # Verbs -----------------------------------------------------------------------------------------------------------
 
     def unshard(self, buckets: Sequence[Bucket] | None = None) -> None:
@@ -252,6 +271,11 @@ class ShardedModel:
         self.runtime.check_between("reduce()")
         if self.runtime.unreduced:
             self.runtime.reduce_all()
+
+    def sync_buffers(self) -> None:
+        """Bring the model's buffers to what ``buffers=`` says, as ``step()`` does. Collective."""
+        if self.module_buffers is not None:
+            self.module_buffers.sync()
 
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add ``gradient`` to what this rank has for ``parameter``, as autograd would: ``p.grad += gradient``.
