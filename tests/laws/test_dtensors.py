@@ -235,7 +235,7 @@ def test_groups_and_instances_are_given_with_the_dtensors_themselves(stage: int)
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_module_has_its_dtensors_inside_in_copies_and_afterwards(stage: int) -> None:
-    case = Case(stage=stage)
+    case = Case(stage=stage, hidden=5)
     expected, _ = reference(case, 2)
 
     def full(named: Any) -> dict[tuple[str, str], torch.Tensor]:
@@ -248,7 +248,7 @@ def test_the_module_has_its_dtensors_inside_in_copies_and_afterwards(stage: int)
         train(model, optimizer, replica, range(2))
         with optimizer.gathered():
             assert type(model.pair.columns) is DTensor
-            assert model.pair.columns.shape == (6, WIDTH)
+            assert model.pair.columns.shape == (5, WIDTH)
             assert_equal(full(model.state_dict().items()), expected)
             for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.pair))):
                 assert not any(isinstance(m, HoldsDTensors) for m in copied.modules())
