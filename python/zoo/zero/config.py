@@ -65,6 +65,11 @@ class ZeroConfig(Section):
     backward outside of no_sync() is a step then, which step() has to follow; learning rates count that are set before
     it. Not with clipping, loss scaling or optimizers of whole tensors."""
 
+    buffers: Literal["own", "broadcast", "average"] = "own"
+    """The model's buffers (BatchNorm's running statistics): "own": each rank's forwards keep theirs. "broadcast": after
+    each step() all ranks have those of rank 0, as with broadcast_buffers of DistributedDataParallel. "average": after
+    each step() floating point ones are the mean of the ranks'. With both of these all ranks begin with rank 0's."""
+
     ignore_unused_parameters: bool = True
     """False: a backward that leaves a trainable parameter of this rank without a gradient is an error that names it.
     Otherwise its gradient counts as zero."""

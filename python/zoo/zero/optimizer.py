@@ -69,7 +69,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             data-parallel ranks; None for the default group. A :class:`~zoo.zero.DryRun` makes a plan only.
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those over which
             losses are averaged. Experts and tensor-parallel layers declare the axes along which they are parts
-            (``zoo.layout.declare_split``); their gradients are summed over the data axes without these.
+            (``zoo.layout.declare_split``), DTensors have placements that say it; their gradients are summed over the
+            data axes without these.
+        layer_axes: with ``mesh``: axes along which ranks have other layers, as stages of a pipeline do. Each stage has
+            an optimizer of its own; the norm, and whether there is something to step with, are those of all of them.
         params: parameters, (name, parameter) pairs, or groups of them, as for ``torch.optim``; by default one group of
             all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
@@ -106,6 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         group: Any = None,
         mesh: Any = None,
         data_axes: Sequence[str] | None = None,
+        layer_axes: Sequence[str] = (),
         params: Iterable[Any] | None = None,
         units: UnitChoice | None = None,
         clip_norm: float = 0.0,
@@ -141,7 +145,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try_out(wrapped.make, wrapped.groups, wrapped.options)
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         self.sharded = ShardedModel(
-            model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, units=units,
+            model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
             keep_norms=bool(clip_norm or self.scaler is not None),
         )  # fmt: skip
@@ -168,6 +172,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{wrapped.make.__name__} needs whole tensors, and {parts[0].spec.names[0]!r} is a part along the mesh "
                 f"axes {parts[0].spec.axes}. Use an elementwise optimizer."
             )
+        sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
@@ -263,6 +268,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.check()
         self.take_writes()
         self._settle()
+        self.sharded.sync_buffers()
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
@@ -299,7 +305,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """There is something to step with; what was dropped one by one counts as zero then."""
         for gradients in self._gradients:
             gradients.check_strays()
-        if not self._runtime.reduced or not any(g.reduced for g in self._gradients):
+        here = self._runtime.reduced and any(g.reduced for g in self._gradients)
+        if not self.sharded.on_any_layer(here):
             self._runtime.reduced = False
             return False
         for gradients in self._gradients:
@@ -351,7 +358,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _norm(self) -> float:
         """sqrt(Σ g²) over the whole mean gradient, each element once."""
-        return global_norm(self._gradients)
+        return global_norm(self._gradients, self.sharded.layers)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
@@ -478,12 +485,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Exact where the next forwards are like it and nothing is recomputed in backward.
         """
         states, plan = self._updater.forecast_bytes(), self._runtime.plan()
+        clips = bool(self.clip_norm or self.scaler is not None)
         found = make_forecast(
             self._buckets,
             plan=plan,
             reduce_dtype=self.sharded.reduce_dtype,
             optimizer_bytes=states,
-            clips=bool(self.clip_norm or self.scaler is not None),
+            clips=clips,
+            others=self.sharded.hops_of_step(clips=clips),
         )
         tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
         read, written = nvme_traffic(self._buckets, self._updater, lambda weigh: gathered_from_shards(plan, weigh))

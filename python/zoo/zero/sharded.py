@@ -24,22 +24,25 @@ from zoo.io import AioConfig, Handle
 from zoo.layout import logical_name
 from zoo.plan import Actions
 from zoo.zero.collectives.choice import choose_routes
+from zoo.zero.collectives.routes import Hop
 from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stores import open_stores
 from zoo.zero.placement.axes import Axes
-from zoo.zero.placement.families import data_communicator, family_of, make_families
+from zoo.zero.placement.families import data_communicator, family_of, layers_communicator, make_families
 from zoo.zero.placement.packing import plan_buckets
 from zoo.zero.placement.placements import offload, place
-from zoo.zero.placement.units import UnitChoice, check_parameters, find_units
+from zoo.zero.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
 from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.hooks import Runtime
 from zoo.zero.runtime.recording import recording
 from zoo.zero.runtime.window import Window
 from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.dtensors import DTensors
 from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.memory import StepMemory
+from zoo.zero.sharding.module_buffers import ModuleBuffers
 from zoo.zero.state.whole import whole_parameters
 from zoo.zero.state.writes import Writes
 
@@ -57,7 +60,9 @@ class ShardedModel:
         config: the stage, what lives where, and budgets.
         group: process group, DeviceMesh or Communicator of the ranks; None for the default group.
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those of them over
-            which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``).
+            which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``), or
+            parameters are DTensors.
+        layer_axes: with ``mesh``: axes along which ranks have other layers, as stages of a pipeline do.
         units: which modules are gathered as one; see :func:`~zoo.zero.placement.units.find_units`.
         trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
         group_of: the parameter group of a parameter; parameters of one group lie together.
@@ -69,10 +74,13 @@ class ShardedModel:
     Attributes:
         module, config, comm: as given.
         axes: which ranks split what, for dense parameters; families: for each set of axes along which they are parts.
+        layers: the ranks with the other layers of the model, None where there are none.
         buckets: what travels and lives together.
         runtime: what gathers, releases and reduces.
         scratch: files and buffers of offloading, None without.
         writes: finds what the user writes in place.
+        module_buffers: what keeps buffers alike on all ranks, None where each rank keeps its own.
+        dtensors: the parameters that were DTensors, and what stands for them.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class ShardedModel:
         group: Any = None,
         mesh: Any = None,
         data_axes: Sequence[str] | None = None,
+        layer_axes: Sequence[str] = (),
         units: UnitChoice | None = None,
         trains: bool = True,
         group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
@@ -97,10 +106,13 @@ class ShardedModel:
         if mesh is not None and group is not None:
             raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
         if mesh is not None:
-            self.comm = data_communicator(mesh, data_axes, check=check)
+            self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
+        elif layer_axes:
+            raise ValueError(f"layer_axes={tuple(layer_axes)!r} without a mesh: give mesh=DeviceMesh and data_axes=.")
         else:
             self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
-        self._mesh, self._data_axes = mesh, tuple(data_axes or ())
+        self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
+        self.layers = layers_communicator(mesh, layer_axes, self.comm)
         if (self.comm is group or mesh is not None) and nodes is not None:
             self.comm.know_nodes(nodes)
         if self.comm.backend in ("gloo", "nccl"):
@@ -109,11 +121,13 @@ class ShardedModel:
         self._user: weakref.ref[ZeroOptimizer] | None = None
         self.buckets: list[Bucket] = []
         self.scratch: Scratch | None = None
+        self.dtensors = DTensors(module, mesh)
         self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
         try:
-            self._build(units, group_of, keep_norms, aio)
+            self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio)
+            self.dtensors.moved()
         except BaseException:
             self._give_back()
             raise
@@ -138,9 +152,15 @@ class ShardedModel:
         digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
-        self.families = make_families(self.comm, self._mesh, self._data_axes, self.module.named_parameters(), cfg)
+        named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
+        if cfg.buffers != "own":
+            named += self.module.named_buffers()
+        self.families = make_families(
+            self.comm, self._mesh, self._data_axes, named, cfg,
+            layer_axes=self._layer_axes, layers=self.layers,
+        )  # fmt: skip
         self.axes: Axes = self.families[()]
-        shard = self.axes.shard
+        self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families) if cfg.buffers != "own" else None
         placements = place(plan, self.families, cfg)
         routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype)
         chunks = [route.axes.shard.size for route in routes]
@@ -153,11 +173,16 @@ class ShardedModel:
             bucket = Bucket(i, spec, placements[i], routes[i], stores[i], memory)
             bucket.owner = weakref.ref(self)
             self.buckets.append(bucket)
+        self._hook(specs)
+        self.writes = Writes(self.buckets)
+
+    def _hook(self, specs: Sequence[UnitSpec]) -> None:
+        cfg = self.config
         largest = max((b.num_bytes for b in self.buckets if b.partitioned), default=0)
         reads = any(b.parameters_on_nvme for b in self.buckets)
         stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
-        itemsize = plan[0].dtype.itemsize
-        ahead = (shard.size > 1 or reads) and not cfg.divergent
+        itemsize = self.buckets[0].spec.dtype.itemsize
+        ahead = (self.axes.shard.size > 1 or reads) and not cfg.divergent
 
         def budget(elements: int | None, default: int) -> int:
             return default if elements is None else elements * itemsize
@@ -179,7 +204,6 @@ class ShardedModel:
             prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
-        self.writes = Writes(self.buckets)
 
     # Who uses it -----------------------------------------------------------------------------------------------------
 
@@ -212,6 +236,23 @@ class ShardedModel:
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
         write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=False)
 
+    def on_any_layer(self, here: bool) -> bool:
+        """Whether ``here`` is true on this rank or on one that has other layers. Collective over those."""
+        if self.layers is None:
+            return here
+        found = torch.tensor([float(here)], device=self.buckets[0].device)
+        self.layers.all_reduce(found).wait()
+        return bool(found.item() > 0)
+
+    def hops_of_step(self, *, clips: bool) -> list[Hop]:
+        """What a step sends beside gradients and parameters: buffers of the model, and numbers between its layers."""
+        found = self.module_buffers.hops() if self.module_buffers is not None else []
+        if self.layers is not None:
+            found.append(Hop("all_reduce", self.layers, 4))
+            if clips:
+                found.append(Hop("all_gather", self.layers, 8 * self.layers.size))
+        return found
+
     # Verbs -----------------------------------------------------------------------------------------------------------
 
     def unshard(self, buckets: Sequence[Bucket] | None = None) -> None:
@@ -234,6 +275,11 @@ class ShardedModel:
         self.runtime.check_between("reduce()")
         if self.runtime.unreduced:
             self.runtime.reduce_all()
+
+    def sync_buffers(self) -> None:
+        """Bring the model's buffers to what ``buffers=`` says, as ``step()`` does. Collective."""
+        if self.module_buffers is not None:
+            self.module_buffers.sync()
 
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add ``gradient`` to what this rank has for ``parameter``, as autograd would: ``p.grad += gradient``.
@@ -356,5 +402,6 @@ class ShardedModel:
                 parameter.data = bucket.parameters.flat_of(slot).view(parameter.shape).clone()
         for parameter in self._frozen_here:
             parameter.requires_grad_(True)
+        self.dtensors.give_back()
         if self.scratch is not None:
             self.scratch.close()

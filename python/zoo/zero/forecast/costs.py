@@ -77,6 +77,7 @@ def forecast(
     reduce_dtype: torch.dtype | None,
     optimizer_bytes: Mapping[Tier, int],
     clips: bool,
+    others: Iterable[Hop] = (),
 ) -> Forecast:
     """Forecast a step of the given buckets.
 
@@ -85,9 +86,10 @@ def forecast(
         reduce_dtype: in which gradients are sent, None for their own.
         optimizer_bytes: bytes of masters and optimizer states on this rank, by tier.
         clips: whether the gradient norm is exchanged.
+        others: what a step sends beside these buckets and that.
     """
     parameters = gradients = 0
-    hops: list[Hop] = []
+    hops: list[Hop] = list(others)
     for bucket in buckets:
         parameters += bucket.kept_bytes()
         if bucket.spec.trainable:

@@ -33,6 +33,7 @@ class ZeroOptions(TypedDict, total=False):
     override_module_apply: bool
     sub_group_size: int
     update_in_backward: bool
+    buffers: Literal["own", "broadcast", "average"]
     ignore_unused_parameters: bool
     offload_param: OffloadParamConfig | Mapping[str, Any]
     offload_optimizer: OffloadOptimizerConfig | Mapping[str, Any]

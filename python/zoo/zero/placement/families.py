@@ -8,6 +8,9 @@ A family S is split and summed over D without S. Every sum is divided by N, what
 S have come to an expert by its own all-to-all, so the gradient it sees is already a sum over them. Ranks along the axes
 of S have other parts, which count together in the norm; ranks along axes in neither D nor S have the same parameter
 and the same gradient, and one of them counts in checkpoints.
+
+Along the *layer axes* (pipeline stages) ranks have other layers altogether: nothing travels between them but the sum
+for the norm. Families differ from stage to stage then, and the groups of all of them are made by all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ if TYPE_CHECKING:
 Family = tuple[str, ...]
 
 
-def data_communicator(mesh: Any, data_axes: Sequence[str] | None, *, check: bool) -> Communicator:
+def data_communicator(
+    mesh: Any, data_axes: Sequence[str] | None, layer_axes: Sequence[str] = (), *, check: bool
+) -> Communicator:
     """All ranks over which losses are averaged. Collective over the mesh.
 
     Raises:
-        ValueError: no axes are given, or such as the mesh does not have.
+        ValueError: no axes are given, or such as the mesh does not have, or one for two purposes.
     """
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     if not names:
@@ -39,15 +44,29 @@ def data_communicator(mesh: Any, data_axes: Sequence[str] | None, *, check: bool
         raise ValueError(
             f"data_axes={data_axes!r} with a mesh of the axes {names}; name the axes over which losses are averaged."
         )
+    if any(axis not in names or axis in data_axes for axis in layer_axes):
+        raise ValueError(
+            f"layer_axes={tuple(layer_axes)!r} with data_axes={tuple(data_axes)!r} and a mesh of the axes {names}; "
+            "name the axes along which ranks have other layers (pipeline stages), which are no data axes."
+        )
     return Communicator.of_axes(mesh, data_axes, check=check)
 
 
+def layers_communicator(mesh: Any, layer_axes: Sequence[str], comm: Communicator) -> Communicator | None:
+    """The ranks with the other layers, at this rank's place; None where it has them all. Collective over the mesh."""
+    if not layer_axes:
+        return None
+    found = Communicator.of_axes(mesh, layer_axes, log=comm.log, check=comm.check)
+    return found if found.size > 1 else None
+
+
 def make_families(
-    comm: Communicator, mesh: Any, data_axes: Sequence[str], parameters: Iterable[tuple[str, Any]], config: ZeroConfig
-) -> dict[Family, Axes]:
+    comm: Communicator, mesh: Any, data_axes: Sequence[str], parameters: Iterable[tuple[str, Any]], config: ZeroConfig,
+    *, layer_axes: Sequence[str] = (), layers: Communicator | None = None,
+) -> dict[Family, Axes]:  # fmt: skip
     """The axes of each family of ``parameters``, by its sorted axes; that of dense ones, (), is always there.
 
-    Collective over the mesh, on whose ranks the same families exist.
+    Collective over the mesh, on whose ranks the same families exist, but for those of other ``layers``.
 
     Raises:
         ValueError: a parameter is a part along an axis that is not there.
@@ -66,17 +85,23 @@ def make_families(
             )
         return {(): dense}
     names = tuple(mesh.mesh_dim_names)
-    here = dict(zip(names, mesh.get_coordinate(), strict=True))
+    places = dict(zip(names, mesh.get_coordinate(), strict=True))
+    here = {axis: place for axis, place in places.items() if axis not in layer_axes}
     found: dict[Family, Axes] = {(): replace(dense, counts=_counts(here, data_axes, ()))}
     for family in others:
-        unknown = [axis for axis in family if axis not in names]
+        unknown = [axis for axis in family if axis not in here]
         if unknown:
+            besides = f" besides the layer_axes {tuple(layer_axes)}" if layer_axes else ""
             raise ValueError(
                 f"parameter {wanted[family]!r} is a part along {', '.join(map(repr, unknown))}; the mesh has the axes "
-                f"{names}."
+                f"{tuple(here)}{besides}."
             )
         _check_options(wanted[family], config)
-        found[family] = _family(comm, mesh, data_axes, family, here)
+    everywhere = others if layers is None else sorted({f for there in layers.all_gather_object(others) for f in there})
+    for family in everywhere:
+        made = _family(comm, mesh, data_axes, family, here)
+        if family in wanted:
+            found[family] = made
     return found
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from zoo.nn import UnitList
 from zoo.zero.init.parts import InitParameter
+from zoo.zero.sharding.dtensors import is_dtensor
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -128,7 +129,7 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
     devices: Counter[torch.device] = Counter()
     for name, parameter in model.named_parameters():
-        if type(parameter) not in (nn.Parameter, InitParameter):
+        if type(parameter) not in (nn.Parameter, InitParameter) and not is_dtensor(parameter):
             raise ValueError(
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
                 "Construct the optimizer from the original model, once, and before any other wrapper."

@@ -11,14 +11,18 @@ from zoo.zero.placement.axes import Axes
 from zoo.zero.sharding.gradients import BucketGradients
 
 
-def global_norm(gradients: Sequence[BucketGradients]) -> float:
+def global_norm(gradients: Sequence[BucketGradients], layers: Communicator | None = None) -> float:
     """sqrt(Σ g²), family by family, chunk by chunk and bucket by bucket in an order that no stage changes. Collective.
 
     Each element counts once: chunks are added over the ranks that split a bucket, and parts along other mesh axes over
-    the ranks that have them; ranks that repeat something do not add it.
+    the ranks that have them; ranks that repeat something do not add it. What ``layers``, the ranks with other layers,
+    have is added at the end, in their order, so that all of them have the same bits.
     """
     families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
-    return float(torch.stack([_squares(gradients, axes) for axes in families]).sum().sqrt())
+    squares = torch.stack([_squares(gradients, axes) for axes in families]).sum()
+    if layers is not None:
+        squares = _of_all(layers, squares.reshape(1)).sum()
+    return float(squares.sqrt())
 
 
 def _squares(gradients: Sequence[BucketGradients], axes: Axes) -> torch.Tensor:

@@ -1,0 +1,295 @@
+"""Law 2 for pipeline stages, experts and data in one model: each stage has an optimizer of its own, over its ranks.
+
+A schedule drives the stages from outside, in 1F1B order (Narayanan et al. 2019, section 3.2), and one process has all
+layers and all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.laws.test_families import WIDTH, Experts, states, weight, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from zoo import sim
+from zoo.comm import Communicator, Handle
+from zoo.layout import declare_first
+from zoo.zero import ZeroOptimizer
+
+NUM_LAYERS = 4
+AXES = ("pipe", "expert", "data")
+
+
+@dataclass(frozen=True)
+class Case:
+    pipe: int = 2
+    expert: int = 2
+    data: int = 2
+    stage: int = 3
+    experts_at: int = 2  # which layer
+    per_rank: int = 1
+    num_micro: int = 3
+    reduces_each: bool = False
+    max_bytes: int | None = None
+    clip_norm: float = 0.0
+    bucket_size: int = 1
+    check: bool = False
+    seed: int = 0
+
+    @property
+    def replicas(self) -> int:
+        return self.expert * self.data
+
+    @property
+    def world(self) -> int:
+        return self.pipe * self.replicas
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    pipe, expert, data = draw(st.sampled_from([(1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (4, 2, 1), (4, 1, 1)]))
+    return Case(
+        pipe=pipe, expert=expert, data=data, stage=draw(st.integers(0, 3)),
+        experts_at=draw(st.integers(0, NUM_LAYERS - 1)), per_rank=draw(st.integers(1, 2)),
+        num_micro=draw(st.integers(1, 4)), reduces_each=draw(st.booleans()),
+        max_bytes=draw(st.sampled_from([None, 0, 10**6])), clip_norm=draw(st.sampled_from([0.0, 0.01])),
+        bucket_size=draw(st.sampled_from([1, 10**6])), check=draw(st.booleans()), seed=draw(st.integers(0, 20)),
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.linear.weight.data = weight(f"block {number}", WIDTH, WIDTH)
+        self.linear.bias.data = weight(f"block bias {number}", WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Layers(nn.Module):
+    """Layers ``first`` to ``first + num - 1`` of the model; one of all of them has the experts."""
+
+    def __init__(self, case: Case, first: int, num: int, expert: Communicator | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Experts(case.expert * case.per_rank, expert) if number == case.experts_at else Block(number)
+            for number in range(first, first + num)
+        )
+        declare_first(self.layers, first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def tokens(case: Case, replica: int, micro: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + replica)
+    return torch.randn(case.expert * case.per_rank, 2, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss_of(case: Case, out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean() / case.num_micro
+
+
+class Pipeline:
+    """One stage on one rank: its layers, its optimizer, and its neighbours."""
+
+    def __init__(self, case: Case, rank: int, **options: Any) -> None:
+        self.case = case
+        mesh = init_device_mesh("cpu", (case.pipe, case.expert, case.data), mesh_dim_names=AXES)
+        expert = Communicator.of_axes(mesh, ["expert"])
+        self.ahead = Communicator.of_axes(mesh, ["pipe"])
+        # On nccl the messages of one communicator run in their order: each direction has one of its own.
+        self.back = self.ahead.duplicate("back")
+        self.stage, self.replica = rank // case.replicas, rank % case.replicas
+        num = NUM_LAYERS // case.pipe
+        self.model = Layers(case, self.stage * num, num, expert if expert.size > 1 else None)
+        self.optimizer = ZeroOptimizer(
+            self.model, stage=case.stage, mesh=mesh, data_axes=("expert", "data"), layer_axes=("pipe",),
+            clip_norm=case.clip_norm, reduce_bucket_size=case.bucket_size, param_persistence_threshold=0,
+            check=case.check, **{"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, **options},
+        )  # fmt: skip
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.sent: list[tuple[Handle, torch.Tensor]] = []
+
+    def _send(self, comm: Communicator, tensor: torch.Tensor, to: int) -> None:
+        tensor = tensor.detach().contiguous()
+        self.sent.append((comm.send(tensor, to), tensor))
+
+    def _like_tokens(self) -> torch.Tensor:
+        return torch.empty_like(tokens(self.case, 0, 0, 0))
+
+    def forward(self, window: Any, micro: int, step: int) -> None:
+        x = tokens(self.case, self.replica, micro, step)
+        if self.stage:
+            x = self._like_tokens()
+            self.ahead.recv(x, self.stage - 1).wait()
+            x.requires_grad_()
+        self.inputs[micro] = x
+        with window.forward(micro):
+            out = self.model(x)
+            self.outputs[micro] = loss_of(self.case, out) if self.stage == self.case.pipe - 1 else out
+        if self.stage < self.case.pipe - 1:
+            self._send(self.ahead, out, self.stage + 1)
+
+    def backward(self, window: Any, micro: int) -> None:
+        gradient = None
+        if self.stage < self.case.pipe - 1:
+            gradient = self._like_tokens()
+            self.back.recv(gradient, self.stage + 1).wait()
+        last = micro == self.case.num_micro - 1
+        with window.backward(micro, reduce=self.case.reduces_each or last):
+            self.outputs.pop(micro).backward(gradient)
+        x = self.inputs.pop(micro)
+        if self.stage:
+            assert x.grad is not None
+            self._send(self.back, x.grad, self.stage - 1)
+
+    def step(self, step: int) -> None:
+        num, ahead = self.case.num_micro, min(self.case.pipe - 1 - self.stage, self.case.num_micro)
+        with self.optimizer.sharded.window(max_bytes=self.case.max_bytes) as window:
+            for micro in range(ahead):
+                self.forward(window, micro, step)
+            for micro in range(num):
+                if micro + ahead < num:
+                    self.forward(window, micro + ahead, step)
+                self.backward(window, micro)
+        for handle, _ in self.sent:
+            handle.wait()
+        self.sent.clear()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One process with all layers, and the tokens of all replicas."""
+    model = Layers(case, 0, NUM_LAYERS, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    norms = []
+    for step in range(steps):
+        for replica in range(case.replicas):
+            for micro in range(case.num_micro):
+                (loss_of(case, model(tokens(case, replica, micro, step))) / case.replicas).backward()
+        if case.clip_norm:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}, norms
+
+
+@given(case=cases())
+@example(case=Case(stage=3, clip_norm=0.01))
+@example(case=Case(stage=1, clip_norm=0.01, experts_at=0))
+def test_pipe_expert_and_data_in_one_model_equal_one_process(case: Case) -> None:
+    def fn(rank: int) -> Any:
+        pipeline = Pipeline(case, rank)
+        norms = []
+        for step in range(3):
+            pipeline.step(step)
+            norms.append(pipeline.optimizer.grad_norm)
+        return states(pipeline.optimizer), norms
+
+    ranks = sim.run(case.world, fn, seed=case.seed)
+    expected, norms = reference(case, 3)
+    if case.clip_norm:
+        assert all(found == ranks[0][1] for _, found in ranks), "ranks clipped by different factors"
+        assert ranks[0][1] == pytest.approx(norms, rel=1e-10)
+    got = whole([found for found, _ in ranks])
+    assert {name for name, role in got if role == "parameter"} == set(expected)
+    for name, value in expected.items():
+        # fp64; sums over ranks and micro-batches have another order than in one process.
+        torch.testing.assert_close(
+            got[name, "parameter"], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_that_is_not_finite_in_one_stage_skips_the_step_in_all(stage: int) -> None:
+    case = Case(stage=stage, clip_norm=1.0, expert=1, num_micro=1)
+
+    def fn(rank: int) -> Any:
+        pipeline = Pipeline(case, rank, loss_scale=1.0)
+        before = [(*key, values) for *key, values in states(pipeline.optimizer)]
+        with pipeline.optimizer.no_sync():
+            loss = pipeline.model(tokens(case, pipeline.replica, 0, 0)).square().mean()
+            pipeline.optimizer.backward(loss * (float("inf") if rank == case.world - 1 else 1.0))
+        pipeline.optimizer.step()
+        same = all(torch.equal(a[-1], b[-1]) for a, b in zip(before, states(pipeline.optimizer), strict=True))
+        return pipeline.optimizer.skipped, same
+
+    assert sim.run(case.world, fn) == [(True, True)] * case.world
+
+
+def test_a_stage_without_gradients_steps_with_zeros_where_another_has_some() -> None:
+    case = Case(expert=1, clip_norm=1.0)
+
+    def fn(rank: int) -> Any:
+        pipeline = Pipeline(case, rank, momentum=0.0, weight_decay=0.5)
+        if pipeline.stage == 0:
+            pipeline.model(tokens(case, pipeline.replica, 0, 0)).square().mean().backward()
+        pipeline.optimizer.step()
+        pipeline.optimizer.zero_grad()
+        pipeline.optimizer.step()  # none has any: nothing happens
+        return states(pipeline.optimizer), pipeline.optimizer.grad_norm
+
+    ranks = sim.run(case.world, fn)
+    assert len({norm for _, norm in ranks}) == 1
+    got = whole([found for found, _ in ranks])
+    torch.testing.assert_close(got["layers.3.linear.bias", "parameter"], weight("block bias 3", WIDTH) * 0.95)
+
+
+def test_clip_grad_norm_is_over_all_stages_too() -> None:
+    case = Case(expert=1)
+
+    def fn(rank: int) -> Any:
+        pipeline = Pipeline(case, rank)
+        pipeline.model(tokens(case, pipeline.replica, 0, 0)).square().mean().backward()
+        optimizer = pipeline.optimizer
+        return optimizer.clip_grad_norm_(0.01), optimizer.clip_grad_norm_(0.01)
+
+    found = sim.run(case.world, fn)
+    assert len(set(found)) == 1
+    before, after = found[0]
+    assert before > 0.01
+    assert after == pytest.approx(0.01, rel=1e-3)  # the 1e-6 that clipping adds to the norm
+
+
+def test_the_forecast_knows_what_goes_between_stages() -> None:
+    case = Case(expert=1, clip_norm=1.0, stage=1)
+
+    def fn(rank: int) -> None:
+        pipeline = Pipeline(case, rank)
+        expected, log = pipeline.optimizer.forecast(), pipeline.optimizer.comm.log
+        log.reset()
+        pipeline.model(tokens(case, pipeline.replica, 0, 0)).square().mean().backward()
+        pipeline.optimizer.step()
+        assert {op: row.wire_bytes for op, row in log.ops.items() if row.wire_bytes} == expected.wire_bytes
+        assert expected.wire_bytes["all_reduce"] == 4
+
+    sim.run(case.world, fn)
+
+
+def test_what_layer_axes_cannot_be_is_said() -> None:
+    def fn(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "expert"))
+        model = Layers(Case(experts_at=0), 0, 2, Communicator.of_axes(mesh, ["expert"]))
+        with pytest.raises(ValueError, match=r"layer_axes=\('pipe',\) without a mesh"):
+            ZeroOptimizer(model, stage=2, lr=0.1, layer_axes=("pipe",))
+        with pytest.raises(ValueError, match=r"layer_axes=\('stages',\) with data_axes=\('expert',\)"):
+            ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("expert",), layer_axes=("stages",))
+        with pytest.raises(ValueError, match=r"layer_axes=\('expert',\).*no data axes"):
+            ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("expert",), layer_axes=("expert",))
+        with pytest.raises(ValueError, match=r"a part along 'expert'.*besides the layer_axes \('expert',\)"):
+            ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("pipe",), layer_axes=("expert",))
+
+    sim.run(4, fn)
