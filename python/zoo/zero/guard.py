@@ -56,12 +56,16 @@ def _allowed() -> frozenset[Any]:
 
 
 _CONVERSIONS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "half", "bfloat16", "float", "double", "cpu", "cuda")
+    getattr(torch.Tensor, name) for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
 )
 _CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
 # A gradient may be asked for, and modules compare types before they assign `data`.
 _PASS = frozenset(
     {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch._has_compatible_shallow_copy_type}
+)
+# What a gradient without values takes besides.
+_OF_GRADIENTS = frozenset(
+    {torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type}
 )
 ALLOWED_WHEN_PARTITIONED = _allowed()
 """What reads metadata only."""
@@ -94,10 +98,13 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``model.to(...)`` and its like, to what the parameter is already."""
-    parameter, *rest = args
-    meant = func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)
-    return (meant.dtype, meant.device) == (parameter.dtype, parameter.device) and not kwargs.get("copy")
+    """``model.to(...)`` and its like, to what the tensor is already; the order of its memory stays in any case."""
+    tensor, *rest = args
+    rest = [torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t for t in rest]
+    shape = (0,) * max(tensor.dim(), 1)  # some memory formats want a number of dims
+    meant = func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
+    same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
+    return same and not kwargs.get("copy")
 
 
 def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:
@@ -122,7 +129,8 @@ def _partitioned_in(value: Any) -> list[Any]:
 class PartitionedGradient(torch.Tensor):
     """What ``parameter.grad`` is where this rank holds a shard of the mean: it has a shape and a dtype, and no values.
 
-    It can be dropped, zeroed and asked what it looks like; everything else is a :class:`PartitionedAccessError`.
+    It can be dropped, zeroed, converted to what it is already (as ``model.to(...)`` does) and asked what it looks like;
+    everything else is a :class:`PartitionedAccessError`.
     """
 
     @staticmethod
@@ -143,15 +151,25 @@ class PartitionedGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Reads metadata, zeroes; refuses the rest."""
-        if func in ALLOWED_WHEN_PARTITIONED or func in (torch.Tensor.detach_, torch.Tensor.requires_grad_):
+        """Reads metadata, zeroes, converts to the same; refuses the rest."""
+        if func in ALLOWED_WHEN_PARTITIONED or func in _OF_GRADIENTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
         if func is torch.Tensor.zero_:
             found._zoo_gradients.clear(found._zoo_slot)
             return found
+        if func in (_DATA.__get__, torch.Tensor.detach) and args[0] is found:
+            return found
+        if func == _DATA.__set__ and args[0] is found and isinstance(args[1], cls) and found.same_as(args[1]):
+            return None
+        if func in _CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
+            return found
         return found.refuse(func)
+
+    def same_as(self, other: PartitionedGradient) -> bool:
+        """Whether both are the gradient of one parameter."""
+        return other.stands_for(self._zoo_gradients, self._zoo_slot)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
