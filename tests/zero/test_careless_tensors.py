@@ -12,7 +12,7 @@ from torch import nn
 from zoo import sim
 from zoo.zero import PartitionedAccessError
 
-from .test_careless import STAGES, Blocks, build, check, data, one_step, twin
+from .test_careless import RATE, STAGES, Blocks, build, check, data, one_step, twin
 
 # Conversions ---------------------------------------------------------------------------------------------------------
 
@@ -67,4 +67,80 @@ def test_data_of_a_reduced_gradient_is_the_gradient(stage: int) -> None:
         optimizer.step()
         check(optimizer, twin(2))
 
+    sim.run(2, fn)
+
+
+# Parameters that were not there at construction ----------------------------------------------------------------------
+
+
+def _replace(model: Any) -> None:
+    model.blocks[1].weight = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+
+
+def _add_module(model: Any) -> None:
+    model.blocks.append(nn.Linear(6, 6).double())
+
+
+def _replace_module(model: Any) -> None:
+    model.blocks[1] = nn.Linear(6, 6).double()
+
+
+def _add_frozen(model: Any) -> None:
+    model.blocks[1].scale = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
+
+
+CHANGES = {
+    _replace: "blocks.1.weight", _add_module: "blocks.3.weight", _replace_module: "blocks.1.weight",
+    _add_frozen: "blocks.1.scale",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_came_after_construction_are_refused(stage: int, change: Callable[[Any], None]) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        one_step(model, optimizer, rank)
+        blocks, block, weight = model.blocks, model.blocks[1], model.blocks[1].weight  # type: ignore[index, union-attr]
+        change(model)
+        sentence = rf"'{CHANGES[change]}'.*after the ZeRO optimizer was constructed.*close\(\)"
+        model(data(rank, 5)).square().mean().backward()
+        for use in (optimizer.step, optimizer.state_dict, optimizer.consolidated_parameters, optimizer.step):
+            with pytest.raises(ValueError, match=sentence):
+                use()
+        optimizer.zero_grad()
+        model.blocks = nn.ModuleList([blocks[0], block, blocks[2]])  # type: ignore[index]
+        block.weight = weight
+        if hasattr(block, "scale"):
+            del block.scale
+        one_step(model, optimizer, rank, 1)
+        check(optimizer, twin(2, 2))
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_that_is_taken_out_or_wrapped_goes_on(stage: int) -> None:
+    def run(model: Any, train: Callable[[int], None]) -> None:
+        train(0)
+        model.blocks[1] = nn.Sequential(model.blocks[1], nn.Identity())
+        model.blocks[2] = nn.Identity()
+        train(1)
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        run(model, lambda step: one_step(model, optimizer, rank, step))
+        check(optimizer, expected)
+
+    plain = Blocks().double()
+    reference = torch.optim.SGD(plain.parameters(), lr=RATE)
+
+    def train(step: int) -> None:
+        for rank in range(2):
+            (plain(data(rank, step)).square().mean() / 2).backward()
+        reference.step()
+        reference.zero_grad()
+
+    run(plain, train)
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
     sim.run(2, fn)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
@@ -261,6 +261,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.backward.check_running()
         self._updater.check_whole()
         self._runtime.check()
+        self.sharded.members.check()
         self.take_writes()
         self._settle()
         if self._early is not None:
@@ -445,7 +446,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
         found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
-        return {name: found[name] for name, _ in self.model.named_parameters()}
+        now = [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
+        return {name: found[was] for name, was in now}  # they may have moved to another place of the model
 
     def memory(self) -> dict[str, int]:
         """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
@@ -560,6 +562,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
         self._check_open()
+        self.sharded.members.check()
         self.take_writes()
         self._updater.settle()
         stored = self._updater.stored

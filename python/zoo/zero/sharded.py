@@ -32,6 +32,7 @@ from zoo.zero.divergent import Meeting
 from zoo.zero.dry import DryRun
 from zoo.zero.families import data_communicator, family_of, make_families
 from zoo.zero.guard import release as release_parameter
+from zoo.zero.members import Members
 from zoo.zero.offload.opening import open_stores
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.recording import recording
@@ -73,6 +74,7 @@ class ShardedModel:
         runtime: what gathers, releases and reduces.
         scratch: files and buffers of offloading, None without.
         writes: finds what the user writes in place.
+        members: finds parameters that came after construction.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class ShardedModel:
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
         self.writes = Writes(self.buckets)
+        self.members = Members(self.module, self.buckets)
 
     # Who uses it -----------------------------------------------------------------------------------------------------
 
@@ -325,6 +328,7 @@ class ShardedModel:
         leaves frozen parameters out. Parameters that are tied come once.
         """
         self._check_open()
+        self.members.check()
         self.settle()
         return whole_parameters(b for b in self.buckets if frozen or b.spec.trainable)
 
