@@ -144,3 +144,51 @@ def test_a_module_that_is_taken_out_or_wrapped_goes_on(stage: int) -> None:
     run(plain, train)
     expected = {name: p.detach() for name, p in plain.named_parameters()}
     sim.run(2, fn)
+
+
+# Memory that parameters share ----------------------------------------------------------------------------------------
+
+
+def _same_data(model: Any) -> None:
+    model.blocks[1].weight.data = model.blocks[0].weight.data
+
+
+def _new_parameter(model: Any) -> None:
+    model.blocks[1].weight = nn.Parameter(model.blocks[0].weight)
+
+
+def _transposed(model: Any) -> None:
+    model.blocks[1].weight.data = model.blocks[0].weight.data.T
+
+
+def _row(model: Any) -> None:
+    model.blocks[1].bias.data = model.blocks[0].weight.data[:, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("share", [_same_data, _new_parameter, _transposed, _row])
+def test_parameters_that_share_memory_are_refused(stage: int, share: Callable[[Any], None]) -> None:
+    model: Any = Blocks().double()
+    share(model)
+    name = "bias" if share is _row else "weight"
+    with pytest.raises(ValueError, match=rf"'blocks\.0\.weight' and 'blocks\.1\.{name}' share memory.*same nn\.Parameter"):
+        build(stage, model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_lie_in_one_storage_apart_from_each_other_train(stage: int) -> None:
+    def make() -> nn.Module:
+        model: Any = Blocks().double()
+        columns = torch.randn(6, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        model.blocks[0].weight.data, model.blocks[1].weight.data = columns[:, ::2], columns[:, 1::2]
+        model.blocks[2].weight = model.blocks[1].weight  # tied
+        return model
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage, make())
+        for step in range(2):
+            one_step(model, optimizer, rank, step)
+        check(optimizer, twin(2, 2, make=make))
+
+    sim.run(2, fn)
