@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, Recovery
 from zoo.zero.buckets import Bucket
 from zoo.zero.contexts import Context, Contexts, Phase, Unit
 from zoo.zero.graph_tasks import GraphTasks, follow
@@ -88,6 +88,8 @@ class Backward:
         self._awaited: set[Bucket] = set()
         self._driven: Context | None = None
         self._part = Part.WHOLE
+        self.recovery: Recovery | None = None
+        """Is told of backwards that fail where other ranks wait for this one."""
         self._used: set[Bucket] = set()  # by the driven context
         self._task_over = True
 
@@ -95,6 +97,13 @@ class Backward:
 
     def begin(self) -> None:
         """Something of a backward happens: if it is the first of one, begin."""
+        try:
+            self._begin()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _begin(self) -> None:
         if self.running:
             if self._alive() is not None:
                 return  # perhaps a backward within the backward (re-entrant checkpointing)
@@ -236,6 +245,21 @@ class Backward:
 
     def on_output_grad(self, context: Context, index: int, grads: Any) -> None:
         """The gradient of the output of call ``index`` is there; its backward is next."""
+        try:
+            self._come_to(context, index)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        """A backward fails on this rank: other ranks may be in its collectives."""
+        if self.recovery is None:
+            return
+        syncs = self._syncs if self.running else self.sync and self._tasks.accumulates()
+        if self._partitioned or syncs:
+            self.recovery.failed(error)
+
+    def _come_to(self, context: Context, index: int) -> None:
         if context is not self._at or self._alive() is None:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
@@ -422,6 +446,17 @@ class Backward:
     # Ending ----------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
+        try:
+            self._finish_all()
+        except BaseException as error:
+            self._tell_of_end(error)
+            raise
+
+    def _tell_of_end(self, error: BaseException) -> None:
+        if self.recovery is not None and (self._partitioned or self._syncs):
+            self.recovery.failed(error)
+
+    def _finish_all(self) -> None:
         self.failed = True  # unless this gets to its end
         self._leave()
         if self._votes:
@@ -458,6 +493,7 @@ class Backward:
 
     def fail(self) -> None:
         """The backward ended with an exception: what it began is waited for, and nothing of it goes on."""
+        self._tell_of_end(RuntimeError("a backward ended with an exception"))
         self.running, self.failed = False, self._accumulates
         self._alive = _nothing
         self._at = None

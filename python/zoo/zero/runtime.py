@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, Recovery
 from zoo.zero.backward import FAILED, Backward
 from zoo.zero.buckets import Bucket
 from zoo.zero.contexts import Context, Contexts, Unit
@@ -53,6 +53,7 @@ class Runtime:
         reduced: there is a reduced gradient to step with.
         held: buckets that the user keeps whole, and the versions of their parameters.
         window: the one that is open.
+        recovery: whether all ranks failed where this one did; None where ranks go their own ways.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Runtime:
         meeting: Meeting | None = None,
     ) -> None:
         self.unreduced = self.reduced = False
+        self.recovery: Recovery | None = None
         self._buckets = list(buckets)
         self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
         self.residency = Residency(self._buckets, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
@@ -155,6 +157,7 @@ class Runtime:
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
         if self.backward.running:
             self.backward.check_running()
+        self.settle_failure()
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
         if self._has_partitioned:
@@ -348,6 +351,7 @@ class Runtime:
             RuntimeError: the latest backward ended with an exception, or a schedule has not brought a forward back.
         """
         self.backward.check_running()
+        self.settle_failure()
         if self.backward.failed:
             raise RuntimeError(FAILED)
         waiting = [c.owner for c in self.contexts.driven if c.calls]
@@ -356,6 +360,15 @@ class Runtime:
                 f"a step with {len(waiting)} open micro-batch(es): {', '.join(waiting[:5])}. Run the backward of each "
                 "first, or end it: window.end(key)."
             )
+
+    def settle_failure(self) -> None:
+        """Before this rank goes on after a backward that failed: the others must have failed too, at the same place.
+
+        Raises:
+            RankFailedError: they have not.
+        """
+        if self.recovery is not None:
+            self.recovery.settle()
 
     def drop_gradients(self) -> None:
         """Forget all gradients, and whatever went wrong when they were made."""
@@ -366,6 +379,7 @@ class Runtime:
         try:
             self.backward.check_running()
             self.reductions.abandon()
+            self.settle_failure()
         finally:
             self.backward.failed = False
             self.unreduced = self.reduced = False

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.comm import Communicator, report_uncaught
+from zoo.comm import Communicator, Recovery, report_uncaught
 from zoo.io import AioConfig, Handle
 from zoo.layout import logical_name
 from zoo.plan import Actions
@@ -177,6 +177,8 @@ class ShardedModel:
             prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
+        if self.comm.size > 1 and self.meeting is None and not isinstance(self.comm, DryRun):
+            self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
         self.writes = Writes(self.buckets)
         self.members = Members(self.module, self.buckets)
 
@@ -346,6 +348,7 @@ class ShardedModel:
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("this model was closed: its parameters are ordinary ones again.")
+        self.runtime.settle_failure()
 
     def _give_back(self) -> None:
         for bucket in self.buckets:

@@ -1,0 +1,153 @@
+"""What a careless user does around a backward: fails on one rank, interrupts, nests, goes back in odd ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zoo import sim
+from zoo.comm import RankFailedError
+from zoo.zero import ZeroOptimizer
+
+from .test_careless import STAGES, build, check, data, one_step, twin
+
+# Failures of one rank ------------------------------------------------------------------------------------------------
+
+
+def _with_graph(model: Any, optimizer: ZeroOptimizer) -> None:
+    with pytest.raises(NotImplementedError, match="create_graph"):
+        model(data(0)).square().mean().backward(create_graph=True)
+
+
+def _hook(model: Any, optimizer: ZeroOptimizer) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    handle = model.blocks[1].register_full_backward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(data(0)).square().mean().backward()
+    handle.remove()
+
+
+LONE = {_with_graph: "NotImplementedError: backward.create_graph=True", _hook: "RuntimeError: a backward ended with an exception"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("fail", LONE)
+@pytest.mark.parametrize("then", ["zero_grad", "forward", "step"])
+def test_a_backward_that_fails_on_one_rank_is_told_on_all(stage: int, fail: Callable[..., None], then: str) -> None:
+    def after(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+        {"zero_grad": optimizer.zero_grad, "forward": lambda: model(data(0)), "step": optimizer.step}[then]()
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        one_step(model, optimizer, rank)
+        if rank == 1:
+            fail(model, optimizer)
+            with pytest.raises(RankFailedError, match=r"rank 1 failed alone, without rank.*latest checkpoint|failed at different places.*latest checkpoint"):
+                after(model, optimizer)
+        else:
+            with pytest.raises(RankFailedError, match=rf"rank 1 failed with {LONE[fail]}") as caught:
+                one_step(model, optimizer, rank)
+            assert caught.value.ranks == (1,)
+        for _ in range(2):
+            with pytest.raises(RankFailedError, match="rank 1"):
+                optimizer.zero_grad()
+                one_step(model, optimizer, rank)
+
+    sim.run(2, fn, group_timeout_s=5.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("fail", LONE)
+def test_a_backward_that_fails_on_all_ranks_leaves_no_trace(stage: int, fail: Callable[..., None]) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        for step in range(2):
+            fail(model, optimizer)
+            optimizer.zero_grad()
+            one_step(model, optimizer, rank, step)
+        check(optimizer, twin(2, 2))
+
+    sim.run(2, fn, group_timeout_s=5.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_without_communication_fails_on_one_rank(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        if rank == 1:
+            with optimizer.no_sync():
+                _hook(model, optimizer)
+            optimizer.zero_grad()
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
+
+    sim.run(2, fn, group_timeout_s=5.0)
+
+
+# Interrupted forwards ------------------------------------------------------------------------------------------------
+
+
+def _piecewise(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = torch.tanh(model.first(x))
+    for block in model.blocks:
+        x = x + torch.tanh(block(x))
+    out: torch.Tensor = model.last(x)
+    return out
+
+
+def _interrupted(model: Any, run: Callable[[Any, torch.Tensor], torch.Tensor], where: str) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    module = model.get_submodule(where)
+    handle = module.register_forward_pre_hook(interrupt)  # after the hook of the unit
+    with pytest.raises(KeyboardInterrupt):
+        run(model, data(0, 7))
+    handle.remove()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("where", ["first", "blocks.1", "last"])
+@pytest.mark.parametrize("first", ["piecewise", "whole"])
+@pytest.mark.parametrize("second", ["piecewise", "whole"])
+@pytest.mark.parametrize("pending", [False, True])
+def test_an_interrupted_forward_leaves_no_trace(
+    stage: int, where: str, first: str, second: str, pending: bool
+) -> None:
+    runs = {"piecewise": _piecewise, "whole": lambda model, x: model(x)}
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        for step in range(2):
+            if pending:  # the gradients of this one are stepped with after the interrupted one
+                runs[second](model, data(rank, step)).square().mean().backward()
+            _interrupted(model, runs[first], where)
+            if not pending:
+                runs[second](model, data(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not any(b.active for b in optimizer.buckets)
+        check(optimizer, twin(2, 2))
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("first", [_piecewise, lambda model, x: model(x)])
+def test_an_interrupted_forward_holds_no_memory(first: Any) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(3)
+        _piecewise(model, data(rank))
+        at_rest = [b.parameters.live for b in optimizer.buckets]
+        optimizer.zero_grad()
+        _interrupted(model, first, "blocks.0")
+        _piecewise(model, data(rank))
+        assert [b.parameters.live for b in optimizer.buckets] == at_rest
+        assert not any(b.active for b in optimizer.buckets)
+
+    sim.run(2, fn)
