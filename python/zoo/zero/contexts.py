@@ -33,10 +33,11 @@ MOST_OPEN = 4096
 class Unit:
     """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
 
-    __slots__ = ("_own", "depth", "external", "gradients", "name", "partitioned", "recorded")
+    __slots__ = ("_own", "depth", "external", "gradients", "inside", "module", "name", "partitioned", "recorded")
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
-        self.name = spec.name
+        self.name, self.module = spec.name, spec.module
+        self.inside = f"{spec.name}." if spec.name else ""  # what the names of units within it begin with
         self.depth = 0
         self.external: dict[Bucket, None] = {}
         self._own = tuple(buckets)

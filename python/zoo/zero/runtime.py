@@ -28,6 +28,7 @@ from zoo.zero.outputs import tensors_in
 from zoo.zero.planning import Call, Enter, Exit, Plan, in_turn, plan_pass
 from zoo.zero.reductions import Demand, Reductions
 from zoo.zero.residency import Residency
+from zoo.zero.stacks import is_called
 from zoo.zero.units import UnitSpec
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Runtime:
         self._latest: list[Unit | bool] = []  # of the latest training pass
         self.held: dict[Bucket, list[int]] = {}
         self._running: list[Unit] = []
+        self._entered: set[Unit] = set()  # in this pass
         self.window: Window | None = None
         self._model = units[0].module
         self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
@@ -128,8 +130,8 @@ class Runtime:
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def _enter_model(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if self._depth and _graph_task() == -1 and unit not in self._running[1:]:
-            self._abandon_forward()  # the one before was interrupted where no hook could see it
+        if self._depth and _graph_task() == -1:
+            self._find_interrupted()
         self._enter(unit, module, args)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -140,8 +142,11 @@ class Runtime:
             for bucket in unit.partitioned:
                 bucket.parameters.wait()
             return
+        if self._depth and self._is_odd(unit):
+            self._find_interrupted()
         if self._depth == 0:
             self._begin_pass(unit, module)
+        self._entered.add(unit)
         self._depth += 1
         unit.depth += 1
         self._running.append(unit)
@@ -154,10 +159,20 @@ class Runtime:
             self._events.append(unit)
             self.residency.enter(unit.partitioned)
 
+    def _is_odd(self, unit: Unit) -> bool:
+        """A call inside of another that looks as if that one was over: not within it by name, or once more."""
+        return unit in self._entered or not unit.name.startswith(self._running[-1].inside)
+
+    def _find_interrupted(self) -> None:
+        """A forward that was interrupted (``KeyboardInterrupt``) has told no hook of it."""
+        if self._depth and not is_called(self._running[0].module):
+            self._abandon_forward()
+
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
         if self.backward.running:
             self.backward.check_running()
         self.settle_failure()
+        self._entered.clear()
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
         if self._has_partitioned:
@@ -264,6 +279,8 @@ class Runtime:
 
     def check_between(self, what: str) -> None:
         """Raise RuntimeError inside of the model's forward, or of a forward or backward that is driven."""
+        if self._driven is None and _graph_task() == -1:
+            self._find_interrupted()
         inside = self.backward.driven or (f"forward of {self._driven.owner}" if self._driven is not None else "")
         if self._depth and not inside:
             inside = "the model's forward"
@@ -351,6 +368,8 @@ class Runtime:
             RuntimeError: the latest backward ended with an exception, or a schedule has not brought a forward back.
         """
         self.backward.check_running()
+        if _graph_task() == -1:
+            self._find_interrupted()
         self.settle_failure()
         if self.backward.failed:
             raise RuntimeError(FAILED)
@@ -374,8 +393,8 @@ class Runtime:
         """Forget all gradients, and whatever went wrong when they were made."""
         if self.backward.driven:
             self.check_between("zero_grad()")
-        if self._depth and _graph_task() == -1:
-            self._abandon_forward()  # it was interrupted
+        if _graph_task() == -1:
+            self._find_interrupted()
         try:
             self.backward.check_running()
             self.reductions.abandon()
