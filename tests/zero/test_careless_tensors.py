@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -190,5 +193,54 @@ def test_parameters_that_lie_in_one_storage_apart_from_each_other_train(stage: i
         for step in range(2):
             one_step(model, optimizer, rank, step)
         check(optimizer, twin(2, 2, make=make))
+
+    sim.run(2, fn)
+
+
+# The optimizer itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copied_or_pickled_optimizer_is_refused(stage: int, way: Callable[[Any], Any]) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        one_step(model, optimizer, rank)
+        with pytest.raises(ValueError, match=r"a ZeroOptimizer cannot be copied or pickled.*state_dict\(\)"):
+            way(optimizer)
+        with pytest.raises(ValueError, match=r"a ShardedModel cannot be copied or pickled.*state_dict\(\)"):
+            way(optimizer.sharded)
+        one_step(model, optimizer, rank, 1)
+        check(optimizer, twin(2, 2))
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_whose_optimizer_is_gone_runs_and_says_what_was_missed(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        before = model(data(rank)).detach()
+        del optimizer
+        gc.collect()
+        assert torch.equal(model(data(rank)), before)
+        model(data(rank)).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"does not exist any more.*close\(\)"):
+            model.get_parameter("first.weight").data = torch.zeros(6, 4, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"is a ZeroParameter.*close\(\)"):
+            build(stage, model)
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_closed_optimizer_makes_room_for_the_next_one(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        one_step(model, optimizer, rank)
+        optimizer.close()
+        model, optimizer = build(3 - stage, model)
+        one_step(model, optimizer, rank, 1)
+        check(optimizer, twin(2, 2))
 
     sim.run(2, fn)

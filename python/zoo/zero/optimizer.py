@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from zoo.zero.offload.forecast import nvme_traffic, tier_bytes
 from zoo.zero.rank_state import load_rank_state, rank_state
 from zoo.zero.runtime import Runtime
 from zoo.zero.scaler import LossScaler, make_scaler
-from zoo.zero.sharded import ShardedModel
+from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.units import UnitChoice, check_parameters
 from zoo.zero.updater import Updater, try_out
 
@@ -270,7 +270,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return loss
         if not self._has_gradients():
             return loss
-        factor = self._factor()
+        try:
+            factor = self._factor()
+        except FloatingPointError:
+            self._settle_errors(used=False)
+            raise
         if factor is None:
             self._settle_errors(used=False)
             return loss
@@ -501,6 +505,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.sharded.close()
 
     # State -----------------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither copies nor pickles have the model's memory."""
+        refuse_copy(self)
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""

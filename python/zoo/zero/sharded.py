@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -46,6 +46,15 @@ from zoo.zero.writes import Writes
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
+
+
+def refuse_copy(what: object) -> NoReturn:
+    """Say why ``what`` is neither copied nor pickled, and what to do instead."""
+    raise ValueError(
+        f"a {type(what).__name__} cannot be copied or pickled: it is tied to the memory of its model, and to other ranks. "
+        "Copy or save the state instead, optimizer.state_dict() or a checkpoint, and load it into an optimizer that is "
+        "constructed the same way; of the model itself there are copies and pickles (stage 3: inside of gathered())."
+    )
 
 
 class ShardedModel:
@@ -333,6 +342,10 @@ class ShardedModel:
         self.members.check()
         self.settle()
         return whole_parameters(b for b in self.buckets if frozen or b.spec.trainable)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither copies nor pickles have the model's memory."""
+        refuse_copy(self)
 
     # The end ---------------------------------------------------------------------------------------------------------
 

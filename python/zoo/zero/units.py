@@ -131,7 +131,8 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
         if type(parameter) not in (nn.Parameter, InitParameter):
             raise ValueError(
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
-                "Construct the optimizer from the original model, once, and before any other wrapper."
+                "Construct the optimizer from the original model, once, and before any other wrapper; where a ZeRO "
+                "optimizer has it already, close() that one first."
             )
         if parameter.layout is not torch.strided or parameter.is_complex() or parameter.is_quantized:
             raise ValueError(
