@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
 from zoo.comm import RankFailedError
@@ -149,5 +150,81 @@ def test_an_interrupted_forward_holds_no_memory(first: Any) -> None:
         _piecewise(model, data(rank))
         assert [b.parameters.live for b in optimizer.buckets] == at_rest
         assert not any(b.active for b in optimizer.buckets)
+
+    sim.run(2, fn)
+
+
+# Odd backwards -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_inside_of_a_backward_is_refused(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        handle = model.get_submodule("blocks.1").register_full_backward_hook(lambda *_: optimizer.zero_grad())
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\) inside of a backward.*afterwards"):
+            model(data(rank)).square().mean().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
+
+    sim.run(2, fn)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self) -> Any:
+        return {"scale": self.weight}
+
+
+class Returns(nn.Module):
+    """A module of it returns its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first, self.last = Table(), nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.table()["scale"]
+        out: torch.Tensor = self.last(torch.tanh(self.first(x)) * weight) + weight[:2]
+        return out
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("threshold", [0, 10**6])
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_module_that_returns_its_own_parameter(stage: int, threshold: int, sync: bool) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage, Returns(), param_persistence_threshold=threshold)
+        for step in range(2):
+            if not sync:
+                with optimizer.no_sync():
+                    (model(data(rank, step)).square().mean() * 0.0).backward()
+            one_step(model, optimizer, rank, step)
+        check(optimizer, twin(2, 2, make=Returns))
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_called_by_itself_under_reentrant_checkpointing_and_again(stage: int) -> None:
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        x = torch.tanh(model.first(data(rank)))
+        x = checkpoint(model.blocks[2], x, use_reentrant=True)
+        out: torch.Tensor = model.last(model.blocks[2](model.blocks[1](x)))
+        return out.square().mean()
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        with pytest.raises(RuntimeError, match=r"re-entrant checkpointing.*use_reentrant=False"):
+            loss_of(model, rank).backward()
+        optimizer.zero_grad()
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
 
     sim.run(2, fn)

@@ -244,3 +244,48 @@ def test_a_closed_optimizer_makes_room_for_the_next_one(stage: int) -> None:
         check(optimizer, twin(2, 2))
 
     sim.run(2, fn)
+
+
+# Parametrisations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("apply", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_a_parametrisation_after_construction_is_refused(stage: int, apply: Callable[[Any], Any]) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        with pytest.raises(ValueError, match=r"'blocks\.1\.weight.*before the optimizer is constructed|close\(\) the"):
+            apply(model.get_submodule("blocks.1"))
+            optimizer.step()
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_is_given_other_memory_goes_on(stage: int) -> None:
+    value = torch.arange(36, dtype=torch.float64).view(6, 6) / 36
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        with torch.no_grad():
+            model.get_parameter("blocks.1.weight").set_(value.clone())
+        for step in range(2):
+            one_step(model, optimizer, rank, step)
+        check(optimizer, twin(2, 2, make=make))
+
+    def make() -> nn.Module:
+        model = Blocks().double()
+        model.get_parameter("blocks.1.weight").data = value.clone()
+        return model
+
+    sim.run(2, fn)
+
+
+def test_a_parameter_of_a_parameter_is_refused() -> None:
+    def fn(rank: int) -> None:
+        model, _ = build(0)
+        with pytest.raises(ValueError, match=r"nn\.Parameter\(\.\.\.\) of 'first\.weight'.*clone\(\)"):
+            nn.Parameter(model.get_parameter("first.weight"))
+        nn.Parameter(model.get_parameter("first.weight").detach().clone())
+
+    sim.run(1, fn)

@@ -301,6 +301,10 @@ class Backward:
         context.cursor = len(context.calls)
         self._at = context
         self._visited.append(context)
+        if self._accumulates:
+            for bucket in context.returned:
+                if bucket.gradients is not None:
+                    bucket.gradients.open()
 
     def walk_through(self, context: Context) -> None:
         """Go back through all of ``context`` without autograd: what a plan does."""

@@ -12,7 +12,7 @@ import torch
 
 from zoo.comm import Handle
 from zoo.io import Future
-from zoo.zero.guard import Guard
+from zoo.zero.guard import Guard, assign_data
 from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.plan import Tier
@@ -301,6 +301,14 @@ class BucketParameters:
         for slot, alias in self._aliases.items():
             found[slot] += alias._version
         return found
+
+    def take_back(self, slot: int) -> None:
+        """If a parameter was given other memory (``set_``), bring its values to ``full``, and make it a view again."""
+        parameter, own = self.bucket.spec.parameters[slot], self.flat_of(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.data_ptr() != own.data_ptr() and own.numel():
+                own.copy_(parameter.detach().reshape(-1))
+                assign_data(parameter, own.view(self.bucket.layout.tensors[slot].shape))
 
     def alias(self, slot: int, made: torch.Tensor) -> torch.Tensor:
         """What ``parameter.data`` returns; ``made`` is it as torch makes it."""

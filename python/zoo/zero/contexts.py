@@ -78,16 +78,20 @@ class Context:
     ``calls[i]`` is the unit of call i, in the order in which the calls ended; ``uses`` holds (i, bucket) where call i
     is the first that may use the bucket: once backward is past i it is done with the bucket. ``cursor`` and ``left``
     are where a backward is: calls [cursor, len) and uses [left, len) are done. ``owner`` is what a schedule calls it;
-    empty for a context of the hooks.
+    empty for a context of the hooks. ``returned``: buckets of parameters that a call returned as they are, whose
+    gradients may come before those of anything that it computed.
     """
 
-    __slots__ = ("__weakref__", "calls", "cursor", "left", "owner", "phase", "roots", "serial", "updates", "uses")
+    __slots__ = (
+        "__weakref__", "calls", "cursor", "left", "owner", "phase", "returned", "roots", "serial", "updates", "uses",
+    )  # fmt: skip
 
     def __init__(self, serial: int, updates: int, owner: str = "") -> None:
         self.serial, self.owner = serial, owner
         self.updates = updates  # of the parameters, before it
         self.phase = Phase.OPEN
         self.roots: set[Unit] = set()
+        self.returned: dict[Bucket, None] = {}
         self.calls: list[Unit] = []
         self.uses: list[tuple[int, Bucket]] = []
         self.left = 0

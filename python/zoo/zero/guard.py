@@ -12,7 +12,9 @@ to refuse access. Without either, reading freed storage would end the process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,6 +36,9 @@ CAN_REFUSE_STORAGE = _SET_ERROR is not None and _CLEAR_ERROR is not None
 _GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _DATA: Any = torch.Tensor.data
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
@@ -93,8 +98,18 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
         "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
         "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
-        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in _CONVERSIONS else ''}"
+        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in _CONVERSIONS else ''}{_of_parametrisation()}"
     )
+
+
+def _of_parametrisation() -> str:
+    """What to say besides to somebody who parametrises a model."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(_PARAMETRISE):
+            return " Parametrise a model before the optimizer is constructed, or close() it first."
+        frame = frame.f_back
+    return ""
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -239,6 +254,17 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
     return self
 
 
+def _detach(self: Any) -> torch.Tensor:
+    # `nn.Parameter(parameter)` asks for it first: there would be two parameters of one memory.
+    if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _NEW_PARAMETER:
+        raise ValueError(
+            f"nn.Parameter(...) of {self._zoo_name!r} would be a second parameter in its memory, which the ZeRO "
+            "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
+            "parametrisation such as weight_norm) has to come before the optimizer is constructed."
+        )
+    return torch.Tensor.detach(self)
+
+
 def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
     # A copy (an averaged model, say) is a parameter of its own: it belongs to no bucket.
     copy = memo.get(id(self))
@@ -266,6 +292,7 @@ class Guard:
             "requires_grad_": _requires_grad_,
             "data": property(_get_data, _set_data),
             "__torch_function__": _DISABLED,
+            "detach": _detach,
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": _reduce_ex,
         }
@@ -320,6 +347,11 @@ def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
     with torch.enable_grad():
         to_all = _LeadTo.apply(*parameters).grad_fn
     return [node for node, _ in to_all.next_functions if node is not None] if to_all is not None else []
+
+
+def assign_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """What ``parameter.data = value`` does in torch."""
+    _DATA.__set__(parameter, value)
 
 
 def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:

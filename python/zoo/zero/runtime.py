@@ -73,6 +73,7 @@ class Runtime:
         self.unreduced = self.reduced = False
         self.recovery: Recovery | None = None
         self._buckets = list(buckets)
+        self._mine = frozenset(buckets)
         self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
         self.residency = Residency(self._buckets, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
         self.contexts = Contexts()
@@ -218,6 +219,8 @@ class Runtime:
                 if index < 0:
                     context.calls.append(unit)
                     index = len(context.calls) - 1
+                if (bucket := getattr(type(tensor), "_zoo_bucket", None)) in self._mine:
+                    context.returned[bucket] = None
                 self._hook(tensor, partial(self.backward.on_output_grad, context, index))
 
     @staticmethod
@@ -391,6 +394,8 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """Forget all gradients, and whatever went wrong when they were made."""
+        if _graph_task() != -1 and self.backward.under_way:
+            raise RuntimeError("zero_grad() inside of a backward: gradients are still to come. Call it afterwards.")
         if self.backward.driven:
             self.check_between("zero_grad()")
         if _graph_task() == -1:

@@ -43,7 +43,10 @@ class Writes:
             changed = [slot for slot, (a, b) in enumerate(zip(noted, now, strict=True)) if a != b]
             if bucket.partitioned:
                 lost += [bucket.spec.names[slot] for slot in changed]
-            elif bucket.spec.trainable:
+                continue
+            for slot in changed:
+                bucket.parameters.take_back(slot)
+            if bucket.spec.trainable:
                 changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
         if changes:
             write_values(optimizer, changes, keep_equal=True)
