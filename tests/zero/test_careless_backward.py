@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
 from zoo.comm import RankFailedError
-from zoo.zero import ZeroOptimizer
+from zoo.zero import GatheredParameters, ZeroOptimizer
 
 from .test_careless import STAGES, build, check, data, one_step, twin
 
@@ -226,5 +227,29 @@ def test_a_module_called_by_itself_under_reentrant_checkpointing_and_again(stage
         optimizer.zero_grad()
         one_step(model, optimizer, rank)
         check(optimizer, twin(2))
+
+    sim.run(2, fn)
+
+
+# Graphs that are kept over a step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("held", [False, True])
+def test_a_graph_of_a_weight_that_is_kept_over_a_step_is_refused(stage: int, held: bool) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage, param_persistence_threshold=10**6)
+        weight = model.get_parameter("blocks.0.weight")
+        kept = (weight * weight).sum()
+        with GatheredParameters(list(model.parameters())) if held else contextlib.nullcontext():
+            one_step(model, optimizer, rank)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight.mul_(1.0)  # a write that is one is still seen
+        one_step(model, optimizer, rank, 1)
+        one_step(model, optimizer, rank, 2)
+        check(optimizer, twin(2, 3))
 
     sim.run(2, fn)

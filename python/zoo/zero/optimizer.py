@@ -376,6 +376,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _publish(self) -> None:
         handles = [bucket.parameters.publish() for bucket in self._trainable]
         self._runtime.updated()
+        self.sharded.writes.updated(self._trainable, self._runtime.held)
         for handle in handles:
             if handle is not None:
                 handle.wait()
