@@ -35,7 +35,15 @@ def _hook(model: Any, optimizer: ZeroOptimizer) -> None:
     handle.remove()
 
 
-LONE = {_with_graph: "NotImplementedError: backward.create_graph=True", _hook: "RuntimeError: a backward ended with an exception"}
+LONE = {
+    _with_graph: "NotImplementedError: backward.create_graph=True",
+    _hook: "RuntimeError: a backward ended with an exception",
+}
+
+
+def again(model: nn.Module, optimizer: ZeroOptimizer, rank: int) -> None:
+    optimizer.zero_grad()
+    one_step(model, optimizer, rank)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -50,7 +58,7 @@ def test_a_backward_that_fails_on_one_rank_is_told_on_all(stage: int, fail: Call
         one_step(model, optimizer, rank)
         if rank == 1:
             fail(model, optimizer)
-            with pytest.raises(RankFailedError, match=r"rank 1 failed alone, without rank.*latest checkpoint|failed at different places.*latest checkpoint"):
+            with pytest.raises(RankFailedError, match=r"(failed alone|at different places).*latest checkpoint"):
                 after(model, optimizer)
         else:
             with pytest.raises(RankFailedError, match=rf"rank 1 failed with {LONE[fail]}") as caught:
@@ -58,8 +66,7 @@ def test_a_backward_that_fails_on_one_rank_is_told_on_all(stage: int, fail: Call
             assert caught.value.ranks == (1,)
         for _ in range(2):
             with pytest.raises(RankFailedError, match="rank 1"):
-                optimizer.zero_grad()
-                one_step(model, optimizer, rank)
+                again(model, optimizer, rank)
 
     sim.run(2, fn, group_timeout_s=5.0)
 
@@ -119,9 +126,7 @@ def _interrupted(model: Any, run: Callable[[Any, torch.Tensor], torch.Tensor], w
 @pytest.mark.parametrize("first", ["piecewise", "whole"])
 @pytest.mark.parametrize("second", ["piecewise", "whole"])
 @pytest.mark.parametrize("pending", [False, True])
-def test_an_interrupted_forward_leaves_no_trace(
-    stage: int, where: str, first: str, second: str, pending: bool
-) -> None:
+def test_an_interrupted_forward_leaves_no_trace(stage: int, where: str, first: str, second: str, pending: bool) -> None:
     runs = {"piecewise": _piecewise, "whole": lambda model, x: model(x)}
 
     def fn(rank: int) -> None:

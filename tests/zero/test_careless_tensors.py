@@ -54,7 +54,11 @@ def test_data_of_a_reduced_gradient_is_the_gradient(stage: int) -> None:
         gradient: Any = model.blocks[0].weight.grad  # type: ignore[index]
         gradient.data = gradient.data
         assert gradient.detach() is gradient
-        for convert in (gradient.half, lambda: gradient.to(torch.float32), lambda: gradient.to(gradient.dtype, copy=True)):
+        for convert in (
+            gradient.half,
+            lambda: gradient.to(torch.float32),
+            lambda: gradient.to(gradient.dtype, copy=True),
+        ):
             with pytest.raises(PartitionedAccessError, match=r"gradient of 'blocks\.0\.weight', which is partitioned"):
                 convert()
         with pytest.raises(PartitionedAccessError, match=r"gradient of 'blocks\.0\.weight', which is partitioned"):
@@ -174,7 +178,8 @@ def test_parameters_that_share_memory_are_refused(stage: int, share: Callable[[A
     model: Any = Blocks().double()
     share(model)
     name = "bias" if share is _row else "weight"
-    with pytest.raises(ValueError, match=rf"'blocks\.0\.weight' and 'blocks\.1\.{name}' share memory.*same nn\.Parameter"):
+    sentence = rf"'blocks\.0\.weight' and 'blocks\.1\.{name}' share memory.*same nn\.Parameter"
+    with pytest.raises(ValueError, match=sentence):
         build(stage, model)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
@@ -254,9 +259,13 @@ def test_a_closed_optimizer_makes_room_for_the_next_one(stage: int) -> None:
 def test_a_parametrisation_after_construction_is_refused(stage: int, apply: Callable[[Any], Any]) -> None:
     def fn(rank: int) -> None:
         model, optimizer = build(stage)
-        with pytest.raises(ValueError, match=r"'blocks\.1\.weight.*before the optimizer is constructed|close\(\) the"):
+
+        def use() -> None:
             apply(model.get_submodule("blocks.1"))
             optimizer.step()
+
+        with pytest.raises(ValueError, match=r"'blocks\.1\.weight.*before the optimizer is constructed|close\(\) the"):
+            use()
 
     sim.run(2, fn)
 

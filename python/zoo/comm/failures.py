@@ -69,10 +69,10 @@ def report_uncaught() -> None:
 
 def reported() -> dict[int, str]:
     """What ranks of the job, but not this one, have reported: the sentence by global rank, of each rank the last."""
-    found: dict[int, str] = {}
+    found: dict[int, str | None] = {}  # None: withdrawn
     store = _store()
     if store is None:
-        return found
+        return {}
     try:
         for number in range(1, store.add(_COUNT, 0) + 1):
             key = f"zoo/failures/{number}"

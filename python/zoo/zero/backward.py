@@ -21,7 +21,6 @@ context, nothing to vote on, and its :class:`Part` and not the graph says what i
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,28 +28,13 @@ import torch
 
 from zoo.comm import Communicator, Recovery
 from zoo.zero.buckets import Bucket
-from zoo.zero.contexts import Context, Contexts, Phase, Unit
+from zoo.zero.contexts import FAILED, Context, Contexts, Part, Phase, Unit
 from zoo.zero.graph_tasks import GraphTasks, follow
 from zoo.zero.reductions import Reductions
 from zoo.zero.residency import Residency
 
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
-
-FAILED = (
-    "the latest backward ended with an exception, and what it left of the gradients is undefined: call zero_grad() "
-    "before the next backward or step."
-)
-
-
-class Part(enum.Enum):
-    """What a driven backward computes."""
-
-    WHOLE = "backward"
-    INPUTS = "backward_inputs"
-    """Gradients of inputs: it gathers as it goes, and accumulates nothing."""
-    WEIGHTS = "backward_weights"
-    """Gradients of weights, which somebody brings to the buckets: it gathers nothing, and the hooks do nothing."""
 
 
 class Backward:
@@ -251,13 +235,13 @@ class Backward:
             self._tell(error)
             raise
 
-    def _tell(self, error: BaseException) -> None:
+    def _tell(self, error: BaseException, *, inside: bool = True) -> None:
         """A backward fails on this rank: other ranks may be in its collectives."""
-        if self.recovery is None:
-            return
-        syncs = self._syncs if self.running else self.sync and self._tasks.accumulates()
-        if self._partitioned or syncs:
-            self.recovery.failed(error)
+        if self.recovery is not None:
+            asks = inside and not self.running  # it was refused before it was known what it is
+            syncs = self.sync and self._tasks.accumulates() if asks else self._syncs
+            if self._partitioned or syncs:
+                self.recovery.failed(error)
 
     def _come_to(self, context: Context, index: int) -> None:
         if context is not self._at or self._alive() is None:
@@ -453,12 +437,8 @@ class Backward:
         try:
             self._finish_all()
         except BaseException as error:
-            self._tell_of_end(error)
+            self._tell(error, inside=False)
             raise
-
-    def _tell_of_end(self, error: BaseException) -> None:
-        if self.recovery is not None and (self._partitioned or self._syncs):
-            self.recovery.failed(error)
 
     def _finish_all(self) -> None:
         self.failed = True  # unless this gets to its end
@@ -497,7 +477,7 @@ class Backward:
 
     def fail(self) -> None:
         """The backward ended with an exception: what it began is waited for, and nothing of it goes on."""
-        self._tell_of_end(RuntimeError("a backward ended with an exception"))
+        self._tell(RuntimeError("a backward ended with an exception"), inside=False)
         self.running, self.failed = False, self._accumulates
         self._alive = _nothing
         self._at = None

@@ -239,8 +239,8 @@ class BucketGradients:
             f"a gradient of {self.bucket.label} arrived after it had been reduced: one of its parameters was used "
             "before its unit's forward, so its gradient comes last in backward. Say so with register_external_parameter"
             "(module, parameter), or pass overlap_comm=False, which reduces at the end of backward. Or it was used "
-            "before under re-entrant checkpointing of a module that was called by itself: call the model as a whole, or "
-            "checkpoint with use_reentrant=False."
+            "before under re-entrant checkpointing of a module that was called by itself: call the model as a whole, "
+            "or checkpoint with use_reentrant=False."
         )
 
     # The shard in its tier -------------------------------------------------------------------------------------------

@@ -72,6 +72,22 @@ class Phase(enum.Enum):
     """It holds no leases: nobody came, or a backward has been through."""
 
 
+FAILED = (
+    "the latest backward ended with an exception, and what it left of the gradients is undefined: call zero_grad() "
+    "before the next backward or step."
+)
+
+
+class Part(enum.Enum):
+    """What a driven backward computes."""
+
+    WHOLE = "backward"
+    INPUTS = "backward_inputs"
+    """Gradients of inputs: it gathers as it goes, and accumulates nothing."""
+    WEIGHTS = "backward_weights"
+    """Gradients of weights, which somebody brings to the buckets: it gathers nothing, and the hooks do nothing."""
+
+
 class Context:
     """One pass.
 

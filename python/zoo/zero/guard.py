@@ -69,9 +69,7 @@ _PASS = frozenset(
     {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch._has_compatible_shallow_copy_type}
 )
 # What a gradient without values takes besides.
-_OF_GRADIENTS = frozenset(
-    {torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type}
-)
+_OF_GRADIENTS = frozenset({torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type})
 ALLOWED_WHEN_PARTITIONED = _allowed()
 """What reads metadata only."""
 

@@ -49,8 +49,9 @@ class Members:
         ]  # fmt: skip
         if strangers:
             raise ValueError(
-                f"{', '.join(map(repr, strangers[:5]))}: {len(strangers)} parameter(s) came into the model after the ZeRO "
-                "optimizer was constructed (replaced, added, or made by a parametrisation such as weight_norm). They "
+                f"{', '.join(map(repr, strangers[:5]))}: {len(strangers)} parameter(s) came into the model after the "
+                "ZeRO optimizer was constructed (replaced, added, or made by a parametrisation such as "
+                "weight_norm). They "
                 "lie in no bucket, and would be neither trained nor saved. Give the old parameter new values instead "
                 "(parameter.data = value), or close() the optimizer, change the model, and construct a new one."
             )

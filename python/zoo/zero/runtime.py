@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, Recovery
-from zoo.zero.backward import FAILED, Backward
+from zoo.zero.backward import Backward
 from zoo.zero.buckets import Bucket
-from zoo.zero.contexts import Context, Contexts, Unit
+from zoo.zero.contexts import FAILED, Context, Contexts, Unit
 from zoo.zero.divergent import Meeting
 from zoo.zero.external import registered
 from zoo.zero.outputs import tensors_in

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 def refuse_copy(what: object) -> NoReturn:
     """Say why ``what`` is neither copied nor pickled, and what to do instead."""
     raise ValueError(
-        f"a {type(what).__name__} cannot be copied or pickled: it is tied to the memory of its model, and to other ranks. "
-        "Copy or save the state instead, optimizer.state_dict() or a checkpoint, and load it into an optimizer that is "
+        f"a {type(what).__name__} cannot be copied or pickled: it is tied to the memory of its model, and to other "
+        "ranks. Copy or save the state instead, optimizer.state_dict() or a checkpoint, and load it into an "
+        "optimizer that is "
         "constructed the same way; of the model itself there are copies and pickles (stage 3: inside of gathered())."
     )
 
