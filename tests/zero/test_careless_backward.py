@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -258,3 +259,44 @@ def test_a_graph_of_a_weight_that_is_kept_over_a_step_is_refused(stage: int, hel
         check(optimizer, twin(2, 3))
 
     sim.run(2, fn)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 100, None])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_backward_keeps_little_for_forwards_that_wait(keep: int | None, together: bool) -> None:
+    def most(rank: int, waiting: int) -> int:
+        torch.manual_seed(0)
+        layers: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+        plain = copy.deepcopy(layers).double()
+        _, optimizer = build(3, layers, prefetch_bucket_size=0, max_live_parameters=keep)
+        seen: list[int] = []
+
+        def look(*_: Any) -> None:
+            seen.append(sum(b.num_bytes for b in optimizer.buckets if b.parameters.live))
+
+        def loss_of(model: nn.Module, r: int, number: int, world: int) -> torch.Tensor:
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + r), dtype=torch.float64)
+            return model(x).square().mean() / world
+
+        handles = [layer.register_full_backward_hook(look) for layer in layers]
+        losses = [loss_of(layers, rank, number, 1) for number in range(waiting + 1)]
+        if together:
+            torch.stack(losses).sum().backward()
+        else:
+            losses.pop().backward()
+        for handle in handles:
+            handle.remove()
+        for loss in () if together else losses:
+            loss.backward()
+        optimizer.step()
+        for r in range(2):
+            torch.stack([loss_of(plain, r, number, 2) for number in range(waiting + 1)]).sum().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        check(optimizer, dict(plain.named_parameters()))
+        return max(seen)
+
+    for alone, beside in zip(*(sim.run(2, lambda r, n=n: most(r, n)) for n in (0, 2)), strict=True):
+        assert beside <= alone + 100 * 8 * (keep is not None and keep > 0)

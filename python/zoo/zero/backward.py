@@ -384,6 +384,8 @@ class Backward:
             if self._accumulates:
                 bucket.leases -= 1
                 if bucket.leases:
+                    if bucket.partitioned:
+                        residency.put_back(bucket)
                     continue
                 self._done.add(bucket)
             if bucket.partitioned:
