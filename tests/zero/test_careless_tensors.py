@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -298,3 +299,54 @@ def test_a_parameter_of_a_parameter_is_refused() -> None:
         nn.Parameter(model.get_parameter("first.weight").detach().clone())
 
     sim.run(1, fn)
+
+
+# Gradients that are whole --------------------------------------------------------------------------------------------
+
+
+class Picture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.last = nn.Conv2d(1, 3, (2, 1)), nn.Linear(9, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.conv(x.view(-1, 1, 4, 1)).flatten(1))
+        return out
+
+
+def _halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data * 0.5  # type: ignore[union-attr]
+
+
+def _channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("stage", "sync"), [(0, True), (0, False), (1, False), (2, False), (3, False)])
+@pytest.mark.parametrize("change", [_halve, _channels_last])
+def test_data_of_a_whole_gradient_is_what_is_stepped_with(stage: int, sync: bool, change: Callable[..., None]) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage, Picture())
+        with contextlib.nullcontext() if sync else optimizer.no_sync():
+            model(data(rank)).square().mean().backward()
+            change(model)
+            gradient: Any = model.get_parameter("last.bias").grad
+            assert type(copy.deepcopy(gradient)) is type(gradient + 0.0) is torch.Tensor
+            with pytest.raises(ValueError, match=r"gradient of 'last\.bias'.*\(2,\).*\(3,\)"):
+                gradient.data = torch.zeros(3, dtype=torch.float64)
+        if not sync:
+            model(data(rank, 1)).square().mean().backward()
+        optimizer.step()
+        check(optimizer, expected)
+
+    plain = Picture().double()
+    for rank in range(2):
+        (plain(data(rank)).square().mean() / 2).backward()
+    change(plain)
+    for rank in () if sync else range(2):
+        (plain(data(rank, 1)).square().mean() / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=RATE).step()
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    sim.run(2, fn)

@@ -239,8 +239,7 @@ class Backward:
         """A backward fails on this rank: other ranks may be in its collectives."""
         if self.recovery is not None:
             asks = inside and not self.running  # it was refused before it was known what it is
-            syncs = self.sync and self._tasks.accumulates() if asks else self._syncs
-            if self._partitioned or syncs:
+            if self._partitioned or (self.sync and self._tasks.accumulates() if asks else self._syncs):
                 self.recovery.failed(error)
 
     def _come_to(self, context: Context, index: int) -> None:
@@ -384,8 +383,7 @@ class Backward:
             if self._accumulates:
                 bucket.leases -= 1
                 if bucket.leases:
-                    if bucket.partitioned:
-                        residency.put_back(bucket)
+                    residency.put_back(bucket)
                     continue
                 self._done.add(bucket)
             if bucket.partitioned:

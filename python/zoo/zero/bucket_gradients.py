@@ -19,6 +19,7 @@ from zoo.zero.guard import (
     CAN_REFUSE_STORAGE,
     PartitionedAccessError,
     PartitionedGradient,
+    WholeGradient,
     allow_storage,
     has_raw_grad,
     raw_grad,
@@ -338,7 +339,9 @@ class BucketGradients:
         """What ``parameter.grad`` shows: this rank's gradient before the reduction, the mean after it at stage 0."""
         if self.phase is Phase.ACCUMULATING:
             # After a reduction the view is only what came since: the sum is nowhere.
-            return PartitionedGradient.of(self, slot) if self.reduced else self._views[slot]
+            if self.reduced:
+                return PartitionedGradient.of(self, slot)
+            return WholeGradient.of(self._views[slot], self.bucket.spec.names[slot])
         if not self.reduced:
             return None
         bucket = self.bucket
@@ -346,7 +349,7 @@ class BucketGradients:
             return PartitionedGradient.of(self, slot)
         # Behind the other version counter: what the user does to a mean is no gradient that arrives.
         offset, tensor = bucket.layout.offsets[slot], bucket.layout.tensors[slot]
-        return self._raw[offset : offset + tensor.numel].view(tensor.shape)
+        return WholeGradient.of(self._raw[offset : offset + tensor.numel].view(tensor.shape), tensor.name)
 
     def make_zero(self) -> None:
         """Where there is no gradient, be a zero one that is reduced."""

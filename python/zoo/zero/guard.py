@@ -201,6 +201,46 @@ class PartitionedGradient(torch.Tensor):
         )
 
 
+class WholeGradient(torch.Tensor):
+    """What ``parameter.grad`` is where it is whole: a view of the flat buffer, which ``.data = value`` writes to.
+
+    As torch has it, that would move this one view to other memory, and the optimizer would see nothing of it.
+    """
+
+    __torch_function__: Any = _DISABLED  # what is computed with it is a plain tensor
+
+    @staticmethod
+    def of(view: torch.Tensor, name: str) -> WholeGradient:
+        """``view``, of the gradient of parameter ``name``."""
+        made: Any = view.as_subclass(WholeGradient)
+        made._zoo_name = name
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        mine, given = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
+        if mine != given:
+            raise ValueError(
+                f"the gradient of {self._zoo_name!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was given "  # type: ignore[attr-defined]
+                f"{given[0]}, {given[1]}, on {given[2]}: it lies in a flat buffer, where these stay."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor of its own."""
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor."""
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
 def _flat_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]

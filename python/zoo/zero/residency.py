@@ -122,7 +122,7 @@ class Residency:
 
     def put_back(self, bucket: Bucket) -> None:
         """Backward is past the first use of ``bucket`` in one forward; another forward waits for its own backward."""
-        if bucket.active or not (bucket.parameters.live or bucket.parameters.coming):
+        if not bucket.partitioned or bucket.active or not (bucket.parameters.live or bucket.parameters.coming):
             return
         if self.window_bytes is not None:
             self._rest(bucket, again=True)
