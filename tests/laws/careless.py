@@ -405,8 +405,6 @@ REFUSALS = [
     Refusal(("penalty_alone", "penalty"), r"arrived after it had been reduced"),
     Refusal(("penalty", "penalty_alone", "copy_model", "write"), PARTITIONED, lambda s: s.stage == 3),
     Refusal(("convert",), r"[Cc]onvert (the|a) model before the optimizer is constructed"),
-    # A module's conversion touches gradients too, of which only a shard may be here.
-    Refusal(("convert",), r"to touched the gradient of|cpu touched the gradient of", lambda s: s.stage > 0),
     Refusal(("foreign_state",), r"the state_dict is of another model, or of buckets laid out otherwise"),
     Refusal(("construct_again",), r"is a ZeroParameter; the ZeRO optimizers work on plain"),
     Refusal(("away_and_back",), r"offload_states\(device='cpu'\) at stage [012]", lambda s: s.stage != 3),

@@ -183,6 +183,28 @@ def test_a_step_that_is_skipped_leaves_the_errors() -> None:
     sim.run(2, fn)
 
 
+def test_a_step_that_raises_because_of_its_gradients_leaves_the_errors() -> None:
+    def train(rank: int, fails: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = build(rank, clip_norm=1.0, nonfinite_gradients="error")
+        for step in range(3):
+            if fails and step:
+                before = [f.error.clone() for f in optimizer._feedback if f.error is not None]
+                backward(model, rank, 7, float("nan") if rank == 1 else 1.0)
+                with pytest.raises(FloatingPointError, match="norm of the gradients is nan"):
+                    optimizer.step()
+                assert optimizer.memory()["feedback"] == sum(e.nbytes for e in before)
+                after = [f.error for f in optimizer._feedback if f.error is not None]
+                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.consolidated_parameters()
+
+    failed, smooth = (sim.run(2, lambda rank, f=f: train(rank, f))[0] for f in (True, False))
+    assert all(torch.equal(failed[name], smooth[name]) for name in smooth)
+
+
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ValueError, match="there is no error to feed back"):
         Stage3Optimizer(make(), lr=0.1, quantized_gradients_feedback=True)

@@ -19,6 +19,7 @@ from zoo.comm.handles import DONE, Handle
 from zoo.comm.launch import init_distributed
 from zoo.comm.log import CommsLog, OpStats
 from zoo.comm.messages import Recv, Send
+from zoo.comm.recovery import Recovery
 
 __all__ = [
     "DONE",
@@ -28,6 +29,7 @@ __all__ = [
     "Handle",
     "OpStats",
     "RankFailedError",
+    "Recovery",
     "Recv",
     "Send",
     "exchange",

@@ -43,6 +43,13 @@ def report(error: BaseException) -> None:
         store.set(f"zoo/failures/{number}", json.dumps([dist.get_rank(), sentence_of(error)]))
 
 
+def withdraw() -> None:
+    """All ranks go on after what this one has reported. Waits for nobody."""
+    store = _store()
+    if store is not None:
+        store.set(f"zoo/failures/{store.add(_COUNT, 1)}", json.dumps([dist.get_rank(), None]))
+
+
 def report_uncaught() -> None:
     """From now on an exception that ends this process is reported to the others before it is shown. Once is enough."""
     shown = sys.excepthook
@@ -62,10 +69,10 @@ def report_uncaught() -> None:
 
 def reported() -> dict[int, str]:
     """What ranks of the job, but not this one, have reported: the sentence by global rank, of each rank the last."""
-    found: dict[int, str] = {}
+    found: dict[int, str | None] = {}  # None: withdrawn
     store = _store()
     if store is None:
-        return found
+        return {}
     try:
         for number in range(1, store.add(_COUNT, 0) + 1):
             key = f"zoo/failures/{number}"
@@ -75,7 +82,7 @@ def reported() -> dict[int, str]:
     except RuntimeError:
         pass  # the store went away with the rank that kept it: nobody can say more than the error at hand
     found.pop(dist.get_rank(), None)
-    return found
+    return {rank: text for rank, text in found.items() if text is not None}
 
 
 def explained(error: Exception, peer: int | None = None) -> Exception:

@@ -85,6 +85,8 @@ class CommsLog:
     """Byte and time accounting of a communicator; cheap enough to be always on."""
 
     ops: dict[str, OpStats] = field(default_factory=dict)
+    num_issued: int = 0
+    """Operations ever; :meth:`reset` does not forget them."""
 
     def issued(self, op: str, message_bytes: int, group_size: int, num_local: int | None = None) -> OpStats:
         """Count one call of ``op``; returns the row so that the caller can add the time when it completes."""
@@ -96,6 +98,7 @@ class CommsLog:
         if row is None:
             row = self.ops[op] = OpStats()
         row.count += 1
+        self.num_issued += 1
         row.add(message_bytes, wire, intra, inter)
         if len(row.spans) > 256:  # take in what is complete, so that they do not pile up
             row.time_s  # noqa: B018

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
 from zoo.zero.runtime.hooks import Runtime
-from zoo.zero.sharded import ShardedModel
+from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.offload_states import StatesAway
@@ -266,6 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.backward.check_running()
         self._updater.check_whole()
         self._runtime.check()
+        self.sharded.members.check()
         self.take_writes()
         self._settle()
         self.sharded.sync_buffers()
@@ -275,7 +276,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return loss
         if not self._has_gradients():
             return loss
-        factor = self._factor()
+        try:
+            factor = self._factor()
+        except FloatingPointError:
+            self._settle_errors(used=False)
+            raise
         if factor is None:
             self._settle_errors(used=False)
             return loss
@@ -378,6 +383,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _publish(self) -> None:
         handles = [bucket.parameters.publish() for bucket in self._trainable]
         self._runtime.updated()
+        self.sharded.writes.updated(self._trainable, self._runtime.held)
         for handle in handles:
             if handle is not None:
                 handle.wait()
@@ -452,7 +458,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
         found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
-        return {name: found[name] for name, _ in self.model.named_parameters()}
+        now = [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
+        return {name: found[was] for name, was in now}  # they may have moved to another place of the model
 
     def memory(self) -> dict[str, int]:
         """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
@@ -508,6 +515,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.sharded.close()
 
     # State -----------------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither copies nor pickles have the model's memory."""
+        refuse_copy(self)
 
     def state_slices(self) -> list[state_io.StateSlice]:
         """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
@@ -569,6 +580,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
         self._check_open()
+        self.sharded.members.check()
         self.take_writes()
         self._updater.settle()
         stored = self._updater.stored

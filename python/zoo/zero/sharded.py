@@ -14,12 +14,12 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from zoo.comm import Communicator, report_uncaught
+from zoo.comm import Communicator, Recovery, report_uncaught
 from zoo.io import AioConfig, Handle
 from zoo.layout import logical_name
 from zoo.plan import Actions
@@ -41,6 +41,7 @@ from zoo.zero.runtime.window import Window
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.dtensors import DTensors
 from zoo.zero.sharding.guard import release as release_parameter
+from zoo.zero.sharding.members import Members
 from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.module_buffers import ModuleBuffers
 from zoo.zero.state.whole import whole_parameters
@@ -48,6 +49,16 @@ from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
+
+
+def refuse_copy(what: object) -> NoReturn:
+    """Say why ``what`` is neither copied nor pickled, and what to do instead."""
+    raise ValueError(
+        f"a {type(what).__name__} cannot be copied or pickled: it is tied to the memory of its model, and to other "
+        "ranks. Copy or save the state instead, optimizer.state_dict() or a checkpoint, and load it into an "
+        "optimizer that is "
+        "constructed the same way; of the model itself there are copies and pickles (stage 3: inside of gathered())."
+    )
 
 
 class ShardedModel:
@@ -81,6 +92,7 @@ class ShardedModel:
         writes: finds what the user writes in place.
         module_buffers: what keeps buffers alike on all ranks, None where each rank keeps its own.
         dtensors: the parameters that were DTensors, and what stands for them.
+        members: finds parameters that came after construction.
     """
 
     def __init__(
@@ -175,6 +187,7 @@ class ShardedModel:
             self.buckets.append(bucket)
         self._hook(specs)
         self.writes = Writes(self.buckets)
+        self.members = Members(self.module, self.buckets)
 
     def _hook(self, specs: Sequence[UnitSpec]) -> None:
         cfg = self.config
@@ -204,6 +217,8 @@ class ShardedModel:
             prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
         )
+        if self.comm.size > 1 and self.meeting is None and not isinstance(self.comm, DryRun):
+            self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
 
     # Who uses it -----------------------------------------------------------------------------------------------------
 
@@ -376,8 +391,13 @@ class ShardedModel:
         leaves frozen parameters out. Parameters that are tied come once.
         """
         self._check_open()
+        self.members.check()
         self.settle()
         return whole_parameters(b for b in self.buckets if frozen or b.spec.trainable)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither copies nor pickles have the model's memory."""
+        refuse_copy(self)
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -393,6 +413,7 @@ class ShardedModel:
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("this model was closed: its parameters are ordinary ones again.")
+        self.runtime.settle_failure()
 
     def _give_back(self) -> None:
         for bucket in self.buckets:

@@ -8,7 +8,7 @@ belongs to a unit that is open during all of its uses.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -132,7 +132,8 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
         if type(parameter) not in (nn.Parameter, InitParameter) and not is_dtensor(parameter):
             raise ValueError(
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
-                "Construct the optimizer from the original model, once, and before any other wrapper."
+                "Construct the optimizer from the original model, once, and before any other wrapper; where a ZeRO "
+                "optimizer has it already, close() that one first."
             )
         if parameter.layout is not torch.strided or parameter.is_complex() or parameter.is_quantized:
             raise ValueError(
@@ -151,3 +152,42 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
         )
     if not devices:
         raise ValueError("the model has no parameters.")
+    _check_apart({name: p for name, p in model.named_parameters() if p.numel() and p.device.type != "meta"})
+
+
+def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if two parameters have an element in common: in flat buffers each has memory of its own."""
+    plain = [(*_extent(p), name) for name, p in parameters.items() if type(p) is nn.Parameter]  # Init sees to its own
+    reaching: list[tuple[int, str]] = []  # where those end that reach beyond the start of the next one
+    for start, stop, name in sorted(plain):
+        reaching = [(end, other) for end, other in reaching if end > start]
+        for _, other in reaching:
+            if _overlap(parameters[other], parameters[name]):
+                first, second = (n for n in parameters if n in (name, other))
+                raise ValueError(
+                    f"parameters {first!r} and {second!r} share memory, and are two nn.Parameter: under a ZeRO "
+                    "optimizer each would get memory of its own. To tie them make them the same nn.Parameter object "
+                    "(a.weight = b.weight); to keep them apart clone one of them."
+                )
+        reaching.append((stop, name))
+
+
+def _extent(parameter: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and of the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    start = parameter.data_ptr()
+    return start, start + (last + 1) * parameter.itemsize
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, of which one begins before the other ends, have an element in common."""
+    if all(stop - start == t.nbytes for t in (a, b) for start, stop in [_extent(t)]):
+        return True  # neither has gaps
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
+
+
+def _addresses(tensor: torch.Tensor) -> torch.Tensor:
+    found = torch.tensor(tensor.data_ptr())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = found.unsqueeze(-1) + torch.arange(size) * (stride * tensor.itemsize)
+    return found.reshape(-1)

@@ -21,14 +21,13 @@ context, nothing to vote on, and its :class:`Part` and not the graph says what i
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from zoo.comm import Communicator
-from zoo.zero.runtime.contexts import Context, Contexts, Phase, Unit
+from zoo.comm import Communicator, Recovery
+from zoo.zero.runtime.contexts import FAILED, Context, Contexts, Part, Phase, Unit
 from zoo.zero.runtime.graph_tasks import GraphTasks, follow
 from zoo.zero.runtime.reductions import Reductions
 from zoo.zero.runtime.residency import Residency
@@ -36,21 +35,6 @@ from zoo.zero.sharding.buckets import Bucket
 
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
-
-FAILED = (
-    "the latest backward ended with an exception, and what it left of the gradients is undefined: call zero_grad() "
-    "before the next backward or step."
-)
-
-
-class Part(enum.Enum):
-    """What a driven backward computes."""
-
-    WHOLE = "backward"
-    INPUTS = "backward_inputs"
-    """Gradients of inputs: it gathers as it goes, and accumulates nothing."""
-    WEIGHTS = "backward_weights"
-    """Gradients of weights, which the caller brings to the buckets: it gathers nothing, and the hooks do nothing."""
 
 
 class Backward:
@@ -89,6 +73,8 @@ class Backward:
         self._awaited: set[Bucket] = set()
         self._driven: Context | None = None
         self._part = Part.WHOLE
+        self.recovery: Recovery | None = None
+        """Is told of backwards that fail where other ranks wait for this one."""
         self._used: set[Bucket] = set()  # by the driven context
         self._task_over = True
 
@@ -96,6 +82,13 @@ class Backward:
 
     def begin(self) -> None:
         """Something of a backward happens: if it is the first of one, begin."""
+        try:
+            self._begin()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _begin(self) -> None:
         if self.running:
             if self._alive() is not None:
                 return  # perhaps a backward within the backward (re-entrant checkpointing)
@@ -237,6 +230,20 @@ class Backward:
 
     def on_output_grad(self, context: Context, index: int, grads: Any) -> None:
         """The gradient of the output of call ``index`` is there; its backward is next."""
+        try:
+            self._come_to(context, index)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException, *, inside: bool = True) -> None:
+        """A backward fails on this rank: other ranks may be in its collectives."""
+        if self.recovery is not None:
+            asks = inside and not self.running  # it was refused before it was known what it is
+            if self._partitioned or (self.sync and self._tasks.accumulates() if asks else self._syncs):
+                self.recovery.failed(error)
+
+    def _come_to(self, context: Context, index: int) -> None:
         if context is not self._at or self._alive() is None:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
@@ -278,6 +285,10 @@ class Backward:
         context.cursor = len(context.calls)
         self._at = context
         self._visited.append(context)
+        if self._accumulates:
+            for bucket in context.returned:
+                if bucket.gradients is not None:
+                    bucket.gradients.open()
 
     def walk_through(self, context: Context) -> None:
         """Go back through all of ``context`` without autograd: what a plan does."""
@@ -373,6 +384,7 @@ class Backward:
             if self._accumulates:
                 bucket.leases -= 1
                 if bucket.leases:
+                    residency.put_back(bucket)
                     continue
                 self._done.add(bucket)
             if bucket.partitioned:
@@ -423,6 +435,13 @@ class Backward:
     # Ending ----------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
+        try:
+            self._finish_all()
+        except BaseException as error:
+            self._tell(error, inside=False)
+            raise
+
+    def _finish_all(self) -> None:
         self.failed = True  # unless this gets to its end
         self._leave()
         if self._votes:
@@ -459,6 +478,7 @@ class Backward:
 
     def fail(self) -> None:
         """The backward ended with an exception: what it began is waited for, and nothing of it goes on."""
+        self._tell(RuntimeError("a backward ended with an exception"), inside=False)
         self.running, self.failed = False, self._accumulates
         self._alive = _nothing
         self._at = None

@@ -33,10 +33,11 @@ MOST_OPEN = 4096
 class Unit:
     """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
 
-    __slots__ = ("_own", "depth", "external", "gradients", "name", "partitioned", "recorded")
+    __slots__ = ("_own", "depth", "external", "gradients", "inside", "module", "name", "partitioned", "recorded")
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
-        self.name = spec.name
+        self.name, self.module = spec.name, spec.module
+        self.inside = f"{spec.name}." if spec.name else ""  # what the names of units within it begin with
         self.depth = 0
         self.external: dict[Bucket, None] = {}
         self._own = tuple(buckets)
@@ -71,22 +72,42 @@ class Phase(enum.Enum):
     """It holds no leases: nobody came, or a backward has been through."""
 
 
+FAILED = (
+    "the latest backward ended with an exception, and what it left of the gradients is undefined: call zero_grad() "
+    "before the next backward or step."
+)
+
+
+class Part(enum.Enum):
+    """What a driven backward computes."""
+
+    WHOLE = "backward"
+    INPUTS = "backward_inputs"
+    """Gradients of inputs: it gathers as it goes, and accumulates nothing."""
+    WEIGHTS = "backward_weights"
+    """Gradients of weights, which the caller brings to the buckets: it gathers nothing, and the hooks do nothing."""
+
+
 class Context:
     """One pass.
 
     ``calls[i]`` is the unit of call i, in the order in which the calls ended; ``uses`` holds (i, bucket) where call i
     is the first that may use the bucket: once backward is past i it is done with the bucket. ``cursor`` and ``left``
     are where a backward is: calls [cursor, len) and uses [left, len) are done. ``owner`` is what a schedule calls it;
-    empty for a context of the hooks.
+    empty for a context of the hooks. ``returned``: buckets of parameters that a call returned as they are, whose
+    gradients may come before those of anything that it computed.
     """
 
-    __slots__ = ("__weakref__", "calls", "cursor", "left", "owner", "phase", "roots", "serial", "updates", "uses")
+    __slots__ = (
+        "__weakref__", "calls", "cursor", "left", "owner", "phase", "returned", "roots", "serial", "updates", "uses",
+    )  # fmt: skip
 
     def __init__(self, serial: int, updates: int, owner: str = "") -> None:
         self.serial, self.owner = serial, owner
         self.updates = updates  # of the parameters, before it
         self.phase = Phase.OPEN
         self.roots: set[Unit] = set()
+        self.returned: dict[Bucket, None] = {}
         self.calls: list[Unit] = []
         self.uses: list[tuple[int, Bucket]] = []
         self.left = 0

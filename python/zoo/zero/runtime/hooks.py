@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, Recovery
 from zoo.zero.placement.units import UnitSpec
-from zoo.zero.runtime.backward import FAILED, Backward
-from zoo.zero.runtime.contexts import Context, Contexts, Unit
+from zoo.zero.runtime.backward import Backward
+from zoo.zero.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.external import registered
 from zoo.zero.runtime.outputs import tensors_in
 from zoo.zero.runtime.planning import Call, Enter, Exit, Plan, in_turn, plan_pass
 from zoo.zero.runtime.reductions import Demand, Reductions
 from zoo.zero.runtime.residency import Residency
+from zoo.zero.runtime.stacks import is_called
 from zoo.zero.sharding.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Runtime:
         reduced: there is a reduced gradient to step with.
         held: buckets that the user keeps whole, and the versions of their parameters.
         window: the one that is open.
+        recovery: whether all ranks failed where this one did; None where ranks go their own ways.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Runtime:
         meeting: Meeting | None = None,
     ) -> None:
         self.unreduced = self.reduced = False
+        self.recovery: Recovery | None = None
         self._buckets = list(buckets)
+        self._mine = frozenset(buckets)
         self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
         self.residency = Residency(self._buckets, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
         self.contexts = Contexts()
@@ -86,6 +90,7 @@ class Runtime:
         self._latest: list[Unit | bool] = []  # of the latest training pass
         self.held: dict[Bucket, list[int]] = {}
         self._running: list[Unit] = []
+        self._entered: set[Unit] = set()  # in this pass
         self.window: Window | None = None
         self._model = units[0].module
         self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
@@ -126,8 +131,8 @@ class Runtime:
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def _enter_model(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if self._depth and _graph_task() == -1 and unit not in self._running[1:]:
-            self._abandon_forward()  # the one before was interrupted where no hook could see it
+        if self._depth and _graph_task() == -1:
+            self._find_interrupted()
         self._enter(unit, module, args)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -138,8 +143,11 @@ class Runtime:
             for bucket in unit.partitioned:
                 bucket.parameters.wait()
             return
+        if self._depth and self._is_odd(unit):
+            self._find_interrupted()
         if self._depth == 0:
             self._begin_pass(unit, module)
+        self._entered.add(unit)
         self._depth += 1
         unit.depth += 1
         self._running.append(unit)
@@ -152,9 +160,20 @@ class Runtime:
             self._events.append(unit)
             self.residency.enter(unit.partitioned)
 
+    def _is_odd(self, unit: Unit) -> bool:
+        """A call inside of another that looks as if that one was over: not within it by name, or once more."""
+        return unit in self._entered or not unit.name.startswith(self._running[-1].inside)
+
+    def _find_interrupted(self) -> None:
+        """A forward that was interrupted (``KeyboardInterrupt``) has told no hook of it."""
+        if self._depth and not is_called(self._running[0].module):
+            self._abandon_forward()
+
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
         if self.backward.running:
             self.backward.check_running()
+        self.settle_failure()
+        self._entered.clear()
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
         if self._has_partitioned:
@@ -200,6 +219,8 @@ class Runtime:
                 if index < 0:
                     context.calls.append(unit)
                     index = len(context.calls) - 1
+                if (bucket := getattr(type(tensor), "_zoo_bucket", None)) in self._mine:
+                    context.returned[bucket] = None
                 self._hook(tensor, partial(self.backward.on_output_grad, context, index))
 
     @staticmethod
@@ -261,6 +282,8 @@ class Runtime:
 
     def check_between(self, what: str) -> None:
         """Raise RuntimeError inside of the model's forward, or of a forward or backward that is driven."""
+        if self._driven is None and _graph_task() == -1:
+            self._find_interrupted()
         inside = self.backward.driven or (f"forward of {self._driven.owner}" if self._driven is not None else "")
         if self._depth and not inside:
             inside = "the model's forward"
@@ -348,6 +371,9 @@ class Runtime:
             RuntimeError: the latest backward ended with an exception, or a schedule has not brought a forward back.
         """
         self.backward.check_running()
+        if _graph_task() == -1:
+            self._find_interrupted()
+        self.settle_failure()
         if self.backward.failed:
             raise RuntimeError(FAILED)
         waiting = [c.owner for c in self.contexts.driven if c.calls]
@@ -357,15 +383,27 @@ class Runtime:
                 "first, or end it: window.end(key)."
             )
 
+    def settle_failure(self) -> None:
+        """Before this rank goes on after a backward that failed: the others must have failed too, at the same place.
+
+        Raises:
+            RankFailedError: they have not.
+        """
+        if self.recovery is not None:
+            self.recovery.settle()
+
     def drop_gradients(self) -> None:
         """Forget all gradients, and whatever went wrong when they were made."""
+        if _graph_task() != -1 and self.backward.under_way:
+            raise RuntimeError("zero_grad() inside of a backward: gradients are still to come. Call it afterwards.")
         if self.backward.driven:
             self.check_between("zero_grad()")
-        if self._depth and _graph_task() == -1:
-            self._abandon_forward()  # it was interrupted
+        if _graph_task() == -1:
+            self._find_interrupted()
         try:
             self.backward.check_running()
             self.reductions.abandon()
+            self.settle_failure()
         finally:
             self.backward.failed = False
             self.unreduced = self.reduced = False

@@ -115,9 +115,28 @@ class Residency:
             self._ahead[bucket] = None  # the next unit of the same bucket is about to start
             bucket.parameters.hide()
             return
-        if not keep or bucket.num_bytes > self.keep_bytes:
+        if keep:
+            self._keep(bucket, again=again)
+        else:
+            bucket.parameters.release(again=again)
+
+    def put_back(self, bucket: Bucket) -> None:
+        """Backward is past the first use of ``bucket`` in one forward; another forward waits for its own backward."""
+        if not bucket.partitioned or bucket.active or not (bucket.parameters.live or bucket.parameters.coming):
+            return
+        if self.window_bytes is not None:
+            self._rest(bucket, again=True)
+            return
+        self.unkeep(bucket)
+        self._keep(bucket, again=True)
+
+    def _keep(self, bucket: Bucket, *, again: bool) -> None:
+        """A backward will need ``bucket``: it stays gathered as far as the budget goes, and the latest the longest."""
+        if bucket.num_bytes > self.keep_bytes:
             bucket.parameters.release(again=again)
             return
+        if bucket.parameters.coming:
+            bucket.parameters.finish_gather()
         bucket.parameters.hide()
         if bucket not in self._kept:
             self._kept_bytes += bucket.num_bytes
@@ -156,8 +175,8 @@ class Residency:
 
     def open(self, bucket: Bucket) -> None:
         """Backward needs ``bucket`` now, and until :meth:`finish`."""
+        self.unkeep(bucket)
         if self.window_bytes is not None:
-            self.unkeep(bucket)
             self._ahead.pop(bucket, None)
             if not (bucket.parameters.live or bucket.parameters.coming):
                 self._make_room(bucket)

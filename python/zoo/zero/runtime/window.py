@@ -43,8 +43,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zoo.zero.runtime.backward import FAILED, Part
-from zoo.zero.runtime.contexts import Context
+from zoo.zero.runtime.contexts import FAILED, Context, Part
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -125,7 +125,12 @@ class Bucket:
             raise ValueError(cannot_convert(name, parameter, value))
         owner = self.owner() if self.owner is not None else None
         if owner is None:
-            raise RuntimeError(f"the optimizer of the parameter {name!r} does not exist any more.")
+            raise RuntimeError(
+                f"the optimizer of the parameter {name!r} does not exist any more: the model runs, and keeps the "
+                "values that it has. Keep the optimizer as long as its model, or close() it before it goes: "
+                "the model is an "
+                "ordinary one then."
+            )
         owner.change(self, slot, value)
 
     def note_gradient(self) -> None:

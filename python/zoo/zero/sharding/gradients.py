@@ -20,6 +20,7 @@ from zoo.zero.sharding.guard import (
     CAN_REFUSE_STORAGE,
     PartitionedAccessError,
     PartitionedGradient,
+    WholeGradient,
     allow_storage,
     has_raw_grad,
     raw_grad,
@@ -241,7 +242,9 @@ class BucketGradients:
         return PartitionedAccessError(
             f"a gradient of {self.bucket.label} arrived after it had been reduced: one of its parameters was used "
             "before its unit's forward, so its gradient comes last in backward. Say so with register_external_parameter"
-            "(module, parameter), or pass overlap_comm=False, which reduces at the end of backward."
+            "(module, parameter), or pass overlap_comm=False, which reduces at the end of backward. Or it was used "
+            "before under re-entrant checkpointing of a module that was called by itself: call the model as a whole, "
+            "or checkpoint with use_reentrant=False."
         )
 
     # The shard in its tier -------------------------------------------------------------------------------------------
@@ -334,7 +337,9 @@ class BucketGradients:
         """What ``parameter.grad`` shows: this rank's gradient before the reduction, the mean after it at stage 0."""
         if self.phase is Phase.ACCUMULATING:
             # After a reduction the view is only what came since: the sum is nowhere.
-            return PartitionedGradient.of(self, slot) if self.reduced else self._views[slot]
+            if self.reduced:
+                return PartitionedGradient.of(self, slot)
+            return WholeGradient.of(self._views[slot], self.bucket.spec.names[slot])
         if not self.reduced:
             return None
         bucket = self.bucket
@@ -342,7 +347,7 @@ class BucketGradients:
             return PartitionedGradient.of(self, slot)
         # Behind the other version counter: what the user does to a mean is no gradient that arrives.
         offset, tensor = bucket.layout.offsets[slot], bucket.layout.tensors[slot]
-        return self._raw[offset : offset + tensor.numel].view(tensor.shape)
+        return WholeGradient.of(self._raw[offset : offset + tensor.numel].view(tensor.shape), tensor.name)
 
     def make_zero(self) -> None:
         """Where there is no gradient, be a zero one that is reduced."""

@@ -12,7 +12,9 @@ to refuse access. Without either, reading freed storage would end the process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,6 +37,9 @@ _GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _DATA: Any = torch.Tensor.data
 
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
     "is_sparse", "is_quantized", "names", "grad_fn", "itemsize", "nbytes", "_version", "output_nr", "retains_grad",
@@ -56,13 +61,15 @@ def _allowed() -> frozenset[Any]:
 
 
 _CONVERSIONS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "half", "bfloat16", "float", "double", "cpu", "cuda")
+    getattr(torch.Tensor, name) for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
 )
 _CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
 # A gradient may be asked for, and modules compare types before they assign `data`.
 _PASS = frozenset(
     {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch._has_compatible_shallow_copy_type}
 )
+# What a gradient without values takes besides.
+_OF_GRADIENTS = frozenset({torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type})
 ALLOWED_WHEN_PARTITIONED = _allowed()
 """What reads metadata only."""
 
@@ -89,15 +96,28 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
         "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
         "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
-        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in _CONVERSIONS else ''}"
+        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in _CONVERSIONS else ''}{_of_parametrisation()}"
     )
 
 
+def _of_parametrisation() -> str:
+    """What to say besides to somebody who parametrises a model."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(_PARAMETRISE):
+            return " Parametrise a model before the optimizer is constructed, or close() it first."
+        frame = frame.f_back
+    return ""
+
+
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``model.to(...)`` and its like, to what the parameter is already."""
-    parameter, *rest = args
-    meant = func(torch.empty(0, dtype=parameter.dtype, device=parameter.device), *rest, **kwargs)
-    return (meant.dtype, meant.device) == (parameter.dtype, parameter.device) and not kwargs.get("copy")
+    """``model.to(...)`` and its like, to what the tensor is already; the order of its memory stays in any case."""
+    tensor, *rest = args
+    rest = [torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t for t in rest]
+    shape = (0,) * max(tensor.dim(), 1)  # some memory formats want a number of dims
+    meant = func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
+    same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
+    return same and not kwargs.get("copy")
 
 
 def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:
@@ -122,7 +142,8 @@ def _partitioned_in(value: Any) -> list[Any]:
 class PartitionedGradient(torch.Tensor):
     """What ``parameter.grad`` is where this rank holds a shard of the mean: it has a shape and a dtype, and no values.
 
-    It can be dropped, zeroed and asked what it looks like; everything else is a :class:`PartitionedAccessError`.
+    It can be dropped, zeroed, converted to what it is already (as ``model.to(...)`` does) and asked what it looks like;
+    everything else is a :class:`PartitionedAccessError`.
     """
 
     @staticmethod
@@ -143,15 +164,25 @@ class PartitionedGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Reads metadata, zeroes; refuses the rest."""
-        if func in ALLOWED_WHEN_PARTITIONED or func in (torch.Tensor.detach_, torch.Tensor.requires_grad_):
+        """Reads metadata, zeroes, converts to the same; refuses the rest."""
+        if func in ALLOWED_WHEN_PARTITIONED or func in _OF_GRADIENTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
         if func is torch.Tensor.zero_:
             found._zoo_gradients.clear(found._zoo_slot)
             return found
+        if func in (_DATA.__get__, torch.Tensor.detach) and args[0] is found:
+            return found
+        if func == _DATA.__set__ and args[0] is found and isinstance(args[1], cls) and found.same_as(args[1]):
+            return None
+        if func in _CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
+            return found
         return found.refuse(func)
+
+    def same_as(self, other: PartitionedGradient) -> bool:
+        """Whether both are the gradient of one parameter."""
+        return other.stands_for(self._zoo_gradients, self._zoo_slot)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -168,6 +199,46 @@ class PartitionedGradient(torch.Tensor):
             "holds a shard of the mean. Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to "
             "watch it, zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
         )
+
+
+class WholeGradient(torch.Tensor):
+    """What ``parameter.grad`` is where it is whole: a view of the flat buffer, which ``.data = value`` writes to.
+
+    As torch has it, that would move this one view to other memory, and the optimizer would see nothing of it.
+    """
+
+    __torch_function__: Any = _DISABLED  # what is computed with it is a plain tensor
+
+    @staticmethod
+    def of(view: torch.Tensor, name: str) -> WholeGradient:
+        """``view``, of the gradient of parameter ``name``."""
+        made: Any = view.as_subclass(WholeGradient)
+        made._zoo_name = name
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        mine, given = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
+        if mine != given:
+            raise ValueError(
+                f"the gradient of {self._zoo_name!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was given "  # type: ignore[attr-defined]
+                f"{given[0]}, {given[1]}, on {given[2]}: it lies in a flat buffer, where these stay."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor of its own."""
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor."""
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _flat_tensors(value: Any) -> list[torch.Tensor]:
@@ -221,6 +292,17 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
     return self
 
 
+def _detach(self: Any) -> torch.Tensor:
+    # `nn.Parameter(parameter)` asks for it first: there would be two parameters of one memory.
+    if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _NEW_PARAMETER:
+        raise ValueError(
+            f"nn.Parameter(...) of {self._zoo_name!r} would be a second parameter in its memory, which the ZeRO "
+            "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
+            "parametrisation such as weight_norm) has to come before the optimizer is constructed."
+        )
+    return torch.Tensor.detach(self)
+
+
 def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
     # A copy (an averaged model, say) is a parameter of its own: it belongs to no bucket.
     copy = memo.get(id(self))
@@ -248,6 +330,7 @@ class Guard:
             "requires_grad_": _requires_grad_,
             "data": property(_get_data, _set_data),
             "__torch_function__": _DISABLED,
+            "detach": _detach,
             "__deepcopy__": _deepcopy,
             "__reduce_ex__": _reduce_ex,
         }
@@ -302,6 +385,11 @@ def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
     with torch.enable_grad():
         to_all = _LeadTo.apply(*parameters).grad_fn
     return [node for node, _ in to_all.next_functions if node is not None] if to_all is not None else []
+
+
+def assign_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """What ``parameter.data = value`` does in torch."""
+    _DATA.__set__(parameter, value)
 
 
 def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:

@@ -16,7 +16,7 @@ from zoo.zero.collectives.routes import Packed, Packer, advance
 from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.guard import Guard
+from zoo.zero.sharding.guard import Guard, assign_data
 
 if TYPE_CHECKING:
     from zoo.zero.sharding.buckets import Bucket
@@ -303,6 +303,14 @@ class BucketParameters:
         for slot, alias in self._aliases.items():
             found[slot] += alias._version
         return found
+
+    def take_back(self, slot: int) -> None:
+        """If a parameter was given other memory (``set_``), bring its values to ``full``, and make it a view again."""
+        parameter, own = self.bucket.spec.parameters[slot], self.flat_of(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.data_ptr() != own.data_ptr() and own.numel():
+                own.copy_(parameter.detach().reshape(-1))
+                assign_data(parameter, own.view(self.bucket.layout.tensors[slot].shape))
 
     def alias(self, slot: int, made: torch.Tensor) -> torch.Tensor:
         """What ``parameter.data`` returns; ``made`` is it as torch makes it."""

@@ -3,13 +3,15 @@
 Where parameters are whole (stages 0 to 2, small ones at stage 3) a write lands in the flat buffer that the model
 computes with; an fp32 master of it would undo it in the next step, so the master takes it over first
 (:meth:`Writes.take`). A write to what is gathered only for the moment would be lost, and is an error. Both are found by
-the parameters' version counters, which the runtime itself never touches.
+the parameters' version counters, which the runtime itself touches in updates only (:meth:`Writes.updated`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from torch.autograd.graph import increment_version
 
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.editing import write_values
@@ -28,6 +30,21 @@ class Writes:
         """What was written to ``bucket`` until now is known."""
         self._noted[bucket] = bucket.parameters.versions()
 
+    def updated(self, buckets: Iterable[Bucket], held: dict[Bucket, list[int]]) -> None:
+        """The parameters of these buckets have been updated, in place as far as autograd is concerned.
+
+        A graph that has saved one of them is refused by torch then, as after a step of any optimizer.
+
+        Args:
+            held: other notes of versions, which are to know of it too.
+        """
+        for bucket in buckets:
+            if not bucket.partitioned:  # there is no memory of those that a graph could have saved
+                increment_version(bucket.spec.parameters)
+                for notes in (self._noted, held):
+                    if bucket in notes:
+                        notes[bucket] = [version + 1 for version in notes[bucket]]
+
     def take(self, optimizer: ZeroOptimizer) -> None:
         """Bring what was written to where the optimizer keeps it. Every rank writes the same and calls this.
 
@@ -43,7 +60,10 @@ class Writes:
             changed = [slot for slot, (a, b) in enumerate(zip(noted, now, strict=True)) if a != b]
             if bucket.partitioned:
                 lost += [bucket.spec.names[slot] for slot in changed]
-            elif bucket.spec.trainable:
+                continue
+            for slot in changed:
+                bucket.parameters.take_back(slot)
+            if bucket.spec.trainable:
                 changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
         if changes:
             write_values(optimizer, changes, keep_equal=True)
