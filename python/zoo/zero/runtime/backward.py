@@ -70,6 +70,7 @@ class Backward:
         self._at: Context | None = None
         self._visited: list[Context] = []
         self._done: set[Bucket] = set()  # no context that this backward goes through needs them any more
+        self._newly_done = True  # some are, or may be from the beginning, since reductions were last launched
         self._awaited: set[Bucket] = set()
         self._driven: Context | None = None
         self._part = Part.WHOLE
@@ -111,6 +112,7 @@ class Backward:
         self._at = None
         self._visited.clear()
         self._done.clear()
+        self._newly_done = True
         self._awaited.clear()
         self._retains = _keeps_graph()
         if self._syncs:
@@ -145,6 +147,7 @@ class Backward:
         self._task_over = True
         self._visited.clear()
         self._done.clear()
+        self._newly_done = True
         self._awaited.clear()
         self._used = {bucket for _, bucket in context.uses}
         self.running = True
@@ -231,7 +234,20 @@ class Backward:
     def on_output_grad(self, context: Context, index: int, grads: Any) -> None:
         """The gradient of the output of call ``index`` is there; its backward is next."""
         try:
-            self._come_to(context, index)
+            if context is not self._at or self._alive() is None:
+                if torch.is_grad_enabled():
+                    raise NotImplementedError(
+                        "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in "
+                        "flat buffers, which a second derivative cannot pass through."
+                    )
+                if context is not self._driven and (context.owner or self._driven is not None):
+                    self._refuse_context(context)
+                self.begin()
+                if context is not self._at and not self._reach(context):
+                    self._open(context.calls[index])
+                    return
+            if index < context.cursor:
+                self._walk(context, index)
         except BaseException as error:
             self._tell(error)
             raise
@@ -242,22 +258,6 @@ class Backward:
             asks = inside and not self.running  # it was refused before it was known what it is
             if self._partitioned or (self.sync and self._tasks.accumulates() if asks else self._syncs):
                 self.recovery.failed(error)
-
-    def _come_to(self, context: Context, index: int) -> None:
-        if context is not self._at or self._alive() is None:
-            if torch.is_grad_enabled():
-                raise NotImplementedError(
-                    "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in flat "
-                    "buffers, which a second derivative cannot pass through."
-                )
-            if context is not self._driven and (context.owner or self._driven is not None):
-                self._refuse_context(context)
-            self.begin()
-            if context is not self._at and not self._reach(context):
-                self._open(context.calls[index])
-                return
-        if index < context.cursor:
-            self._walk(context, index)
 
     def on_late(self, unit: Unit, grads: Any) -> None:
         """A unit that was run inside backward (re-entrant checkpointing) gets its own, nested backward."""
@@ -297,6 +297,7 @@ class Backward:
         self._leave()
         self._visited.clear()
         self._done.clear()
+        self._newly_done = True
 
     def _leave(self) -> None:
         """This backward is through with the context it is at."""
@@ -364,7 +365,8 @@ class Backward:
             self._open(unit)
             if unit.partitioned:
                 self.prefetch(context)
-            if self._overlap and self._syncs:
+            if self._newly_done and self._overlap and self._syncs:
+                self._newly_done = False
                 self._reductions.launch_ready(self._is_over)
 
     def _finish(self, context: Context, first: int) -> None:
@@ -376,6 +378,7 @@ class Backward:
             if self._driven is not None:
                 bucket.leases -= 1
                 self._done.add(bucket)
+                self._newly_done = True
                 if bucket.partitioned:
                     residency.finish(bucket, again=bucket.leases > 0)
                     if not bucket.leases and bucket.parameters.secondary is not None:
@@ -387,6 +390,7 @@ class Backward:
                     residency.put_back(bucket)
                     continue
                 self._done.add(bucket)
+                self._newly_done = True
             if bucket.partitioned:
                 residency.unkeep(bucket)
                 if not bucket.active:

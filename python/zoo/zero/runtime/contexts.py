@@ -33,12 +33,14 @@ MOST_OPEN = 4096
 class Unit:
     """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
 
-    __slots__ = ("_own", "depth", "external", "gradients", "inside", "module", "name", "partitioned", "recorded")
+    __slots__ = (
+        "_own", "depth", "entered", "external", "gradients", "module", "name", "partitioned", "recorded", "within",
+    )  # fmt: skip
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
         self.name, self.module = spec.name, spec.module
-        self.inside = f"{spec.name}." if spec.name else ""  # what the names of units within it begin with
-        self.depth = 0
+        self.within: frozenset[Unit] = frozenset()  # units that it is part of
+        self.depth, self.entered = 0, 0  # in which pass it was called last
         self.external: dict[Bucket, None] = {}
         self._own = tuple(buckets)
         self._list()

@@ -11,7 +11,7 @@ All of it is a constant number of Python operations a unit; nothing is done by p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ class Runtime:
         self._latest: list[Unit | bool] = []  # of the latest training pass
         self.held: dict[Bucket, list[int]] = {}
         self._running: list[Unit] = []
-        self._entered: set[Unit] = set()  # in this pass
+        self._pass = 0  # its number
         self.window: Window | None = None
         self._model = units[0].module
         self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
@@ -115,6 +115,8 @@ class Runtime:
             self._hooks.append(spec.module.register_forward_pre_hook(enter))
             self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
             self._hooked[spec.name] = unit
+        for name, unit in self._hooked.items():
+            unit.within = frozenset(self._hooked[above] for above in _above(name) if above in self._hooked)
         for bucket in self._buckets:
             bucket.on_refused = self._take_external
         for module in self._model.modules():
@@ -143,11 +145,12 @@ class Runtime:
             for bucket in unit.partitioned:
                 bucket.parameters.wait()
             return
-        if self._depth and self._is_odd(unit):
+        # A call inside of another that looks as if that one was over: not within it by name, or once more.
+        if self._depth and (unit.entered == self._pass or self._running[-1] not in unit.within):
             self._find_interrupted()
         if self._depth == 0:
             self._begin_pass(unit, module)
-        self._entered.add(unit)
+        unit.entered = self._pass
         self._depth += 1
         unit.depth += 1
         self._running.append(unit)
@@ -160,10 +163,6 @@ class Runtime:
             self._events.append(unit)
             self.residency.enter(unit.partitioned)
 
-    def _is_odd(self, unit: Unit) -> bool:
-        """A call inside of another that looks as if that one was over: not within it by name, or once more."""
-        return unit in self._entered or not unit.name.startswith(self._running[-1].inside)
-
     def _find_interrupted(self) -> None:
         """A forward that was interrupted (``KeyboardInterrupt``) has told no hook of it."""
         if self._depth and not is_called(self._running[0].module):
@@ -173,7 +172,7 @@ class Runtime:
         if self.backward.running:
             self.backward.check_running()
         self.settle_failure()
-        self._entered.clear()
+        self._pass += 1
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
         if self._has_partitioned:
@@ -475,3 +474,10 @@ def _left_behind(hook: Any) -> Any:
     hook.__deepcopy__ = lambda memo: _nothing
     hook.__reduce_ex__ = lambda protocol: (_no_hook, ())
     return hook
+
+
+def _above(name: str) -> Iterator[str]:
+    """The names of the modules that the one of this name is part of."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

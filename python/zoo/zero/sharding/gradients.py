@@ -104,7 +104,8 @@ class BucketGradients:
             low, high = self.bucket.own_range()
             self.shard = self._raw[low:high].clone()
         self._raw.zero_()
-        self._cleared.clear()
+        if self._cleared:
+            self._cleared.clear()
         self.phase = Phase.ACCUMULATING
         self._version = self.flat._version
 
@@ -193,7 +194,8 @@ class BucketGradients:
         if self.bucket.routes.feedback is not None:
             self.bucket.routes.feedback.roll_back()
         self.reduced, self.phase = False, Phase.IDLE
-        self._cleared.clear()
+        if self._cleared:
+            self._cleared.clear()
         self._norm = None
         self._version = self.flat._version
         if self.bucket.placements.gradients.is_split:
