@@ -93,7 +93,7 @@ def test_a_wrong_parameter_and_an_allocation_that_failed_show_in_the_table() -> 
     assert re.search(r"\| 4\.0 +\|", text)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_process_measures_a_construction_under_a_cap(tmp_path: Path) -> None:
     spec = {"section": "init", "contender": "zoo-nvme", "folder": str(tmp_path), "size": "quick"}
     figures = run_ranks(spec, 1, 120, init.CONTENDERS["zoo-nvme"].variables)[0]

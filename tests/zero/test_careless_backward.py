@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.zero.blocks import STAGES, build, check, data, one_step, twin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
 from zoo.comm import RankFailedError
 from zoo.zero import GatheredParameters, ZeroOptimizer
-
-from .test_careless import STAGES, build, check, data, one_step, twin
 
 # Failures of one rank ------------------------------------------------------------------------------------------------
 

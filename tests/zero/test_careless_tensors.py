@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.zero.blocks import RATE, STAGES, Blocks, build, check, data, one_step, twin
 from torch import nn
 
 from zoo import sim
 from zoo.zero import PartitionedAccessError
-
-from .test_careless import RATE, STAGES, Blocks, build, check, data, one_step, twin
 
 # Conversions ---------------------------------------------------------------------------------------------------------
 
