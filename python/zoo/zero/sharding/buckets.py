@@ -31,6 +31,7 @@ from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import cannot_convert
 from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.parameters import BucketParameters
+from zoo.zero.sharding.shard import Shard
 
 if TYPE_CHECKING:
     from zoo.zero.runtime.divergent import Meeting
@@ -181,6 +182,14 @@ class Bucket:
     def shelf(self) -> Shelf:
         """The file of parameters on NVMe."""
         return _there(self._stores.shelf, self)
+
+    def new_shard(self) -> Shard:
+        """For this rank's parameters, as they are placed."""
+        low, high = self.own_range()
+        return Shard(
+            high - low, self.spec.dtype, self.device, tier=self.placements.parameters.tier, pack=self.routes.pack,
+            scratch=self._stores.scratch, store=self._stores.shelf, region=self.index,
+        )  # fmt: skip
 
     @property
     def park(self) -> GradientPark:

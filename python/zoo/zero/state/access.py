@@ -97,7 +97,7 @@ def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
         if place.everywhere:
             yield 0, place.bucket.parameters.full
         else:
-            yield place.bucket.own_range()[0], place.bucket.parameters.own_shard()
+            yield place.bucket.own_range()[0], place.bucket.parameters.shard.whole()
         return
     for segment, state, base in _segments(place):
         yield base, segment.value(state)

@@ -70,11 +70,6 @@ def _write_shard(bucket: Bucket, values: Values) -> None:
     found = list(overlaps(values, bucket.layout.slices(low, high)))
     if not found:
         return
-    parameters = bucket.parameters
-    shard = parameters.own_shard()
-    for offset, part in found:
-        shard[offset : offset + part.numel()].copy_(part)
-    if bucket.routes.pack is not None:
-        parameters.set_shard(shard)
-    elif bucket.parameters_on_nvme:
-        bucket.shelf.finish(parameters.begin_write(shard))
+    with bucket.parameters.shard.edited() as shard:
+        for offset, part in found:
+            shard[offset : offset + part.numel()].copy_(part)
