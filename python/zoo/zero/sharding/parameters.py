@@ -5,6 +5,7 @@ Legend: see ``buckets.py``.
 
 from __future__ import annotations
 
+import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,8 @@ import torch
 
 from zoo.comm import Handle
 from zoo.zero.collectives.routes import advance
-from zoo.zero.init.parts import fill_from
 from zoo.zero.offload.errors import OffloadError
-from zoo.zero.sharding.guard import Guard
+from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.shard import Shard
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class BucketParameters:
         hidden: the model's parameters are refused to everybody.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, source: Shard | None = None) -> None:
         self.bucket = bucket
         self._routes = bucket.routes
         self._route = self._routes.gather
@@ -45,26 +45,28 @@ class BucketParameters:
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
         self._reading: tuple[Any, torch.Tensor] | None = None
-        self._lay_out()
+        self._lay_out(source)
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, source: Shard | None) -> None:
         bucket, spec = self.bucket, self.bucket.spec
         self.full = torch.zeros(bucket.layout.size, dtype=spec.dtype, device=bucket.device)
         self._storage = self.full.untyped_storage()
-        self._guard = Guard(
-            bucket, self._storage, f"a parameter of {bucket.label} (or a view of one) was touched while it is "
-            "partitioned (ZeRO stage 3): only inside its unit's forward and backward is it whole.",
-        )  # fmt: skip
+        self._guard = bucket.new_guard(self._storage)
         views = bucket.views(self.full)
         for slot, (name, parameter, view) in enumerate(zip(spec.names, spec.parameters, views, strict=True)):
-            fill_from(view, parameter)
+            if source is None:
+                fill_from(view, parameter)
             parameter.data = view
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
-        self._routes.axes.world.broadcast(self.full).wait()
+        if source is None:
+            self._routes.axes.world.broadcast(self.full).wait()
         low, high = bucket.own_range()
         self.shard = bucket.new_shard() if bucket.partitioned else Shard.within(self.full[low:high])
-        if bucket.partitioned:
+        if source is not None:
+            self.shard.take(source)
+            self._drop_full()
+        elif bucket.partitioned:
             self.shard.set(self.full[low:high])
             self.release()
 
@@ -210,6 +212,15 @@ class BucketParameters:
         self.live = False
         self.hide()
 
+    def drop(self) -> None:
+        """Keep nothing: neither whole nor this rank's shard."""
+        self.release()
+        self.shard.drop()
+
+    def shared_by(self) -> int:
+        """How many tensors and storages of Python there are with the memory of ``full``."""
+        return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
+
     def publish(self) -> Handle | None:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
         if self.bucket.partitioned:
@@ -241,7 +252,7 @@ class BucketParameters:
     def chunk(self, index: int) -> torch.Tensor | None:
         """(n,) the parameters of chunk ``index``: only this rank's own where they are partitioned, None on NVMe."""
         group = self.bucket.shard_group
-        if index == group.rank:
+        if index == self.bucket.place:
             return self.shard.values
         low, high = self.bucket.layout.shard_range(index, group.size)
         return self.full[low:high]
@@ -250,3 +261,15 @@ class BucketParameters:
         """Bytes of parameters on this rank now."""
         kept = self.shard.nbytes if self.bucket.partitioned else 0
         return self._storage.nbytes() + kept + (self.secondary.nbytes if self.secondary is not None else 0)
+
+
+def fill_from(view: torch.Tensor, parameter: Any) -> None:
+    """Copy a parameter's value to ``view``; one that is partitioned already is gathered, and ordinary afterwards."""
+    bucket: Bucket | None = getattr(parameter, "_zoo_bucket", None)
+    if bucket is None:
+        view.copy_(parameter.data)
+        return
+    bucket.parameters.wait(exact=True)
+    view.copy_(bucket.parameters.flat_of(parameter._zoo_slot).view(parameter.shape))
+    release_parameter(parameter)
+    bucket.parameters.drop()

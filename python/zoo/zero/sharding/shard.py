@@ -6,7 +6,7 @@ Legend: n elements of a shard.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ class Shard:
         pack: keeps them as int8 with scales; None to keep them as they are.
         scratch: buffers of host memory, for the other tiers.
         store, region: where they are on NVMe.
+        forget: called when they are needed no longer.
 
     Attributes:
         values: (n,) the elements; None while they are on NVMe or packed.
@@ -53,12 +54,13 @@ class Shard:
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, tier: Tier = Tier.DEVICE,
         pack: Packer | None = None, scratch: Scratch | None = None, store: Store | None = None, region: int = 0,
+        forget: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         self.numel, self.dtype, self.device, self.pack = numel, dtype, device, pack
         self._tier, self._scratch, self._store, self._region = tier, scratch, store, region
         self.values: torch.Tensor | None = None
         self.packed: Packed | None = None
-        self._is_view = False
+        self._forget, self._is_view = forget, False
 
     @classmethod
     def within(cls, values: torch.Tensor) -> Shard:
@@ -109,6 +111,25 @@ class Shard:
         else:
             kept = self._placed(values)
             self.packed, self.values = None, values.clone() if kept is values else kept
+
+    def take(self, other: Shard) -> None:
+        """Keep what ``other`` keeps of a value of the same layout, converted to this one's dtype and device."""
+        if other.pack is not None and self.dtype.is_floating_point and self.dtype.itemsize < 8:
+            self.pack = other.pack  # int8 and scales stand for the same values
+            kept = other.stored()
+            raw = self._placed(kept)
+            raw = raw.clone() if raw is kept else raw
+            self.packed, self.values = self.pack.over(raw) if raw is not None else None, None
+        else:
+            self.pack = None
+            self.set(other.whole().to(self.device, self.dtype))
+
+    def drop(self) -> None:
+        """The elements are needed no longer."""
+        self.values = self.packed = None
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            forget()
 
     @contextlib.contextmanager
     def edited(self) -> Iterator[torch.Tensor]:
