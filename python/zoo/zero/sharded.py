@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -267,6 +267,28 @@ class ShardedModel:
             if clips:
                 found.append(Hop("all_gather", self.layers, 8 * self.layers.size))
         return found
+
+    def hold(self, bucket: Bucket, *, writes: bool) -> tuple[bool, bool]:
+        """See :class:`~zoo.zero.state.gathered.Owner`; what is held is exact in any case."""
+        return self.runtime.hold(bucket)
+
+    def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        self.runtime.let_go(bucket, held, forget=forget)
+        if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
+            self.writes.note(bucket)
+
+    def noted(self, bucket: Bucket) -> list[int]:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        return self.runtime.held[bucket]
+
+    def publish(
+        self, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
+    ) -> None:  # fmt: skip
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        from zoo.zero.state.editing import publish
+
+        publish(self, slots, rank, seen)
 
     # Verbs -----------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 A route is a way to gather parameters or to reduce gradients; it says of itself which collectives it will issue
 (:class:`Hop`), which is what a forecast is made of. Legend: see ``placement/axes.py``; P elements of a bucket, chunk r
-of its flat buffer belongs to rank r of the shard group.
+of its flat buffer belongs to rank r of the shard group, unless ``Axes.places`` says otherwise.
 
 =================  ===================================================================  ==============================
 route              collectives                                                          a rank sends, in elements
 =================  ===================================================================  ==============================
 FlatGather         all-gather over p                                                    P (p-1)/p
 TwoStageGather     all-gather over M of P/L, then M all-gathers over L of P/M           P/L (M-1)/M + P (L-1)/L
+PlacedGather       any gather, then a copy to where chunks belong                       as that one
 FlatReduce         reduce-scatter over p                                                P (p-1)/p
 ReplicaReduce      any reduction, then all-reduce of P/p over N/p replicas              + 2 P/p (N/p-1)/(N/p)
 =================  ===================================================================  ==============================
@@ -167,6 +168,29 @@ class TwoStageGather:
         return [Hop("all_gather", self._across, num_bytes // self._local.size), *within]
 
 
+class PlacedGather:
+    """Any gather, of chunks that are not in the order of the ranks: rank r has chunk ``places[r]``."""
+
+    def __init__(self, inner: Gather, places: Sequence[int]) -> None:
+        self._inner, self._places = inner, places
+
+    def start(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Handle:
+        """See :class:`Gather`."""
+        by_rank = torch.empty_like(full)
+
+        def rearrange() -> None:
+            shape = len(self._places), full.numel() // len(self._places)
+            chunks = full.view(shape)
+            for place, chunk in zip(self._places, by_rank.view(shape), strict=True):
+                chunks[place].copy_(chunk)
+
+        return Then([self._inner.start(by_rank, shard, label)], rearrange)
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """See :class:`Gather`."""
+        return self._inner.hops(numel, itemsize)
+
+
 class FlatReduce:
     """One reduce-scatter, scaled to the mean over all N ranks."""
 
@@ -276,6 +300,8 @@ def plain_routes(axes: Axes, *, two_stages: bool = False) -> Routes:
     exact: Gather = FlatGather(axes.shard)
     if two_stages and axes.local.size > 1 and axes.across.size > 1:
         exact = TwoStageGather(axes.local, axes.across)
+    if axes.places is not None:
+        exact = PlacedGather(exact, axes.places)
     secondary = FlatGather(axes.secondary) if axes.secondary is not None else None
     reduce = with_replicas(FlatReduce(axes.shard, axes.num_losses), axes)
     return Routes(axes=axes, gather=exact, exact=exact, reduce=reduce, secondary=secondary)

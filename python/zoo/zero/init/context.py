@@ -16,16 +16,19 @@ from zoo.config import ConfigError, read
 from zoo.io import AioConfig, Handle
 from zoo.zero.config import ZeroConfig
 from zoo.zero.init import patching
-from zoo.zero.init.groups import places_of, secondary_of
-from zoo.zero.init.keeping import Keeper, ParamSwapper
+from zoo.zero.init.groups import axes_of
+from zoo.zero.init.keeping import Files, ParamSwapper, Swapped
 from zoo.zero.init.materialise import Materialiser
 from zoo.zero.init.report import InitReport
 from zoo.zero.init.session import Session
 from zoo.zero.init.sharing import Sharing
 from zoo.zero.offload.config import OffloadParamConfig
+from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.placement.placements import by_stage, on_tiers
 
 _log = logging.getLogger("zoo.zero.init")
-_DEVICES = {"none": "device", "device": "device", "cuda": "device", "cpu": "cpu", "nvme": "nvme"}
+_TIERS = {"none": Tier.DEVICE, "device": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 class Init:
@@ -37,9 +40,10 @@ class Init:
             model = MyLargeModel()
         optimizer = Stage3Optimizer(model, lr=3e-4)
 
-    When the ``__init__`` of a module ends, each parameter that it holds itself is cut into N parts of
-    n = ceil(numel / N) elements; rank r keeps elements [r n, (r + 1) n) and the rest is freed. So a rank holds at most
-    one module's own parameters and 1/N of all others. The values of rank 0 count everywhere, as in ``ZeroOptimizer``.
+    When the ``__init__`` of a module ends, each parameter that it holds itself is cut into N parts of n elements,
+    ceil(numel / N) rounded up to 64; rank r keeps elements [r n, (r + 1) n) and the rest is freed. So a rank holds at
+    most one module's own parameters and 1/N of all others. The values of rank 0 count everywhere, as in
+    ``ZeroOptimizer``.
 
     What a parent does to a child's parameters after that (``nn.init``, ``apply``, ``.data.zero_()``, ``copy_``) takes
     effect on every rank: the parameter is made whole for it, and its parts are stored again. :meth:`report` lists it.
@@ -59,13 +63,13 @@ class Init:
         dtype: floating-point parameters are kept in it. A module's own initialisation runs in the dtype it is built in.
         mpu: an object with ``get_data_parallel_group()``, instead of data_parallel_group.
         zero_param_parallel_group: hpZ: the group of L ranks, a part of the data-parallel group (those of a node), over
-            which values are split a second time, 1/L on each rank, where parts live. Whatever is gathered is gathered
-            within it then; nothing but the broadcast of new values leaves it. Groups of one rank or of all are the same
-            as none. Until an optimizer takes the model; its own option is zero_hpz_partition_size.
-        zero_quantized_weights: what is gathered (:class:`~zoo.zero.GatheredParameters`) travels as int8 with a scale
-            for each 256 elements and is rounded by at most max|w|/254 of them. Parts stay exact: an initialiser, and
-            the optimizer that takes the model, get what is kept, and of values that are written back those that nobody
-            changed stay what they were. The optimizer's own option has the same name. Needs zoo-kernels.
+            which values are split instead, 1/L on each rank, and repeated in every such group. Whatever is gathered is
+            gathered within it; nothing but the broadcast of new values leaves it. Groups of one rank or of all are the
+            same as none. Until an optimizer takes the model; its own option is zero_hpz_partition_size.
+        zero_quantized_weights: what is gathered to be read (:class:`~zoo.zero.GatheredParameters`) travels as int8 with
+            a scale for each 256 elements and is rounded by at most max|w|/254 of them. Parts stay exact: an
+            initialiser, a ``modifier_rank``, and the optimizer that takes the model get what is kept. The optimizer's
+            own option has the same name. Needs zoo-kernels.
         zero_quantized_nontrainable_weights: what does not require a gradient, when its module has been built or at the
             end of the context, is kept as int8 with scales, 1 + 4/256 bytes an element, and gathered so. Needs
             zoo-kernels.
@@ -120,20 +124,22 @@ class Init:
         if not enabled:
             return
         swapper, aio = _swapper(param_swapper, aio)
-        where = _place(remote_device, zero.offload_param, swapper)
+        tier = _tier(remote_device, zero.offload_param, swapper)
         comm = self._communicator()
         pinned = zero.offload_param.pin_memory if pin_memory is None else pin_memory
+        scratch = None if tier is Tier.DEVICE else _scratch(aio, pinned=pinned)
+        store: Files | Swapped | None = None
+        if scratch is not None and tier is Tier.NVME:
+            store = Swapped(swapper) if swapper is not None else Files(scratch, zero.offload_param.nvme_path)
+        axes = axes_of(comm, self.get_partition_rank(), zero_param_parallel_group)
         sharing = Sharing(
-            comm=comm,
-            keeper=Keeper(
-                where, zero.offload_param.nvme_path, pinned=pinned and torch.cuda.is_available(), aio=aio,
-                swapper=swapper,
-            ),
-            places=places_of(comm, self.get_partition_rank()),
-            secondary=secondary_of(comm, zero_param_parallel_group),
+            axes=axes,
+            placements=on_tiers(by_stage(3, axes), tier, Tier.DEVICE),
+            scratch=scratch,
+            store=store,
             quantised_reads=zero_quantized_weights,
             quantised_frozen=zero_quantized_nontrainable_weights,
-        )  # fmt: skip
+        )
         self._session = Session(
             sharing,
             _dtype(dtype if dtype is not None else configured),
@@ -156,8 +162,9 @@ class Init:
         """Which part this rank keeps: k for the elements [k n, (k + 1) n).
 
         By default its rank in :meth:`get_dp_process_group`. A subclass may number them otherwise: the numbers of all
-        ranks must be 0 to N - 1, each once. Asked for once, by ``Init.__init__``: what the subclass needs for it has to
-        be there before ``super().__init__``.
+        ranks must be 0 to N - 1, each once. With zero_param_parallel_group the ranks of each group keep theirs in the
+        order of these numbers. Asked for once, by ``Init.__init__``: what the subclass needs for it has to be there
+        before ``super().__init__``.
         """
         return self._communicator().rank
 
@@ -226,24 +233,30 @@ def _swapper(given: Any, aio: AioConfig | Handle | None) -> tuple[ParamSwapper |
     return given, None
 
 
-def _place(remote_device: str | None, offload: OffloadParamConfig, swapper: ParamSwapper | None) -> str:
-    """Where parts live: "device", "cpu" or "nvme"."""
+def _scratch(aio: AioConfig | Handle | None, *, pinned: bool) -> Scratch:
+    return Scratch(
+        aio=aio if isinstance(aio, AioConfig) else None, handle=aio if isinstance(aio, Handle) else None, pinned=pinned
+    )
+
+
+def _tier(remote_device: str | None, offload: OffloadParamConfig, swapper: ParamSwapper | None) -> Tier:
+    """Where parts live."""
     device = remote_device if remote_device is not None else offload.device
-    if device not in _DEVICES:
+    if device not in _TIERS:
         raise ValueError(f'Init got remote_device={device!r}; allowed are None, "device", "cpu" and "nvme".')
-    where = _DEVICES[device]
+    tier = _TIERS[device]
     if swapper is not None:
-        if remote_device is not None and where != "nvme":
+        if remote_device is not None and tier is not Tier.NVME:
             raise ValueError(
                 f'Init got param_swapper and remote_device={remote_device!r}; a swapper is for "nvme". Leave one out.'
             )
-        return "nvme"
-    if where == "nvme" and offload.nvme_path is None:
+        return Tier.NVME
+    if tier is Tier.NVME and offload.nvme_path is None:
         raise ValueError(
             'Init got remote_device="nvme" and no directory: give config={"zero_optimization": {"stage": 3, '
             '"offload_param": {"device": "nvme", "nvme_path": ...}}}, or a param_swapper.'
         )
-    return where
+    return tier
 
 
 def _device(given: torch.device | str | None, comm: Communicator) -> torch.device:

@@ -7,14 +7,32 @@ from typing import Any
 import torch
 
 from zoo.comm import Communicator
+from zoo.zero.placement.axes import Axes
 
 
-def places_of(comm: Communicator, place: int) -> list[int]:
-    """Which part each rank keeps, from what each rank says of itself. Collective.
+def axes_of(comm: Communicator, place: int, group: Any) -> Axes:
+    """Which ranks split a value, and which chunk each of them keeps. Collective over ``comm``.
+
+    Args:
+        place: the number that this rank gives itself among all ranks.
+        group: the ranks that split it, a part of ``comm``; None for all. Its ranks keep chunks in the order of their
+            numbers.
 
     Raises:
-        ValueError: on all ranks, unless they are 0 to N - 1, each once.
+        ValueError: on all ranks, unless numbers are 0 to N - 1, each once, and groups cut ``comm`` into equal parts.
     """
+    places = _places_of(comm, place)
+    shard = _secondary_of(comm, group) or comm
+    numbers = [places[comm.ranks.index(rank)] for rank in shard.ranks]
+    order = tuple(sorted(numbers).index(number) for number in numbers)
+    alone = comm.partition([[rank] for rank in range(comm.size)], name="alone")  # Init reduces nothing
+    return Axes(
+        world=comm, shard=shard, replicas=alone, local=alone, across=shard,
+        places=order if order != tuple(range(shard.size)) else None,
+    )  # fmt: skip
+
+
+def _places_of(comm: Communicator, place: int) -> list[int]:
     places = _of_all(comm, place)
     if sorted(places) != list(range(comm.size)):
         raise ValueError(
@@ -24,12 +42,8 @@ def places_of(comm: Communicator, place: int) -> list[int]:
     return places
 
 
-def secondary_of(comm: Communicator, group: Any) -> Communicator | None:
-    """The communicator of a secondary group; None where it would change nothing. Collective over ``comm``.
-
-    Raises:
-        ValueError: on all ranks, unless the groups of all ranks are of one size and cut ``comm`` into whole groups.
-    """
+def _secondary_of(comm: Communicator, group: Any) -> Communicator | None:
+    # None where it would change nothing.
     given = None
     if group is not None:
         given = group if isinstance(group, Communicator) else Communicator(group)

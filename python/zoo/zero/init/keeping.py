@@ -1,15 +1,13 @@
-"""Where the shards of a model live before an optimizer takes them: device, host memory or NVMe."""
+"""Where parts live that are not in memory, while it is not known yet how large the model will be."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from zoo.io import AioConfig, Handle
 from zoo.zero.offload.scratch import Scratch, Shelf, round_up
 
 _SMALLEST_FILE = 2**26
@@ -34,124 +32,70 @@ class ParamSwapper(Protocol):
         """What ``key`` holds is needed no longer."""
 
 
-class Kept:
-    """This rank's elements of one parameter: (n,) in memory, a region of a file, or with a swapper."""
+class Files:
+    """A store in unnamed files under ``folder``, which grow by a step at a time."""
 
-    __slots__ = ("__weakref__", "_dtype", "_forget", "_keeper", "_key", "_numel", "_offset", "_shelf", "_tensor")
-
-    def __init__(self, keeper: Keeper, values: torch.Tensor) -> None:
-        self._keeper, self._numel, self._dtype = keeper, values.numel(), values.dtype
-        self._tensor: torch.Tensor | None = None
-        self._shelf: Shelf | None = None
-        self._key: int | None = None
-        self._forget: weakref.finalize[..., Kept] | None = None
-        self._offset = 0
-        self.replace(values)
-
-    def values(self) -> torch.Tensor:
-        """(n,) the elements; from NVMe a copy, so write changes back with :meth:`replace`."""
-        if self._tensor is not None:
-            return self._tensor
-        found = torch.empty(self._numel, dtype=self._dtype)
-        if self._key is not None and self._keeper.swapper is not None:
-            self._keeper.swapper.swap_in(self._key, found)
-            return found
-        if self._shelf is None:
-            raise AssertionError("a shard that was dropped is read.")
-        self._shelf.finish(self._shelf.read(0, found, self._offset))
-        return found
-
-    def replace(self, values: torch.Tensor) -> None:
-        """Keep a copy of (n,) ``values``."""
-        same_place = self._shelf is not None and values.nbytes <= self._numel * self._dtype.itemsize
-        self._numel, self._dtype = values.numel(), values.dtype
-        if self._keeper.device != "nvme" or not values.numel():
-            self._tensor = self._keeper.in_memory(values)
-            return
-        host = values.detach().cpu().contiguous()
-        if self._keeper.swapper is not None:
-            if self._key is None:
-                self._key = self._keeper.new_key()
-                self._forget = weakref.finalize(self, self._keeper.swapper.drop, self._key)
-                self._forget.atexit = False
-            self._keeper.swapper.swap_out(self._key, host)
-            return
-        if not same_place:
-            self._shelf, self._offset = self._keeper.space(values.nbytes)
-        if self._shelf is None:
-            raise AssertionError("no file for a shard on NVMe.")
-        self._shelf.finish(self._shelf.write(0, host, self._offset))
-
-    def copy(self) -> Kept:
-        """The same elements once more, at a place of their own."""
-        return Kept(self._keeper, self.values())
-
-    def drop(self) -> None:
-        """These elements are needed no longer."""
-        if self._forget is not None:
-            self._forget()
-        self._tensor = self._shelf = self._key = None
-
-
-class Keeper:
-    """Keeps the shards of one Init.
-
-    Args:
-        device: "device" where the parameter is, "cpu" in host memory, "nvme" in unnamed files under ``folder``. Files
-            grow by a step at a time, as it is not known beforehand how large the model will be.
-        swapper: with "nvme": keeps them instead of these files.
-    """
-
-    def __init__(
-        self, device: str, folder: Path | None, *, pinned: bool, aio: AioConfig | Handle | None = None,
-        swapper: ParamSwapper | None = None,
-    ) -> None:  # fmt: skip
-        self.device, self._folder, self._pinned, self._aio = device, folder, pinned, aio
-        self.swapper, self._keys = swapper, itertools.count()
-        self._scratch: Scratch | None = None
-        self._shelf: Shelf | None = None
+    def __init__(self, scratch: Scratch, folder: Path | None) -> None:
+        self._scratch, self._folder = scratch, folder
+        self._places: list[tuple[Shelf, int]] = []  # by region: a file and where it begins there
         self._used = self._total = 0
-        if device == "nvme" and swapper is None:
-            self.scratch  # noqa: B018 - a folder that cannot be used is told before the model is built
-            self.space(1)
+        self._shelf = self._grow(1)  # a folder that cannot be used is told before the model is built
 
-    @property
-    def scratch(self) -> Scratch:
-        """The engine and its buffers."""
-        if self._scratch is None:
-            aio = self._aio
-            self._scratch = Scratch(
-                aio=aio if isinstance(aio, AioConfig) else None,
-                handle=aio if isinstance(aio, Handle) else None,
-                pinned=self._pinned,
-            )
-        return self._scratch
+    def _grow(self, num_bytes: int) -> Shelf:
+        step = min(max(self._total, _SMALLEST_FILE), _LARGEST_STEP)
+        made = self._scratch.shelf(self._folder, "parameters being made", [max(num_bytes, step)])
+        self._total, self._used = self._total + made.num_bytes, 0
+        return made
 
-    def in_memory(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of ``values`` where shards live that are in memory."""
-        if self.device == "device" or values.device.type == "cpu":
-            return values.clone()
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
-        return host.copy_(values)
-
-    def space(self, num_bytes: int) -> tuple[Shelf, int]:
-        """A file and the offset of room for so many bytes in it."""
+    def add(self, num_bytes: int) -> int:
+        """A new region."""
         need = round_up(num_bytes)
-        if self._shelf is None or self._used + need > self._shelf.num_bytes:
-            step = min(max(self._total, _SMALLEST_FILE), _LARGEST_STEP)
-            self._shelf = self.scratch.shelf(self._folder, "parameters being made", [max(need, step)])
-            self._total += self._shelf.num_bytes
-            self._used = 0
-        offset = self._used
+        if self._used + need > self._shelf.num_bytes:
+            self._shelf = self._grow(need)
+        self._places.append((self._shelf, self._used))
         self._used += need
-        return self._shelf, offset
+        return len(self._places) - 1
 
-    def new_key(self) -> int:
-        """A number for the swapper that no other part has."""
+    def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
+        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        shelf, base = self._places[region]
+        return shelf, shelf.read(0, tensor, base + offset, urgent=urgent)
+
+    def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
+        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        shelf, base = self._places[region]
+        return shelf, shelf.write(0, tensor, base + offset, urgent=urgent)
+
+    def finish(self, future: Any) -> None:
+        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        shelf, operation = future
+        shelf.finish(operation)
+
+    def drop(self, region: int) -> None:
+        """A region is needed no longer. Its space is free when the process ends."""
+
+
+class Swapped:
+    """A store with a swapper. Regions are its keys, and are read and written whole."""
+
+    def __init__(self, swapper: ParamSwapper) -> None:
+        self._swapper, self._keys = swapper, itertools.count()
+
+    def add(self, num_bytes: int) -> int:
+        """A new region."""
         return next(self._keys)
 
-    def close(self) -> None:
-        """Give files and threads back; nothing is kept any more."""
-        if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = self._shelf = None
+    def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
+        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        self._swapper.swap_in(region, tensor)
+
+    def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
+        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        self._swapper.swap_out(region, tensor)
+
+    def finish(self, future: Any) -> None:
+        """It is done already."""
+
+    def drop(self, region: int) -> None:
+        """A region is needed no longer."""
+        self._swapper.drop(region)

@@ -115,7 +115,8 @@ class Session:
         done: dict[int, Part] = {}
         for leaf, parameter in own.items():
             if id(parameter) not in done:
-                done[id(parameter)] = Part.split(parameter, f"{label}.{leaf}", self._sharing, self.dtype)
+                dtype = self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
+                done[id(parameter)] = Part(parameter, f"{label}.{leaf}", self._sharing, dtype)
         numel = sum(part.numel for part in done.values())
         self._num, self._numel = self._num + len(done), self._numel + numel
         self._largest = max(self._largest, numel)
@@ -170,7 +171,9 @@ class Session:
                 f"{part.name}.data = a tensor of shape {tuple(value.shape)}; the partitioned parameter has shape "
                 f"{tuple(part.shape)}, which cannot change. Assign a new nn.Parameter to the module instead."
             )
-        self._bring([part], name)
+        if part not in self._open:
+            self.settle()
+        self._agree_on(part, name)
         if self.dtype is not None and value.is_floating_point():
             value = value.to(self.dtype)
         part.replace(value)
@@ -182,9 +185,12 @@ class Session:
             return
         self.settle(keep=parts)
         for part in fresh:
-            self.comm.agree("initialiser on a partitioned parameter:", f"{name} on {part.name}")
+            self._agree_on(part, name)
             part.make_whole(exact=True)  # what an initialiser does to a rounded value would be kept
             self._open[part] = part.parameter
+
+    def _agree_on(self, part: Part, name: str) -> None:
+        self.comm.agree("initialiser on a partitioned parameter:", f"{name} on {part.name}")
 
     def uses(self, part: Part) -> bool:
         """An initialiser touched it, and it is still whole."""
@@ -200,12 +206,11 @@ class Session:
             self.comm.agree("end of initialisers on a partitioned parameter:", f"{part.name}, changed: {changed}")
             if changed:
                 part.store(src=0)
-            freed = part.users > 0 or part.drop_whole()
-            if aliased and part.users == 0 and self._anywhere(not freed):
-                part.make_whole(exact=True)  # a view is alive on some rank: all ranks keep it whole
-                part.aliased = True
-                free = False
-                continue
+            if not part.active:
+                if aliased and self._anywhere(part.viewed):
+                    free = False  # a view is alive on some rank: all ranks keep it whole
+                    continue
+                part.drop_whole()
             del self._open[part]
         return free
 
@@ -270,13 +275,13 @@ class Session:
         for parameter in found.values():
             part = part_of(parameter)
             if part is not None and not part.whole:
-                part.share.pack()
+                part.pack()
 
     def _check_twins(self, roots: Sequence[nn.Module]) -> None:
         reachable = {id(p) for root in roots for p in root.parameters()}
         for one, other in ((one(), other()) for one, other in self._twins):
             if one is not None and other is not None and {id(one), id(other)} <= reachable:
-                names = " and ".join(repr(p._zoo_part.name) for p in (one, other))  # type: ignore[attr-defined]
+                names = " and ".join(repr(p._zoo_name) for p in (one, other))  # type: ignore[attr-defined]
                 self.abandon()
                 raise PartitionedAccessError(
                     f"nn.Parameter(...) of a partitioned parameter made {names}, which share memory in an ordinary "
@@ -286,7 +291,6 @@ class Session:
     def abandon(self) -> None:
         """After an error: nothing is stored any more."""
         for part in list(self._open):
-            part.aliased = False
             part.drop_whole()
         self._open.clear()
 
@@ -297,8 +301,8 @@ class Session:
                 part = part_of(parameter)
                 if part is None:
                     continue
-                part.name = name
-                if not part.whole and not part.hollow():
+                part.rename(name)
+                if part.moved():
                     raise PartitionedAccessError(_moved("something", name))
 
     def report(self) -> InitReport:

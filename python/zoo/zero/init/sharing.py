@@ -1,27 +1,38 @@
-"""How the parts of an Init are kept: by which ranks, in which form, and how they come together.
+"""Where the parts of an Init live and how they travel: placements, routes and stores of buckets of one parameter.
 
-Legend: N ranks, n elements of a piece, P = N n; L ranks of the secondary group, m = P / L; G elements of a group that
-shares a scale (``collectives/quantised.py``). Rank r keeps the flat value's elements [k n, (k + 1) n), k = places[r],
-and with a secondary group [l m, (l + 1) m) besides, l its rank there.
+Legend: see ``placement/axes.py``; n elements of a part, G elements that share a scale (``collectives/quantised.py``).
 
-n = ceil(numel / N), rounded up to whole groups where something is quantised, so that a group never lies in two pieces,
-whatever group of ranks they are of.
+n = ceil(numel / p), rounded up to whole groups where something is quantised and else to 64 elements: so it does not
+depend on the dtype, and a rank converts what it has without asking others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from zoo.comm import Communicator
-from zoo.comm import Handle as Pending
-from zoo.zero.collectives.routes import FlatGather
-from zoo.zero.init.keeping import Keeper, Kept
+from zoo.zero.collectives.routes import Packer, Routes, plain_routes
+from zoo.zero.init.keeping import Files, Swapped
+from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.placement.axes import Axes
+from zoo.zero.placement.packing import BucketSpec, layout_of
+from zoo.zero.placement.placements import Placements
+from zoo.zero.sharding.buckets import Stores
+from zoo.zero.sharding.memory import Memory
+from zoo.zero.sharding.shard import Shard
 
-_UNIT = 16  # of the kernels: a group is a multiple of it
+if TYPE_CHECKING:
+    from zoo.zero.init.parts import Part
+
+_UNIT = 64  # elements: a cache line of the smallest dtype, and whole units of the quantisation kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,170 +40,128 @@ class Sharing:
     """What the parts of one Init have in common.
 
     Attributes:
-        comm: the N ranks.
-        keeper: where pieces live.
-        places: which piece each rank keeps; a permutation of 0 to N - 1.
-        secondary: values are kept a second time, split over these L ranks, and gathered among them.
+        axes: all ranks, those that split a value, and which chunk each of them keeps.
+        placements: of every part.
+        scratch: buffers of host memory, None where parts stay on the device.
+        store: where they are on NVMe.
         quantised_reads: what is gathered to be read travels as int8.
         quantised_frozen: what does not require a gradient is kept as int8.
     """
 
-    comm: Communicator
-    keeper: Keeper
-    places: Sequence[int]
-    secondary: Communicator | None = None
+    axes: Axes
+    placements: Placements
+    scratch: Scratch | None = None
+    store: Files | Swapped | None = None
     quantised_reads: bool = False
     quantised_frozen: bool = False
+    memory: Memory = field(default_factory=Memory)
 
+    @property
+    def comm(self) -> Communicator:
+        """All ranks that share the model."""
+        return self.axes.world
 
-class Share:
-    """This rank's part of one value.
+    # To ``GatheredParameters`` it is what its parts belong to.
 
-    Attributes:
-        length: n.
-        packed: kept as int8 and scales.
-    """
+    def settle(self) -> None:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
 
-    def __init__(self, sharing: Sharing, numel: int, dtype: torch.dtype, name: str) -> None:
-        self.sharing, self.dtype, self._name = sharing, dtype, name
-        length = -(-numel // sharing.comm.size)
-        quantises = (sharing.quantised_reads or sharing.quantised_frozen) and dtype.is_floating_point
-        self._group_size = 0
-        if quantises and numel:
+    def hold(self, part: Part, *, writes: bool) -> None:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        part.active += 1
+        part.make_whole(exact=writes)
+
+    def let_go(self, part: Part, held: None, *, forget: bool) -> None:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        from zoo.zero.init.session import current
+
+        session = current()
+        part.active -= 1
+        if part.active == 0 and not (session is not None and session.uses(part)):
+            part.drop_whole()
+
+    def noted(self, part: Part) -> list[int]:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        return [part.version]
+
+    def publish(self, slots: Mapping[Part, Sequence[int]], rank: int, seen: Mapping[Part, Sequence[int]]) -> None:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        for part in slots:
+            part.store(rank)
+
+    # How a part is made.
+
+    @property
+    def stores(self) -> Stores:
+        """For the buckets."""
+        return Stores(scratch=self.scratch)
+
+    def spec_of(self, parameter: nn.Parameter, name: str, dtype: torch.dtype, group_size: int = 0) -> BucketSpec:
+        """The plan of a bucket of one parameter; ``group_size``: G of an earlier one, whose layout it keeps.
+
+        Raises:
+            NotImplementedError: a floating-point dtype that cannot be quantised, where that is asked for.
+        """
+        parameters = _Weakly(parameter)
+        spec = BucketSpec(dtype, False, False, [name], parameters, [0], [name])  # type: ignore[arg-type]
+        spec.group_size = group_size or _UNIT
+        if not group_size and self._quantises and dtype.is_floating_point:
             from zoo.zero.collectives import quantised  # the only part that needs zoo-kernels
 
             quantised.check_dtypes([name], dtype)
-            length = -(-length // _UNIT) * _UNIT
-            self._group_size = quantised.group_size_of(length)
-            length = -(-length // self._group_size) * self._group_size
-        self.length, self.packed = length, False
-        self._kept: list[Kept] = []
+            length = layout_of(spec, self.axes.shard.size).size // self.axes.shard.size
+            spec.group_size = quantised.group_size_of(length)
+        return spec
 
     @property
-    def total(self) -> int:
-        """P."""
-        return self.length * self.sharing.comm.size
+    def _quantises(self) -> bool:
+        return self.quantised_reads or self.quantised_frozen
 
-    def _groups(self) -> list[tuple[Communicator, int]]:
-        """The groups that the value is split over, and this rank's piece in each."""
-        comm, secondary = self.sharing.comm, self.sharing.secondary
-        found = [(comm, self.sharing.places[comm.rank])]
-        return [*found, (secondary, secondary.rank)] if secondary is not None else found
-
-    def _packer(self, comm: Communicator) -> Any:
-        from zoo.zero.collectives.quantised import Packer
-
-        return Packer(FlatGather(comm), self._group_size)
-
-    def store(self, flat: torch.Tensor, *, frozen: bool, rounded: bool) -> None:
-        """Keep this rank's pieces of a whole (P,) value.
-
-        Args:
-            frozen: it is not trained.
-            rounded: the value was gathered as int8. Elements that are still what arrived then keep what they were.
-        """
-        if flat.dtype.itemsize == 8:
-            self._group_size = 0  # fp64 travels as it is
-        pack = frozen and self._can_pack()
-        for i, (comm, place) in enumerate(self._groups()):
-            size = self.total // comm.size
-            own = flat[place * size : (place + 1) * size]
-            if rounded:
-                before = self._values(i).to(own.device)
-                arrived = self._rounded(before, comm)
-                own = torch.where((own == arrived) | (own.isnan() & arrived.isnan()), before, own)
-            kept = self._packer(comm)(own.contiguous()).raw if pack else own
-            if i < len(self._kept):
-                self._kept[i].replace(kept)
-            else:
-                self._kept.append(Kept(self.sharing.keeper, kept))
-        self.packed, self.dtype = pack, flat.dtype
-
-    def _can_pack(self) -> bool:
-        return self.sharing.quantised_frozen and self._group_size > 0
-
-    def _rounded(self, values: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        made: torch.Tensor = self._packer(comm)(values.contiguous()).values(values.dtype)
-        return made
-
-    def pack(self) -> None:
-        """Keep as int8 what was frozen after it was stored."""
-        if self.packed or not self._can_pack():
-            return
-        for kept, (comm, _) in zip(self._kept, self._groups(), strict=True):
-            kept.replace(self._packer(comm)(kept.values()).raw)
-        self.packed = True
-
-    def _values(self, index: int) -> torch.Tensor:
-        """This rank's piece in one of the groups, as plain values."""
-        found = self._kept[index].values()
-        if self.packed:
-            plain: torch.Tensor = self._packer(self._groups()[index][0]).over(found).values(self.dtype)
+    def routes_of(self, spec: BucketSpec) -> Routes:
+        """How it travels."""
+        plain = plain_routes(self.axes)
+        if not self.quantised_reads or not _can_be_quantised(spec.dtype):
             return plain
+        from zoo.zero.collectives.quantised import quantised_routes
+
+        return quantised_routes(plain, spec.group_size, weights=True, stored=False, gradient_bits=None)
+
+    def packer_of(self, spec: BucketSpec, *, frozen: bool) -> Packer | None:
+        """What keeps it as int8; None: it is kept as it is."""
+        if not (frozen and self.quantised_frozen and _can_be_quantised(spec.dtype)):
+            return None
+        from zoo.zero.collectives import quantised
+
+        return quantised.Packer(plain_routes(self.axes).exact, spec.group_size)
+
+    def new_shard(self, spec: BucketSpec, numel: int, device: torch.device, *, frozen: bool) -> Shard:
+        """For n = ``numel`` elements of a rank."""
+        tier = self.placements.parameters.tier if numel else Tier.DEVICE
+        region, forget = 0, None
+        if tier is Tier.NVME and self.store is not None:
+            region = self.store.add(numel * spec.dtype.itemsize)
+            forget = partial(self.store.drop, region)
+        return Shard(
+            numel, spec.dtype, device, tier=tier, pack=self.packer_of(spec, frozen=frozen), scratch=self.scratch,
+            store=self.store, region=region, forget=forget,
+        )  # fmt: skip
+
+
+def _can_be_quantised(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 8  # fp64 travels as it is
+
+
+class _Weakly:
+    """A list of one parameter that does not keep it: what is dropped while a model is built is freed at once."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __getitem__(self, index: int) -> nn.Parameter:
+        found = self._parameter() if index == 0 else None
+        if found is None:
+            raise IndexError("there is no such parameter (any more).")
         return found
 
-    def gather(self, flat: torch.Tensor, *, exact: bool) -> bool:
-        """Fill (P,) ``flat`` with the whole value; returns whether it was rounded on the way. Collective.
-
-        Among the ranks of the secondary group where there is one. ``exact``: as it is kept.
-        """
-        if not flat.numel():
-            return False
-        index = len(self._kept) - 1
-        comm, place = self._groups()[index]
-        kept = self._kept[index].values().to(flat.device)
-        if self.packed:
-            packed = self._packer(comm).over(kept)
-            self._start(flat, comm, index, lambda full: packed.start(full, self._name))
-            return False
-        if self.sharing.quantised_reads and self._group_size and not exact and comm.size > 1:
-            from zoo.zero.collectives.quantised import QuantisedGather
-
-            route = QuantisedGather(FlatGather(comm), self._group_size)
-            self._start(flat, comm, index, lambda full: route.start(full, kept, self._name))
-            return True
-        if self._in_order(index):
-            size = self.total // comm.size
-            own = flat[place * size : (place + 1) * size].copy_(kept)
-            comm.all_gather(flat, own, label=self._name).wait()
-        else:
-            self._start(flat, comm, index, lambda full: comm.all_gather(full, kept, label=self._name))
-        return False
-
-    def _in_order(self, index: int) -> bool:
-        return index > 0 or list(self.sharing.places) == list(range(self.sharing.comm.size))
-
-    def _start(
-        self, flat: torch.Tensor, comm: Communicator, index: int, start: Callable[[torch.Tensor], Pending]
-    ) -> None:
-        """Gather in the order of the ranks, and put the pieces in their places."""
-        full = flat if self._in_order(index) else torch.empty_like(flat)
-        start(full).wait()
-        if full is not flat:
-            pieces = flat.view(comm.size, -1)
-            for piece, place in zip(full.view(comm.size, -1), self.sharing.places, strict=True):
-                pieces[place].copy_(piece)
-
-    def copy(self) -> Share:
-        """The same elements once more, at places of their own."""
-        made = Share.__new__(Share)
-        made.__dict__.update(self.__dict__)
-        made._kept = [kept.copy() for kept in self._kept]
-        return made
-
-    def convert(self, dtype: torch.dtype) -> None:
-        """To another dtype, each rank its own elements."""
-        if self.packed and dtype.is_floating_point and dtype.itemsize < 8:
-            self.dtype = dtype  # int8 and scales stand for the same values
-            return
-        values = [self._values(i).to(dtype) for i in range(len(self._kept))]
-        for kept, value in zip(self._kept, values, strict=True):
-            kept.replace(value)
-        self.packed, self.dtype = False, dtype
-        if dtype.itemsize == 8:
-            self._group_size = 0  # fp64 travels as it is
-
-    def drop(self) -> None:
-        """The elements are needed no longer."""
-        for kept in self._kept:
-            kept.drop()
+    def __len__(self) -> int:
+        return 1

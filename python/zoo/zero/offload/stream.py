@@ -148,7 +148,8 @@ class StateStream:
         if bucket.parameters_on_nvme:
             loaded.parameters = pool.empty(n, dtype=bucket.spec.dtype)
             if not record.exists or not self._has_master(record):
-                loaded.reading.append((bucket.shelf, bucket.parameters.begin_read(loaded.parameters, segment.start)))
+                shard = bucket.parameters.shard
+                loaded.reading.append((shard, shard.begin_read(loaded.parameters, segment.start)))
         return loaded
 
     @staticmethod
@@ -204,8 +205,8 @@ class StateStream:
             writing.append((self._shelf, self._shelf.write(record.region, loaded.states)))
             record.exists = True
         if loaded.parameters is not None:
-            bucket = segment.bucket
-            writing.append((bucket.shelf, bucket.parameters.begin_write(loaded.parameters, segment.start)))
+            shard = segment.bucket.parameters.shard
+            writing.append((shard, shard.begin_write(loaded.parameters, segment.start)))
 
     def _detach(self, loaded: Loaded) -> None:
         segment = loaded.record.segment
@@ -259,7 +260,7 @@ class StateStream:
 
         def load(start: int, length: int) -> torch.Tensor:
             if bucket.parameters_on_nvme or here is None:
-                return bucket.parameters.load(segment.start + start, length)
+                return bucket.parameters.shard.load(segment.start + start, length)
             return here[start : start + length]
 
         # A master that is in memory is more than the parameters; where none exists yet, they are all there is.

@@ -46,6 +46,8 @@ class Axes:
     layer that has parts on several ranks has seen the tokens of all of them. 0: the size of ``world``."""
     parts: Communicator | None = None
     """The ranks that have other parts of the same parameters; None where there are none."""
+    places: tuple[int, ...] | None = None
+    """Which chunk each rank of the shard group keeps; None: rank r chunk r. For gathers only."""
     counts: bool = True
     """Of ranks that have the same along axes outside of ``world`` one counts, in checkpoints."""
 
@@ -53,6 +55,11 @@ class Axes:
     def num_losses(self) -> int:
         """What a sum of gradients is divided by."""
         return self.divisor or self.world.size
+
+    @property
+    def place(self) -> int:
+        """Which chunk this rank keeps."""
+        return self.shard.rank if self.places is None else self.places[self.shard.rank]
 
     @property
     def first_replica(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from zoo.nn import UnitList
-from zoo.zero.init.parts import InitParameter
 from zoo.zero.sharding.dtensors import is_dtensor
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -129,7 +128,9 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
     devices: Counter[torch.device] = Counter()
     for name, parameter in model.named_parameters():
-        if type(parameter) not in (nn.Parameter, InitParameter) and not is_dtensor(parameter):
+        if not getattr(type(parameter), "_zoo_adoptable", type(parameter) is nn.Parameter) and not is_dtensor(
+            parameter
+        ):
             raise ValueError(
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
                 "Construct the optimizer from the original model, once, and before any other wrapper; where a ZeRO "

@@ -13,10 +13,9 @@ Here is what a bucket is; what it holds is in two files of their own, ``paramete
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,13 +27,13 @@ from zoo.zero.offload.tiers import Tier
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
 from zoo.zero.sharding.gradients import BucketGradients
-from zoo.zero.sharding.guard import cannot_convert
-from zoo.zero.sharding.memory import StepMemory
+from zoo.zero.sharding.guard import Guard, cannot_convert
+from zoo.zero.sharding.memory import Memory
 from zoo.zero.sharding.parameters import BucketParameters
+from zoo.zero.sharding.shard import Shard
 
 if TYPE_CHECKING:
     from zoo.zero.runtime.divergent import Meeting
-    from zoo.zero.sharded import ShardedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +58,7 @@ class Bucket:
         placements: where its parameters, gradients and optimizer states live.
         routes: how its bytes travel.
         shard_group: the p ranks that split it.
+        place: which chunk this rank keeps.
         layout: where each parameter lies in the flat buffer.
         keep_norms: the norm of a gradient is kept when the gradient leaves the device.
         device: of the flat buffers.
@@ -67,8 +67,9 @@ class Bucket:
         gradients_on_nvme: reduced gradients go to NVMe.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         memory: of what comes and goes in every step.
+        source: where this rank's parameters are already, so that nothing is communicated; None: the values of rank 0.
         label: for messages: the units whose parameters these are.
-        owner: the model it belongs to.
+        owner: returns the ``ShardedModel`` it belongs to, or before that what ``Init`` has; None when that is gone.
         meeting: where ranks agree on gathers that they need at different times; None where all need the same.
         on_refused: called with the name of a refused parameter that was touched; True if it is whole now.
         leases: number of contexts (``runtime/contexts.py``) that still have to come back to this bucket in backward.
@@ -79,10 +80,11 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, stores: Stores, memory: StepMemory
-    ) -> None:
+        self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, stores: Stores, memory: Memory, *,
+        source: Shard | None = None,
+    ) -> None:  # fmt: skip
         self.index, self.spec, self.placements, self.routes = index, spec, placements, routes
-        self.shard_group, self.memory = routes.axes.shard, memory
+        self.shard_group, self.place, self.memory = routes.axes.shard, routes.axes.place, memory
         self._stores, self.keep_norms = stores, stores.keep_norms
         self.layout = layout_of(spec, self.shard_group.size)
         self._slots = {name: slot for slot, name in enumerate(spec.names)}
@@ -96,12 +98,19 @@ class Bucket:
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.partitioned = placements.parameters.is_split
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
-        self.owner: weakref.ref[ShardedModel] | None = None
+        self.owner: Callable[[], Any] | None = None
         self.on_refused: Callable[[Bucket, str], bool] | None = None
         self.meeting: Meeting | None = None
         self.leases, self.active, self.context_serial = 0, 0, -1
-        self.parameters = BucketParameters(self)
+        self.parameters = BucketParameters(self, source)
         self.gradients = BucketGradients(self) if spec.trainable else None
+
+    def new_guard(self, storage: torch.UntypedStorage) -> Guard:
+        """For the parameters, whose memory is ``storage``."""
+        return Guard(
+            self, storage, f"a parameter of {self.label} (or a view of one) was touched while it is partitioned (ZeRO "
+            "stage 3): only inside its unit's forward and backward is it whole.",
+        )  # fmt: skip
 
     def take_external(self, name: str) -> bool:
         """Parameter ``name`` was touched while it is refused: whether a running forward takes it."""
@@ -160,15 +169,15 @@ class Bucket:
 
     def own_range(self) -> tuple[int, int]:
         """[start, stop) of this rank's chunk in the flat buffer."""
-        return self.layout.shard_range(self.shard_group.rank, self.shard_group.size)
+        return self.layout.shard_range(self.place, self.shard_group.size)
 
     def owns(self, chunk: int) -> bool:
         """Whether checkpoints take this chunk from this rank."""
-        return chunk == self.shard_group.rank and self.routes.axes.first_replica
+        return chunk == self.place and self.routes.axes.first_replica
 
     def updated_chunks(self) -> Sequence[int]:
         """The chunks this rank's optimizer updates."""
-        return [self.shard_group.rank] if self.placements.states.is_split else range(self.shard_group.size)
+        return [self.place] if self.placements.states.is_split else range(self.shard_group.size)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Of a flat (P,) buffer: one view for each parameter, in its shape."""
@@ -188,6 +197,14 @@ class Bucket:
     def shelf(self) -> Shelf:
         """The file of parameters on NVMe."""
         return _there(self._stores.shelf, self)
+
+    def new_shard(self) -> Shard:
+        """For this rank's parameters, as they are placed."""
+        low, high = self.own_range()
+        return Shard(
+            high - low, self.spec.dtype, self.device, tier=self.placements.parameters.tier, pack=self.routes.pack,
+            scratch=self._stores.scratch, store=self._stores.shelf, region=self.index,
+        )  # fmt: skip
 
     @property
     def park(self) -> GradientPark:

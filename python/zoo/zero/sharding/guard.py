@@ -49,6 +49,12 @@ _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "storage_offset", "ndimension",
     "get_device", "is_same_size", "__len__", "is_inference", "__bool__",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided",
+)  # fmt: skip
+_FUNCTIONS = (
+    torch._has_compatible_shallow_copy_type,  # modules compare types before they assign `data`
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.is_floating_point, torch.is_complex, torch.numel,
 )  # fmt: skip
 
 
@@ -57,10 +63,10 @@ def _allowed() -> frozenset[Any]:
     found: list[Any] = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
     found.append(_REQUIRES_GRAD.__set__)
     found += [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name) and name != "__bool__"]
-    return frozenset(found)
+    return frozenset([*found, *_FUNCTIONS])
 
 
-_CONVERSIONS = frozenset(
+CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
 )
 _CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
@@ -74,17 +80,29 @@ ALLOWED_WHEN_PARTITIONED = _allowed()
 """What reads metadata only."""
 
 
+class ShardedParameter(nn.Parameter):
+    """A parameter that lives in a bucket: under a ZeRO optimizer or, before that, of ``Init``."""
+
+    _zoo_bucket: Any
+    _zoo_name: str
+    _zoo_slot: int
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
 def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     if func in ALLOWED_WHEN_PARTITIONED:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
+    if func in CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
         return args[0]
     if func in _PASS:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    touched = _partitioned_in((args, kwargs or {}))
-    hidden = {type(p)._zoo_bucket: p for p in touched if type(p)._zoo_bucket.parameters.hidden}
+    touched = sharded_in((args, kwargs or {}))
+    hidden = {p._zoo_bucket: p for p in touched if p._zoo_bucket.parameters.hidden}
     # In a forward the running unit takes them as its own, all in the same order on every rank.
     in_order = sorted(hidden.items(), key=lambda item: item[0].index)
     if hidden and all(bucket.take_external(p._zoo_name) for bucket, p in in_order):
@@ -96,7 +114,7 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
         "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
         "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
-        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in _CONVERSIONS else ''}{_of_parametrisation()}"
+        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in CONVERSIONS else ''}{_of_parametrisation()}"
     )
 
 
@@ -129,14 +147,9 @@ def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> s
     )
 
 
-def _partitioned_in(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [value] if getattr(type(value), "_zoo_bucket", None) is not None else []
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return [p for item in value for p in _partitioned_in(item)]
-    return []
+def sharded_in(value: Any) -> list[ShardedParameter]:
+    """The parameters of buckets in nested arguments."""
+    return [tensor for tensor in _flat_tensors(value) if isinstance(tensor, ShardedParameter)]
 
 
 class PartitionedGradient(torch.Tensor):
@@ -176,7 +189,7 @@ class PartitionedGradient(torch.Tensor):
             return found
         if func == _DATA.__set__ and args[0] is found and isinstance(args[1], cls) and found.same_as(args[1]):
             return None
-        if func in _CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
+        if func in CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
             return found
         return found.refuse(func)
 
@@ -311,11 +324,6 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
     return copy
 
 
-def _reduce_ex(self: Any, protocol: Any) -> Any:
-    plain = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
-    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
 _REFUSE: Any = classmethod(_refuse)
 
 
@@ -323,6 +331,12 @@ class Guard:
     """Makes one bucket's parameters instances of a class of their own, and opens and closes that class."""
 
     def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: str) -> None:
+        self._class = self.class_for(bucket)
+        self._address = storage._cdata
+        self._message = message
+
+    def class_for(self, bucket: Bucket) -> Any:
+        """The class of the bucket's parameters."""
         body = {
             "_zoo_bucket": bucket,
             "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
@@ -332,11 +346,8 @@ class Guard:
             "__torch_function__": _DISABLED,
             "detach": _detach,
             "__deepcopy__": _deepcopy,
-            "__reduce_ex__": _reduce_ex,
         }
-        self._class: Any = type("ZeroParameter", (nn.Parameter,), body)
-        self._address = storage._cdata
-        self._message = message
+        return type("ZeroParameter", (ShardedParameter,), body)
 
     def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
         """Make ``parameter`` an instance of the bucket's class."""
@@ -365,6 +376,7 @@ def release(parameter: Any) -> None:
     """Make an adopted parameter an ordinary ``nn.Parameter`` again, without a gradient."""
     parameter.__class__ = nn.Parameter
     del parameter._zoo_name, parameter._zoo_slot
+    parameter.__dict__.pop("_zoo_bucket", None)
     parameter.grad = None
 
 

@@ -24,7 +24,19 @@ REGION_BYTES = 16 << 20
 _log = logging.getLogger("zoo.zero")
 
 
-class StepMemory:
+class Memory:
+    """Memory from torch's allocator: what is freed goes back to it."""
+
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give an empty ``storage`` this many bytes of arbitrary content; ``storage.resize_(0)`` gives them back."""
+        storage.resize_(num_bytes)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor of arbitrary content."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+class StepMemory(Memory):
     """Memory for the buffers of one rank; on other devices than the CPU torch's allocator keeps blocks itself."""
 
     def __init__(self) -> None:
@@ -33,7 +45,7 @@ class StepMemory:
             reuse_large_blocks()  # building the model wanted otherwise
 
     def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give an empty ``storage`` this many bytes of arbitrary content; ``storage.resize_(0)`` gives them back."""
+        """See :class:`Memory`."""
         if num_bytes < THRESHOLD_BYTES or storage.device.type != "cpu" or not lends():
             storage.resize_(num_bytes)
             return
@@ -43,7 +55,7 @@ class StepMemory:
             raise AssertionError("a storage of the CPU did not take memory.")
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of arbitrary content."""
+        """See :class:`Memory`."""
         if numel * dtype.itemsize < THRESHOLD_BYTES or device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         return self._take(numel, dtype)

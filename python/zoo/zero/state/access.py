@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.zero.init.parts import part_of
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients
+from zoo.zero.sharding.guard import ShardedParameter
 from zoo.zero.state.editing import Values, overlaps, write_values
 from zoo.zero.state.gathered import owner_of
 from zoo.zero.state.logical import scalar_states, tensor_states
@@ -67,7 +67,7 @@ def _find(param: Any) -> _Place:
     if bucket is None:
         why = (
             "zoo.zero.Init partitioned it, and no optimizer has it yet"
-            if part_of(param)
+            if isinstance(param, ShardedParameter)
             else "no ZeRO optimizer has it"
         )
         raise ValueError(
@@ -76,9 +76,8 @@ def _find(param: Any) -> _Place:
         )
     slot = param._zoo_slot
     tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
-    return _Place(
-        owner_of(bucket).optimizer, bucket, tensor.name, torch.Size(tensor.shape), offset, offset + tensor.numel
-    )
+    model: Any = owner_of(bucket)
+    return _Place(model.optimizer, bucket, tensor.name, torch.Size(tensor.shape), offset, offset + tensor.numel)
 
 
 # What this rank has ----------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
         if place.everywhere:
             yield 0, place.bucket.parameters.full
         else:
-            yield place.bucket.own_range()[0], place.bucket.parameters.own_shard()
+            yield place.bucket.own_range()[0], place.bucket.parameters.shard.whole()
         return
     for segment, state, base in _segments(place):
         yield base, segment.value(state)

@@ -6,7 +6,7 @@ optimizer updates, in its tier. Writing to one alone would be undone by the next
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.sharded import ShardedModel
 
 Values = Mapping[str, tuple[int, torch.Tensor]]
 """By the name of a parameter: new values of its elements [start, start + len) in its row-major order."""
@@ -70,11 +71,38 @@ def _write_shard(bucket: Bucket, values: Values) -> None:
     found = list(overlaps(values, bucket.layout.slices(low, high)))
     if not found:
         return
-    parameters = bucket.parameters
-    shard = parameters.own_shard()
-    for offset, part in found:
-        shard[offset : offset + part.numel()].copy_(part)
-    if bucket.routes.pack is not None:
-        parameters.set_shard(shard)
-    elif bucket.parameters_on_nvme:
-        bucket.shelf.finish(parameters.begin_write(shard))
+    with bucket.parameters.shard.edited() as shard:
+        for offset, part in found:
+            shard[offset : offset + part.numel()].copy_(part)
+
+
+def publish(
+    model: ShardedModel, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
+) -> None:  # fmt: skip
+    """See :meth:`zoo.zero.state.gathered.Owner.publish`."""
+    changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
+    for bucket, chosen in slots.items():
+        if not bucket.parameters.live:
+            raise RuntimeError(
+                f"the parameters of {bucket.label} were partitioned again inside GatheredParameters, by a step or "
+                "a nested context: what was written to them is lost. Step outside of it."
+            )
+        changes[bucket] = {}
+        for slot in chosen:
+            view = bucket.parameters.flat_of(slot)
+            if view.numel():
+                bucket.routes.axes.world.broadcast(view, rank).wait()
+            changes[bucket][bucket.spec.names[slot]] = (0, view)
+        if _wrote(bucket, rank, seen[bucket]):
+            model.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
+        model.runtime.note(bucket)
+    write_values(model.optimizer if model.trainable else None, changes, keep_equal=True)
+
+
+def _wrote(bucket: Bucket, rank: int, seen: Sequence[int]) -> bool:
+    """Whether ``rank`` wrote to the bucket so that autograd saw it. Collective."""
+    with torch._C.DisableTorchFunctionSubclass():
+        mine = any(p._version != version for p, version in zip(bucket.spec.parameters, seen, strict=True))
+    flag = torch.tensor([float(mine)], device=bucket.device)
+    bucket.routes.axes.world.broadcast(flag, rank).wait()
+    return bool(flag)

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.zero.init.parts import Part, part_of
-from zoo.zero.init.session import current
 from zoo.zero.runtime.external import register_external_parameter
 from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.state.editing import write_values
+from zoo.zero.sharding.guard import ShardedParameter
 
-if TYPE_CHECKING:
-    from zoo.zero.sharded import ShardedModel
+
+class Owner(Protocol):
+    """Whose buckets they are: a ``ShardedModel``, or what ``zoo.zero.Init`` has partitioned. Every rank calls it alike.
+
+    ``comm`` has all of its ranks.
+    """
+
+    comm: Communicator
+
+    def settle(self) -> None:
+        """Before the ranks agree on what comes."""
+
+    def hold(self, bucket: Any, *, writes: bool) -> Any:
+        """Make a bucket whole and keep it so; ``writes``: what is written to it will be published. Collective."""
+
+    def let_go(self, bucket: Any, held: Any, *, forget: bool) -> None:
+        """End a hold, which returned ``held``; with ``forget`` what is whole is not used any more."""
+
+    def noted(self, bucket: Any) -> list[int]:
+        """The versions of a held bucket's parameters from which on a change is the user's, and not published yet."""
+
+    def publish(self, slots: Mapping[Any, Sequence[int]], rank: int, seen: Mapping[Any, Sequence[int]]) -> None:
+        """The values that ``rank`` has of these parameters of held buckets become everybody's. Collective.
+
+        ``seen``: their versions at the begin, as autograd counts them.
+        """
 
 
 class GatheredParameters:
@@ -62,12 +84,10 @@ class GatheredParameters:
         given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = list({id(p): p for p in given}.values()) if enabled else []
         self._modifier, self._fwd_module = modifier_rank, fwd_module
-        self._parts: list[Part] = []
         self._slots: dict[Bucket, list[int]] = {}
-        self._before: dict[Bucket, tuple[bool, bool]] = {}
+        self._held: dict[Bucket, Any] = {}
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._versions: dict[int, int] = {}
-        self._bucket_versions: dict[Bucket, list[int]] = {}
+        self._versions: dict[Bucket, list[int]] = {}
         self._seen: dict[Bucket, list[int]] = {}
 
     def __enter__(self) -> None:
@@ -75,13 +95,9 @@ class GatheredParameters:
         for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
             owner.settle()
         self._agree()
-        for part in self._parts:
-            part.users += 1
-            part.make_whole()
         for bucket in self._slots:
-            self._before[bucket] = owner_of(bucket).runtime.hold(bucket)
-        self._versions = {id(part.parameter): part.parameter._version for part in self._parts}
-        self._bucket_versions = {bucket: bucket.parameters.versions() for bucket in self._slots}
+            self._held[bucket] = owner_of(bucket).hold(bucket, writes=self._modifier is not None)
+        self._versions = {bucket: bucket.parameters.versions() for bucket in self._slots}
         with torch._C.DisableTorchFunctionSubclass():
             self._seen = {bucket: [p._version for p in bucket.spec.parameters] for bucket in self._slots}
         if self._modifier is not None:
@@ -91,13 +107,9 @@ class GatheredParameters:
 
     def _find(self) -> None:
         slots: dict[Bucket, list[int]] = {}
-        self._parts = []
         for parameter in self._params:
-            part, bucket = part_of(parameter), getattr(type(parameter), "_zoo_bucket", None)
-            if part is not None:
-                self._parts.append(part)
-            elif bucket is not None:
-                slots.setdefault(bucket, []).append(parameter._zoo_slot)
+            if isinstance(parameter, ShardedParameter):
+                slots.setdefault(parameter._zoo_bucket, []).append(parameter._zoo_slot)
         # In the order of the buckets, whatever order the ranks gave.
         self._slots = {bucket: sorted(slots[bucket]) for bucket in sorted(slots, key=lambda b: b.index)}
 
@@ -107,8 +119,6 @@ class GatheredParameters:
 
     def _agree(self) -> None:
         comms: dict[int, tuple[Communicator, torch.device, list[str]]] = {}
-        for part in self._parts:
-            comms.setdefault(id(part.comm), (part.comm, part.device, []))[2].append(part.name)
         for bucket, slots in self._slots.items():
             comm = owner_of(bucket).comm
             names = comms.setdefault(id(comm), (comm, bucket.device, []))[2]
@@ -136,17 +146,9 @@ class GatheredParameters:
             if self._modifier is not None and not lost:
                 self._store(self._modifier)
         self._saved = []
-        for part in self._parts:
-            part.users -= 1
-            session = current()
-            if part.users == 0 and not (session is not None and session.uses(part)):
-                part.drop_whole()
-        for bucket, before in self._before.items():
-            owner = owner_of(bucket)
-            owner.runtime.let_go(bucket, before, forget=kind is not None or bool(lost))
-            if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
-                owner.writes.note(bucket)
-        self._before.clear()
+        for bucket, held in self._held.items():
+            owner_of(bucket).let_go(bucket, held, forget=kind is not None or bool(lost))
+        self._held.clear()
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost[:5])} was written to inside GatheredParameters, and the change would be lost: name "
@@ -156,56 +158,28 @@ class GatheredParameters:
     def _lost(self) -> list[str]:
         """The parameters that were written to and will not be stored."""
         # Nothing is lost where nothing was written since the beginning, or since an inner context stored it.
-        found = [
-            part.name for part in self._parts
-            if self._modifier is None and part.written and part.parameter._version != self._versions[id(part.parameter)]
-        ]  # fmt: skip
+        found = []
         for bucket, slots in self._slots.items():
-            noted, before = owner_of(bucket).runtime.held[bucket], self._bucket_versions[bucket]
+            noted, before = owner_of(bucket).noted(bucket), self._versions[bucket]
             for slot, version in enumerate(bucket.parameters.versions()):
                 stored = self._modifier is not None and slot in slots
                 if version not in (noted[slot], before[slot]) and not stored:
                     found.append(bucket.spec.names[slot])
         return found
 
-    def _wrote(self, bucket: Bucket, modifier: int) -> bool:
-        """Whether the modifier wrote to the bucket so that autograd saw it. Collective."""
-        world, before = bucket.routes.axes.world, self._seen[bucket]
-        with torch._C.DisableTorchFunctionSubclass():
-            mine = any(p._version != version for p, version in zip(bucket.spec.parameters, before, strict=True))
-        flag = torch.tensor([float(mine)], device=bucket.device)
-        world.broadcast(flag, modifier).wait()
-        return bool(flag)
-
     @torch.no_grad()
     def _store(self, modifier: int) -> None:
-        for part in self._parts:
-            part.store(modifier)
-        by_owner: dict[int, tuple[ShardedModel, dict[Bucket, dict[str, tuple[int, torch.Tensor]]]]] = {}
+        by_owner: dict[int, tuple[Owner, dict[Bucket, list[int]]]] = {}
         for bucket, slots in self._slots.items():
             owner = owner_of(bucket)
-            if not bucket.parameters.live:
-                raise RuntimeError(
-                    f"the parameters of {bucket.label} were partitioned again inside GatheredParameters, by a step or "
-                    "a nested context: what was written to them is lost. Step outside of it."
-                )
-            values: dict[str, tuple[int, torch.Tensor]] = {}
-            for slot in slots:
-                view = bucket.parameters.flat_of(slot)
-                if view.numel():
-                    bucket.routes.axes.world.broadcast(view, modifier).wait()
-                values[bucket.spec.names[slot]] = (0, view)
-            by_owner.setdefault(id(owner), (owner, {}))[1][bucket] = values
-            if self._wrote(bucket, modifier):
-                owner.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
-            owner.runtime.note(bucket)
-        for owner, changes in by_owner.values():
-            write_values(owner.optimizer if owner.trainable else None, changes, keep_equal=True)
+            by_owner.setdefault(id(owner), (owner, {}))[1][bucket] = slots
+        for owner, changed in by_owner.values():
+            owner.publish(changed, modifier, self._seen)
 
 
-def owner_of(bucket: Bucket) -> ShardedModel:
-    """The model that a bucket belongs to."""
-    owner = bucket.owner() if bucket.owner is not None else None
+def owner_of(bucket: Bucket) -> Owner:
+    """What a bucket belongs to."""
+    owner: Owner | None = bucket.owner() if bucket.owner is not None else None
     if owner is None:
         raise RuntimeError(f"the optimizer of the parameters of {bucket.label} does not exist any more.")
     return owner

@@ -7,6 +7,7 @@ together are the state of the run, and any other placement can be filled from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +91,7 @@ def slices_of(
                 continue
             low, high = bucket.own_range()
             shard = bucket.parameters.shard
-            kept = shard if shard is not None else Stored(bucket.parameters.load, bucket.spec.dtype)
+            kept = shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype)
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", kept)
 
 
@@ -242,9 +243,7 @@ def fill_frozen(bucket: Bucket, read: Reader) -> None:
     """Load a frozen bucket: this rank's shard where it is partitioned, all of it where it is whole."""
     low, high = bucket.own_range() if bucket.partitioned else (0, bucket.layout.size)
     parameters = bucket.parameters
-    tensor = parameters.own_shard() if bucket.partitioned else parameters.full
-    for piece in runs_of(bucket, bucket.layout.slices(low, high)):
-        part = tensor[piece.offset : piece.offset + piece.length]
-        part.copy_(read(piece.name, "parameter", piece.start, piece.length))
-    if parameters.shard is None:  # it was a copy
-        parameters.set_shard(tensor)
+    with parameters.shard.edited() if bucket.partitioned else nullcontext(parameters.full) as tensor:
+        for piece in runs_of(bucket, bucket.layout.slices(low, high)):
+            part = tensor[piece.offset : piece.offset + piece.length]
+            part.copy_(read(piece.name, "parameter", piece.start, piece.length))

@@ -29,9 +29,9 @@ def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[t
             yield from (v for k, v in entries.items() if k != "master" and isinstance(v, torch.Tensor) and v.dim())
     for bucket in optimizer.buckets:
         parameters, gradients = bucket.parameters, bucket.gradients
-        if "lp_params" in include and bucket.partitioned and parameters.shard is not None:
+        if "lp_params" in include and bucket.partitioned and parameters.shard.values is not None:
             parameters.release()
-            yield parameters.shard
+            yield parameters.shard.values
         if "lp_grads" in include and gradients is not None and gradients.shard is not None:
             yield gradients.shard
 

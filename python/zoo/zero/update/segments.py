@@ -87,7 +87,7 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
                 if copied and bucket.placements.states.tier is Tier.NVME:
                     tensor = absent_of(stop - start, dtype)
                 elif copied:
-                    source = part if values is not None else bucket.parameters.own_shard()[start:stop]
+                    source = part if values is not None else bucket.parameters.shard.whole()[start:stop]
                     tensor = source.to("cpu" if off_device and not source.is_meta else source.device, dtype)
                 tensor = tensor.detach().requires_grad_()
                 segments.append(Segment(bucket, chunk, group, start, stop, tensor, part if copied else None))
