@@ -153,6 +153,8 @@ class ShardedModel:
             bucket = Bucket(i, spec, placements[i], routes[i], stores[i], memory)
             bucket.owner = weakref.ref(self)
             self.buckets.append(bucket)
+        if cfg.offload_host_bytes is None:  # under a cap blocks go back when they are freed
+            memory.begin()
         largest = max((b.num_bytes for b in self.buckets if b.partitioned), default=0)
         reads = any(b.parameters_on_nvme for b in self.buckets)
         stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
