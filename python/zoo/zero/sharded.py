@@ -185,6 +185,8 @@ class ShardedModel:
             bucket = Bucket(i, spec, placements[i], routes[i], stores[i], memory)
             bucket.owner = weakref.ref(self)
             self.buckets.append(bucket)
+        if cfg.offload_host_bytes is None:  # under a cap blocks go back when they are freed
+            memory.begin()
         self._hook(specs)
         self.writes = Writes(self.buckets)
         self.members = Members(self.module, self.buckets)

@@ -136,6 +136,9 @@ class Part(Bucket):
         self.origin: Part | None = None
         self.aliased, self.version, self._exact = False, -1, True
         self._build(parameter, dtype, source, source.spec.group_size if source is not None else 0)
+        # What is dropped while a model is built, as a weight that is tied, is freed at once.
+        self._ends = weakref.finalize(parameter, self.end)
+        self._ends.atexit = False
 
     def _build(self, parameter: nn.Parameter, dtype: torch.dtype, source: Part | None, group_size: int) -> None:
         sharing = self._sharing
@@ -154,10 +157,12 @@ class Part(Bucket):
     def new_shard(self) -> Shard:
         """See :class:`~zoo.zero.sharding.buckets.Bucket`."""
         low, high = self.own_range()
-        made = self._sharing.new_shard(self.spec, high - low, self.device, frozen=not self.parameter.requires_grad)
-        # What is dropped while a model is built, as a weight that is tied, is freed at once.
-        weakref.finalize(self.parameter, made.drop).atexit = False
-        return made
+        return self._sharing.new_shard(self.spec, high - low, self.device, frozen=not self.parameter.requires_grad)
+
+    def end(self) -> None:
+        """See :class:`~zoo.zero.sharding.buckets.Bucket`."""
+        self._ends.detach()
+        super().end()
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,7 +91,11 @@ class Sharing:
 
     # How a part is made.
 
-    @property
+    @cached_property
+    def _plain(self) -> Routes:
+        return plain_routes(self.axes)
+
+    @cached_property
     def stores(self) -> Stores:
         """For the buckets."""
         return Stores(scratch=self.scratch)
@@ -119,7 +123,7 @@ class Sharing:
 
     def routes_of(self, spec: BucketSpec) -> Routes:
         """How it travels."""
-        plain = plain_routes(self.axes)
+        plain = self._plain
         if not self.quantised_reads or not _can_be_quantised(spec.dtype):
             return plain
         from zoo.zero.collectives.quantised import quantised_routes
@@ -132,7 +136,7 @@ class Sharing:
             return None
         from zoo.zero.collectives import quantised
 
-        return quantised.Packer(plain_routes(self.axes).exact, spec.group_size)
+        return quantised.Packer(self._plain.exact, spec.group_size)
 
     def new_shard(self, spec: BucketSpec, numel: int, device: torch.device, *, frozen: bool) -> Shard:
         """For n = ``numel`` elements of a rank."""

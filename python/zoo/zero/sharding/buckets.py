@@ -142,6 +142,11 @@ class Bucket:
             )
         owner.change(self, slot, value)
 
+    def end(self) -> None:
+        """Nothing is kept any more: neither whole nor this rank's shard. It cannot be used again."""
+        self.parameters.drop()
+        del self.parameters  # the two hold one another, and files and buffers, until the garbage is collected
+
     def note_gradient(self) -> None:
         """A gradient was assigned: it is this rank's, to be reduced with those of the others."""
         owner = self.owner() if self.owner is not None else None

@@ -41,6 +41,9 @@ class StepMemory(Memory):
 
     def __init__(self) -> None:
         self._pool: BufferPool | None = None
+
+    def begin(self) -> None:
+        """The buckets are made: steps come now, and free nothing large between small objects that stay."""
         if large_blocks_are_mapped() and lends():
             reuse_large_blocks()  # building the model wanted otherwise
 

@@ -279,4 +279,4 @@ def fill_from(view: torch.Tensor, parameter: Any) -> None:
     bucket.parameters.wait(exact=True)
     view.copy_(bucket.parameters.flat_of(parameter._zoo_slot).view(parameter.shape))
     release_parameter(parameter)
-    bucket.parameters.drop()
+    bucket.end()

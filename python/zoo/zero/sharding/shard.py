@@ -149,7 +149,8 @@ class Shard:
         """What is kept, where it lives: None on NVMe, the same tensor if it is there already."""
         if self._tier is Tier.DEVICE or (self._tier is Tier.HOST and self.device.type == "cpu"):
             return kept
-        host = self.buffer(kept.numel(), kept.dtype).copy_(kept)
+        copies = self._tier is Tier.HOST or kept.device.type != "cpu"
+        host = self.buffer(kept.numel(), kept.dtype).copy_(kept) if copies else kept
         if self._tier is Tier.HOST:
             return host
         self.finish(self.begin_write(host))
