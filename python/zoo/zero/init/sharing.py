@@ -145,8 +145,9 @@ class Sharing:
         if tier is Tier.NVME and self.store is not None:
             region = self.store.add(numel * spec.dtype.itemsize)
             forget = partial(self.store.drop, region)
+        scratch = None if tier is Tier.NVME else self.scratch  # a pool would be kept for one part at a time
         return Shard(
-            numel, spec.dtype, device, tier=tier, pack=self.packer_of(spec, frozen=frozen), scratch=self.scratch,
+            numel, spec.dtype, device, tier=tier, pack=self.packer_of(spec, frozen=frozen), scratch=scratch,
             store=self.store, region=region, forget=forget,
         )  # fmt: skip
 

@@ -41,7 +41,7 @@ class Shard:
         numel, dtype, device: n, and what the elements are on the device that computes with them.
         tier: where they live.
         pack: keeps them as int8 with scales; None to keep them as they are.
-        scratch: buffers of host memory, for the other tiers.
+        scratch: buffers of host memory, for the other tiers; None: they come from torch.
         store, region: where they are on NVMe.
         forget: called when they are needed no longer.
 
@@ -142,14 +142,14 @@ class Shard:
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory from which NVMe and devices are reached."""
         if self._scratch is None:
-            raise AssertionError("a shard on the device asks for host memory.")
+            return torch.empty(numel, dtype=dtype)
         return self._scratch.pool.empty(numel, dtype=dtype)
 
     def _placed(self, kept: torch.Tensor) -> torch.Tensor | None:
         """What is kept, where it lives: None on NVMe, the same tensor if it is there already."""
         if self._tier is Tier.DEVICE or (self._tier is Tier.HOST and self.device.type == "cpu"):
             return kept
-        copies = self._tier is Tier.HOST or kept.device.type != "cpu"
+        copies = self._scratch is not None or kept.device.type != "cpu"
         host = self.buffer(kept.numel(), kept.dtype).copy_(kept) if copies else kept
         if self._tier is Tier.HOST:
             return host
