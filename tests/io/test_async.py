@@ -57,7 +57,7 @@ def test_one_handle_serves_loops_in_several_threads(folder: Path) -> None:
         assert results == [400] * 40
 
 
-def test_python_runs_while_somebody_waits(folder: Path) -> None:
+def test_python_runs_while_a_thread_waits(folder: Path) -> None:
     """The wait lasts as long as the device is slow; another thread must get its work done meanwhile."""
     with Handle(backend=Mock(faults=(Fault(delay_s=1.0, times=1),))) as handle:
         future = handle.async_pwrite(torch.zeros(10), folder / "f")

@@ -96,7 +96,7 @@ def test_divergence_of_the_details(call):
         sim.run(3, call)
 
 
-def test_divergence_is_told_even_if_somebody_never_comes():
+def test_divergence_is_told_even_if_a_rank_never_comes():
     def fn(rank: int):
         if rank < 2:
             dist.all_reduce(torch.ones(1 + rank))
@@ -105,7 +105,7 @@ def test_divergence_is_told_even_if_somebody_never_comes():
         sim.run(3, fn)
 
 
-def test_a_collective_that_somebody_never_makes():
+def test_a_collective_that_a_rank_never_makes():
     def fn(rank: int):
         if rank != 2:
             dist.all_reduce(torch.ones(1), async_op=True)

@@ -119,7 +119,7 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
 
 
 def _of_parametrisation() -> str:
-    """What to say besides to somebody who parametrises a model."""
+    """What to say besides where a model is being parametrised."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(_PARAMETRISE):

@@ -109,7 +109,7 @@ class ModuleBuffers:
                 full = f"{path}.{name}" if path else name
                 if is_dtensor(buffer):
                     raise NotImplementedError(
-                        f"buffers={self._mode!r} with the buffer {full!r}, a DTensor, whose parts somebody else keeps "
+                        f"buffers={self._mode!r} with the buffer {full!r}, a DTensor, whose parts DTensor itself keeps "
                         "alike. Use buffers='own'."
                     )
                 key = (self._family(full, module, buffer), buffer.dtype, buffer.device)
