@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo import sim
 from zoo.zero import ZeroOptimizer
 
 STAGES = range(4)
@@ -66,3 +67,20 @@ def one_step(model: nn.Module, optimizer: ZeroOptimizer, rank: int, step: int = 
 def check(optimizer: ZeroOptimizer, expected: dict[str, torch.Tensor]) -> None:
     for name, value in optimizer.consolidated_parameters().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_update(stage: int, run: Callable[[nn.Module, int, int], None]) -> None:
+    """One update after ``run(model, rank, divisor of its losses)`` on two ranks equals that of plain torch."""
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        run(model, rank, 1)
+        optimizer.step()
+        check(optimizer, expected)
+
+    plain = Blocks().double()
+    for rank in range(2):
+        run(plain, rank, 2)
+    torch.optim.SGD(plain.parameters(), lr=RATE).step()
+    expected = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    sim.run(2, fn)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zero.blocks import RATE, STAGES, Blocks, build, check, data, one_step, twin
+from tests.zero.blocks import RATE, STAGES, Blocks, build, check, check_update, data, one_step, twin
 from torch import nn
 
 import zoo.optim
@@ -77,18 +77,7 @@ def test_two_forwards_then_two_backwards_in_any_order(stage: int, order: tuple[i
         for index in order:
             losses[index].backward()
 
-    def fn(rank: int) -> None:
-        model, optimizer = build(stage)
-        run(model, rank, 1)
-        optimizer.step()
-        check(optimizer, expected)
-
-    plain = Blocks().double()
-    for rank in range(2):
-        run(plain, rank, 2)
-    torch.optim.SGD(plain.parameters(), lr=RATE).step()
-    expected = {n: p.detach().clone() for n, p in plain.named_parameters()}
-    sim.run(2, fn)
+    check_update(stage, run)
 
 
 def _raise(*_: Any) -> None:

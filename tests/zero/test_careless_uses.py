@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zero.blocks import RATE, STAGES, Blocks, build, check, data, one_step, twin
+from tests.zero.blocks import RATE, STAGES, Blocks, build, check, check_update, data, one_step, twin
 from torch import nn
 
 from zoo import sim
@@ -162,18 +162,7 @@ def test_one_backward_through_an_old_forward_and_a_new_one(stage: int, retain: b
         first.backward()
         (old + model(data(rank, 3)).square().mean() / world).backward()
 
-    def fn(rank: int) -> None:
-        model, optimizer = build(stage)
-        run(model, rank, 1)
-        optimizer.step()
-        check(optimizer, expected)
-
-    plain = Blocks().double()
-    for rank in range(2):
-        run(plain, rank, 2)
-    torch.optim.SGD(plain.parameters(), lr=RATE).step()
-    expected = {n: p.detach().clone() for n, p in plain.named_parameters()}
-    sim.run(2, fn)
+    check_update(stage, run)
 
 
 @pytest.mark.parametrize("stage", STAGES)
