@@ -21,13 +21,14 @@ import threading
 import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
 _NAME = "zoo"
 _NONCE_BYTES = 16
 _WORDS_AT = 64
-_NUM_WORDS = 4096
+_NUM_WORDS = 1024
 _PAGE = 4096
 _ALIGN = 64
 # A file of this size takes no memory: a page of it begins to exist when it is first written.
@@ -72,7 +73,8 @@ class _Mapped:
         self._begin = _begin_of_blocks(size)
         self._map()
         head = self._bytes[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS * size]
-        self._words = memoryview(head.numpy()).cast("Q")
+        numbers: Any = head.numpy()
+        self._words = memoryview(numbers).cast("Q")
 
     def _map(self) -> None:
         num_bytes = os.fstat(self.fd).st_size

@@ -1,14 +1,14 @@
 """The transport of groups whose ranks are all on one host: bytes go through shared memory, and who waits for whom is
 told by the same small messages as between hosts.
 
-For each large message a rank copies its bytes into its own segment (``segments.py``) and sends every peer a *header*:
-where they are. A peer that has the header copies, or adds, straight out of that segment, and then marks the block as
-read in a segment of its own, where the owner looks before it needs room. So issuing never waits, and the room needed is
-what is in flight.
+For each message a rank copies its bytes into its own segment (``segments.py``) and sends every peer a *header*: where
+they are (``posts.py``). A peer that has the header copies, or adds, straight out of that segment, and then marks the
+block as read in a segment of its own, where the owner looks before it needs room. So issuing never waits, and the room
+needed is what is in flight.
 
-Headers have tags as the messages of :class:`~zoo.comm.transport.PairwiseTransport`, and are received when the operation
-is issued. Order, timeouts and lost peers therefore show just as there: a header that does not come is a message that
-does not come. Small messages, and tensors that are not on the CPU, travel as there altogether.
+A header has the tag that messages of :class:`~zoo.comm.transport.PairwiseTransport` would have: of ranks that make two
+collectives in different order each waits for the other, up to the timeout. Tensors that are not on the CPU, and small
+messages, travel as there altogether.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from zoo.comm.failures import RankFailedError
+from zoo.comm.groups import timeout_of
 from zoo.comm.handles import Pending
+from zoo.comm.posts import GroupPost, Inbox, Key, PipePost, Post, open_pipe
 from zoo.comm.segments import OwnSegment, PeerSegment, host_token
 from zoo.comm.transport import PairwiseTransport, Transport, add_in_rank_order
 
 LEAST_BYTES = 1 << 16
 """From this many bytes for each peer on, a message goes through shared memory."""
 
-_HEADER_WORDS = 3  # the number of the collective, the offset of the block, its bytes
-_CARD_WORDS = 6  # whether there is a segment, the token of the host, pid, fd, two words of nonce
+_DEFAULT_TIMEOUT_S = 1800.0
+_CARD_WORDS = 6  # whether there is a segment, the token of the host, pid, fd, two words of nonce; then fds of pipes
 
 _log = logging.getLogger("zoo.comm")
 
@@ -37,34 +40,33 @@ _log = logging.getLogger("zoo.comm")
 class _Reading:
     """What one collective reads of its peers' blocks; dropped before that, it tells them that it never will."""
 
-    def __init__(self, segment: OwnSegment, number: int, peers: list[int]) -> None:
-        self._segment, self.number, self._unread = segment, number, list(peers)
+    def __init__(self, segment: OwnSegment, post: Post, key: Key, peers: list[int]) -> None:
+        self._segment, self._post, self.key, self._unread = segment, post, key, list(peers)
         self._pid = os.getpid()
 
     def done(self, *peers: int) -> None:
         """The blocks of these peers are read."""
-        self._segment.note_read(self.number, peers)
+        number = self.key[1]
+        self._segment.note_read(number, peers)
         for peer in peers:
             self._unread.remove(peer)
         if not self._unread:
-            self._segment.finish(self.number)
+            self._segment.finish(number)
 
     def __del__(self) -> None:
         if self._unread and os.getpid() == self._pid:  # a forked child has a copy, and no part in this
+            for peer in self._unread:
+                self._post.forget(self.key, peer)
             self.done(*self._unread)
 
 
 class _Arrival:
     """A work: the header of a peer's block, and then what is to be done with it."""
 
-    __slots__ = ("_take", "_work")
+    __slots__ = ("wait",)
 
-    def __init__(self, work: Any, take: Callable[[], None]) -> None:
-        self._work, self._take = work, take
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._take()
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
 
 
 class SharedTransport(PairwiseTransport):
@@ -73,9 +75,11 @@ class SharedTransport(PairwiseTransport):
     The sums are bitwise those of the pairwise transport.
     """
 
-    def __init__(self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], least_bytes: int) -> None:
+    def __init__(
+        self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], post: Post, least_bytes: int
+    ) -> None:  # fmt: skip
         super().__init__(group)
-        self._segment, self._others, self._least_bytes = segment, others, least_bytes
+        self._segment, self._others, self._post, self._least_bytes = segment, others, post, least_bytes
         self._next = 0  # number of the next block, the same on all ranks
         self._readers = [others[peer] for peer in self._peers]
 
@@ -91,20 +95,15 @@ class SharedTransport(PairwiseTransport):
         mine = chunks[self._rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        block, low, reading = self._lend(mine.nbytes, full.dtype)
+        block, low, reading = self._lend("all_gather", full, label, mine.nbytes)
         block.copy_(mine)
-        headers, works = self._announce(reading, self._tag("shared all_gather", full, label), low, block.nbytes)
+        waits, works = self._post.exchange(reading.key, low, block.nbytes)
 
-        def taking(peer: int) -> Callable[[], None]:
-            def take() -> None:
-                chunks[peer].copy_(self._find(peer, headers[peer], reading.number, mine.nbytes, full.dtype))
-                reading.done(peer)
+        def take(peer: int) -> None:
+            chunks[peer].copy_(self._find(peer, waits[peer](), reading.key, mine.nbytes, full.dtype))
+            reading.done(peer)
 
-            return take
-
-        for i, peer in enumerate(self._peers):
-            works[i] = _Arrival(works[i], taking(peer))
-        return Pending(works, None, self._peer_ranks)
+        return Pending([_Arrival(partial(take, peer)) for peer in self._peers] + works, None, self._peer_ranks)
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """See :class:`~zoo.comm.transport.Transport`."""
@@ -112,49 +111,49 @@ class SharedTransport(PairwiseTransport):
             return super().reduce_scatter(full, out, scale, label)
         full = full.data
         n = full.numel() // self._size
-        block, low, reading = self._lend((self._size - 1) * n * full.element_size(), full.dtype)
+        num_bytes = (self._size - 1) * n * full.element_size()
+        block, low, reading = self._lend("reduce_scatter", full, label, num_bytes)
         before = self._rank * n  # all chunks but this rank's own, in rank order
         block[:before].copy_(full[:before])
         block[before:].copy_(full[before + n : self._size * n])
-        headers, works = self._announce(reading, self._tag("shared reduce_scatter", full, label), low, block.nbytes)
+        waits, works = self._post.exchange(reading.key, low, num_bytes)
+        parts = list(full.chunk(self._size))
+
+        def take(peer: int) -> None:
+            theirs = self._find(peer, waits[peer](), reading.key, num_bytes, full.dtype)
+            place = self._rank - (peer < self._rank)
+            parts[peer] = theirs[place * n : (place + 1) * n]
 
         def add() -> None:
-            parts = list(full.chunk(self._size))
-            for peer in self._peers:
-                place = self._rank - (peer < self._rank)
-                theirs = self._find(peer, headers[peer], reading.number, block.nbytes, full.dtype)
-                parts[peer] = theirs[place * n : (place + 1) * n]
             add_in_rank_order(parts, out, scale)
             reading.done(*self._peers)
 
-        return Pending(works, add, self._peer_ranks)
+        return Pending([_Arrival(partial(take, peer)) for peer in self._peers] + works, add, self._peer_ranks)
 
-    def _lend(self, num_bytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, int, _Reading]:
+    def _lend(
+        self, op: str, full: torch.Tensor, label: str, num_bytes: int
+    ) -> tuple[torch.Tensor, int, _Reading]:  # fmt: skip
         """A block to write, its offset, and what this rank will read of the others' blocks of the same number."""
         number = self._next
         low = self._segment.lend(number, num_bytes, self._readers)
         self._next += 1
-        return self._segment.view(low, num_bytes, dtype), low, _Reading(self._segment, number, self._peers)
-
-    def _announce(
-        self, reading: _Reading, tag: int, low: int, num_bytes: int
-    ) -> tuple[dict[int, torch.Tensor], list[Any]]:  # fmt: skip
-        """Send every peer the header of this rank's block; returns theirs, by peer, and the works of both."""
-        group, header = self._group, torch.tensor([reading.number, low, num_bytes])
-        headers = {peer: torch.empty(_HEADER_WORDS, dtype=torch.int64) for peer in self._peers}
-        works = [group.recv([headers[peer]], peer, tag) for peer in self._peers]
-        works += [group.send([header], peer, tag) for peer in self._peers]
-        return headers, works
+        key = self._tag(f"shared {op}", full, label), number
+        return (
+            self._segment.view(low, num_bytes, full.dtype),
+            low,
+            _Reading(self._segment, self._post, key, self._peers),
+        )
 
     def _find(
-        self, peer: int, header: torch.Tensor, number: int, num_bytes: int, dtype: torch.dtype
+        self, peer: int, header: list[int], key: Key, num_bytes: int, dtype: torch.dtype
     ) -> torch.Tensor:  # fmt: skip
         """The block that a peer has announced.
 
         Raises:
             RankFailedError: it is not the one that belongs here.
         """
-        theirs, low, size = header.tolist()
+        number = key[1]
+        theirs, low, size = header
         found: ValueError | None = None
         if (theirs, size) == (number, num_bytes):
             try:
@@ -196,21 +195,30 @@ def make_shared(transport: PairwiseTransport, least_bytes: int) -> PairwiseTrans
         least_bytes: for each peer, from which on a message goes through shared memory; the same on all ranks.
     """
     rank, size = transport._rank, transport._size
-    segment, why = None, ""
-    card = torch.zeros(_CARD_WORDS, dtype=torch.int64)
+    peers = [peer for peer in range(size) if peer != rank]
+    segment, inboxes, why = None, {}, ""
+    card = torch.zeros(_CARD_WORDS + size, dtype=torch.int64)
     try:
         token = host_token()
         segment = OwnSegment(rank, size)
-        card[:] = torch.tensor([1, token, *_address(segment)])
+        inboxes = {peer: Inbox() for peer in peers}
+        card[:_CARD_WORDS] = torch.tensor([1, token, *_address(segment)])
+        for peer, inbox in inboxes.items():
+            card[_CARD_WORDS + peer] = inbox.write_fd
     except OSError as error:
-        why = str(error)
+        segment, why = None, str(error)
     cards = _gather(transport, card, "shared memory")
     others: dict[int, PeerSegment] = {}
+    fds: dict[int, int] = {}
     if segment is not None:
         try:
-            others = {peer: _open(cards[peer], cards[rank], size) for peer in range(size) if peer != rank}
+            for peer in peers:
+                others[peer] = _open(cards[peer], cards[rank], size)
+                fds[peer] = open_pipe(cards[peer][2], cards[peer][_CARD_WORDS + rank])
         except OSError as error:
             why = str(error)
+    timeout = timeout_of(transport._group)
+    pipes = PipePost(inboxes, fds, _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds())
     fails = torch.tensor([int(bool(why))])
     failed = [peer for peer, (found,) in enumerate(_gather(transport, fails, "shared memory opened")) if found]
     if failed or segment is None:
@@ -219,7 +227,11 @@ def make_shared(transport: PairwiseTransport, least_bytes: int) -> PairwiseTrans
             size, failed, f" (here: {why})" if why else "",
         )  # fmt: skip
         return transport
-    return SharedTransport(transport._group, segment, others, least_bytes)
+    for inbox in inboxes.values():
+        inbox.opened()
+    simulated = hasattr(transport._group, "zoo_transport")
+    post = GroupPost(transport._group, transport._peers) if simulated else pipes
+    return SharedTransport(transport._group, segment, others, post, least_bytes)
 
 
 def _address(segment: OwnSegment) -> tuple[int, int, int, int]:
@@ -228,7 +240,7 @@ def _address(segment: OwnSegment) -> tuple[int, int, int, int]:
 
 
 def _open(card: list[int], own: list[int], size: int) -> PeerSegment:
-    there, token, pid, fd, first, second = card
+    there, token, pid, fd, first, second = card[:_CARD_WORDS]
     if not there or token != own[1]:
         raise OSError("another rank has none, or is on another host")
     nonce = b"".join(word.to_bytes(8, "little", signed=True) for word in (first, second))

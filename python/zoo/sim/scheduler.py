@@ -68,8 +68,8 @@ class Mode:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {names}")
         if self.semantics == "nccl" and self.transport != "native":
             raise ValueError(
-                f'transport="{self.transport}" goes with semantics="gloo": its single messages would wait for each other '
-                'under "nccl", where collectives are always the backend\'s own; give transport="native"'
+                f'transport="{self.transport}" goes with semantics="gloo": its single messages would wait for each '
+                'other under "nccl", where collectives are always the backend\'s own; give transport="native"'
             )
         if self.group_timeout_s is not None and not self.group_timeout_s > 0:
             raise ValueError(f"group_timeout_s is {self.group_timeout_s!r}; give a number of seconds above 0, or None")
