@@ -26,7 +26,7 @@ from zoo.comm.transport import PairwiseTransport
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32]
 OPS = st.tuples(
     st.sampled_from(["all_gather", "reduce_scatter"]),
-    st.integers(0, 40),  # elements of a chunk: messages below and above the least size
+    st.integers(0, 40),  # elements of a chunk
     st.sampled_from(DTYPES),
     st.booleans(),  # in place
     st.sampled_from([1.0, 0.5]),
@@ -67,14 +67,12 @@ def play(transport: Any, rank: int, world: int, ops: list[Any], order: list[int]
 @examples(times=3)
 @given(
     world=st.integers(2, 4), ops=st.lists(OPS, min_size=1, max_size=6), seed=st.integers(0, 2**16),
-    least=st.sampled_from([1, 48, 100]), drops=st.booleans(),
+    drops=st.booleans(),
 )  # fmt: skip
-def test_any_sequence_gives_bitwise_what_messages_give(
-    world: int, ops: list[Any], seed: int, least: int, drops: bool
-) -> None:
+def test_any_sequence_gives_bitwise_what_messages_give(world: int, ops: list[Any], seed: int, drops: bool) -> None:
     def fn(rank: int) -> None:
         pairwise = PairwiseTransport(None)
-        shared = make_shared(PairwiseTransport(None), least)
+        shared = make_shared(PairwiseTransport(None))
         assert isinstance(shared, SharedTransport)
         for turn in range(3):
             choice = random.Random(f"{seed} {rank} {turn}")
@@ -95,7 +93,7 @@ def test_a_slow_reader_finds_what_was_sent() -> None:
     """A rank goes on to write into its buffers, and to later collectives, before another has read the first one."""
 
     def fn(rank: int) -> None:
-        transport = make_shared(PairwiseTransport(None), 1)
+        transport = make_shared(PairwiseTransport(None))
         handles, fulls = [], [torch.zeros(8) for _ in range(20)]
         for i in range(20):
             shard = torch.full((4,), float(10 * i + rank))
@@ -113,7 +111,7 @@ def test_a_slow_reader_finds_what_was_sent() -> None:
 
 def test_more_in_flight_than_can_be_told_apart_is_refused() -> None:
     def fn(rank: int) -> None:
-        transport = make_shared(PairwiseTransport(None), 1)
+        transport = make_shared(PairwiseTransport(None))
         handles = [transport.all_gather(torch.zeros(2), torch.ones(1)) for _ in range(segments._NUM_WORDS)]
         with pytest.raises(RuntimeError, match="at most 1024 may be in flight"):
             transport.all_gather(torch.zeros(2), torch.ones(1))
@@ -125,11 +123,8 @@ def test_more_in_flight_than_can_be_told_apart_is_refused() -> None:
 
 def test_a_communicator_that_is_closed_or_dropped_gives_the_memory_back() -> None:
     def num_files() -> int:
-        return sum(
-            "memfd:zoo" in os.readlink(f"/proc/self/fd/{fd}")
-            for fd in os.listdir("/proc/self/fd")
-            if fd.isdigit() and os.path.lexists(f"/proc/self/fd/{fd}")
-        )  # noqa: E501
+        paths = list(Path("/proc/self/fd").iterdir())
+        return sum(os.path.lexists(path) and "memfd:zoo" in os.readlink(path) for path in paths)
 
     def num_maps() -> int:
         return Path("/proc/self/maps").read_text().count("/memfd:zoo")
@@ -189,12 +184,10 @@ def test_another_file_is_not_taken_for_the_segment(tmp_path: Path) -> None:
         PeerSegment(os.getpid(), own.fd, bytes(16), 2)
     with open(tmp_path / "file", "wb") as file, pytest.raises(OSError, match="not a segment"):
         PeerSegment(os.getpid(), file.fileno(), own.nonce, 2)
+    fd = os.memfd_create("zoo", os.MFD_ALLOW_SEALING)
     with pytest.raises(OSError, match="group of 2 ranks"):
-        fd = os.memfd_create("zoo", os.MFD_ALLOW_SEALING)
-        try:
-            PeerSegment(os.getpid(), fd, own.nonce, 2)
-        finally:
-            os.close(fd)
+        PeerSegment(os.getpid(), fd, own.nonce, 2)
+    os.close(fd)
     with pytest.raises(PermissionError):
         os.ftruncate(own.fd, 0)
     with open(tmp_path / "file", "wb") as file, pytest.raises(OSError, match="not a pipe"):
@@ -221,7 +214,7 @@ def test_headers_are_found_by_their_key_and_forgotten() -> None:
     for i in range(10, 5000):  # nobody waits for any of these: the pipe is emptied now and then
         post.exchange((5, i), 0, 8)
         post.forget((5, i), 1)
-    assert waits and not inbox._here.keys() - {(5, i) for i in range(4700, 5000)}
+    assert not inbox._here.keys() - {(5, i) for i in range(4700, 5000)}
     del post
     with pytest.raises(ConnectionError, match="is gone"):
         waits[1]()
@@ -244,8 +237,7 @@ def in_processes(rank: int, world: int) -> bool:
         ]
         order = own.sample(range(5), 5)
         lost = {i for i in range(5) if turn % 2 and own.random() < 0.3}
-        # Small messages go over gloo, where a handle that was dropped is not to be tried.
-        lost = {i for i in lost if ops[i][1] * ops[i][2].itemsize >= 1 << 16}
+        lost = {i for i in lost if ops[i][1]}  # empty messages are gloo's: dropping those is not tried here
         expected = play(pairwise, rank, world, ops, order, set())
         kept = [result for i, result in enumerate(expected) if i not in lost]
         for a, b in zip(kept, play(comm._transport, rank, world, ops, order, lost), strict=True):
@@ -295,6 +287,10 @@ comm.all_gather(full, torch.full((100_000,), float(rank))).wait()
 assert full[::100_000].tolist() == [0.0, 1.0]
 if rank == 1:
     if how == "killed":
+        if os.fork() == 0:  # as a worker of a DataLoader, which lives on
+            while not (out / "done").exists():
+                time.sleep(0.05)
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     while not (out / "done").exists():
         time.sleep(0.05)
@@ -330,7 +326,7 @@ def test_a_lost_process_is_named_by_every_wait(how: str, tmp_path: Path) -> None
 
 def test_a_header_that_does_not_belong_names_its_rank() -> None:
     def fn(rank: int) -> None:
-        transport = make_shared(PairwiseTransport(None), 1)
+        transport = make_shared(PairwiseTransport(None))
         assert isinstance(transport, SharedTransport)
         if rank == 1:
             exchange = transport._post.exchange

@@ -21,12 +21,15 @@ from typing import Any, Protocol
 
 import torch
 
+from zoo.comm.failures import reported
+
 Key = tuple[int, int]
 """The tag of a collective and the number of its block."""
 
 _HEADER = struct.Struct("<4q")  # tag, number, offset and bytes of a block
 _READ_BYTES = 128 * _HEADER.size  # reads of whole headers: writes of one are never divided
 _SLICE_S = 0.2  # so long one thread keeps others from reading the same pipe
+_REPORT_S = 1.0  # so long a rank that closed its pipe may take to say why it leaves
 _DRAIN_EVERY = 256  # headers; a pipe takes 2048 of them
 
 
@@ -131,9 +134,15 @@ class Inbox:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"waited {timeout_s:g} s for what it has in its shared memory")
-            with self._lock:
-                if key not in self._here and not self.read():
-                    self._poll.poll(1e3 * min(left, _SLICE_S))
+            try:
+                with self._lock:
+                    if key not in self._here and not self.read():
+                        self._poll.poll(1e3 * min(left, _SLICE_S))
+            except ConnectionError:
+                until = min(deadline, time.monotonic() + _REPORT_S)
+                while not reported() and time.monotonic() < until:
+                    time.sleep(0.05)
+                raise
 
 
 class PipePost:
@@ -148,8 +157,10 @@ class PipePost:
     def __init__(self, inboxes: dict[int, Inbox], fds: dict[int, int], timeout_s: float) -> None:
         self._inboxes, self._fds, self._timeout_s = inboxes, fds, timeout_s
         self._count = 0
-        for fd in fds.values():
-            weakref.finalize(self, os.close, fd).atexit = False
+        self._closings = [weakref.finalize(self, os.close, fd) for fd in fds.values()]
+        for closing in self._closings:
+            closing.atexit = False
+        _posts.add(self)
 
     def exchange(self, key: Key, low: int, num_bytes: int) -> tuple[dict[int, Callable[[], list[int]]], list[Any]]:
         """See :class:`Post`."""
@@ -171,6 +182,23 @@ class PipePost:
     def forget(self, key: Key, peer: int) -> None:
         """See :class:`Post`."""
         self._inboxes[peer].forget(key)
+
+    def close(self) -> None:
+        """Close this rank's ends of its peers' pipes."""
+        for closing in self._closings:
+            closing()
+
+
+_posts: weakref.WeakSet[PipePost] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A child that held these ends open would keep the peers from seeing that its parent is gone.
+    for post in _posts:
+        post.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def open_pipe(pid: int, fd: int) -> int:

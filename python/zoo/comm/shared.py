@@ -1,5 +1,4 @@
-"""The transport of groups whose ranks are all on one host: bytes go through shared memory, and who waits for whom is
-told by the same small messages as between hosts.
+"""The transport of groups whose ranks are all on one host: what they send goes through memory that they share.
 
 For each message a rank copies its bytes into its own segment (``segments.py``) and sends every peer a *header*: where
 they are (``posts.py``). A peer that has the header copies, or adds, straight out of that segment, and then marks the
@@ -7,8 +6,8 @@ block as read in a segment of its own, where the owner looks before it needs roo
 needed is what is in flight.
 
 A header has the tag that messages of :class:`~zoo.comm.transport.PairwiseTransport` would have: of ranks that make two
-collectives in different order each waits for the other, up to the timeout. Tensors that are not on the CPU, and small
-messages, travel as there altogether.
+collectives in different order each waits for the other, up to the timeout. Tensors that are not on the CPU travel as
+there altogether.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ from zoo.comm.handles import Pending
 from zoo.comm.posts import GroupPost, Inbox, Key, PipePost, Post, open_pipe
 from zoo.comm.segments import OwnSegment, PeerSegment, host_token
 from zoo.comm.transport import PairwiseTransport, Transport, add_in_rank_order
-
-LEAST_BYTES = 1 << 16
-"""From this many bytes for each peer on, a message goes through shared memory."""
 
 _DEFAULT_TIMEOUT_S = 1800.0
 _CARD_WORDS = 6  # whether there is a segment, the token of the host, pid, fd, two words of nonce; then fds of pipes
@@ -70,25 +66,20 @@ class _Arrival:
 
 
 class SharedTransport(PairwiseTransport):
-    """Collectives of the ranks of one host, large ones through shared memory. Made by :func:`share`.
+    """Collectives of the ranks of one host through shared memory. Made by :func:`share`.
 
     The sums are bitwise those of the pairwise transport.
     """
 
-    def __init__(
-        self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], post: Post, least_bytes: int
-    ) -> None:  # fmt: skip
+    def __init__(self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], post: Post) -> None:
         super().__init__(group)
-        self._segment, self._others, self._post, self._least_bytes = segment, others, post, least_bytes
+        self._segment, self._others, self._post = segment, others, post
         self._next = 0  # number of the next block, the same on all ranks
         self._readers = [others[peer] for peer in self._peers]
 
-    def _small(self, full: torch.Tensor) -> bool:
-        return full.nbytes < self._least_bytes * self._size or not full.is_cpu
-
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str = "") -> Pending:
         """See :class:`~zoo.comm.transport.Transport`."""
-        if self._small(full):
+        if not full.nbytes or not full.is_cpu:
             return super().all_gather(full, shard, label)
         full = full.data  # arriving bytes are no change that autograd counts, as with messages
         chunks = full.chunk(self._size)
@@ -107,7 +98,7 @@ class SharedTransport(PairwiseTransport):
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """See :class:`~zoo.comm.transport.Transport`."""
-        if self._small(full):
+        if not full.nbytes or not full.is_cpu:
             return super().reduce_scatter(full, out, scale, label)
         full = full.data
         n = full.numel() // self._size
@@ -130,23 +121,16 @@ class SharedTransport(PairwiseTransport):
 
         return Pending([_Arrival(partial(take, peer)) for peer in self._peers] + works, add, self._peer_ranks)
 
-    def _lend(
-        self, op: str, full: torch.Tensor, label: str, num_bytes: int
-    ) -> tuple[torch.Tensor, int, _Reading]:  # fmt: skip
+    def _lend(self, op: str, full: torch.Tensor, label: str, num_bytes: int) -> tuple[torch.Tensor, int, _Reading]:
         """A block to write, its offset, and what this rank will read of the others' blocks of the same number."""
         number = self._next
         low = self._segment.lend(number, num_bytes, self._readers)
         self._next += 1
         key = self._tag(f"shared {op}", full, label), number
-        return (
-            self._segment.view(low, num_bytes, full.dtype),
-            low,
-            _Reading(self._segment, self._post, key, self._peers),
-        )
+        reading = _Reading(self._segment, self._post, key, self._peers)
+        return self._segment.view(low, num_bytes, full.dtype), low, reading
 
-    def _find(
-        self, peer: int, header: list[int], key: Key, num_bytes: int, dtype: torch.dtype
-    ) -> torch.Tensor:  # fmt: skip
+    def _find(self, peer: int, header: list[int], key: Key, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """The block that a peer has announced.
 
         Raises:
@@ -178,7 +162,7 @@ def share(transport: Transport | None) -> tuple[Transport | None, bool]:
     asked = getattr(transport._group, "zoo_transport", None)
     if asked == "pairwise":  # of simulated ranks
         return transport, False
-    found = make_shared(transport, LEAST_BYTES if asked is None else 1)
+    found = make_shared(transport)
     return found, isinstance(found, SharedTransport)
 
 
@@ -187,13 +171,8 @@ def unshare(transport: Transport | None) -> Transport | None:
     return PairwiseTransport(transport._group) if isinstance(transport, SharedTransport) else transport
 
 
-def make_shared(transport: PairwiseTransport, least_bytes: int) -> PairwiseTransport:
-    """A transport through shared memory, or ``transport`` itself where some rank cannot. Collective.
-
-    Args:
-        transport: that the group has now.
-        least_bytes: for each peer, from which on a message goes through shared memory; the same on all ranks.
-    """
+def make_shared(transport: PairwiseTransport) -> PairwiseTransport:
+    """A transport through shared memory, or ``transport`` itself where some rank cannot. Collective."""
     rank, size = transport._rank, transport._size
     peers = [peer for peer in range(size) if peer != rank]
     segment, inboxes, why = None, {}, ""
@@ -231,7 +210,7 @@ def make_shared(transport: PairwiseTransport, least_bytes: int) -> PairwiseTrans
         inbox.opened()
     simulated = hasattr(transport._group, "zoo_transport")
     post = GroupPost(transport._group, transport._peers) if simulated else pipes
-    return SharedTransport(transport._group, segment, others, post, least_bytes)
+    return SharedTransport(transport._group, segment, others, post)
 
 
 def _address(segment: OwnSegment) -> tuple[int, int, int, int]:
