@@ -9,6 +9,7 @@ ranks send messages on their group, because only there their scheduler sees who 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import struct
@@ -30,7 +31,9 @@ _HEADER = struct.Struct("<4q")  # tag, number, offset and bytes of a block
 _READ_BYTES = 128 * _HEADER.size  # reads of whole headers: writes of one are never divided
 _SLICE_S = 0.2  # so long one thread keeps others from reading the same pipe
 _REPORT_S = 1.0  # so long a rank that closed its pipe may take to say why it leaves
-_DRAIN_EVERY = 256  # headers; a pipe takes 2048 of them
+# Headers that nobody waits for are taken in after so many; with those in flight (at most 1024) they fit into a pipe.
+_DRAIN_EVERY = 256
+_PIPE_BYTES = 1 << 16
 
 
 class Post(Protocol):
@@ -78,6 +81,9 @@ class Inbox:
 
     Attributes:
         write_fd: for the peer to open, until :meth:`opened`.
+
+    Raises:
+        OSError: the system gives no pipe, or only a small one.
     """
 
     def __init__(self) -> None:
@@ -85,6 +91,8 @@ class Inbox:
         weakref.finalize(self, os.close, self.fd).atexit = False
         self._close = weakref.finalize(self, os.close, self.write_fd)
         self._close.atexit = False
+        if fcntl.fcntl(self.fd, fcntl.F_GETPIPE_SZ) < _PIPE_BYTES:
+            raise OSError("this user has so many pipes that the next ones are small")
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
         self._here: dict[Key, list[int]] = {}
