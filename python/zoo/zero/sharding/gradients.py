@@ -178,9 +178,20 @@ class BucketGradients:
         self._check_late()
         if self.phase is Phase.LAUNCHED:
             self.phase = Phase.IDLE
-        freed = self.bucket.num_bytes > 0 and not self._here
-        if freed and not CAN_REFUSE_STORAGE and any(map(has_raw_grad, self.bucket.spec.parameters)):
+        if self._has_strays():
+            self._forget_strays()
             raise self._late()
+
+    def _has_strays(self) -> bool:
+        """Where nothing refuses to be written to: autograd has made a gradient beside the flat one, which is freed."""
+        if CAN_REFUSE_STORAGE or self._here or not self.bucket.num_bytes:
+            return False
+        return any(map(has_raw_grad, self.bucket.spec.parameters))
+
+    def _forget_strays(self) -> None:
+        if not CAN_REFUSE_STORAGE and not self._here:
+            for parameter in self.bucket.spec.parameters:
+                raw_grad(parameter, None)
 
     def ground(self) -> None:
         """Wait for a reduction that is under way; its result is not used."""
@@ -205,12 +216,13 @@ class BucketGradients:
                 self.shard = None
             if self._here:
                 self._free()
+            self._forget_strays()
         else:
             self.shard = None
 
     def _free(self) -> None:
         if not CAN_REFUSE_STORAGE:
-            # Autograd must not write into freed memory: without a gradient to add to it makes one; `settle` finds it.
+            # Autograd must not write into freed memory: without a gradient to add to it makes one, a stray.
             for parameter in self.bucket.spec.parameters:
                 raw_grad(parameter, None)
         self._storage.resize_(0)
@@ -232,8 +244,9 @@ class BucketGradients:
 
         A backward that leads to no output of a unit is not seen by any hook of ours.
         """
-        if self.phase is Phase.IDLE and self.flat._version != self._version:
+        if self.phase is Phase.IDLE and (self.flat._version != self._version or self._has_strays()):
             self._version = self.flat._version
+            self._forget_strays()
             raise RuntimeError(
                 f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
                 "module (a penalty on the weights alone, for example), and was not reduced. Add that loss to the one "
