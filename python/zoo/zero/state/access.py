@@ -48,7 +48,8 @@ class _Place:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.bucket.spec.dtype, torch.float32)
+        spec = self.bucket.spec
+        return torch.promote_types(torch.promote_types(spec.dtype, spec.original), torch.float32)
 
     @property
     def everywhere(self) -> bool:
@@ -93,7 +94,10 @@ def _segments(place: _Place) -> Iterator[tuple[Segment, dict[str, Any], int]]:
 
 def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
     if not place.bucket.spec.trainable:
-        if place.everywhere:
+        originals = place.bucket.parameters.originals
+        if originals is not None:
+            yield place.bucket.kept_range()[0], originals.whole()
+        elif place.everywhere:
             yield 0, place.bucket.parameters.full
         else:
             yield place.bucket.own_range()[0], place.bucket.parameters.shard.whole()
