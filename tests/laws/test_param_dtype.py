@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -184,6 +185,26 @@ def test_it_is_a_16_bit_model_whose_masters_are_the_originals(
             "hpz": {"zero_hpz_partition_size": where[1], "ranks_per_node": where[1]} if where[1] > 1 else {},
             "gradients": {"zero_quantized_gradients": True, "ranks_per_node": where[1]},
         }.get(extra, {})  # fmt: skip
+    check_converted(world, dtype, lambda model: options)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+@pytest.mark.parametrize("stage", range(4))
+def test_optimizers_of_whole_tensors_start_from_the_originals_too(name: str, stage: int) -> None:
+    def options(model: nn.Module) -> dict[str, Any]:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        others: dict[str, Any] = {"params": [p for p in trained if p.ndim < 2]}
+        if name == "Muon":
+            others["use_muon"] = False
+        return {
+            "stage": stage, "optimizer": getattr(zoo.optim, name), "lr": 0.01, "reduce_bucket_size": 60,
+            "params": [{"params": [p for p in trained if p.ndim == 2]}, others],
+        }  # fmt: skip
+
+    check_converted(2, torch.bfloat16, options)
+
+
+def check_converted(world: int, dtype: torch.dtype, options: Callable[[nn.Module], dict[str, Any]]) -> None:
     originals = {n: p.detach().flatten() for n, p in Net().named_parameters()}
 
     def train(rank: int, model: nn.Module, optimizer: ZeroOptimizer) -> Any:
@@ -200,13 +221,13 @@ def test_it_is_a_16_bit_model_whose_masters_are_the_originals(
         model = Net()
         for p in model.parameters():
             p.data = p.data.to(dtype)
-        optimizer = ZeroOptimizer(model, **options)
+        optimizer = ZeroOptimizer(model, **options(model))
         optimizer.load_state(lambda name, role, start, n: _only(role, originals[name][start : start + n]), {})
         return train(rank, model, optimizer)
 
     def with_param_dtype(rank: int) -> Any:
         model = Net()
-        return train(rank, model, ZeroOptimizer(model, param_dtype=dtype, **options))
+        return train(rank, model, ZeroOptimizer(model, param_dtype=dtype, **options(model)))
 
     for (expected, slices), (got, others) in zip(
         sim.run(world, converted), sim.run(world, with_param_dtype), strict=True
