@@ -220,9 +220,11 @@ class Bucket:
 
     def new_originals(self, numel: int, dtype: torch.dtype) -> Shard:
         """For the values that this rank's parameters came with."""
+        # Masters are no buffers of offloading, and there are enough of those for the states alone.
+        scratch = None if self.spec.trainable else self._stores.scratch
         return Shard(
-            numel, dtype, self.device, tier=originals_tier(self), scratch=self._stores.scratch,
-            store=self._stores.originals, region=self.index,
+            numel, dtype, self.device, tier=originals_tier(self), scratch=scratch, store=self._stores.originals,
+            region=self.index,
         )  # fmt: skip
 
     @property

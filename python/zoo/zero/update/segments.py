@@ -102,7 +102,8 @@ def original_of(bucket: Bucket, chunk: int, start: int, stop: int) -> torch.Tens
     if originals is None or originals.values is None:
         return None
     base = bucket.layout.shard_range(chunk, bucket.num_chunks)[0] - bucket.kept_range()[0]
-    return originals.values[base + start : base + stop]
+    # Detached it is no view: what a view is of would keep the memory when the master goes to another.
+    return originals.values[base + start : base + stop].detach()
 
 
 def absent_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
