@@ -24,7 +24,9 @@ from zoo.zero import (
     ZeroConfig,
     ZeroOptimizer,
     safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
     safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
 )
 
 BF16 = torch.bfloat16
@@ -236,6 +238,23 @@ def test_new_values_reach_masters_and_what_frozen_parameters_came_with(stage: in
             expected["4.weight"][1] = 7.0
         optimizer.close()
         same(values(model), expected)
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_each_rank_sets_its_elements_of_a_frozen_parameter(stage: int, dtype: torch.dtype | None) -> None:
+    def fn(rank: int) -> None:
+        model = small()
+        optimizer = build(model, stage, param_dtype=dtype)
+        own = safe_get_local_fp32_param(model[2].weight)
+        safe_set_local_fp32_param(model[2].weight, torch.full_like(own, 1.001))
+        expected = torch.full((6, 6), 1.001)
+        assert torch.equal(safe_get_full_fp32_param(model[2].weight), expected)
+        assert torch.equal(optimizer.consolidated_parameters()["2.weight"], expected.to(dtype or torch.float32))
+        optimizer.close()
+        assert torch.equal(model[2].weight, expected)
 
     sim.run(2, fn)
 

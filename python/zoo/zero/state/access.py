@@ -380,7 +380,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's elements. Every rank calls it, each with its own."""
     place = _find(param)
     _write_param(place, _local_value(place, value))
-    if not place.bucket.partitioned and place.bucket.spec.trainable:
+    if not place.bucket.partitioned:
         handle = place.bucket.parameters.publish()
         if handle is not None:
             handle.wait()
