@@ -73,9 +73,9 @@ mutants: setup
 	@VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet -r requirements-mutants.txt
 	@$(BIN)/python -m scripts.mutants $(ARGS)
 
-# Each law under each semantics of zoo.sim and over the transport of CPU jobs; `make test` draws one for each.
+# Each law under each semantics of zoo.sim and over the transports of CPU jobs; `make test` draws one for each.
 laws: setup
-	@for world in gloo pairwise nccl; do echo "== $$world"; \
+	@for world in gloo pairwise shared nccl; do echo "== $$world"; \
 	  ZOO_LAWS=$$world $(BIN)/python -m pytest -q -n auto tests/laws $(ARGS) || exit 1; done
 
 lint: setup

@@ -25,7 +25,7 @@ def values(rank: int, size: int, seed: int = 0) -> torch.Tensor:
     length=st.integers(0, 9),
     seed=st.integers(0, 50),
     check=st.booleans(),
-    mode=st.sampled_from([{}, {"semantics": "nccl"}, {"transport": "pairwise"}]),
+    mode=st.sampled_from([{}, {"semantics": "nccl"}, {"transport": "pairwise"}, {"transport": "shared"}]),
 )
 def test_collectives_compute_what_they_say(
     world: int, length: int, seed: int, check: bool, mode: dict[str, str]
@@ -33,6 +33,7 @@ def test_collectives_compute_what_they_say(
     def fn(rank: int) -> None:
         comm = Communicator(check=check)
         assert (comm.rank, comm.size) == (rank, world)
+        assert comm.share_memory() == (mode.get("transport") == "shared" and world > 1)
         full = torch.full((world * length,), float("nan"))
         handle = comm.all_gather(full, values(rank, length))
         handle.wait()

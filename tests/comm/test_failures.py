@@ -64,11 +64,14 @@ def test_a_wait_that_fails_names_who_reported() -> None:
     assert isinstance(results[2], sim.Crash)
 
 
-@pytest.mark.parametrize("mode", [{}, {"semantics": "nccl"}, {"transport": "pairwise"}], ids=str)
+@pytest.mark.parametrize(
+    "mode", [{}, {"semantics": "nccl"}, {"transport": "pairwise"}, {"transport": "shared"}], ids=str
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_leaves_is_named_after_the_timeout(seed: int, mode: dict[str, str]) -> None:
     def fn(rank: int) -> None:
         comm = Communicator()
+        comm.share_memory()
         if rank == 2:
             comm.report_failure(ValueError("no more data"))
             return

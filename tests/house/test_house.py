@@ -62,6 +62,15 @@ def test_every_subpackage_has_a_readme() -> None:
     assert [str(path) for path in packages if not (path / "README.md").exists()] == []
 
 
+def test_sources_that_pages_name_exist() -> None:
+    kept = ("python", "crates", "cuda", "tests", "benchmarks", "scripts", "docs", "examples", "moe", "compression")
+    there = ["/" + str(file.relative_to(ROOT)) for top in kept for file in (ROOT / top).rglob("*.*")]
+    for page in (ROOT / "python").rglob("README.md"):
+        named = set(re.findall(r"`([\w./-]+\.(?:py|rs|cu|cuh|cpp|h|md))`", page.read_text()))
+        missing = [name for name in named if not any(file.endswith("/" + name) for file in there)]
+        assert not missing, f"{page.relative_to(ROOT)} names {missing}"
+
+
 def test_importing_the_foundations_does_not_import_torch() -> None:
     names = [
         name

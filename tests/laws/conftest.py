@@ -1,6 +1,6 @@
 """Under which semantics and over which transport the laws hold: under all of them.
 
-Ordinarily each test has one of the three drawn by its name: every law is tried under one, and the folder under all.
+Ordinarily each test has one of them drawn by its name: every law is tried under one, and the folder under all.
 ``ZOO_LAWS=nccl`` (or one of the other names) runs the whole folder under one: `make laws` does it for each.
 """
 
@@ -17,6 +17,7 @@ from zoo import sim
 WORLDS = {
     "gloo": {"semantics": "gloo", "transport": "native"},
     "pairwise": {"semantics": "gloo", "transport": "pairwise"},
+    "shared": {"semantics": "gloo", "transport": "shared"},
     "nccl": {"semantics": "nccl", "transport": "native"},
 }
 

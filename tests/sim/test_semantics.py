@@ -136,7 +136,7 @@ def test_the_transport_of_a_run_is_the_one_of_its_communicators() -> None:
     ("options", "words"),
     [
         ({"semantics": "mpi"}, "allowed are 'gloo' and 'nccl'"),
-        ({"transport": "ring"}, "allowed are 'native' and 'pairwise'"),
+        ({"transport": "ring"}, "allowed are 'native', 'pairwise' and 'shared'"),
         ({"semantics": "nccl", "transport": "pairwise"}, 'give transport="native"'),
         ({"group_timeout_s": 0}, "above 0"),
     ],

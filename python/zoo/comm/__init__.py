@@ -5,8 +5,8 @@ training systems are built from. It adds three things to torch's own functions:
 
 * **accounting**: a :class:`CommsLog` counts, per operation, calls, message bytes, wire bytes and time;
 * **a transport per backend**: on gloo, all-gather and reduce-scatter go as direct pairwise messages, which move the
-  bandwidth-optimal number of bytes without staging copies and add in rank order; elsewhere the backend's own
-  collectives are used;
+  bandwidth-optimal number of bytes without staging copies and add in rank order, or through memory that ranks of one
+  host share; elsewhere the backend's own collectives are used;
 * **a check** (``check=True``): before each collective the ranks agree on a fingerprint of it, and the error names the
   ranks that differ instead of hanging.
 """

@@ -16,6 +16,7 @@ from zoo.comm.log import CommsLog, OpStats, wire_bytes
 from zoo.comm.messages import Message, Recv, Send, check_messages, post, post_checked
 from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
 from zoo.comm.objects import pack, unpack
+from zoo.comm.shared import share, unshare
 from zoo.comm.transport import choose_transport
 
 
@@ -183,6 +184,20 @@ class Communicator:
             found.know_nodes([self.nodes[r] for r in mine])
         return found
 
+    def share_memory(self) -> bool:
+        """From now on let large all-gathers and reduce-scatters of CPU tensors go through memory that the ranks share.
+
+        Collective over the group. It is done where messages go directly between the ranks (gloo) and every rank can
+        open the memory of every other; elsewhere nothing changes. Results, the log, and what happens when ranks fail
+        are the same either way. The memory is about what is in flight, and goes with :meth:`close` or with this object.
+
+        Returns:
+            whether it is so, the same on all ranks.
+        """
+        self._check_open()
+        self._transport, shares = share(self._transport)
+        return shares
+
     def close(self) -> None:
         """Destroy the process groups that this communicator made, and its own if it was made by another.
 
@@ -190,6 +205,7 @@ class Communicator:
         unless its group was given: then it has only lost its parts. Closing again does nothing.
         """
         parts, self._parts = self._parts, {}
+        self._transport = unshare(self._transport)
         for part in parts.values():
             if part is not self:
                 part.close()

@@ -101,15 +101,15 @@ class PairwiseTransport:
         group, tag = self._group, self._tag("reduce_scatter", full, label)
         works = [group.recv([parts[peer]], peer, tag) for peer in self._peers]
         works += [group.send([chunks[peer]], peer, tag) for peer in self._peers]
-        return Pending(works, lambda: _add_in_rank_order(parts, out, scale), self._peer_ranks)
+        return Pending(works, lambda: add_in_rank_order(parts, out, scale), self._peer_ranks)
 
 
-def _add_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:
-    # The same order on whichever rank the chunk lives: ((g0 + g1) + g2) + ... `out` may be one of the parts, so the
-    # running sum stays in a received buffer and only the last addition writes `out`.
+def add_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:
+    """``out`` = scale * (((g0 + g1) + g2) + ...): the same order on whichever rank the chunk lives."""
+    # `out` may be one of the parts: only the last addition writes it.
     total = parts[0]
-    for part in parts[1:-1]:
-        total = torch.add(total, part)
+    for i, part in enumerate(parts[1:-1]):
+        total = total.add_(part) if i else torch.add(total, part)
     torch.add(total, parts[-1], out=out)
     _scale(out, scale)
 
@@ -122,5 +122,5 @@ def _scale(out: torch.Tensor, scale: float) -> None:
 def choose_transport(group: Any, backend: str) -> Transport:
     """The transport for a process group of this backend; a group that has a ``zoo_transport`` says itself which."""
     asked = getattr(group if group is not None else dist.group.WORLD, "zoo_transport", None)
-    pairwise = backend == "gloo" if asked is None else asked == "pairwise"
+    pairwise = backend == "gloo" if asked is None else asked in ("pairwise", "shared")
     return PairwiseTransport(group) if pairwise else NativeTransport(group)

@@ -71,8 +71,9 @@ def run(
     timeout_s: the wall-clock seconds for which a rank may compute without communicating.
     trace: a ``Trace`` or a list, which gets one ``Event`` for each operation a rank issues.
     semantics: "gloo" or "nccl", see the README; where not given, what ``defaults`` says, else "gloo".
-    transport: how zoo.comm's all-gather and reduce-scatter travel, "native" (the simulator's collectives) or "pairwise"
-        (the messages of CPU jobs; not under "nccl"); where not given, what ``defaults`` says, else "native".
+    transport: how zoo.comm's all-gather and reduce-scatter travel, "native" (the simulator's collectives), "pairwise"
+        (the messages of CPU jobs) or "shared" (as "pairwise", until a communicator is asked to share memory); these two
+        not under "nccl". Where not given, what ``defaults`` says, else "native".
     group_timeout_s: the timeout of the default group in simulated seconds; that of other groups is what they are made
         with. Not given, the timeouts of groups are ignored, and who waits for ever makes a ``DeadlockError``.
 

@@ -62,13 +62,14 @@ class Mode:
         Raises:
             ValueError: a value that is not allowed.
         """
-        for name, allowed in (("semantics", ("gloo", "nccl")), ("transport", ("native", "pairwise"))):
+        for name, allowed in (("semantics", ("gloo", "nccl")), ("transport", ("native", "pairwise", "shared"))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {allowed[0]!r} and {allowed[1]!r}")
-        if self.semantics == "nccl" and self.transport == "pairwise":
+                names = f"{', '.join(map(repr, allowed[:-1]))} and {allowed[-1]!r}"
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {names}")
+        if self.semantics == "nccl" and self.transport != "native":
             raise ValueError(
-                'transport="pairwise" goes with semantics="gloo": its single messages would wait for each other under '
-                '"nccl", where collectives are always the backend\'s own; give transport="native"'
+                f'transport="{self.transport}" goes with semantics="gloo": its single messages would wait for each '
+                'other under "nccl", where collectives are always the backend\'s own; give transport="native"'
             )
         if self.group_timeout_s is not None and not self.group_timeout_s > 0:
             raise ValueError(f"group_timeout_s is {self.group_timeout_s!r}; give a number of seconds above 0, or None")

@@ -50,6 +50,7 @@ from zoo.zero.state.access import (
 )
 from zoo.zero.state.gathered import GatheredParameters
 from zoo.zero.state.logical import StateSlice
+from zoo.zero.update.clipping import NonFiniteGradientsError
 from zoo.zero.update.loss_scaler import LossScaler
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "InitReport",
     "LossScaler",
     "MemoryEfficientLinear",
+    "NonFiniteGradientsError",
     "OffloadError",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",

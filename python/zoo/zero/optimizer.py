@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
 
@@ -33,9 +32,9 @@ from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.offload_states import StatesAway
 from zoo.zero.state.rank_state import load_rank_state, rank_state
+from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
-from zoo.zero.update.norms import global_norm
 from zoo.zero.update.updater import Updater, try_out
 
 if TYPE_CHECKING:
@@ -77,7 +76,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
             :func:`~zoo.zero.placement.units.find_units`.
-        clip_norm: clip the global gradient norm to this before each step; 0 for no clipping.
+        clip_norm: clip the global gradient norm to this before each step; 0 for no clipping, ``math.inf`` to have
+            ``grad_norm`` without clipping.
         loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
         nonfinite_gradients: what a step does whose gradients have a norm that is not finite, where the norm is known
             (with clipping or a loss scale): "skip" it and count it, or raise an "error". Nothing is changed either way.
@@ -128,31 +128,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **options: Unpack[Keywords],
     ) -> None:
         given = options_of(type(self), options, optimizer_options)
+        self.scaler = make_scaler(loss_scale)
+        self.clipping = Clipping(clip_norm, self.scaler, nonfinite_gradients)
         self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
-        if not clip_norm >= 0:
-            raise ValueError(f"clip_norm={clip_norm}; it must be a norm > 0, or 0 for no clipping.")
         if self.config.update_in_backward and (clip_norm or loss_scale is not None):
             other = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
             raise ValueError(
                 f"update_in_backward=True with {other}, which needs all gradients before the first update. Drop one of "
                 "the two."
             )
-        if nonfinite_gradients not in ("skip", "error"):
-            raise ValueError(f"nonfinite_gradients={nonfinite_gradients!r}; allowed are 'skip' and 'error'.")
         check_parameters(model, dry=isinstance(group, DryRun))
         wrapped = find_optimizer(model, optimizer, params, given)
-        self.model, self.clip_norm, self.scaler = model, clip_norm, make_scaler(loss_scale)
-        self._nonfinite = nonfinite_gradients
-        self.grad_norm: float | None = None
+        self.model = model
         self._away: StatesAway | None = None
-        self.skipped, self.num_skipped = False, 0
         # Before the model is touched: what the wrapped optimizer refuses.
         try_out(wrapped.make, wrapped.groups, wrapped.options)
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
-            param_dtype=param_dtype, cast_inputs=cast_inputs, keep_norms=bool(clip_norm or self.scaler is not None),
+            param_dtype=param_dtype, cast_inputs=cast_inputs, keep_norms=self.clipping.measures,
         )  # fmt: skip
         self.sharded.used_by(self)
         try:
@@ -179,6 +174,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
+        self.clipping.adopt(self._gradients, sharded.layers)
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
@@ -220,6 +216,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def runtime(self) -> Runtime:
         """What gathers, releases and reduces."""
         return self._runtime
+
+    @property
+    def clip_norm(self) -> float:
+        """Each step clips the gradients to it; 0 for no clipping."""
+        return self.clipping.max_norm
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the latest step that computed it, before clipping."""
+        return self.clipping.norm
+
+    @property
+    def skipped(self) -> bool:
+        """The latest step changed nothing, because of gradients that are not finite."""
+        return self.clipping.skipped
+
+    @property
+    def num_skipped(self) -> int:
+        """Such steps since construction."""
+        return self.clipping.num_skipped
 
     @property
     def loss_scale(self) -> float:
@@ -267,7 +283,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         if torch._C._current_graph_task_id() != -1 and self._runtime.backward.under_way:
             raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
-        self.skipped = False
+        self.clipping.skipped = False
         groups = self._options_of_update()
         self._runtime.backward.check_running()
         self._updater.check_whole()
@@ -283,10 +299,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._has_gradients():
             return loss
         try:
-            factor = self._factor()
-        except FloatingPointError:
+            factor = self.clipping.factor()
+        except NonFiniteGradientsError:
             self._settle_errors(used=False)
             raise
+        finally:
+            self._runtime.backward.scale = self.loss_scale
         if factor is None:
             self._settle_errors(used=False)
             return loss
@@ -324,30 +342,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             gradients.make_zero()
         return True
 
-    def _factor(self) -> float | None:
-        """What the reduced gradients are multiplied by in the update; None for no update."""
-        factor = 1.0 / self.loss_scale
-        if not (self.clip_norm or self.scaler is not None):
-            return factor
-        norm = self._norm() * factor
-        self.grad_norm = norm
-        finite = math.isfinite(norm)
-        if self.scaler is not None:
-            self.scaler.update(overflow=not finite)
-            self._runtime.backward.scale = self.scaler.scale
-        if not finite:
-            if self._nonfinite == "error":
-                raise FloatingPointError(
-                    f"the norm of the gradients is {norm}: the parameters stay as they were. Call zero_grad() and go "
-                    "on, or find the batch; nonfinite_gradients='skip' skips such steps and counts them."
-                )
-            self.skipped = True
-            self.num_skipped += 1
-            return None
-        if self.clip_norm:
-            factor *= min(self.clip_norm / (norm + 1e-6), 1.0)
-        return factor
-
     def _options_of_update(self) -> list[dict[str, Any]]:
         if self._away is not None:
             raise ValueError("an update while states are offloaded; call reload_states() first.")
@@ -367,24 +361,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._runtime.unreduced = False  # the model's zero_grad() dropped it all
         self.sharded.reduce()
 
-    def _norm(self) -> float:
-        """sqrt(Σ g²) over the whole mean gradient, each element once."""
-        return global_norm(self._gradients, self.sharded.layers)
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Scale the mean gradient to a norm (Σ |g|^p)^(1/p) of at most ``max_norm``. Collective.
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
+        As ``torch.nn.utils.clip_grad_norm_``, over the parameters of all ranks, but for norms that are not finite:
+        gradients stay as they are then, and the next step is skipped, or an error (``nonfinite_gradients``).
+
+        Args:
+            max_norm: in units of the gradient, without the loss scale.
+            norm_type: p > 0, or ``math.inf`` for the largest |g|.
+            error_if_nonfinite: raise at once.
+
+        Returns:
+            The norm before; 0.0 where there was no backward since ``zero_grad``.
+
+        Raises:
+            ValueError: arguments out of range, or updates that are made in backward.
+            NonFiniteGradientsError: see there; a RuntimeError, as torch's.
+        """
+        if not self._can_measure("clip_grad_norm_"):
+            return 0.0
+        return self.clipping.clip(max_norm, norm_type, error_if_nonfinite)
+
+    @torch.no_grad()
+    def global_norm(self, norm_type: float = 2.0) -> float:
+        """(Σ |g|^p)^(1/p) of the mean gradient over the parameters of all ranks; nothing changes. Collective.
+
+        For every step ``clip_norm=math.inf`` does it: the norm is ``grad_norm`` then.
+        """
+        return self.clipping.measure(norm_type) if self._can_measure("global_norm") else 0.0
+
+    def _can_measure(self, what: str) -> bool:
+        """Whether there are gradients; what was accumulated is reduced first."""
+        self._check_open()
         if self._in_backward is not None:
-            raise ValueError("clip_grad_norm_() with update_in_backward=True: backward has used the gradients already.")
+            raise ValueError(f"{what}() with update_in_backward=True: backward has used the gradients already.")
         self._runtime.check()
         self._settle()
-        if not self._has_gradients():
-            return 0.0
-        norm = self._norm() / self.loss_scale
-        factor = min(max_norm / (norm + 1e-6), 1.0)
-        for gradients in self._gradients:
-            for chunk in gradients.bucket.updated_chunks():
-                gradients.scale_reduced(chunk, factor)
-        return norm
+        return self._has_gradients()
 
     def _publish(self) -> None:
         handles = [bucket.parameters.publish() for bucket in self._trainable]
@@ -400,6 +415,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.check_dropped()
         self._runtime.drop_gradients()
+        self.clipping.forget()
         self._settle_errors(used=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -498,7 +514,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Exact where the next forwards are like it and nothing is recomputed in backward.
         """
         states, plan = self._updater.forecast_bytes(), self._runtime.plan()
-        clips = bool(self.clip_norm or self.scaler is not None)
+        clips = self.clipping.measures
         found = make_forecast(
             self._buckets,
             plan=plan,

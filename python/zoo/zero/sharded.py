@@ -187,6 +187,9 @@ class ShardedModel:
             layer_axes=self._layer_axes, layers=self.layers,
         )  # fmt: skip
         self.axes: Axes = self.families[()]
+        if device.type == "cpu":
+            for family in sorted(self.families):
+                self.families[family].share_memory()
         self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families) if cfg.buffers != "own" else None
         placements = place(plan, self.families, cfg)
         for spec, placed in zip(plan, placements, strict=True):

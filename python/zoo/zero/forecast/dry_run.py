@@ -42,6 +42,10 @@ class DryRun(Communicator):
             found.know_nodes([self.nodes[m] for m in mine])
         return found
 
+    def share_memory(self) -> bool:
+        """There is none."""
+        return False
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:
         """Nothing is gathered."""
         return _Done()

@@ -51,6 +51,12 @@ class Axes:
     counts: bool = True
     """Of ranks that have the same along axes outside of ``world`` one counts, in checkpoints."""
 
+    def share_memory(self) -> None:
+        """Let what travels between ranks of one host go through memory that they share. Collective."""
+        found = [self.shard, self.local, self.across, *([self.secondary] if self.secondary is not None else [])]
+        for comm in {id(comm): comm for comm in found}.values():
+            comm.share_memory()
+
     @property
     def num_losses(self) -> int:
         """What a sum of gradients is divided by."""

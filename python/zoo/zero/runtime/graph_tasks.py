@@ -68,20 +68,30 @@ class GraphTasks:
 
     def adds(self) -> bool:
         """Whether it adds to the gradient of some parameter on this rank."""
-        try:
-            return any(map(self.adds_to, self._buckets))
-        except RuntimeError:
-            return False  # torch says so of a leaf whose gradient is returned
+        return bool(self._adds())
+
+    def _adds(self) -> bool | None:
+        """The same; None where torch says that the gradient of some parameter is returned."""
+        for bucket in self._buckets:
+            nodes = self._of(bucket)  # outside of what is caught: whatever goes wrong here is a fault
+            try:
+                if any(map(_will_execute, nodes)):
+                    return True
+            except RuntimeError:
+                return None
+        return False
 
     def accumulates(self) -> bool:
         """Whether it is of the kind that adds to gradients of parameters, as ``loss.backward()`` is."""
+        adds = self._adds()
+        if adds is not False:
+            return bool(adds)
+        # None of them: a loss that leads to no parameter on this rank, or a call for other tensors.
+        if not any(p.requires_grad for b in self._buckets if b.spec.trainable for p in b.spec.parameters):
+            return False  # all are frozen for a while: this is about something else
+        leaves = _leaves(torch._C._current_autograd_node())
         try:
-            if any(map(self.adds_to, self._buckets)):
-                return True
-            # None of them: a loss that leads to no parameter on this rank, or a call for other tensors.
-            if not any(p.requires_grad for b in self._buckets if b.spec.trainable for p in b.spec.parameters):
-                return False  # all are frozen for a while: this is about something else
-            return all(map(_will_execute, _leaves(torch._C._current_autograd_node())))
+            return all(map(_will_execute, leaves))
         except RuntimeError:
             return False
 

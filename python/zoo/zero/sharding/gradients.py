@@ -310,11 +310,11 @@ class BucketGradients:
         low, high = bucket.layout.shard_range(index, bucket.num_chunks)
         return self._raw[low:high]
 
-    def reduced_norm(self, index: int) -> torch.Tensor:
-        """‖·‖ of the reduced gradient of chunk ``index``, fp64."""
-        if self._norm is not None:
+    def reduced_norm(self, index: int, p: float = 2.0) -> torch.Tensor:
+        """‖·‖_p of the reduced gradient of chunk ``index``, fp64."""
+        if self._norm is not None and p == 2.0:
             return self._norm
-        return norm_of(self.reduced_chunk(index))
+        return norm_of(self.reduced_chunk(index), p)
 
     def scale_reduced(self, index: int, factor: float) -> None:
         """Multiply the reduced gradient of chunk ``index``."""
@@ -409,7 +409,7 @@ class BucketGradients:
         self._version = self.flat._version
 
 
-def norm_of(chunk: torch.Tensor) -> torch.Tensor:
-    """‖chunk‖, fp64; 16-bit gradients are squared and added in fp32, because their squares overflow fp16."""
-    norm: torch.Tensor = torch.linalg.vector_norm(chunk, dtype=torch.promote_types(chunk.dtype, torch.float32))
+def norm_of(chunk: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """‖chunk‖_p, fp64; 16-bit gradients are squared and added in fp32, because their squares overflow fp16."""
+    norm: torch.Tensor = torch.linalg.vector_norm(chunk, p, dtype=torch.promote_types(chunk.dtype, torch.float32))
     return norm.double()

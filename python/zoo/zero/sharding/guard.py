@@ -395,8 +395,9 @@ class _LeadTo(torch.autograd.Function):
 def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
     """The autograd nodes that add to the gradients of those of ``parameters`` that require one."""
     with torch.enable_grad():
-        to_all = _LeadTo.apply(*parameters).grad_fn
-    return [node for node, _ in to_all.next_functions if node is not None] if to_all is not None else []
+        led = _LeadTo.apply(*parameters)
+    # torch 2.11 tells what a node leads to only while there is a tensor that came from it.
+    return [node for node, _ in led.grad_fn.next_functions if node is not None] if led.grad_fn is not None else []
 
 
 def assign_data(parameter: nn.Parameter, value: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,29 +12,46 @@ from zoo.zero.placement.axes import Axes
 from zoo.zero.sharding.gradients import BucketGradients
 
 
-def global_norm(gradients: Sequence[BucketGradients], layers: Communicator | None = None) -> float:
-    """sqrt(Σ g²), family by family, chunk by chunk and bucket by bucket in an order that no stage changes. Collective.
+def global_norm(
+    gradients: Sequence[BucketGradients], layers: Communicator | None = None, norm_type: float = 2.0
+) -> float:
+    """(Σ |g|^p)^(1/p) or, for p = ``norm_type`` = infinity, max |g|. Collective.
+
+    Family by family, chunk by chunk and bucket by bucket, in an order that no stage changes.
 
     Each element counts once: chunks are added over the ranks that split a bucket, and parts along other mesh axes over
     the ranks that have them; ranks that repeat something do not add it. What ``layers``, the ranks with other layers,
     have is added at the end, in their order, so that all of them have the same bits.
+
+    Raises:
+        ValueError: p is no number > 0.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type!r}; a norm over all gradients has a number > 0, or math.inf, for it.")
+    p = float(norm_type)
     families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
-    squares = torch.stack([_squares(gradients, axes) for axes in families]).sum()
+    powers = _joined(torch.stack([_powers(gradients, axes, p) for axes in families]), p)
     if layers is not None:
-        squares = _of_all(layers, squares.reshape(1)).sum()
-    return float(squares.sqrt())
+        powers = _joined(_of_all(layers, powers.reshape(1)), p)
+    if p == 2.0:
+        return float(powers.sqrt())
+    return float(powers if math.isinf(p) else powers.pow(1.0 / p))
 
 
-def _squares(gradients: Sequence[BucketGradients], axes: Axes) -> torch.Tensor:
-    """Σ g² over the parameters of one family."""
+def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
+    """Σ over (k,) sums of |g|^p, or the largest of (k,) maxima."""
+    return powers.amax() if math.isinf(p) else powers.sum()
+
+
+def _powers(gradients: Sequence[BucketGradients], axes: Axes, p: float) -> torch.Tensor:
+    """Σ |g|^p over the parameters of one family, or max |g|."""
     mine = [g for g in gradients if g.bucket.routes.axes is axes]
-    chunks = [torch.stack([g.reduced_norm(c) for g in mine]) for c in mine[0].bucket.updated_chunks()]
+    chunks = [torch.stack([g.reduced_norm(c, p) for g in mine]) for c in mine[0].bucket.updated_chunks()]
     norms = torch.cat(chunks)
     if len(chunks) < axes.shard.size:
         norms = _of_all(axes.shard, norms)
-    squares = norms.square().sum()
-    return squares if axes.parts is None else _of_all(axes.parts, squares.reshape(1)).sum()
+    powers = _joined(norms if math.isinf(p) else norms.square() if p == 2.0 else norms.pow(p), p)
+    return powers if axes.parts is None else _joined(_of_all(axes.parts, powers.reshape(1)), p)
 
 
 def _of_all(comm: Communicator, mine: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,202 @@
+"""Memory that the ranks of one host share: each rank writes into a segment of its own, the others read there.
+
+A segment is an anonymous file (memfd). It has no name, so that nothing is left behind however a process ends, and no
+limit but the memory of the host. Other processes of the same user open it through /proc. Its layout:
+
+    nonce        16 bytes, by which a peer sees that it opened the right file
+    words        of each rank of the group, _NUM_WORDS 8-byte words: what this rank has read of that rank's blocks
+    blocks       from a page boundary on, each at a multiple of 64 bytes
+
+A rank writes to no segment but its own. The file only grows, and is sealed against shrinking: whatever a peer has found
+inside of it stays readable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import threading
+import weakref
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+_NAME = "zoo"
+_NONCE_BYTES = 16
+_WORDS_AT = 64
+_NUM_WORDS = 1024
+_PAGE = 4096
+_ALIGN = 64
+# A file of this size takes no memory: a page of it begins to exist when it is first written.
+_FIRST_BYTES = 1 << 26
+
+_fence_lock = threading.RLock()
+
+
+def _fence() -> None:
+    """What was read before is read before anything is written afterwards: a lock released and taken again."""
+    with _fence_lock:
+        pass
+    with _fence_lock:
+        pass
+
+
+def _begin_of_blocks(size: int) -> int:
+    return -(-(_WORDS_AT + 8 * _NUM_WORDS * size) // _PAGE) * _PAGE
+
+
+def host_token() -> int:
+    """A number (below 2**62) that processes have in common if they can name each other: one boot, one pid namespace.
+
+    Raises:
+        OSError: this system has none (it is not Linux).
+    """
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        boot = file.read(64)
+    return int.from_bytes(blake2b(boot + os.readlink("/proc/self/ns/pid").encode(), digest_size=8).digest(), "big") >> 2
+
+
+class _Mapped:
+    """A file of shared memory, as far as this process has mapped it.
+
+    Args:
+        fd: of the file; it is closed together with this object.
+        size: ranks of the group.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self._begin = _begin_of_blocks(size)
+        self._map()
+        head = self._bytes[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS * size]
+        numbers: Any = head.numpy()
+        self._words = memoryview(numbers).cast("Q")
+
+    def _map(self) -> None:
+        num_bytes = os.fstat(self.fd).st_size
+        self._bytes = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=num_bytes, dtype=torch.uint8)
+
+    def view(self, low: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """The block at ``low`` as (n,) elements.
+
+        Raises:
+            ValueError: there is no such block.
+        """
+        high = low + num_bytes
+        if num_bytes >= 0 and high > len(self._bytes):
+            self._map()  # the file has grown
+        if low < self._begin or low % _ALIGN or num_bytes < 0 or high > len(self._bytes):
+            raise ValueError(
+                f"a block of {num_bytes} bytes at {low} is not in the shared memory of {len(self._bytes)} bytes."
+            )
+        return self._bytes[low:high].view(dtype)
+
+    def has_read(self, rank: int, number: int) -> bool:
+        """Whether the owner of this segment has read block ``number`` of ``rank``, or never will."""
+        found: int = self._words[rank * _NUM_WORDS + number % _NUM_WORDS]
+        return found > number
+
+
+class PeerSegment(_Mapped):
+    """The segment of another rank, to read.
+
+    Args:
+        pid, fd, nonce: of that rank, as its :class:`OwnSegment` has them.
+        size: ranks of the group.
+
+    Raises:
+        OSError: it cannot be opened, or it is another file than what was meant.
+    """
+
+    def __init__(self, pid: int, fd: int, nonce: bytes, size: int) -> None:
+        path = f"/proc/{pid}/fd/{fd}"
+        target = os.readlink(path)  # to open a file that is something else could have effects
+        if not target.startswith(f"/memfd:{_NAME} "):
+            raise OSError(f"{path} is {target!r}, not a segment of shared memory")
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, opened).atexit = False
+        found = os.fstat(opened)
+        sealed = fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not stat.S_ISREG(found.st_mode) or not sealed or found.st_size < _begin_of_blocks(size):
+            raise OSError(f"{path} is not the segment of a group of {size} ranks")
+        if os.pread(opened, _NONCE_BYTES, 0) != nonce:
+            raise OSError(f"{path} is the segment of another group")
+        super().__init__(opened, size)
+
+
+class OwnSegment(_Mapped):
+    """This rank's segment: it lends blocks to its peers and takes them back when all of them have read.
+
+    Blocks have the numbers of their collectives, which count up on all ranks alike. Free space is found first-fit from
+    the beginning, so that the same pages are used again and again, and memory follows what is in flight.
+
+    Args:
+        rank, size: of the group.
+
+    Attributes:
+        nonce: 16 random bytes at the beginning of the file.
+
+    Raises:
+        OSError: the system has no such memory.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memfd_create")
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, fd).atexit = False
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        os.ftruncate(fd, max(_FIRST_BYTES, _begin_of_blocks(size)))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        os.pwrite(fd, self.nonce, 0)
+        super().__init__(fd, size)
+        self._rank = rank
+        self._lent: dict[int, tuple[int, int]] = {}  # by number: begin and end of the block
+        self._unread: dict[int, None] = {}  # numbers of collectives that this rank has not read, in their order
+
+    def lend(self, number: int, num_bytes: int, peers: Sequence[_Mapped]) -> int:
+        """Room for block ``number``: its offset. Blocks that all ``peers`` have read are free again.
+
+        Raises:
+            OSError: there is no memory.
+            RuntimeError: more collectives are in flight than can be told apart.
+        """
+        lent = self._lent
+        for other in [n for n in lent if all(peer.has_read(self._rank, n) for peer in peers)]:
+            del lent[other]
+        oldest = min(next(iter(lent), number), next(iter(self._unread), number))
+        if number - oldest >= _NUM_WORDS:
+            raise RuntimeError(
+                f"{number - oldest} collectives were issued since one that some rank has not waited for; at most "
+                f"{_NUM_WORDS} may be in flight: wait for handles, or drop them."
+            )
+        low = self._begin
+        for begin, end in sorted(lent.values()):
+            if begin - low >= num_bytes:
+                break
+            low = -(-end // _ALIGN) * _ALIGN
+        if low + num_bytes > len(self._bytes):
+            os.ftruncate(self.fd, max(2 * len(self._bytes), low + num_bytes))
+            self._map()
+        lent[number] = low, low + num_bytes
+        self._unread[number] = None
+        return low
+
+    def note_read(self, number: int, ranks: Sequence[int]) -> None:
+        """Tell ``ranks`` that this one has read their blocks ``number``, or never will."""
+        _fence()
+        for rank in ranks:
+            self._words[rank * _NUM_WORDS + number % _NUM_WORDS] = number + 1
+
+    def finish(self, number: int) -> None:
+        """This rank has told all ranks about their blocks ``number``."""
+        self._unread.pop(number, None)
+
+    @property
+    def num_bytes_lent(self) -> int:
+        """Bytes up to the end of the last block that is not known to be read."""
+        return max((end for _, end in self._lent.values()), default=self._begin) - self._begin

@@ -1,0 +1,115 @@
+"""What a step multiplies the gradients by: clipping, and what becomes of gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from zoo.comm import Communicator
+from zoo.zero.sharding.gradients import BucketGradients
+from zoo.zero.update.loss_scaler import LossScaler
+from zoo.zero.update.norms import global_norm
+
+EPSILON = 1e-6
+"""Added to a norm before it divides, as torch does."""
+
+
+class NonFiniteGradientsError(FloatingPointError, RuntimeError):
+    """The norm of the gradients is infinite or NaN, and nothing was changed."""
+
+
+class Clipping:
+    """The global norm ‖g‖_p of the mean gradient g, and g ← g · min(c / (‖g‖_p + 1e-6), 1) (Pascanu et al. 2013, "On
+    the difficulty of training recurrent neural networks", section 3.2).
+
+    Args:
+        max_norm: c of every step, with p = 2; 0 for none, infinity to know the norm and change nothing.
+        scaler: the gradients are so many times too large.
+        nonfinite: what a step does whose norm is not finite.
+
+    Attributes:
+        norm: of the latest step or :meth:`clip`, None before.
+        skipped: the latest step was.
+        num_skipped: how many were.
+    """
+
+    def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Literal["skip", "error"]) -> None:
+        if not max_norm >= 0:
+            raise ValueError(
+                f"clip_norm={max_norm}; it must be a norm > 0 (math.inf only measures), or 0 for no clipping."
+            )
+        if nonfinite not in ("skip", "error"):
+            raise ValueError(f"nonfinite_gradients={nonfinite!r}; allowed are 'skip' and 'error'.")
+        self.max_norm, self._scaler, self._nonfinite = max_norm, scaler, nonfinite
+        self.norm: float | None = None
+        self.skipped, self.num_skipped = False, 0
+        self._suspect = False  # clip() saw a norm that is not finite
+        self._gradients: Sequence[BucketGradients] = ()
+        self._layers: Communicator | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Every step computes the norm."""
+        return bool(self.max_norm) or self._scaler is not None
+
+    def adopt(self, gradients: Sequence[BucketGradients], layers: Communicator | None) -> None:
+        """Of which gradients; ``layers``: the ranks that have other layers of the model."""
+        self._gradients, self._layers = gradients, layers
+
+    def measure(self, norm_type: float = 2.0) -> float:
+        """‖g‖_p without the loss scale. Collective."""
+        scale = self._scaler.scale if self._scaler is not None else 1.0
+        self.norm = global_norm(self._gradients, self._layers, norm_type) / scale
+        return self.norm
+
+    def factor(self) -> float | None:
+        """What the update multiplies the reduced gradients by; None for no update. Collective.
+
+        Raises:
+            NonFiniteGradientsError: the norm is not finite, and steps are not to be skipped.
+        """
+        self.skipped = False
+        factor = 1.0 / self._scaler.scale if self._scaler is not None else 1.0
+        if not (self.measures or self._suspect):
+            return factor
+        self._suspect = False
+        norm = self.measure()
+        finite = math.isfinite(norm)
+        if self._scaler is not None:
+            self._scaler.update(overflow=not finite)
+        if not finite:
+            if self._nonfinite == "error":
+                raise NonFiniteGradientsError(
+                    f"the norm of the gradients is {norm}: the parameters stay as they were. Call zero_grad() and go "
+                    "on, or find the batch; nonfinite_gradients='skip' skips such steps and counts them."
+                )
+            self.skipped = True
+            self.num_skipped += 1
+            return None
+        return factor * min(self.max_norm / (norm + EPSILON), 1.0) if self.max_norm else factor
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
+        """See :meth:`zoo.zero.ZeroOptimizer.clip_grad_norm_`; there are gradients."""
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad_norm_(max_norm={max_norm}); it must be a norm >= 0.")
+        norm = self.measure(norm_type)
+        if not math.isfinite(norm):
+            if error_if_nonfinite:
+                raise NonFiniteGradientsError(
+                    f"the norm of order {norm_type} of the gradients is {norm}: they stay as they were. Call "
+                    "zero_grad() and go on, or leave error_if_nonfinite=False, and the next step does what "
+                    "nonfinite_gradients= says."
+                )
+            self._suspect = True
+            return norm
+        factor = max_norm / (norm + EPSILON)
+        if factor < 1.0:
+            for gradients in self._gradients:
+                for chunk in gradients.bucket.updated_chunks():
+                    gradients.scale_reduced(chunk, factor)
+        return norm
+
+    def forget(self) -> None:
+        """The gradients were dropped."""
+        self._suspect = False

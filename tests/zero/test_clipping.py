@@ -1,0 +1,174 @@
+"""Norms over the parameters of all ranks, of any order, with and without clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
+from torch import nn
+
+from zoo import sim
+from zoo.zero import NonFiniteGradientsError, ZeroOptimizer
+
+STAGES = (0, 1, 2, 3)
+ORDERS = (0.5, 1.0, 2.0, 3.0, math.inf)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def build(stage: int, **options: Any) -> tuple[nn.Module, ZeroOptimizer]:
+    made = model()
+    options = {"reduce_bucket_size": 1, "param_persistence_threshold": 3, "optimizer": torch.optim.SGD, **options}
+    return made, ZeroOptimizer(made, stage=stage, lr=0.5, **options)
+
+
+def loss(made: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    found: torch.Tensor = made(x).square().mean()
+    return found
+
+
+def mean_backward(made: nn.Module, world: int, step: int = 0) -> None:
+    sum((loss(made, r, step) for r in range(world)), torch.zeros((), dtype=torch.float64)).div(world).backward()
+
+
+@examples(times=2)
+@given(
+    stage=st.sampled_from(STAGES), world=st.integers(1, 3), order=st.sampled_from(ORDERS),
+    max_norm=st.sampled_from([0.0, 0.01, 0.3, 1e9, math.inf]), nvme=st.booleans(), scaled=st.booleans(),
+)  # fmt: skip
+def test_it_clips_as_torch_does_in_one_process(
+    stage: int, world: int, order: float, max_norm: float, nvme: bool, scaled: bool, tmp_path_factory: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("nvme")
+
+    def fn(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        options: dict[str, Any] = {"loss_scale": 64.0} if scaled else {}
+        if nvme and stage:
+            options["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder)}
+        made, optimizer = build(stage, **options)
+        norms = []
+        for step in range(2):
+            with optimizer.no_sync():
+                optimizer.backward(loss(made, rank, step) * 0.25)
+            optimizer.backward(loss(made, rank, step) * 0.75)
+            norms += [optimizer.global_norm(order), optimizer.clip_grad_norm_(max_norm, order)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, optimizer.consolidated_parameters()
+
+    one = model()
+    single = torch.optim.SGD(one.parameters(), lr=0.5)
+    expected = []
+    for step in range(2):
+        mean_backward(one, world, step)
+        grads = [p.grad for p in one.parameters() if p.grad is not None]
+        before = float(nn.utils.get_total_norm(grads, order))
+        assert float(nn.utils.clip_grad_norm_(one.parameters(), max_norm, order)) == pytest.approx(before, rel=1e-12)
+        expected += [before, before]
+        single.step()
+        single.zero_grad()
+    for norms, found in sim.run(world, fn):
+        assert norms == pytest.approx(expected, rel=1e-9)
+        for name, parameter in one.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_is_known_without_clipping(stage: int) -> None:
+    def fn(rank: int) -> tuple[float | None, dict[str, torch.Tensor]]:
+        made, optimizer = build(stage, clip_norm=math.inf)
+        assert optimizer.grad_norm is None
+        assert optimizer.global_norm() == 0.0  # there was no backward
+        loss(made, rank).backward()
+        optimizer.step()
+        return optimizer.grad_norm, optimizer.consolidated_parameters()
+
+    one = model()
+    mean_backward(one, 2)
+    grads = [p.grad for p in one.parameters() if p.grad is not None]
+    for norm, found in sim.run(2, fn):
+        assert norm == pytest.approx(float(nn.utils.get_total_norm(grads)), rel=1e-9)
+        for name, parameter in one.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(found[name], parameter.detach() - 0.5 * parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("policy", ["skip", "error"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_changes_nothing(stage: int, policy: str, number: float) -> None:
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        made, optimizer = build(stage, nonfinite_gradients=policy)
+        before = optimizer.consolidated_parameters()
+        for raises in (True, False):
+            (loss(made, rank) * (number if rank == 1 else 1.0)).backward()
+            if raises:  # an error at once
+                with pytest.raises(NonFiniteGradientsError, match=r"order inf.*zero_grad\(\)") as caught:
+                    optimizer.clip_grad_norm_(1.0, math.inf, error_if_nonfinite=True)
+                assert isinstance(caught.value, RuntimeError)
+                optimizer.zero_grad()
+                continue
+            assert not math.isfinite(optimizer.clip_grad_norm_(1.0))  # the step finds it
+            if policy == "skip":
+                optimizer.step()
+                assert (optimizer.skipped, optimizer.num_skipped) == (True, 1)
+            else:
+                with pytest.raises(NonFiniteGradientsError, match="norm of the gradients is"):
+                    optimizer.step()
+            optimizer.zero_grad()
+        after = optimizer.consolidated_parameters()
+        assert all(torch.equal(before[n], after[n]) for n in before)
+        loss(made, rank).backward()
+        optimizer.step()
+        assert not optimizer.skipped
+        return optimizer.consolidated_parameters()
+
+    one = model()
+    mean_backward(one, 2)
+    for found in sim.run(2, fn):
+        for name, parameter in one.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(found[name], parameter.detach() - 0.5 * parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_dropped_is_not_held_against_the_next_gradients() -> None:
+    def fn(rank: int) -> bool:
+        made, optimizer = build(2)
+        (loss(made, rank) * math.nan).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.zero_grad()
+        loss(made, rank).backward()
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        return math.isnan(optimizer.grad_norm)  # of the clipping: this step has computed none
+
+    assert sim.run(2, fn) == [True, True]
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0, math.nan, -math.inf])
+def test_orders_that_are_none(order: float) -> None:
+    made, optimizer = build(1)
+    loss(made, 0).backward()
+    with pytest.raises(ValueError, match=r"norm_type=.*a number > 0, or math\.inf"):
+        optimizer.clip_grad_norm_(1.0, order)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_\(max_norm=-1.0\)"):
+        optimizer.clip_grad_norm_(-1.0)
+    optimizer.step()
+
+
+def test_updates_in_backward_leave_nothing_to_measure() -> None:
+    _, optimizer = build(2, update_in_backward=True)
+    for call in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.global_norm):
+        with pytest.raises(ValueError, match=r"\(\) with update_in_backward=True"):
+            call()
+    with pytest.raises(ValueError, match="update_in_backward=True with clip_norm=inf"):
+        build(2, update_in_backward=True, clip_norm=math.inf)
