@@ -39,16 +39,19 @@ class Setting:
     host: bool = False  # optimizer states in host memory, at stage 3 parameters too
     shard_size: int = -1
     seed: int = 0
+    came_in: torch.dtype | None = None  # the model's own dtype, where ``dtype`` is param_dtype
 
 
 @st.composite
 def settings_of(draw: st.DrawFn) -> Setting:
     stage = draw(st.integers(0, 3))
     world = draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16]))
     return Setting(
         stage=stage,
         world=world,
-        dtype=draw(st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16])),
+        dtype=dtype,
+        came_in=draw(st.sampled_from([None, torch.float32])) if dtype is torch.bfloat16 else None,
         clip_norm=draw(st.sampled_from([0.0, 0.0, 0.5])),
         threshold=draw(st.sampled_from([0, 0, 10, 10**6])),
         bucket_size=draw(st.sampled_from([1, 50, 10**6])),

@@ -83,12 +83,17 @@ def _first_difference(mine: Actions, theirs: Actions) -> str:
     return next((f"{a} / {b}" for a, b in zip(mine, theirs, strict=False) if a != b), "lengths")
 
 
-@given(case=cases(max_world=4), stage=st.integers(0, 3), drives=st.booleans(), seed=st.integers(0, 50))
-@example(case=Case(accumulation="forwards_first", silent_ranks=(1,)), stage=3, drives=False, seed=1)
-@example(case=Case(accumulation="backwards", keep=10**6), stage=3, drives=True, seed=2)
-def test_the_list_is_what_the_ranks_did(case: Case, stage: int, drives: bool, seed: int) -> None:
+@given(
+    case=cases(max_world=4), stage=st.integers(0, 3), drives=st.booleans(), seed=st.integers(0, 50),
+    computes=st.sampled_from([None, torch.bfloat16]),
+)  # fmt: skip
+@example(case=Case(accumulation="forwards_first", silent_ranks=(1,)), stage=3, drives=False, seed=1, computes=None)
+@example(case=Case(accumulation="backwards", keep=10**6), stage=3, drives=True, seed=2, computes=torch.bfloat16)
+def test_the_list_is_what_the_ranks_did(
+    case: Case, stage: int, drives: bool, seed: int, computes: torch.dtype | None
+) -> None:
     case = replace(case, world=max(case.world, 2), clip_norm=0.0)
-    check(case, stage, windowed if drives else accumulate, seed)
+    check(case, stage, windowed if drives else accumulate, seed, param_dtype=computes)
 
 
 def test_shard_groups_and_secondary_copies() -> None:

@@ -45,10 +45,11 @@ def test_careless_programs(record_property: Callable[[str, object], None]) -> No
 class Twin(torch.optim.SGD):
     """Plain torch, with what ZeRO's page says: no gradient counts as zero where another parameter has one."""
 
-    def __init__(self, model: nn.Module, clip_norm: float, low: bool) -> None:
+    def __init__(self, model: nn.Module, clip_norm: float, low: bool, exact: nn.Module | None = None) -> None:
         self.model, self.clip_norm = model, clip_norm
         parameters = list(model.parameters())
-        self.masters = [p.detach().float().clone().requires_grad_() for p in parameters] if low else parameters
+        sources = list((exact or model).parameters())
+        self.masters = [p.detach().float().clone().requires_grad_() for p in sources] if low else parameters
         self.seen = [p.detach().clone() for p in parameters]
         super().__init__(self.masters, lr=RATE)
 
@@ -80,8 +81,8 @@ class Twin(torch.optim.SGD):
 
 
 def make_zero(setting: Setting, rank: int) -> Side:
-    model = Model().to(setting.dtype)
-    options: dict[str, Any] = {}
+    model = Model().to(setting.came_in or setting.dtype)
+    options: dict[str, Any] = {"param_dtype": setting.dtype} if setting.came_in else {}
     if setting.host:
         options["offload_optimizer"] = {"device": "cpu"}
         if setting.stage == 3:
@@ -98,7 +99,8 @@ def make_zero(setting: Setting, rank: int) -> Side:
 def make_twin(setting: Setting) -> Side:
     model = Model().to(setting.dtype)
     low = setting.dtype is torch.bfloat16
-    return Side(model, Twin(model, setting.clip_norm, low), list(range(setting.world)), setting.dtype)
+    twin = Twin(model, setting.clip_norm, low, exact=Model() if setting.came_in else None)
+    return Side(model, twin, list(range(setting.world)), setting.dtype)
 
 
 def run_program(setting: Setting, program: list[Use]) -> Counter[str]:
@@ -128,6 +130,10 @@ def run_program(setting: Setting, program: list[Use]) -> Counter[str]:
             use.run(zero)
             use.run(twin)
         compare(setting, zero, twin, program)
+        zero.optimizer.close()
+        assert {p.dtype for p in zero.model.parameters()} == {setting.came_in or setting.dtype}
+        for value, master in zip(zero.model.parameters(), twin.optimizer.masters, strict=True):
+            torch.testing.assert_close(value.to(master.dtype), master, rtol=0.1, atol=0.1)
 
     sim.run(setting.world, fn, seed=setting.seed)
     return counts

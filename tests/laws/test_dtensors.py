@@ -304,6 +304,28 @@ def test_forward_only_from_shards() -> None:
     sim.run(case.world, fn)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_they_compute_in_another_dtype_and_come_back_as_they_were(stage: int) -> None:
+    case = Case(stage=stage, hidden=5)
+    expected, _ = reference(case, 0)
+
+    def fn(rank: int) -> None:
+        mesh = mesh_of(case)
+        model = Model(case, mesh["tensor"]).float()
+        held = model.pair.columns
+        optimizer = ZeroOptimizer(model, mesh=mesh, lr=0.0, param_dtype=torch.bfloat16, **options_of(case))
+        train(model, optimizer, rank // case.tensor, range(1))
+        with optimizer.gathered():
+            assert model.pair.columns.dtype is model(tokens(0, 0)).dtype is torch.bfloat16
+        optimizer.close()
+        assert model.pair.columns is held
+        for name, p in model.named_parameters():
+            whole_p = p.full_tensor() if isinstance(p, DTensor) else p
+            assert torch.equal(whole_p, expected[name].float()), name
+
+    sim.run(case.world, fn)
+
+
 def test_what_cannot_be_is_said_and_leaves_the_model_as_it_was() -> None:
     case = Case()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -38,7 +38,13 @@ OPTIMIZERS = {
     max_in_cpu=st.sampled_from([0, 30]),
     packed=st.booleans(),
     early=st.booleans(),
+    computes=st.sampled_from([None, torch.bfloat16]),
 )
+@example(
+    world=2, stage=3, widths=[8, 3, 17, 8], dtype=torch.float32, name="AdamW", clip=0.0, bucket_size=100, threshold=0,
+    keep=0, prefetch=0, frozen=True, tiers=("nvme", "nvme"), max_in_cpu=0, packed=False, early=False,
+    computes=torch.bfloat16,
+)  # fmt: skip
 def test_memory_and_traffic_are_as_forecast(
     tmp_path_factory: pytest.TempPathFactory,
     world: int,
@@ -56,6 +62,7 @@ def test_memory_and_traffic_are_as_forecast(
     max_in_cpu: int,
     packed: bool,
     early: bool,
+    computes: torch.dtype | None,
 ) -> None:
     cls, options = OPTIMIZERS[name]
     options = dict(options)
@@ -74,7 +81,8 @@ def test_memory_and_traffic_are_as_forecast(
         return model, ZeroOptimizer(
             model.to("meta") if group is not None else model, stage=stage, optimizer=cls, units=[nn.Linear],
             clip_norm=0.0 if early else clip, reduce_bucket_size=bucket_size, param_persistence_threshold=threshold,
-            group=group, max_live_parameters=keep, prefetch_bucket_size=prefetch, update_in_backward=early, **options,
+            group=group, max_live_parameters=keep, prefetch_bucket_size=prefetch, update_in_backward=early,
+            param_dtype=computes, **options,
         )  # fmt: skip
 
     def fn(rank: int) -> None:

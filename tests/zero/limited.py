@@ -1,4 +1,4 @@
-"""``python limited.py FOLDER LIMIT_MIB WIDTH LAYERS STEPS``: trains from NVMe under a memory limit, prints JSON.
+"""``python limited.py FOLDER LIMIT_MIB WIDTH LAYERS STEPS [DTYPE]``: trains from NVMe under a limit, prints JSON.
 
 ``LIMIT_MIB`` is what the process may allocate beyond what it has after a small run has loaded every library; 0 is no
 limit, and no offloading. The kernel enforces it (RLIMIT_DATA: all private writable memory).
@@ -69,6 +69,8 @@ def main() -> None:
         "max_live_parameters": 0,
     }  # fmt: skip
     here: dict[str, Any] = {"offload_param": {"device": "none"}}
+    for options in (offloaded, here):
+        options["param_dtype"] = getattr(torch, sys.argv[6]) if len(sys.argv) > 6 else None
     run(64, 2, offloaded, 2)
     gc.collect()  # what that used is free again before anything is counted
     before = status_bytes("VmData")

@@ -13,17 +13,17 @@ import pytest
 LIMIT_MIB = 128
 
 
-def run(folder: Path, limit_mib: int, layers: int, steps: int) -> dict[str, Any]:
+def run(folder: Path, limit_mib: int, layers: int, steps: int, *more: str) -> dict[str, Any]:
     script = Path(__file__).with_name("limited.py")
     # An interpreter of its own: what a forked process has inherited counts too, and lies where it cannot be used.
-    command = [sys.executable, str(script), str(folder), str(limit_mib), "1024", str(layers), str(steps)]
+    command = [sys.executable, str(script), str(folder), str(limit_mib), "1024", str(layers), str(steps), *more]
     said = subprocess.run(command, timeout=500, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 
-def check(folder: Path, layers: int, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    limited, free = (run(folder, limit, layers, steps) for limit in (LIMIT_MIB, 0))
+def check(folder: Path, layers: int, steps: int, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    limited, free = (run(folder, limit, layers, steps, *more) for limit in (LIMIT_MIB, 0))
     assert limited["losses"] == free["losses"]
     assert len(set(free["losses"])) == len(free["losses"])
     assert limited["states_bytes"] == free["states_bytes"]
@@ -35,6 +35,12 @@ def test_states_of_four_times_the_memory_that_is_left(tmp_path: Path) -> None:
     limited, free = check(tmp_path, layers=34, steps=2)
     assert limited["states_bytes"] >= 4 * LIMIT_MIB * 2**20
     assert free["rss_growth_bytes"] >= free["states_bytes"]
+
+
+@pytest.mark.slow
+def test_masters_of_a_model_in_fp32_go_to_nvme_bucket_by_bucket(tmp_path: Path) -> None:
+    limited, _ = check(tmp_path, 34, 2, "bfloat16")
+    assert limited["states_bytes"] >= 4 * LIMIT_MIB * 2**20
 
 
 @pytest.mark.slow

@@ -245,7 +245,8 @@ def test_state_moves_between_placements(
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_state_dict_continues_exactly(cls: type[ZeroOptimizer]) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_state_dict_continues_exactly(cls: type[ZeroOptimizer], frozen: bool) -> None:
     def fn(rank: int) -> None:
         def train(model: nn.Module, optimizer: ZeroOptimizer, steps: range) -> None:
             for step in steps:
@@ -254,12 +255,16 @@ def test_state_dict_continues_exactly(cls: type[ZeroOptimizer]) -> None:
                 optimizer.zero_grad()
 
         model = small()
+        model[0].requires_grad_(not frozen)
         optimizer = cls(model, lr=0.01)
         train(model, optimizer, range(2))
         saved = optimizer.state_dict()
         optimizer.param_groups[0]["lr"] = 0.01
         train(model, optimizer, range(2, 4))
         fresh = small()
+        fresh[0].requires_grad_(not frozen)
+        if frozen:
+            fresh[0].weight.data.zero_()
         second = cls(fresh, lr=0.5)
         second.load_state_dict(saved)
         train(fresh, second, range(2, 4))

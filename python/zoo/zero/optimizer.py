@@ -81,6 +81,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
         nonfinite_gradients: what a step does whose gradients have a norm that is not finite, where the norm is known
             (with clipping or a loss scale): "skip" it and count it, or raise an "error". Nothing is changed either way.
+        param_dtype: dtype that the model computes in, e.g. ``torch.bfloat16`` for a model in fp32: its parameters get
+            this dtype; the fp32 masters start from the exact values, and :meth:`close` gives these back, trained.
+        cast_inputs: with ``param_dtype``, floating-point tensors among the arguments of the model's forward are cast.
         reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
         check: agree on a fingerprint of each collective before it, for debugging.
         config: a :class:`~zoo.zero.ZeroConfig`; single options of it may be given as keywords instead.
@@ -115,6 +118,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         clip_norm: float = 0.0,
         loss_scale: float | str | LossScaler | None = None,
         nonfinite_gradients: Literal["skip", "error"] = "skip",
+        param_dtype: torch.dtype | None = None,
+        cast_inputs: bool = True,
         reduce_dtype: torch.dtype | None = None,
         check: bool = False,
         config: ZeroConfig | None = None,
@@ -142,7 +147,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
-            keep_norms=self.clipping.measures,
+            param_dtype=param_dtype, cast_inputs=cast_inputs, keep_norms=self.clipping.measures,
         )  # fmt: skip
         self.sharded.used_by(self)
         try:
@@ -175,6 +180,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward,
         )  # fmt: skip
+        sharded.hand_over(self._updater)
         self._in_backward = (
             UpdateInBackward(self._updater, self._options_of_update, self._publish)
             if self.config.update_in_backward else None
@@ -527,7 +533,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
+        """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
+
+        See :meth:`~zoo.zero.sharded.ShardedModel.close` for what it is with ``param_dtype``.
+        """
         self.sharded.close()
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -566,9 +575,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None or self._runtime.backward.failed:
             self.zero_grad()
         self._updater.load(lambda segment, state: state_io.fill_segment(segment, state, read, scalars))
-        for bucket in self._buckets:
-            if not bucket.spec.trainable:
-                state_io.fill_frozen(bucket, read)
+        state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
         self._publish()
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
         saved_ranks = int(mine.pop("feedback_ranks", 0))

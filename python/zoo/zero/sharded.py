@@ -33,6 +33,8 @@ from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.families import data_communicator, family_of, layers_communicator, make_families
 from zoo.zero.placement.packing import plan_buckets
 from zoo.zero.placement.placements import offload, place
+from zoo.zero.placement.precision import cast_inputs as casting
+from zoo.zero.placement.precision import check_param_dtype, rounds
 from zoo.zero.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
 from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.hooks import Runtime
@@ -44,11 +46,12 @@ from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.members import Members
 from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.module_buffers import ModuleBuffers
-from zoo.zero.state.whole import whole_parameters
+from zoo.zero.state.whole import whole_parameters, whole_values
 from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.update.updater import Updater
 
 
 def refuse_copy(what: object) -> NoReturn:
@@ -77,6 +80,9 @@ class ShardedModel:
         units: which modules are gathered as one; see :func:`~zoo.zero.placement.units.find_units`.
         trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
         group_of: the parameter group of a parameter; parameters of one group lie together.
+        param_dtype: dtype of the parameters while they are split, None for the one in which they came; see
+            :class:`~zoo.zero.ZeroOptimizer`. Without training they are converted, and :meth:`close` leaves them so.
+        cast_inputs: with ``param_dtype``: so are floating-point tensors among the arguments of the module's forward.
         reduce_dtype: dtype in which gradients are sent and added; None for their own.
         keep_norms: of gradients that leave the device.
         check: agree on a fingerprint of each collective before it.
@@ -107,12 +113,16 @@ class ShardedModel:
         units: UnitChoice | None = None,
         trains: bool = True,
         group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
+        param_dtype: torch.dtype | None = None,
+        cast_inputs: bool = True,
         reduce_dtype: torch.dtype | None = None,
         keep_norms: bool = False,
         check: bool = False,
         aio: AioConfig | Handle | None = None,
     ) -> None:
         check_parameters(module, dry=isinstance(group, DryRun))
+        check_param_dtype(module, param_dtype)
+        self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
         self.module, self.config, self.reduce_dtype = module, config, reduce_dtype
         nodes = config.ranks_per_node
         if mesh is not None and group is not None:
@@ -134,6 +144,7 @@ class ShardedModel:
         self.buckets: list[Bucket] = []
         self.scratch: Scratch | None = None
         self.dtensors = DTensors(module, mesh)
+        self._trains = trains
         self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
@@ -157,11 +168,15 @@ class ShardedModel:
             model_persistence_threshold=cfg.model_persistence_threshold,
             group_of=group_of,
             axes_of=lambda name, parameter: family_of(parameter),
+            param_dtype=self.param_dtype,
         )
         for spec in plan:
             spec.logical = {name: logical_name(self.module, name) for name in spec.names}
-        described = [(b.names, [tuple(p.shape) for p in b.parameters], str(b.dtype), b.groups, b.axes) for b in plan]
-        digest = hashlib.blake2b(repr((described, cfg)).encode(), digest_size=8).hexdigest()
+        described = [
+            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes)
+            for b in plan
+        ]  # fmt: skip
+        digest = hashlib.blake2b(repr((described, cfg, self._cast_inputs)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
         self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
@@ -177,6 +192,9 @@ class ShardedModel:
                 self.families[family].share_memory()
         self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families) if cfg.buffers != "own" else None
         placements = place(plan, self.families, cfg)
+        for spec, placed in zip(plan, placements, strict=True):
+            # What is kept as int8 is rounded anyway, and what never changes back needs no memory.
+            spec.keeps_originals = self._trains and rounds(spec.original, spec.dtype) and not placed.parameters.packed
         routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype)
         chunks = [route.axes.shard.size for route in routes]
         placements = offload(plan, placements, chunks, cfg)
@@ -221,6 +239,7 @@ class ShardedModel:
             # One rank gathers by copying its own shard from memory: there is nothing to overlap.
             prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
+            cast_inputs=casting(self.param_dtype) if self._cast_inputs and self.param_dtype else None,
         )
         if self.comm.size > 1 and self.meeting is None and not isinstance(self.comm, DryRun):
             self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
@@ -242,6 +261,13 @@ class ShardedModel:
     def used_by(self, optimizer: ZeroOptimizer) -> None:
         """``optimizer`` trains it from now on."""
         self._user = weakref.ref(optimizer)
+
+    def hand_over(self, updater: Updater) -> None:
+        """The masters of ``updater`` become what the parameters came with; nothing else keeps that any more."""
+        updater.take_originals()
+        for shelf in {id(f): f for b in self.trainable if (f := b.original_file) is not None}.values():
+            if self.scratch is not None:
+                self.scratch.drop(shelf)
 
     @property
     def trainable(self) -> list[Bucket]:
@@ -429,7 +455,11 @@ class ShardedModel:
     # The end ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the module back: ordinary parameters with memory of their own, no hooks. Collective at stage 3."""
+        """Give the module back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
+
+        With ``param_dtype`` it is collective at every stage, and parameters have the dtype again in which they came:
+        trained ones the values of their masters, frozen ones what they were.
+        """
         if self.closed:
             return
         self.settle()
@@ -445,9 +475,10 @@ class ShardedModel:
     def _give_back(self) -> None:
         for bucket in self.buckets:
             bucket.parameters.wait(exact=True)
-            for slot, parameter in enumerate(bucket.spec.parameters):
+            whole = whole_values(bucket, self._user() if self._user is not None else None, trains=self._trains)
+            for parameter, value in zip(bucket.spec.parameters, bucket.views(whole), strict=True):
                 release_parameter(parameter)
-                parameter.data = bucket.parameters.flat_of(slot).view(parameter.shape).clone()
+                parameter.data = value.clone()
         for parameter in self._frozen_here:
             parameter.requires_grad_(True)
         self.dtensors.give_back()

@@ -90,6 +90,10 @@ class DryScratch:
         self._shelves.append(made)
         return made
 
+    def drop(self, shelf: Any) -> None:
+        """Forgets the size."""
+        self._shelves.remove(shelf)
+
     def check_room(self, num_bytes: int) -> None:
         """Remembers the need."""
         self.needed_bytes = num_bytes

@@ -19,7 +19,7 @@ def tier_bytes(buckets: Iterable[Bucket], states: dict[Tier, int]) -> dict[str, 
     """Model states of one rank between steps, by tier; gradients are those that the update takes."""
     found = dict(states)
     for bucket in buckets:
-        found[bucket.placements.parameters.tier] += bucket.shard_bytes()
+        found[bucket.placements.parameters.tier] += bucket.shard_bytes() + bucket.original_bytes()
         found[bucket.placements.gradients.tier] += bucket.gradient_bytes()
     return {tier.value: num_bytes for tier, num_bytes in found.items()}
 

@@ -155,6 +155,11 @@ class Scratch:
         self._shelves.append(made)
         return made
 
+    def drop(self, shelf: Shelf) -> None:
+        """A file is needed no longer: its space is free."""
+        self._shelves.remove(shelf)
+        shelf.close()
+
     def check_room(self, num_bytes: int) -> None:
         """Raise OffloadError unless buffers of so many bytes, and what other ranks ask for, fit under each node's cap.
 

@@ -48,7 +48,30 @@ def open_stores(
     parked = on_nvme([p.gradients.tier if p.keep_gradients else Tier.DEVICE for p in placements], sizes)
     if any(parked):
         park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
-    return scratch, [Stores(scratch=scratch, shelf=shelf, park=park, keep_norms=keep_norms) for _ in plan]
+    values = {
+        trainable: _shelf_of_originals(scratch, config, plan, placements, numels, trainable=trainable)
+        for trainable in (False, True)
+    }
+    return scratch, [
+        Stores(scratch=scratch, shelf=shelf, park=park, originals=values[spec.trainable], keep_norms=keep_norms)
+        for spec in plan
+    ]
+
+
+def _shelf_of_originals(
+    scratch: Any, config: ZeroConfig, plan: Sequence[BucketSpec], placements: Sequence[Placements],
+    numels: Sequence[int], *, trainable: bool,
+) -> Any:  # fmt: skip
+    """For the values that parameters came with; those of trainable ones stay only until there are masters."""
+    sizes = []
+    for n, spec, placed in zip(numels, plan, placements, strict=True):
+        tier = placed.states.tier if trainable else placed.parameters.tier
+        here = spec.trainable is trainable and spec.keeps_originals and tier is Tier.NVME
+        sizes.append(n * spec.original.itemsize if here else 0)
+    if not any(sizes):
+        return None
+    folder = config.offload_optimizer.nvme_path if trainable else config.offload_param.nvme_path
+    return scratch.shelf(folder, "original values", sizes)
 
 
 def _open(

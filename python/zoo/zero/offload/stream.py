@@ -9,7 +9,7 @@ stay and nothing holds memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +36,7 @@ class Record:
     region: int
     sections: dict[str, tuple[int, torch.dtype]]
     num_bytes: int
-    exists: bool = False  # before the first step there is nothing
+    written: tuple[str, ...] = ()  # the states that it has: before the first step no others than masters
 
 
 @dataclass
@@ -89,7 +89,7 @@ class StateStream:
             bucket, parameters = record.segment.bucket, 0
             if bucket.parameters_on_nvme:
                 parameters = record.segment.tensor.numel() * bucket.spec.dtype.itemsize
-            read += record.num_bytes + (0 if self._has_master(record) else parameters)
+            read += record.num_bytes + (0 if self._has_master(record.sections) else parameters)
             written += record.num_bytes + parameters
             if bucket.gradients_on_nvme:
                 read += record.segment.tensor.numel() * bucket.spec.dtype.itemsize
@@ -139,7 +139,7 @@ class StateStream:
     def _read(self, record: Record, gradients: bool) -> Loaded:
         loaded, segment, pool = Loaded(record), record.segment, self._scratch.pool
         bucket, n = segment.bucket, segment.tensor.numel()
-        if record.exists and self._shelf is not None:
+        if record.written and self._shelf is not None:
             loaded.states = pool.empty(record.num_bytes, dtype=torch.uint8)
             loaded.reading.append((self._shelf, self._shelf.read(record.region, loaded.states)))
         if gradients and segment.gradients.parked:
@@ -147,29 +147,27 @@ class StateStream:
             loaded.reading.append((bucket.park, segment.gradients.begin_read(loaded.gradient, segment.start)))
         if bucket.parameters_on_nvme:
             loaded.parameters = pool.empty(n, dtype=bucket.spec.dtype)
-            if not record.exists or not self._has_master(record):
+            if not self._has_master(record.written):
                 shard = bucket.parameters.shard
                 loaded.reading.append((shard, shard.begin_read(loaded.parameters, segment.start)))
         return loaded
 
     @staticmethod
-    def _has_master(record: Record) -> bool:
-        return "" in record.sections or "master" in record.sections
+    def _has_master(names: Iterable[str]) -> bool:
+        return not {"", "master"}.isdisjoint(names)
 
     def _attach(self, loaded: Loaded) -> None:
-        segment, sections = loaded.record.segment, loaded.record.sections
+        segment, written = loaded.record.segment, loaded.record.written
         segment.loaded_gradient = loaded.gradient
         if loaded.parameters is not None:
             if segment.target is None:
                 segment.tensor.data = loaded.parameters
             else:
                 segment.target = loaded.parameters
-        if loaded.states is None:
-            if "" in sections and segment.target is not None:
-                segment.tensor.data = segment.target.to("cpu", segment.tensor.dtype, copy=True)
-            return
+        if "" in loaded.record.sections and "" not in written and segment.target is not None:
+            segment.tensor.data = segment.target.to("cpu", segment.tensor.dtype, copy=True)
         entries = self._entries.get(segment.tensor, {})
-        for name in sections:
+        for name in written:
             tensor = segment.tensor if name == "" else entries[name]
             tensor.data = self._section(loaded, name)
 
@@ -193,17 +191,17 @@ class StateStream:
     def _write(self, loaded: Loaded, writing: list[tuple[Any, Future]]) -> None:
         record, segment = loaded.record, loaded.record.segment
         entries = self._entries.get(segment.tensor, {})
-        present = bool(record.sections) and all(name in entries for name in record.sections if name)
+        present = tuple(name for name in record.sections if not name or name in entries)
         if present and self._shelf is not None:
             if loaded.states is None:
                 loaded.states = self._scratch.pool.empty(record.num_bytes, dtype=torch.uint8)
-            for name in record.sections:
+            for name in present:
                 tensor = segment.tensor if name == "" else entries[name]
                 section = self._section(loaded, name)
                 if tensor.data_ptr() != section.data_ptr():
                     section.copy_(tensor.detach())
             writing.append((self._shelf, self._shelf.write(record.region, loaded.states)))
-            record.exists = True
+            record.written = present
         if loaded.parameters is not None:
             shard = segment.bucket.parameters.shard
             writing.append((shard, shard.begin_write(loaded.parameters, segment.start)))
@@ -216,11 +214,10 @@ class StateStream:
                 segment.tensor.data = absent(segment.tensor)
             else:
                 segment.target = absent(segment.target)
-        if loaded.record.exists:
-            entries = self._entries.get(segment.tensor, {})
-            for name in loaded.record.sections:
-                tensor = segment.tensor if name == "" else entries[name]
-                tensor.data = absent(tensor)
+        entries = self._entries.get(segment.tensor, {})
+        for name in loaded.record.written:
+            tensor = segment.tensor if name == "" else entries[name]
+            tensor.data = absent(tensor)
 
     def _settle(self, index: int) -> None:
         for shelf, future in self._writing.pop(index, ()):
@@ -249,7 +246,7 @@ class StateStream:
             self._shelf.forget()
         for piece in self._pieces:
             for record in piece:
-                record.exists = False
+                record.written = ()
                 if record.segment.bucket.parameters_on_nvme:
                     record.segment.bucket.shelf.forget()
 
@@ -267,9 +264,9 @@ class StateStream:
         value = segment.value(self._entries.get(segment.tensor, {}))
         if is_absent(value) and (bucket.parameters_on_nvme or here is not None):
             found["parameter"] = Stored(load, bucket.spec.dtype)
-        for name, (_, dtype) in record.sections.items() if record.exists else ():
+        for name in record.written:
             role = "parameter" if name in ("", "master") else name
-            found[role] = Stored(partial(self._load, record, name), dtype)
+            found[role] = Stored(partial(self._load, record, name), record.sections[name][1])
         return found
 
     def _load(self, record: Record, name: str, start: int, length: int) -> torch.Tensor:

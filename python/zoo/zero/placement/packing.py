@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 from zoo.layout import FlatLayout, LogicalTensor
+from zoo.zero.placement.precision import compute_dtype
 from zoo.zero.placement.units import UnitSpec
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
+
+
+_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...]]
 
 
 @dataclass(eq=False)
@@ -34,6 +38,16 @@ class BucketSpec:
     logical: dict[str, str] = field(default_factory=dict)
     """Names in the whole model, where they are other ones."""
 
+    came_in: torch.dtype | None = None
+    """The dtype in which the parameters came, where ``dtype`` is another one, that they are computed with."""
+    keeps_originals: bool = False
+    """The values that they came with are kept: as masters, or beside frozen parameters."""
+
+    @property
+    def original(self) -> torch.dtype:
+        """The dtype in which the parameters came."""
+        return self.dtype if self.came_in is None else self.came_in
+
     @property
     def numel(self) -> int:
         """Elements, without padding."""
@@ -48,6 +62,7 @@ def plan_buckets(
     model_persistence_threshold: int,
     group_of: Callable[[nn.Parameter], int],
     axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
+    param_dtype: torch.dtype | None = None,
 ) -> list[BucketSpec]:
     """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
 
@@ -55,25 +70,27 @@ def plan_buckets(
     ``persistence_threshold`` elements are *resident* (whole on every rank at stage 3 too) until
     ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes (``axes_of``) travel
     between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
-    open while they run, and would keep what it shares a bucket with gathered.
+    open while they run, and would keep what it shares a bucket with gathered. With ``param_dtype`` the parameters of a
+    bucket have that dtype, and they came in one too.
     """
     buckets: list[BucketSpec] = []
-    still_open: dict[tuple[torch.dtype, bool, bool, tuple[str, ...]], BucketSpec] = {}
+    still_open: dict[_Key, BucketSpec] = {}
     budget = model_persistence_threshold
     for unit in units:
-        own: dict[tuple[torch.dtype, bool, bool, tuple[str, ...]], list[tuple[str, nn.Parameter]]] = {}
+        own: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters.items():
             resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
             budget -= parameter.numel() if resident else 0
-            key = (parameter.dtype, parameter.requires_grad, resident, axes_of(name, parameter))
+            dtypes = compute_dtype(parameter, param_dtype), parameter.dtype
+            key = (dtypes, parameter.requires_grad, resident, axes_of(name, parameter))
             own.setdefault(key, []).append((name, parameter))
         alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
         for key, members in own.items():
             size = sum(p.numel() for _, p in members)
             spec = still_open.get(key)
             if alone or spec is None or spec.numel + size > bucket_size:
-                dtype, trainable, resident, axes = key
-                spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes)
+                (dtype, original), trainable, resident, axes = key
+                spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original)
                 buckets.append(spec)
                 if not alone:
                     still_open[key] = spec

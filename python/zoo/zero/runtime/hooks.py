@@ -47,6 +47,7 @@ class Runtime:
         overlap: reduce buckets during backward; otherwise all at its end.
         prefetch_bytes, keep_bytes: see :class:`~zoo.zero.runtime.residency.Residency`.
         meeting: where ranks agree on gathers, None where all of them need the same ones.
+        cast_inputs: forward pre-hook of the model (``placement/precision.py``), None for none.
         demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
 
     Attributes:
@@ -69,6 +70,7 @@ class Runtime:
         keep_bytes: int,
         demand_all: bool = False,
         meeting: Meeting | None = None,
+        cast_inputs: Callable[..., Any] | None = None,
     ) -> None:
         self.unreduced = self.reduced = False
         self.recovery: Recovery | None = None
@@ -98,6 +100,8 @@ class Runtime:
         self._has_partitioned = any(b.partitioned for b in self._buckets)
         self._trains = any(b.spec.trainable for b in self._buckets)
         self._hooked: dict[str, Unit] = {}
+        if cast_inputs is not None:
+            self._hooks.append(self._model.register_forward_pre_hook(_left_behind(cast_inputs), with_kwargs=True))
         self._install(units)
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:

@@ -29,6 +29,7 @@ from zoo.zero.placement.placements import Placements
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import Guard, cannot_convert
 from zoo.zero.sharding.memory import Memory
+from zoo.zero.sharding.originals import originals_tier
 from zoo.zero.sharding.parameters import BucketParameters
 from zoo.zero.sharding.shard import Shard
 
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
 class Stores:
     """Where a bucket's shards live when they are not on the device.
 
-    ``shelf`` has the parameters on NVMe, ``park`` the reduced gradients; a bucket's region in both is its index.
+    ``shelf`` has the parameters on NVMe, ``park`` the reduced gradients, ``originals`` the values that parameters came
+    with; a bucket's region in each is its index.
     """
 
     scratch: Scratch | None = None
     shelf: Shelf | None = None
     park: GradientPark | None = None
+    originals: Shelf | None = None
     keep_norms: bool = False  # of gradients, before they go
 
 
@@ -176,6 +179,10 @@ class Bucket:
         """[start, stop) of this rank's chunk in the flat buffer."""
         return self.layout.shard_range(self.place, self.shard_group.size)
 
+    def kept_range(self) -> tuple[int, int]:
+        """[start, stop) of the values that this rank answers for, in the dtype in which they are kept."""
+        return self.own_range() if self.placements.states.is_split else (0, self.layout.size)
+
     def owns(self, chunk: int) -> bool:
         """Whether checkpoints take this chunk from this rank."""
         return chunk == self.place and self.routes.axes.first_replica
@@ -211,6 +218,20 @@ class Bucket:
             scratch=self._stores.scratch, store=self._stores.shelf, region=self.index,
         )  # fmt: skip
 
+    def new_originals(self, numel: int, dtype: torch.dtype) -> Shard:
+        """For the values that this rank's parameters came with."""
+        # Masters are no buffers of offloading, and there are enough of those for the states alone.
+        scratch = None if self.spec.trainable else self._stores.scratch
+        return Shard(
+            numel, dtype, self.device, tier=originals_tier(self), scratch=scratch, store=self._stores.originals,
+            region=self.index,
+        )  # fmt: skip
+
+    @property
+    def original_file(self) -> Shelf | None:
+        """The file of the values that parameters came with, where they are on NVMe."""
+        return self._stores.originals
+
     @property
     def park(self) -> GradientPark:
         """The file of reduced gradients on NVMe."""
@@ -242,9 +263,16 @@ class Bucket:
             return self.num_bytes
         return self.routes.shard_bytes(self.layout.size // self.num_chunks, self.spec.dtype.itemsize)
 
+    def original_bytes(self) -> int:
+        """Bytes of what frozen parameters came with, where it is kept beside them, in whatever tier."""
+        if self.spec.trainable or not self.spec.keeps_originals:
+            return 0
+        low, high = self.kept_range()
+        return (high - low) * self.spec.original.itemsize
+
     def kept_bytes(self) -> int:
         """Bytes of parameters that stay in this rank's memory whatever runs."""
-        return 0 if self.parameters_on_nvme else self.shard_bytes()
+        return 0 if self.parameters_on_nvme else self.shard_bytes() + self.original_bytes()
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that stay between backward and the next one, in whatever tier; 0 for frozen parameters."""

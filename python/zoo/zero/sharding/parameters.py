@@ -31,6 +31,8 @@ class BucketParameters:
         full: (P,) parameters; the model's are views of it. Where the bucket is partitioned its storage is empty between
             ``release`` and ``gather``.
         shard: (n,) this rank's parameters, wherever and however it keeps them; a view of ``full`` unless partitioned.
+        originals: what this rank keeps of the values that the parameters came with, see ``originals.py``; None where
+            the optimizer has taken them over, or the parameters are as they came.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         live: ``full`` holds valid parameters.
         coming: a gather is under way.
@@ -44,6 +46,7 @@ class BucketParameters:
         self._label = f"parameters of {bucket.label}"
         self.live, self.coming, self.hidden = True, False, False
         self.secondary: torch.Tensor | None = None
+        self.originals: Shard | None = None
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
         self._reading: tuple[Any, torch.Tensor] | None = None
@@ -54,15 +57,19 @@ class BucketParameters:
         self.full = torch.zeros(bucket.layout.size, dtype=spec.dtype, device=bucket.device)
         self._storage = self.full.untyped_storage()
         self._guard = bucket.new_guard(self._storage)
-        views = bucket.views(self.full)
-        for slot, (name, parameter, view) in enumerate(zip(spec.names, spec.parameters, views, strict=True)):
+        # Values are brought together in the dtype in which they came, and rounded then.
+        came = self.full if spec.original is spec.dtype else torch.zeros_like(self.full, dtype=spec.original)
+        members = zip(spec.names, spec.parameters, bucket.views(self.full), bucket.views(came), strict=True)
+        for slot, (name, parameter, view, before) in enumerate(members):
             if source is None:
-                fill_from(view, parameter)
+                fill_from(before, parameter)
             parameter.data = view
             parameter.grad = None
             self._guard.adopt(parameter, name, slot)
         if source is None:
-            self._routes.axes.world.broadcast(self.full).wait()
+            self._routes.axes.world.broadcast(came).wait()
+        if came is not self.full:
+            self._round(came)
         low, high = bucket.own_range()
         self.shard = bucket.new_shard() if bucket.partitioned else Shard.within(self.full[low:high])
         if source is not None:
@@ -71,6 +78,13 @@ class BucketParameters:
         elif bucket.partitioned:
             self.shard.set(self.full[low:high])
             self.release()
+
+    def _round(self, came: torch.Tensor) -> None:
+        self.full.copy_(came)
+        if self.bucket.spec.keeps_originals:
+            low, high = self.bucket.kept_range()
+            self.originals = self.bucket.new_originals(high - low, came.dtype)
+            self.originals.set(came[low:high])
 
     # Whole -----------------------------------------------------------------------------------------------------------
 
@@ -215,6 +229,7 @@ class BucketParameters:
         """Keep nothing: neither whole nor this rank's shard."""
         self.release()
         self.shard.drop()
+        self.originals = None
 
     def shared_by(self) -> int:
         """How many tensors and storages of Python there are with the memory of ``full``."""
@@ -267,7 +282,8 @@ class BucketParameters:
     def memory_bytes(self) -> int:
         """Bytes of parameters on this rank now."""
         kept = self.shard.nbytes if self.bucket.partitioned else 0
-        return self._storage.nbytes() + kept + (self.secondary.nbytes if self.secondary is not None else 0)
+        besides = sum(t.nbytes for t in (self.secondary, self.originals) if t is not None)
+        return self._storage.nbytes() + kept + besides
 
 
 def fill_from(view: torch.Tensor, parameter: Any) -> None:

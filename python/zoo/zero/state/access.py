@@ -6,8 +6,9 @@ of its bucket, which may be empty; at stage 0 every rank has all of it. Ranks at
 (MiCS) have the same elements and have to set the same values.
 
 Values are in fp32 (fp64 for fp64 parameters). An optimizer that keeps no fp32 value of a 16-bit parameter before its
-first step has the 16-bit one until then, so that a value set earlier is rounded. Gradients are the mean over the ranks,
-without the loss scale; there is one from ``backward`` until ``step`` or ``zero_grad``, and None at other times.
+first step has the 16-bit one until then, so that a value set earlier is rounded (with ``param_dtype`` it has one from
+the beginning). Gradients are the mean over the ranks, without the loss scale; there is one from ``backward`` until
+``step`` or ``zero_grad``, and None at other times.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class _Place:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.bucket.spec.dtype, torch.float32)
+        spec = self.bucket.spec
+        return torch.promote_types(torch.promote_types(spec.dtype, spec.original), torch.float32)
 
     @property
     def everywhere(self) -> bool:
@@ -93,7 +95,10 @@ def _segments(place: _Place) -> Iterator[tuple[Segment, dict[str, Any], int]]:
 
 def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
     if not place.bucket.spec.trainable:
-        if place.everywhere:
+        originals = place.bucket.parameters.originals
+        if originals is not None:
+            yield place.bucket.kept_range()[0], originals.whole()
+        elif place.everywhere:
             yield 0, place.bucket.parameters.full
         else:
             yield place.bucket.own_range()[0], place.bucket.parameters.shard.whole()
@@ -375,7 +380,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's elements. Every rank calls it, each with its own."""
     place = _find(param)
     _write_param(place, _local_value(place, value))
-    if not place.bucket.partitioned and place.bucket.spec.trainable:
+    if not place.bucket.partitioned:
         handle = place.bucket.parameters.publish()
         if handle is not None:
             handle.wait()

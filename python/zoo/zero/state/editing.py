@@ -50,16 +50,12 @@ def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Value
                 parameters.full[offset : offset + part.numel()].copy_(part)
         if bucket.partitioned:
             _write_shard(bucket, values)
+        _write_originals(bucket, values, keep_equal=keep_equal)
 
     def change(segment: Segment, state: dict[str, Any]) -> None:
         target = segment.value(state)
         for offset, part in overlaps(changes[segment.bucket], segment.slices()):
-            old = target[offset : offset + part.numel()]
-            new = part.to(old.device, old.dtype)
-            if keep_equal:
-                rounded = old.to(segment.bucket.spec.dtype).to(old.dtype)
-                new = torch.where(rounded == new, old, new)
-            old.copy_(new)
+            _overwrite(target[offset : offset + part.numel()], part, segment.bucket, keep_equal=keep_equal)
 
     trainable = [bucket for bucket in changes if bucket.spec.trainable]
     if trainable and optimizer is not None:
@@ -74,6 +70,25 @@ def _write_shard(bucket: Bucket, values: Values) -> None:
     with bucket.parameters.shard.edited() as shard:
         for offset, part in found:
             shard[offset : offset + part.numel()].copy_(part)
+
+
+def _write_originals(bucket: Bucket, values: Values, *, keep_equal: bool) -> None:
+    """What the parameters came with is no longer what they are."""
+    originals = bucket.parameters.originals
+    found = list(overlaps(values, bucket.layout.slices(*bucket.kept_range())))
+    if originals is None or not found:
+        return
+    with originals.edited() as kept:
+        for offset, part in found:
+            _overwrite(kept[offset : offset + part.numel()], part, bucket, keep_equal=keep_equal)
+
+
+def _overwrite(old: torch.Tensor, value: torch.Tensor, bucket: Bucket, *, keep_equal: bool) -> None:
+    new = value.to(old.device, old.dtype)
+    if keep_equal:
+        rounded = old.to(bucket.spec.dtype).to(old.dtype)
+        new = torch.where(rounded == new, old, new)
+    old.copy_(new)
 
 
 def publish(

@@ -7,7 +7,7 @@ together are the state of the run, and any other placement can be filled from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +89,21 @@ def slices_of(
         if not bucket.spec.trainable:
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
                 continue
-            low, high = bucket.own_range()
-            shard = bucket.parameters.shard
-            kept = shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype)
-            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", kept)
+            low, high = bucket.own_range() if owned else bucket.kept_range()
+            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", _frozen_values(bucket, low, high))
+
+
+def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored:
+    """Elements [low, high) of a frozen bucket, as they came where that is kept."""
+    originals, shard = bucket.parameters.originals, bucket.parameters.shard
+    if originals is not None:
+        first = bucket.kept_range()[0]
+        if originals.values is None:
+            return Stored(originals.load, originals.dtype, low - first, high - low)
+        return originals.values[low - first : high - first]
+    if not bucket.partitioned:
+        return bucket.parameters.full[low:high]
+    return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype)
 
 
 def feedback_slices(bucket: Bucket, rank: int) -> Iterator[StateSlice]:
@@ -239,11 +250,22 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
     return found != {False}
 
 
-def fill_frozen(bucket: Bucket, read: Reader) -> None:
-    """Load a frozen bucket: this rank's shard where it is partitioned, all of it where it is whole."""
-    low, high = bucket.own_range() if bucket.partitioned else (0, bucket.layout.size)
-    parameters = bucket.parameters
-    with parameters.shard.edited() if bucket.partitioned else nullcontext(parameters.full) as tensor:
-        for piece in runs_of(bucket, bucket.layout.slices(low, high)):
-            part = tensor[piece.offset : piece.offset + piece.length]
-            part.copy_(read(piece.name, "parameter", piece.start, piece.length))
+def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
+    """Load what this rank answers for of frozen buckets, and bring it to all that have them whole. Collective."""
+    handles = []
+    for bucket in buckets:
+        low, high = bucket.kept_range()
+        parameters, originals = bucket.parameters, bucket.parameters.originals
+        with ExitStack() as opened:
+            partitioned, whole = bucket.partitioned, parameters.full
+            places = [opened.enter_context(parameters.shard.edited()) if partitioned else whole[low:high]]
+            if originals is not None:
+                places.append(opened.enter_context(originals.edited()))
+            for piece in runs_of(bucket, bucket.layout.slices(low, high)):
+                value = read(piece.name, "parameter", piece.start, piece.length)
+                for place in places:
+                    place[piece.offset : piece.offset + piece.length].copy_(value)
+        handles.append(parameters.publish())
+    for handle in handles:
+        if handle is not None:
+            handle.wait()

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads")
-"""Optimizer states; fp32 masters; this rank's shards of the parameters (an fp32 one is its own master); reduced
-gradients."""
+"""Optimizer states; fp32 masters, and what frozen parameters came with; this rank's shards of the parameters (an fp32
+one is its own master); reduced gradients."""
 
 
 def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[torch.Tensor]:
@@ -32,6 +32,8 @@ def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[t
         if "lp_params" in include and bucket.partitioned and parameters.shard.values is not None:
             parameters.release()
             yield parameters.shard.values
+        if "hp_params" in include and parameters.originals is not None and parameters.originals.values is not None:
+            yield parameters.originals.values
         if "lp_grads" in include and gradients is not None and gradients.shard is not None:
             yield gradients.shard
 

@@ -86,6 +86,6 @@ def _wanted(optimizer: ZeroOptimizer) -> dict[str, int]:
         found.update({f"{p.name}|{p.start}": p.length for p in runs_of(segment.bucket, segment.slices())})
     for bucket in optimizer.buckets:
         if not bucket.spec.trainable:
-            low, high = bucket.own_range() if bucket.partitioned else (0, bucket.layout.size)
-            found.update({f"{p.name}|{p.start}": p.length for p in runs_of(bucket, bucket.layout.slices(low, high))})
+            pieces = bucket.layout.slices(*bucket.kept_range())
+            found.update({f"{p.name}|{p.start}": p.length for p in runs_of(bucket, pieces)})
     return found

@@ -63,7 +63,7 @@ class Writes:
                 continue
             for slot in changed:
                 bucket.parameters.take_back(slot)
-            if bucket.spec.trainable:
+            if bucket.spec.trainable or bucket.parameters.originals is not None:
                 changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
         if changes:
             write_values(optimizer, changes, keep_equal=True)

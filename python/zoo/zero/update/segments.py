@@ -87,11 +87,23 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool) -> list[Segm
                 if copied and bucket.placements.states.tier is Tier.NVME:
                     tensor = absent_of(stop - start, dtype)
                 elif copied:
-                    source = part if values is not None else bucket.parameters.shard.whole()[start:stop]
+                    source = original_of(bucket, chunk, start, stop) if dtype is not part.dtype else None
+                    if source is None:
+                        source = part if values is not None else bucket.parameters.shard.whole()[start:stop]
                     tensor = source.to("cpu" if off_device and not source.is_meta else source.device, dtype)
                 tensor = tensor.detach().requires_grad_()
                 segments.append(Segment(bucket, chunk, group, start, stop, tensor, part if copied else None))
     return segments
+
+
+def original_of(bucket: Bucket, chunk: int, start: int, stop: int) -> torch.Tensor | None:
+    """Elements [start, stop) of a chunk as the parameters came, to be the memory of masters; None: not in memory."""
+    originals = bucket.parameters.originals
+    if originals is None or originals.values is None:
+        return None
+    base = bucket.layout.shard_range(chunk, bucket.num_chunks)[0] - bucket.kept_range()[0]
+    # Detached it is no view: what a view is of would keep the memory when the master goes to another.
+    return originals.values[base + start : base + stop].detach()
 
 
 def absent_of(numel: int, dtype: torch.dtype) -> torch.Tensor:

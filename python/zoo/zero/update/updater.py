@@ -18,7 +18,7 @@ from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
 from zoo.zero.update.probe import Keeps, check_elementwise, what_it_keeps
-from zoo.zero.update.segments import Segment, cut_segments, in_pieces
+from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of
 from zoo.zero.update.whole_tensors import BucketParts
 
 DEPTH_IN_BACKWARD = 3
@@ -125,6 +125,32 @@ class Updater:
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that an update reads from and writes to NVMe, once states exist."""
         return self._stream.traffic() if self._stream is not None else (0, 0)
+
+    def take_originals(self) -> None:
+        """The values that parameters came with become those of the masters, wherever these live; nothing else does."""
+        for index, (_, piece) in enumerate(self._pieces):
+            kept = [s for s in piece if s.bucket.parameters.originals is not None and s.bucket.device.type != "meta"]
+            stream = self._stream if any(s.bucket.placements.states.tier is Tier.NVME for s in kept) else None
+            with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
+                for segment in kept:
+                    self._take_original(segment)
+        for bucket in self._buckets:
+            if bucket.parameters.originals is not None:
+                bucket.parameters.originals.drop()
+                bucket.parameters.originals = None
+
+    def _take_original(self, segment: Segment) -> None:
+        bucket, originals = segment.bucket, segment.bucket.parameters.originals
+        found = original_of(bucket, segment.chunk, segment.start, segment.stop)
+        if found is None:
+            if originals is None:
+                return
+            found = originals.load(segment.start, segment.stop - segment.start)
+        if segment.tensor.dtype is not bucket.spec.dtype:
+            if segment.tensor.data_ptr() != found.data_ptr():
+                segment.tensor.detach().copy_(found)
+        elif (dtype := self._keeps(segment).states.get("master")) is not None:
+            self.inner.state[segment.tensor]["master"] = found.to(segment.tensor.device, dtype)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
