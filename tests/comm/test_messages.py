@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import examples
+from tests.versions import needs_groups_of_any_backend
 
 from zoo import sim
 from zoo.comm import CollectiveMismatchError, Communicator, Recv, Send
 
 
+@needs_groups_of_any_backend
 @examples(times=2)
 @given(
     world=st.integers(2, 5),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import examples
+from tests.versions import needs_groups_of_any_backend
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -317,6 +318,7 @@ def test_groups_and_meshes():
     assert [result[2] for result in results] == [[2, 1, 6], [4, 1, 6], [2, 5, 6], [4, 5, 6]]
 
 
+@needs_groups_of_any_backend
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_functional_collectives():
     def fn(rank: int):

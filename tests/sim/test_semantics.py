@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.versions import needs_groups_of_any_backend
 
 from zoo import sim
 from zoo.comm import Communicator
@@ -38,6 +39,7 @@ def test_messages_that_cross_deadlock_under_nccl_alone(seed: int) -> None:
         assert f"waiting for rank {1 - rank} to complete what it issued before on this group: send" in text
 
 
+@needs_groups_of_any_backend
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("semantics", ["gloo", "nccl"])
 def test_a_batch_is_one_operation(seed: int, semantics: str) -> None:
@@ -204,6 +206,7 @@ def test_the_timeout_of_a_group(seed: int) -> None:
         sim.run(2, fn, seed=seed)
 
 
+@needs_groups_of_any_backend
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_monitored_barrier_names_who_never_came(seed: int) -> None:
     def fn(rank: int) -> None:
@@ -227,6 +230,7 @@ def test_a_wait_in_the_store_can_time_out() -> None:
     sim.run(2, fn)
 
 
+@needs_groups_of_any_backend
 @pytest.mark.parametrize("semantics", ["gloo", "nccl"])
 def test_groups_can_be_split(semantics: str) -> None:
     def fn(rank: int) -> float:
