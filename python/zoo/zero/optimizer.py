@@ -565,7 +565,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.backward.check_running()
         if self._in_backward is not None or self._runtime.backward.failed:
             self.zero_grad()
-        self._updater.load(lambda segment, state: state_io.fill_segment(segment, state, read, scalars))
+        self._updater.load(
+            lambda segment, state: state_io.fill_segment(segment, state, read, scalars), self.param_groups
+        )
         for bucket in self._buckets:
             if not bucket.spec.trainable:
                 state_io.fill_frozen(bucket, read)
