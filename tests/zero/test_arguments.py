@@ -108,6 +108,11 @@ def test_an_instance_that_was_taken_over_refuses_to_step() -> None:
     zero = Stage1Optimizer(model, optimizer=inner)
     with pytest.raises(ValueError, match=r"AdamW.*Stage1Optimizer.*its step\(\)"):
         inner.step()
+    saved = inner.__class__.state_dict(inner)
+    with pytest.raises(ValueError, match=r"state_dict\(\) of the \w+ instance that .*call its state_dict\(\)"):
+        inner.state_dict()
+    with pytest.raises(ValueError, match=r"call its load_state_dict\(\)"):
+        inner.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"add_param_group"):
         inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     zero.close()
