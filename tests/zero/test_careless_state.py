@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,5 +209,114 @@ def test_hooks_of_states_run_as_with_torch(stage: int) -> None:
         assert state["note"] == 7
         assert seen == ["save", "saved", "load 7", "loaded"]
         assert optimizer.param_groups[0]["lr"] == 0.5
+
+    sim.run(2, fn)
+
+
+# States and groups that somebody edits --------------------------------------------------------------------------------
+
+
+def _assign(optimizer: Any, weight: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _assign_one(optimizer: Any, weight: Any) -> None:
+    optimizer.state[weight] = {}
+
+
+STATE_USES: list[Callable[[Any, Any], Any]] = [
+    _assign,
+    _assign_one,
+    lambda optimizer, weight: optimizer.state.pop(weight, None),
+    lambda optimizer, weight: optimizer.state.clear(),
+    lambda optimizer, weight: optimizer.state[weight],
+    lambda optimizer, weight: optimizer.state.get(weight),
+    lambda optimizer, weight: optimizer.state.setdefault(weight, {}),
+    lambda optimizer, weight: weight in optimizer.state,
+    lambda optimizer, weight: optimizer.state.update({weight: {}}),
+    lambda optimizer, weight: optimizer.state.popitem(),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_are_not_replaced_from_outside(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage, momentum=0.9)
+        one_step(model, optimizer, rank)
+        for use in STATE_USES:
+            with pytest.raises(ValueError, match=r"optimizer\.state.*safe_get_full_.*safe_set_full_optimizer_state"):
+                use(optimizer, model.last.weight)
+        assert len(optimizer.state) == len(list(optimizer.state.items())) == len(optimizer.inner.state)
+        assert all("momentum_buffer" in state for state in optimizer.state.values())
+        one_step(model, optimizer, rank, 1)
+        check(optimizer, twin(2, 2, momentum=0.9))
+
+    sim.run(2, fn)
+
+
+def test_a_profiler_reads_the_states() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(1, momentum=0.9)
+        with torch.profiler.profile(profile_memory=True, with_stack=True, record_shapes=True):
+            for step in range(2):
+                one_step(model, optimizer, rank, step)
+        check(optimizer, twin(1, 2, momentum=0.9))
+
+    sim.run(1, fn)
+
+
+def _take_out(groups: list[dict[str, Any]], model: Any) -> None:
+    groups[0]["params"] = list(model.last.parameters())
+
+
+def _take_out_in_place(groups: list[dict[str, Any]], model: Any) -> None:
+    del groups[0]["params"][2:]
+
+
+def _add(groups: list[dict[str, Any]], model: Any) -> None:
+    groups[0]["params"].append(torch.nn.Parameter(torch.ones(1)))
+
+
+def _no_list(groups: list[dict[str, Any]], model: Any) -> None:
+    del groups[0]["params"]
+
+
+def _append(groups: list[dict[str, Any]], model: Any) -> None:
+    groups.append({"params": [], "lr": 0.1})
+
+
+def _remove(groups: list[dict[str, Any]], model: Any) -> None:
+    groups.clear()
+
+
+GROUP_EDITS: list[tuple[Callable[[list[dict[str, Any]], Any], None], str]] = [
+    (_take_out, r"param_groups\[0\]\['params'\] was changed \('first\.weight'.* taken out\)"),
+    (_take_out_in_place, r"'blocks\.0\.weight'.* taken out"),
+    (_add, "'a Parameter' added"),
+    (_no_list, "'first.weight'.* taken out"),
+    (_append, "param_groups has 2 groups, and had 1"),
+    (_remove, "param_groups has 0 groups, and had 1"),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("edit", "match"), GROUP_EDITS)
+def test_groups_are_those_of_construction(
+    stage: int, edit: Callable[[list[dict[str, Any]], Any], None], match: str
+) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        groups, members = list(optimizer.param_groups), list(optimizer.param_groups[0]["params"])
+        edit(optimizer.param_groups, model)
+        saved = build(stage)[1].state_dict()
+        optimizer.backward(model(data(rank)).square().mean())
+        with pytest.raises(ValueError, match=match):
+            optimizer.step()
+        if len(optimizer.param_groups) == 1:
+            with pytest.raises(ValueError, match=match):
+                optimizer.load_state_dict(saved)
+        optimizer.param_groups[:] = [{**groups[0], "params": members}]
+        optimizer.step()
+        check(optimizer, twin(2))
 
     sim.run(2, fn)

@@ -35,6 +35,7 @@ from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
+from zoo.zero.update.outer import OuterOptimizer
 from zoo.zero.update.updater import Updater, try_out
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from zoo.zero.options.keywords import Keywords
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(OuterOptimizer):
     """Trains a model data-parallel, with its training state split over the ranks as the stage says.
 
     After each backward of every rank the gradient is g = 1/N Σ_r g_r, and ``step`` applies the wrapped optimizer to it
@@ -183,11 +184,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.scaler is not None:
             self._runtime.backward.scale = self.scaler.scale
         self.inner = self._updater.inner
-        self._sealed = False
-        super().__init__(wrapped.groups, self.inner.defaults)
-        self._sealed = True
+        self.seal(wrapped.groups, self.inner)
         wrapped.taken_over_by(self)
-        self.state = self.inner.state
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -339,6 +337,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _options_of_update(self) -> list[dict[str, Any]]:
         if self._away is not None:
             raise ValueError("an update while states are offloaded; call reload_states() first.")
+        self.check_groups()
         return self.param_groups
 
     def settle_gradients(self) -> None:
@@ -411,12 +410,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.drop_gradients()
         self.clipping.forget()
         self._settle_errors(used=False)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only construction adds groups: buckets are laid out once."""
-        if getattr(self, "_sealed", False):
-            raise NotImplementedError("a ZeRO optimizer takes all its parameter groups at construction (params=...).")
-        super().add_param_group(param_group)
 
     # Looking inside --------------------------------------------------------------------------------------------------
 
@@ -566,7 +559,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None or self._runtime.backward.failed:
             self.zero_grad()
         self._updater.load(
-            lambda segment, state: state_io.fill_segment(segment, state, read, scalars), self.param_groups
+            lambda segment, state: state_io.fill_segment(segment, state, read, scalars), self._options_of_update()
         )
         for bucket in self._buckets:
             if not bucket.spec.trainable:

@@ -40,7 +40,7 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     return state
 
 
-def load_rank_state(optimizer: ZeroOptimizer, given: Mapping[str, Any]) -> None:
+def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
     """See :meth:`zoo.zero.ZeroOptimizer.load_state_dict`."""
     state = dict(given) if isinstance(given, Mapping) else given
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -147,7 +147,8 @@ def _check_states(
     """All states that the optimizer keeps with the saved options are there, and no other ones; or none at all."""
     keeps_of: dict[tuple[int, torch.dtype], Keeps] = {}
     roles_of = _roles_of(lengths, scalars)
-    empty, full = [], []
+    empty: list[str] = []
+    full: list[str] = []
     for segment in optimizer.updater.segments:
         kind = (segment.group, segment.tensor.dtype)
         if kind not in keeps_of:
