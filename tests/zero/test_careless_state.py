@@ -320,3 +320,28 @@ def test_groups_are_those_of_construction(
         check(optimizer, twin(2))
 
     sim.run(2, fn)
+
+
+def test_states_that_go_away_in_two_calls_are_all_away() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(3, optimizer=torch.optim.AdamW)
+        one_step(model, optimizer, rank)
+        moments = optimizer.offload_states(["optim_states"])
+        both = optimizer.offload_states(["optim_states", "lp_params"])
+        assert both > moments > 0
+        assert optimizer.offload_states(["lp_params"]) == both
+        for include, match in (
+            (["nonsense"], "include has 'nonsense'; allowed are 'optim_states'"),
+            ("lp_params", "include='lp_params' is a str; allowed are 'optim_states'.*in a list"),
+            (3, "include=3 is a int"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                optimizer.offload_states(include)  # type: ignore[arg-type]
+        assert optimizer.offload_states() > both
+        optimizer.reload_states()
+        with pytest.raises(ValueError, match="is a str"):
+            optimizer.offload_states("lp_params")
+        one_step(model, optimizer, rank, 1)
+        check(optimizer, adamw_twin(2, 2))
+
+    sim.run(2, fn)

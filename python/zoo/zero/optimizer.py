@@ -30,7 +30,7 @@ from zoo.zero.runtime.hooks import Runtime
 from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
-from zoo.zero.state.offload_states import StatesAway
+from zoo.zero.state.offload_states import StatesAway, states_named
 from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
@@ -429,6 +429,8 @@ class ZeroOptimizer(OuterOptimizer):
     ) -> int:  # fmt: skip
         """Move state from the device to host memory until :meth:`reload_states`; returns its bytes. Stage 3.
 
+        Called again it moves more, and returns the bytes of everything that is away.
+
         Args:
             include: of "optim_states", "hp_params" (fp32 masters), "lp_params" (shards of the parameters) and
                 "lp_grads" (reduced gradients); None for all.
@@ -442,11 +444,8 @@ class ZeroOptimizer(OuterOptimizer):
             raise ValueError(
                 f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."
             )
-        if self._away is None:
-            pins = pin_memory and torch.cuda.is_available()
-            self._away = StatesAway(
-                self, tuple(include) if include is not None else None, pin_memory=pins, non_blocking=non_blocking
-            )
+        names, self._away = states_named(include), self._away or StatesAway(self)
+        self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
         return self._away.num_bytes()
 
     def reload_states(self, non_blocking: bool = False) -> None:
