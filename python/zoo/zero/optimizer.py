@@ -23,7 +23,7 @@ from zoo.zero.forecast.costs import Forecast, gathered_from_shards
 from zoo.zero.forecast.costs import forecast as make_forecast
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
-from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config
+from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
 from zoo.zero.runtime.hooks import Runtime
@@ -84,7 +84,7 @@ class ZeroOptimizer(OuterOptimizer):
             (with clipping or a loss scale): "skip" it and count it, or raise an "error". Nothing is changed either way.
         reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
         check: agree on a fingerprint of each collective before it, for debugging.
-        config: a :class:`~zoo.zero.ZeroConfig`; single options of it may be given as keywords instead.
+        config: a :class:`~zoo.zero.ZeroConfig`, or a mapping of its options; single ones may be keywords instead.
         aio: how to reach NVMe: options, or an engine that is used and left open.
         optimizer_options: arguments of the wrapped optimizer; those that type checkers know may be keywords as well.
         options: options of ``ZeroConfig``, and the wrapped optimizer's own arguments.
@@ -118,11 +118,12 @@ class ZeroOptimizer(OuterOptimizer):
         nonfinite_gradients: Literal["skip", "error"] = "skip",
         reduce_dtype: torch.dtype | None = None,
         check: bool = False,
-        config: ZeroConfig | None = None,
+        config: ZeroConfig | Mapping[str, Any] | None = None,
         aio: AioConfig | Handle | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
         **options: Unpack[Keywords],
     ) -> None:
+        check_kinds(group, reduce_dtype)
         given = options_of(type(self), options, optimizer_options)
         self.scaler = make_scaler(loss_scale)
         self.clipping = Clipping(clip_norm, self.scaler, nonfinite_gradients)

@@ -60,7 +60,7 @@ def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
     """
     name = type(instance).__name__
     found: dict[str, Any] = {}
-    for parameter in _parameters_of(type(instance)):
+    for parameter in parameters_of(type(instance)):
         if parameter.name in instance.defaults:
             found[parameter.name] = instance.defaults[parameter.name]
         elif parameter.name in vars(instance):
@@ -88,7 +88,7 @@ def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _parameters_of(cls: type) -> list[inspect.Parameter]:
+def parameters_of(cls: type) -> list[inspect.Parameter]:
     """What the constructor takes beside itself and the parameters; through ``**kwargs`` what its bases take too."""
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
