@@ -86,7 +86,7 @@ def test_states_on_nvme_have_places_for_the_options_of_construction(tmp_path: Pa
         one_step(model, optimizer, rank)
         model, again = build(1, optimizer=torch.optim.AdamW, **nvme)
         one_step(model, again, rank, 5)
-        refused(again, optimizer.state_dict(), "NVMe were made for others.*Construct")
+        refused(again, optimizer.state_dict(), "files on NVMe were made for others.*Construct")
         again.load_state_dict(again.state_dict())
 
     sim.run(2, fn)

@@ -115,9 +115,17 @@ class Updater:
             lambda tensors: self._optimizer([{**group, "params": tensors}], **self._options), segment.tensor.dtype
         )
 
-    def has_places_for(self, segment: Segment, keeps: Keeps) -> bool:
-        """Whether all of it could be kept: what is on NVMe has places there from construction."""
-        return self._stream is None or keeps.states == self._keeps(segment).states
+    def check_places(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if other states than at construction are kept with the options of ``groups``, on NVMe."""
+        kinds = {(s.group, s.tensor.dtype): s for s in self.segments} if self._stream is not None else {}
+        for segment in kinds.values():
+            kept = self.keeps_with(segment, _without_params(groups)[segment.group]).states
+            if kept.keys() != self._keeps(segment).states.keys():
+                raise ValueError(
+                    f"with the options of the state {type(self.inner).__name__} keeps "
+                    f"{', '.join(map(repr, kept)) or 'nothing'}; its files on NVMe were made for others. "
+                    "Nothing was loaded. Construct the ZeRO optimizer with the options that the state was saved with."
+                )
 
     def _states_of(self, segment: Segment) -> dict[str, torch.dtype]:
         given = {} if segment.target is None else {"": segment.tensor.dtype}
@@ -295,6 +303,7 @@ class Updater:
         The states are those that the optimizer keeps with the options of ``groups``. A failure leaves a mixture of two
         states behind, and everything is refused until a state is loaded.
         """
+        self.check_places(groups)
         with contextlib.suppress(OffloadError):
             self.settle()  # whatever was wrong, what comes now is whole
         self.broken = None
