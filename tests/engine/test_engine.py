@@ -273,6 +273,21 @@ def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(tmp_path: Path) -
     assert sim.run(2, job) == ["ok", "ok"]
 
 
+def test_the_options_of_a_checkpoint_say_which_states_are_loaded(tmp_path: Path) -> None:
+    def job(rank: int) -> str:
+        amsgrad = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "amsgrad": True}}}
+        engine, again = start({**stage(2), **amsgrad}), start(stage(2))
+        _train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = _train(engine, 2)
+        again.load_checkpoint(tmp_path)
+        assert again.optimizer.param_groups[0]["amsgrad"]
+        assert _train(again, 2) == expected
+        return "ok"
+
+    assert sim.run(2, job) == ["ok", "ok"]
+
+
 def test_no_checkpoint_in_the_middle_of_a_step(tmp_path: Path) -> None:
     engine = start({"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4})
     engine.backward(engine(*next(iter(engine.dataloader or ()))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import subprocess
 import sys
 import typing
@@ -108,6 +109,11 @@ def test_an_instance_that_was_taken_over_refuses_to_step() -> None:
     zero = Stage1Optimizer(model, optimizer=inner)
     with pytest.raises(ValueError, match=r"AdamW.*Stage1Optimizer.*its step\(\)"):
         inner.step()
+    saved = inner.__class__.state_dict(inner)
+    with pytest.raises(ValueError, match=r"state_dict\(\) of the \w+ instance that .*call its state_dict\(\)"):
+        inner.state_dict()
+    with pytest.raises(ValueError, match=r"call its load_state_dict\(\)"):
+        inner.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"add_param_group"):
         inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     zero.close()
@@ -291,3 +297,61 @@ def test_zero_means_the_smallest_size(cls: type[ZeroOptimizer]) -> None:
     ):
         assert num == expected_num == 2
         assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+# Arguments of wrong kinds --------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"clip_norm": None}, ValueError, "clip_norm=None; it must be a norm > 0"),
+    ({"clip_norm": "1"}, ValueError, "clip_norm='1'; it must be a norm > 0"),
+    ({"loss_scale": math.inf}, ValueError, "finite scale > 0.*scale=inf"),
+    ({"params": [{"lr": 1}]}, ValueError, "group 0 of params= has 'lr', and no 'params'"),
+    ({"config": 3}, ValueError, r"config=3 is a int; allowed are a zoo\.zero\.ZeroConfig or a mapping"),
+    ({"config": {"overlap_com": True}}, ValueError, "overlap_com"),
+    ({"overlap_com": True}, TypeError, "overlap_com=True is an option neither.*AdamW.*Did you mean overlap_comm"),
+    ({"clip_nrom": 1.0}, TypeError, "Did you mean clip_norm"),
+    ({"weight_dekay": 1.0}, TypeError, "Did you mean weight_decay"),
+    ({"group": 7}, ValueError, "group=7 is a int; allowed are a process group"),
+    ({"group": [0, 1]}, ValueError, "group=.* is a list"),
+    ({"reduce_dtype": "fp32"}, ValueError, "reduce_dtype='fp32'; gradients are sent and added in one of.*bfloat16"),
+    ({"reduce_dtype": torch.int8}, ValueError, r"reduce_dtype=torch\.int8"),
+    ({"reduce_dtype": torch.complex64}, ValueError, r"reduce_dtype=torch\.complex64"),
+    ({"units": "x"}, ValueError, "units='x' is a str; allowed are a list"),
+    ({"units": nn.Linear}, ValueError, "units=<class .* is a type; allowed are a list"),
+    ({"units": ["x"]}, ValueError, "units= has 'x' in it"),
+    ({"units": [nn.Conv2d]}, ValueError, r"units=\[Conv2d\] matches no module"),
+    ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ValueError, "are one option; leave one out"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "match"), WRONG)
+def test_arguments_of_wrong_kinds_are_refused_by_a_sentence(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    model = small()
+    with pytest.raises(error, match=match):
+        Stage2Optimizer(model, **options)
+    train(model, Stage2Optimizer(model, lr=0.1), 0)  # nothing was changed
+
+
+def test_documented_names_of_options_are_keywords(caplog: pytest.LogCaptureFixture) -> None:
+    zero: Any = Stage3Optimizer
+    made = zero(
+        small(), stage3_prefetch_bucket_size=5, contiguous_gradients=False, cpu_offload=True, max_live_parameters=None
+    ).config
+    assert (made.prefetch_bucket_size, made.offload_optimizer.device, made.max_live_parameters) == (5, "cpu", None)
+    assert "contiguous_gradients=False has no effect" in caplog.text
+    assert "cpu_offload is deprecated" in caplog.text
+    made = zero(small(), config={"stage3_max_live_parameters": 7, "overlap_comm": False}, overlap_comm=True).config
+    assert (made.stage, made.max_live_parameters, made.overlap_comm) == (3, 7, True)
+    assert ZeroOptimizer(small(), config={"stage": 2}).config.stage == 2
+
+
+def test_the_largest_gradient_by_either_name() -> None:
+    model = small()
+    optimizer = Stage1Optimizer(model, lr=0.1)
+    model(data(0)).square().mean().backward()
+    norm: Any = "inf"
+    assert optimizer.global_norm(norm) == optimizer.global_norm(math.inf) > 0
+    with pytest.raises(ValueError, match="norm_type='two'"):
+        optimizer.clip_grad_norm_(1.0, norm_type="two")  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from zoo.engine.state import (
     load_buffers,
     random_state,
     restore_meta,
+    restore_options,
     set_random_state,
 )
 from zoo.zero import ZeroOptimizer
@@ -206,6 +207,7 @@ class Engine:
         found = load(directory, tag, self.comm)
         what = f"loading the checkpoint {found.tag!r} into this model"
         together(self.comm, what, lambda: check_fits(found, self.optimizer.state_slices()))
+        restore_options(self, found)
         self.optimizer.load_state(found.read, found.scalars)
         load_buffers(self.module, found)
         restore_meta(self, found)

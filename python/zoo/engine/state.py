@@ -93,8 +93,12 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
     }
 
 
-def restore_meta(engine: Engine, found: Checkpoint) -> None:
-    """The reverse of :func:`engine_meta`. Counters stay consistent when gradient accumulation differs."""
+def restore_options(engine: Engine, found: Checkpoint) -> None:
+    """Give the parameter groups the options of a checkpoint; which states there are depends on them.
+
+    Raises:
+        CheckpointError: it is of no engine, or has another number of groups; nothing has changed.
+    """
     meta = found.meta.get("engine")
     if not isinstance(meta, dict):
         raise CheckpointError(f"checkpoint {found.tag!r} was not written by an engine: its meta has no part 'engine'")
@@ -105,6 +109,12 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
         )
     for group, saved in zip(groups, meta["param_groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in saved.items()})
+
+
+def restore_meta(engine: Engine, found: Checkpoint) -> None:
+    """The reverse of :func:`engine_meta`, but for the options. Counters stay consistent when gradient accumulation
+    differs."""
+    meta = found.meta["engine"]
     engine.global_steps, engine.skipped_steps = int(meta["global_steps"]), int(meta["skipped_steps"])
     engine.micro_steps = engine.global_steps * engine.accumulation
     if engine.dataloader is not None and meta["loader"] is not None:

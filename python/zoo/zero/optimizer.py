@@ -23,18 +23,19 @@ from zoo.zero.forecast.costs import Forecast, gathered_from_shards
 from zoo.zero.forecast.costs import forecast as make_forecast
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
-from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config
+from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
 from zoo.zero.runtime.hooks import Runtime
 from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
-from zoo.zero.state.offload_states import StatesAway
+from zoo.zero.state.offload_states import StatesAway, states_named
 from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
+from zoo.zero.update.outer import OuterOptimizer
 from zoo.zero.update.updater import Updater, try_out
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from zoo.zero.options.keywords import Keywords
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(OuterOptimizer):
     """Trains a model data-parallel, with its training state split over the ranks as the stage says.
 
     After each backward of every rank the gradient is g = 1/N Σ_r g_r, and ``step`` applies the wrapped optimizer to it
@@ -86,7 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         cast_inputs: with ``param_dtype``, floating-point tensors among the arguments of the model's forward are cast.
         reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
         check: agree on a fingerprint of each collective before it, for debugging.
-        config: a :class:`~zoo.zero.ZeroConfig`; single options of it may be given as keywords instead.
+        config: a :class:`~zoo.zero.ZeroConfig`, or a mapping of its options; single ones may be keywords instead.
         aio: how to reach NVMe: options, or an engine that is used and left open.
         optimizer_options: arguments of the wrapped optimizer; those that type checkers know may be keywords as well.
         options: options of ``ZeroConfig``, and the wrapped optimizer's own arguments.
@@ -122,11 +123,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         cast_inputs: bool = True,
         reduce_dtype: torch.dtype | None = None,
         check: bool = False,
-        config: ZeroConfig | None = None,
+        config: ZeroConfig | Mapping[str, Any] | None = None,
         aio: AioConfig | Handle | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
         **options: Unpack[Keywords],
     ) -> None:
+        check_kinds(group, reduce_dtype)
         given = options_of(type(self), options, optimizer_options)
         self.scaler = make_scaler(loss_scale)
         self.clipping = Clipping(clip_norm, self.scaler, nonfinite_gradients)
@@ -189,11 +191,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.scaler is not None:
             self._runtime.backward.scale = self.scaler.scale
         self.inner = self._updater.inner
-        self._sealed = False
-        super().__init__(wrapped.groups, self.inner.defaults)
-        self._sealed = True
+        self.seal(wrapped.groups, self.inner)
         wrapped.taken_over_by(self)
-        self.state = self.inner.state
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -345,6 +344,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _options_of_update(self) -> list[dict[str, Any]]:
         if self._away is not None:
             raise ValueError("an update while states are offloaded; call reload_states() first.")
+        self.check_groups()
         return self.param_groups
 
     def settle_gradients(self) -> None:
@@ -418,12 +418,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.clipping.forget()
         self._settle_errors(used=False)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only construction adds groups: buckets are laid out once."""
-        if getattr(self, "_sealed", False):
-            raise NotImplementedError("a ZeRO optimizer takes all its parameter groups at construction (params=...).")
-        super().add_param_group(param_group)
-
     # Looking inside --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -442,6 +436,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> int:  # fmt: skip
         """Move state from the device to host memory until :meth:`reload_states`; returns its bytes. Stage 3.
 
+        Called again it moves more, and returns the bytes of everything that is away.
+
         Args:
             include: of "optim_states", "hp_params" (fp32 masters), "lp_params" (shards of the parameters) and
                 "lp_grads" (reduced gradients); None for all.
@@ -455,11 +451,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."
             )
-        if self._away is None:
-            pins = pin_memory and torch.cuda.is_available()
-            self._away = StatesAway(
-                self, tuple(include) if include is not None else None, pin_memory=pins, non_blocking=non_blocking
-            )
+        names, self._away = states_named(include), self._away or StatesAway(self)
+        self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
         return self._away.num_bytes()
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -574,7 +567,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.backward.check_running()
         if self._in_backward is not None or self._runtime.backward.failed:
             self.zero_grad()
-        self._updater.load(lambda segment, state: state_io.fill_segment(segment, state, read, scalars))
+        self._updater.load(
+            lambda segment, state: state_io.fill_segment(segment, state, read, scalars), self._options_of_update()
+        )
         state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
         self._publish()
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}

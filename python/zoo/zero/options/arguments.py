@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,19 +13,63 @@ import torch
 from torch import nn
 
 from zoo.zero.config import ZeroConfig
+from zoo.zero.options.documents import KEYS, name_of
+from zoo.zero.options.keywords import OptimizerArguments
 from zoo.zero.update import instances
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_log = logging.getLogger("zoo.zero")
 
-def resolve_config(config: ZeroConfig | None, stage: int | None, options: dict[str, Any]) -> ZeroConfig:
-    """Take the ZeRO options out of ``options`` and put them over ``config``."""
-    given = {key: options.pop(key) for key in list(options) if key in ZeroConfig.model_fields}
+
+def check_kinds(group: Any, reduce_dtype: Any) -> None:
+    """Raise ValueError for arguments that cannot be what they should be."""
+    numbers = isinstance(group, (int, float, str, list, tuple, dict, set, range))
+    if numbers and group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group={group!r} is a {type(group).__name__}; allowed are a process group (torch.distributed.new_group "
+            "makes one of a list of ranks), a DeviceMesh, a zoo.comm.Communicator, or None for all ranks."
+        )
+    if reduce_dtype not in (None, *_SUMMED):
+        allowed = ", ".join(map(str, _SUMMED))
+        raise ValueError(
+            f"reduce_dtype={reduce_dtype!r}; gradients are sent and added in one of {allowed}, or None for their own."
+        )
+
+
+def resolve_config(
+    config: ZeroConfig | Mapping[str, Any] | None, stage: int | None, options: dict[str, Any]
+) -> ZeroConfig:  # fmt: skip
+    """Take the ZeRO options out of ``options``, by any of their documented names, and put them over ``config``."""
+    given = {key: options.pop(key) for key in list(options) if key in ZeroConfig.model_fields or key in KEYS}
+    if config is not None and not isinstance(config, (ZeroConfig, Mapping)):
+        raise ValueError(
+            f"config={config!r} is a {type(config).__name__}; allowed are a zoo.zero.ZeroConfig or a mapping of its "
+            "options, as the section zero_optimization of a document has."
+        )
+    base = config.model_dump() if isinstance(config, ZeroConfig) else _of_today(config or {}, "config=")
+    given = _of_today(given, "the keywords")
     if stage is not None:
         given["stage"] = stage
-    base = config.model_dump() if config is not None else {}
     return ZeroConfig.model_validate({**base, **given})
+
+
+def _of_today(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options by the names of ``ZeroConfig``; what has no effect is said."""
+    older = {key: value for key, value in options.items() if key not in ZeroConfig.model_fields}
+    if not older:
+        return dict(options)
+    names: dict[str, str] = {}
+    for key in options:
+        if names.setdefault(name_of(key), key) != key:
+            raise ValueError(f"{where} have {names[name_of(key)]} and {key}, which are one option; leave one out.")
+    found, sentences = ZeroConfig.translate({key: v for key, v in options.items() if v is not None or key in older})
+    for sentence in sentences:
+        _log.warning("%s", sentence)
+    nothing = {key: None for key, value in options.items() if value is None and key not in older}
+    return {**nothing, **{name_of(key): value for key, value in found.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +118,33 @@ def find_optimizer(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a class (optimizer=torch.optim.AdamW) and "
             "its arguments (lr=3e-4), an instance of one, or its name in the registry."
         )
+    _check_options(optimizer, options)
     return Wrapped(make=optimizer, groups=param_groups_of(model, params), options=dict(options))
+
+
+def _check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Raise TypeError for options that are neither of ZeRO nor of the optimizer, with those that are near."""
+    try:
+        taken = instances.parameters_of(optimizer) if isinstance(optimizer, type) else None
+    except ValueError:  # a class without a signature
+        return
+    if taken is None or any(p.kind is p.VAR_KEYWORD for p in taken):
+        return
+    known = {p.name for p in taken}
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known | KEYS | _keywords()), n=3)
+            meant = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise TypeError(
+                f"{key}={options[key]!r} is an option neither of ZeRO nor of {optimizer.__name__}, which takes "
+                f"{', '.join(sorted(known))}.{meant}"
+            )
+
+
+def _keywords() -> set[str]:
+    from zoo.zero.optimizer import ZeroOptimizer
+
+    return set(inspect.signature(ZeroOptimizer).parameters) - set(OptimizerArguments.__annotations__)
 
 
 def param_groups_of(model: nn.Module, params: Iterable[Any] | None, *, source: str = "params=") -> list[dict[str, Any]]:
@@ -88,6 +161,12 @@ def param_groups_of(model: nn.Module, params: Iterable[Any] | None, *, source: s
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
     given = list(params)
     groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    for i, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(
+                f"group {i} of {source} has {', '.join(map(repr, group)) or 'nothing'}, and no 'params': the "
+                "parameters that these options are for."
+            )
     seen: set[int] = set()
     for i, group in enumerate(groups):
         _split_names(group, f"group {i} of {source}")

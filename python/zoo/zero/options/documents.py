@@ -152,6 +152,14 @@ OPTIONS: tuple[Option, ...] = (
 
 _BY_KEY = {key: option for option in OPTIONS if not option.section for key in (option.name, *option.aliases)}
 
+KEYS = frozenset(_BY_KEY)
+"""Every name of an option of ``zero_optimization`` itself."""
+
+
+def name_of(key: str) -> str:
+    """The first of an option's names."""
+    return _BY_KEY[key].name if key in _BY_KEY else key
+
 
 def status(option: Option, model: type[BaseModel]) -> Status:
     """What becomes of an option (of ``zero_optimization`` itself) when ``model`` is that section's class."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,6 +82,12 @@ def _default(model: nn.Module) -> set[str]:
 
 def _chosen(model: nn.Module, choice: UnitChoice) -> set[str]:
     modules = dict(model.named_modules())
+    given: Any = choice
+    if isinstance(given, (str, type, nn.Module)) or not (callable(given) or isinstance(given, Iterable)):
+        raise ValueError(
+            f"units={given!r} is a {type(given).__name__}; allowed are a list of classes and modules, or a predicate "
+            "(path, module) -> bool."
+        )
     if callable(choice) and not isinstance(choice, Sequence):
         names = {name for name, module in modules.items() if name and choice(name, module)}
     else:
@@ -90,6 +97,12 @@ def _chosen(model: nn.Module, choice: UnitChoice) -> set[str]:
         foreign = objects - {id(m) for m in modules.values()}
         if foreign:
             raise ValueError(f"units= names {len(foreign)} module(s) that are not part of the model.")
+        wrong: list[Any] = [c for c in given if not isinstance(c, (type, nn.Module))]
+        if wrong:
+            raise ValueError(f"units= has {wrong[0]!r} in it; its members are classes and modules of the model.")
+        if choice and not names and not isinstance(model, classes) and id(model) not in objects:
+            listed = ", ".join(c.__name__ for c in classes)
+            raise ValueError(f"units=[{listed}] matches no module of the model; units=[] makes it one unit.")
     for name in names:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from zoo.comm import Communicator
 from zoo.zero.runtime.external import register_external_parameter
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.guard import ShardedParameter
+
+_COPIES: WeakKeyDictionary[Bucket, list[dict[int, torch.Tensor]]] = WeakKeyDictionary()
+"""Of whole parameters, what each context around puts back after an exception: what an inner one stored stays."""
 
 
 class Owner(Protocol):
@@ -61,7 +65,7 @@ class GatheredParameters:
             everybody's, wherever they live: shards, whole copies, host memory or NVMe, and the fp32 values that the
             optimizer updates (those that round to the value at the end keep their precision). What other ranks wrote is
             overwritten. Of parameters that are parts along other mesh axes it is a rank of those with the same part.
-            After an exception inside, nothing is changed.
+            After an exception inside, nothing is changed, but for what an inner context stored before it.
         fwd_module: a module in whose forward the parameters are used from now on: they are registered as external to
             it (:func:`~zoo.zero.register_external_parameter`).
         enabled: False makes this do nothing.
@@ -71,6 +75,7 @@ class GatheredParameters:
             change would be lost (found by version counters; those of ``Init``'s parameters do not see writes through
             ``.data``).
         ValueError: modifier_rank is no rank of the group.
+        TypeError: something in ``params`` is no parameter, or modifier_rank no number.
         CollectiveMismatchError: the ranks gave different parameters.
     """
 
@@ -81,16 +86,28 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        given = _parameters_in(params)
+        number: Any = modifier_rank
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise TypeError(
+                f"GatheredParameters got modifier_rank={modifier_rank!r}, a {type(modifier_rank).__name__}; it takes "
+                "the number of a rank, for writing, or None, for reading."
+            )
         self._params = list({id(p): p for p in given}.values()) if enabled else []
         self._modifier, self._fwd_module = modifier_rank, fwd_module
         self._slots: dict[Bucket, list[int]] = {}
         self._held: dict[Bucket, Any] = {}
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._inside = False
+        self._saved: dict[Bucket, dict[int, torch.Tensor]] = {}
         self._versions: dict[Bucket, list[int]] = {}
         self._seen: dict[Bucket, list[int]] = {}
 
     def __enter__(self) -> None:
+        if self._inside:
+            raise RuntimeError(
+                "this GatheredParameters is entered already; an object is one with statement at a time. Make another "
+                "one for the inner with statement."
+            )
         self._find()
         for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
             owner.settle()
@@ -102,8 +119,11 @@ class GatheredParameters:
             self._seen = {bucket: [p._version for p in bucket.spec.parameters] for bucket in self._slots}
         if self._modifier is not None:
             # A copy, so that an exception inside leaves no rank with values of its own.
-            whole = [(b, slot) for b, slots in self._slots.items() if not b.partitioned for slot in slots]
-            self._saved = [(view, view.clone()) for view in (b.parameters.flat_of(slot) for b, slot in whole)]
+            for bucket, slots in self._slots.items():
+                if not bucket.partitioned:
+                    self._saved[bucket] = {slot: bucket.parameters.flat_of(slot).clone() for slot in slots}
+                    _COPIES.setdefault(bucket, []).append(self._saved[bucket])
+        self._inside = True
 
     def _find(self) -> None:
         slots: dict[Bucket, list[int]] = {}
@@ -139,13 +159,16 @@ class GatheredParameters:
     ) -> None:
         lost: list[str] = []
         if kind is not None:
-            for view, saved in self._saved:
-                view.copy_(saved)
+            for bucket, copies in self._saved.items():
+                for slot, saved in copies.items():
+                    bucket.parameters.flat_of(slot).copy_(saved)
         else:
             lost = self._lost()
             if self._modifier is not None and not lost:
                 self._store(self._modifier)
-        self._saved = []
+        for bucket, copies in self._saved.items():
+            _COPIES[bucket] = [others for others in _COPIES[bucket] if others is not copies]
+        self._saved, self._inside = {}, False
         for bucket, held in self._held.items():
             owner_of(bucket).let_go(bucket, held, forget=kind is not None or bool(lost))
         self._held.clear()
@@ -175,6 +198,26 @@ class GatheredParameters:
             by_owner.setdefault(id(owner), (owner, {}))[1][bucket] = slots
         for owner, changed in by_owner.values():
             owner.publish(changed, modifier, self._seen)
+        for bucket, slots in self._slots.items():
+            for copies in _COPIES.get(bucket, ()):
+                for slot in copies.keys() & set(slots):
+                    copies[slot].copy_(bucket.parameters.flat_of(slot))
+
+
+def _parameters_in(params: Any) -> list[Any]:
+    """What ``params=`` names, each a tensor."""
+    allowed = "it takes a parameter, or an iterable of them: [layer.weight, layer.bias], or model.parameters()"
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, (str, nn.Module)) or not isinstance(params, Iterable):
+        raise TypeError(f"GatheredParameters got a {type(params).__name__}; {allowed}.")
+    given = list(params)
+    for member in given:
+        if not isinstance(member, torch.Tensor):
+            pair = isinstance(member, tuple) and any(isinstance(part, torch.Tensor) for part in member)
+            what = "a pair, as named_parameters() gives," if pair else f"a {type(member).__name__}"
+            raise TypeError(f"GatheredParameters got an iterable with {what} in it; {allowed}.")
+    return given
 
 
 def owner_of(bucket: Bucket) -> Owner:

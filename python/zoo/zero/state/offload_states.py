@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,21 +43,39 @@ def leaves(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+def states_named(include: Iterable[str] | None) -> tuple[str, ...]:
+    """The names that ``include`` gives; all for None.
+
+    Raises:
+        ValueError: it is no list of names, or some are not among :data:`STATES`.
+    """
+    if include is None:
+        return STATES
+    allowed = f"allowed are {', '.join(map(repr, STATES))}, in a list, or None for all."
+    if isinstance(include, str) or not isinstance(include, Iterable):
+        raise ValueError(f"include={include!r} is a {type(include).__name__}; {allowed}")
+    named = tuple(dict.fromkeys(include))
+    unknown = [name for name in named if name not in STATES]
+    if unknown:
+        raise ValueError(f"include has {', '.join(map(repr, unknown))}; {allowed}")
+    return named
+
+
 class StatesAway:
     """What :meth:`ZeroOptimizer.offload_states` took away, and where it belongs."""
 
-    def __init__(
-        self, optimizer: ZeroOptimizer, include: Collection[str] | None, *, pin_memory: bool, non_blocking: bool
-    ) -> None:
-        named = tuple(include) if include is not None else STATES
-        unknown = [name for name in named if name not in STATES]
-        if unknown:
-            raise ValueError(
-                f"include has {', '.join(map(repr, unknown))}; allowed are {', '.join(map(repr, STATES))}."
-            )
-        self.include = named
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self.include: tuple[str, ...] = ()
         self._away: list[tuple[torch.Tensor, torch.device]] = []
         self._optimizer, self._left = weakref.ref(optimizer), False
+
+    def take(self, include: Collection[str], *, pin_memory: bool, non_blocking: bool) -> None:
+        """Take these too, but for what is away already."""
+        named = tuple(name for name in include if name not in self.include)
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise AssertionError("states of an optimizer that does not exist any more.")
+        self.include += named
         for tensor in tensors_of(optimizer, named):
             if tensor.numel() > 1 and tensor.dim() == 1 and tensor.stride(0) == 0:
                 continue  # on NVMe

@@ -5,35 +5,49 @@ A state that does not fit is refused on all ranks before anything changes: half 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zoo.comm import together
 from zoo.zero.state.logical import runs_of
+from zoo.zero.update.probe import Keeps
+from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
 _OF_REDUCTIONS = ("feedback.", "owed")
+_PARTS = {"slices": Mapping, "scalars": Mapping, "param_groups": list, "rank": int, "world_size": int}
+_OF_SCHEDULES = "initial_lr"  # which any group may have
 
 
 def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """See :meth:`zoo.zero.ZeroOptimizer.state_dict`."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
     slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in optimizer.held_slices(owned=False)}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return {
+    state: dict[str, Any] = {
         "slices": slices, "scalars": optimizer.state_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
         "world_size": optimizer.comm.size,
     }  # fmt: skip
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = after(optimizer, state)
+        state = state if changed is None else changed
+    return state
 
 
-def load_rank_state(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
+def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
     """See :meth:`zoo.zero.ZeroOptimizer.load_state_dict`."""
-    comm = optimizer.comm
+    state = dict(given) if isinstance(given, Mapping) else given
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, state)
+        state = state if changed is None else changed
     together(
-        comm, "loading a state_dict", lambda: _check(optimizer, state),
+        optimizer.comm, "loading a state_dict", lambda: _check(optimizer, state),
         error=lambda text, ranks: ValueError(text), plain=ValueError,
     )  # fmt: skip
     slices = state["slices"]
@@ -42,23 +56,58 @@ def load_rank_state(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
         found: torch.Tensor = slices[f"{role}|{name}|{start}"]
         return found
 
-    optimizer.load_state(read, state["scalars"])
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+    was = [dict(group) for group in optimizer.param_groups]
+    # The options come first: they say which states there are. Copied, as torch does.
+    for group, saved in zip(optimizer.param_groups, copy.deepcopy(_options(state)), strict=True):
         group.update(saved)
+    try:
+        optimizer.load_state(read, state["scalars"])
+    except BaseException:
+        for group, old in zip(optimizer.param_groups, was, strict=True):
+            group.clear()
+            group.update(old)
+        raise
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
-def _check(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
+def _options(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+
+
+# The check -----------------------------------------------------------------------------------------------------------
+
+
+def _check(optimizer: ZeroOptimizer, state: Any) -> None:
     """Raise ValueError unless a state of this rank fits this optimizer."""
-    comm, where = optimizer.comm, (state.get("rank"), state.get("world_size"))
+    _check_parts(state)
+    comm, where = optimizer.comm, (state["rank"], state["world_size"])
     if where != (comm.rank, comm.size):
         raise ValueError(
             f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {comm.rank} of {comm.size} at stage "
             f"{optimizer.config.stage}. load_state() with the slices of all ranks reads any placement into any other."
         )
-    wanted = _wanted(optimizer)
     lengths = {
         key: value.numel() for key, value in state["slices"].items() if not key.startswith(_OF_REDUCTIONS)
     }  # fmt: skip
+    _check_layout(_wanted(optimizer), lengths)
+    _check_options(optimizer, _options(state))
+    _check_states(optimizer, lengths, state["scalars"], _options(state))
+
+
+def _check_parts(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"load_state_dict() got a {type(state).__name__}; it takes what state_dict() returned.")
+    wrong = [key for key, kind in _PARTS.items() if not isinstance(state.get(key), kind)]
+    if wrong:
+        raise ValueError(
+            f"the state_dict has {', '.join(map(repr, state)) or 'nothing'}, and no {', '.join(map(repr, wrong))} of "
+            f"the right kind: it is not what state_dict() of a ZeRO optimizer returned. Nothing was loaded. A state of "
+            "an ordinary torch optimizer goes in by parameter: zoo.zero.safe_set_full_optimizer_state()."
+        )
+
+
+def _check_layout(wanted: Mapping[str, int], lengths: Mapping[str, int]) -> None:
     wrong = [key for key, length in wanted.items() if lengths.get(f"parameter|{key}") != length]
     expected = 0
     for role in {key.split("|")[0] for key in lengths}:
@@ -72,11 +121,85 @@ def _check(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
             "one rank had under one reduce_bucket_size, stage and set of options. Nothing was loaded. load_state() "
             "with the slices of all ranks reads any layout into any other."
         )
-    if len(state["param_groups"]) != len(optimizer.param_groups):
+
+
+def _check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
+    if len(groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"the state_dict has {len(state['param_groups'])} parameter groups; this optimizer has "
-            f"{len(optimizer.param_groups)}. Nothing was loaded."
+            f"the state_dict has {len(groups)} parameter groups; this optimizer has {len(optimizer.param_groups)}. "
+            "Nothing was loaded."
         )
+    for here, saved in zip(optimizer.param_groups, groups, strict=True):
+        lacking = sorted(set(optimizer.defaults) - set(saved))
+        foreign = sorted(set(saved) - set(here) - {_OF_SCHEDULES})
+        # An older version of the same optimizer had fewer options, and the user may add some; both is another one.
+        if lacking and foreign:
+            raise ValueError(
+                f"the state_dict is of another optimizer: its options are {', '.join(foreign)} and not "
+                f"{', '.join(lacking)}, which {_name(optimizer)} has. Nothing was loaded. Wrap the optimizer that the "
+                "state is of."
+            )
+
+
+def _check_states(
+    optimizer: ZeroOptimizer, lengths: Mapping[str, int], scalars: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> None:  # fmt: skip
+    """All states that the optimizer keeps with the saved options are there, and no other ones; or none at all."""
+    keeps_of: dict[tuple[int, torch.dtype], Keeps] = {}
+    roles_of = _roles_of(lengths, scalars)
+    optimizer.updater.check_places(groups)
+    empty: list[str] = []
+    full: list[str] = []
+    for segment in optimizer.updater.segments:
+        kind = (segment.group, segment.tensor.dtype)
+        if kind not in keeps_of:
+            keeps_of[kind] = optimizer.updater.keeps_with(segment, groups[segment.group])
+        keeps = keeps_of[kind]
+        wanted = (set(keeps.states) | keeps.numbers) - {"master"}
+        for key, name in _keys_of(segment):
+            found = roles_of.get(key, set()) | roles_of.get(name, set())
+            if found - wanted:
+                raise ValueError(
+                    f"the state_dict has {_listed(found - wanted)} of {name!r}, which {_name(optimizer)} does not keep "
+                    "with the options of the state_dict: it is of another optimizer. Nothing was loaded."
+                )
+            if found and wanted - found:
+                raise ValueError(
+                    f"the state_dict lacks {_listed(wanted - found)} of {name!r}, which {_name(optimizer)} keeps with "
+                    "the options of the state_dict. Nothing was loaded. Load a state_dict as it was saved."
+                )
+            if wanted:
+                (full if found else empty).append(name)
+    if empty and full:
+        raise ValueError(
+            f"the state_dict has states of {full[0]!r}, and none of {empty[0]!r}, which {_name(optimizer)} keeps too. "
+            "Nothing was loaded. Load a state_dict as it was saved."
+        )
+
+
+def _roles_of(lengths: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[str, set[str]]:
+    """The states that are there: by ``"<name>|<start>"`` the tensors, by name the numbers."""
+    found: dict[str, set[str]] = {}
+    for entry in lengths:
+        role, _, key = entry.partition("|")
+        if role != "parameter":
+            found.setdefault(key, set()).add(role)
+    for entry in scalars:
+        role, _, name = entry.partition("/")
+        found.setdefault(name, set()).add(role)
+    return found
+
+
+def _keys_of(segment: Segment) -> list[tuple[str, str]]:
+    return [(f"{p.name}|{p.start}", p.name) for p in runs_of(segment.bucket, segment.slices())]
+
+
+def _name(optimizer: ZeroOptimizer) -> str:
+    return type(optimizer.inner).__name__
+
+
+def _listed(roles: Iterable[str]) -> str:
+    return ", ".join(repr(role) for role in sorted(roles)) or "nothing"
 
 
 def _wanted(optimizer: ZeroOptimizer) -> dict[str, int]:

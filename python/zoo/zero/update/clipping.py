@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from zoo.comm import Communicator
 from zoo.zero.sharding.gradients import BucketGradients
@@ -35,9 +36,10 @@ class Clipping:
     """
 
     def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Literal["skip", "error"]) -> None:
-        if not max_norm >= 0:
+        number: Any = max_norm
+        if not isinstance(number, Real) or not max_norm >= 0:
             raise ValueError(
-                f"clip_norm={max_norm}; it must be a norm > 0 (math.inf only measures), or 0 for no clipping."
+                f"clip_norm={max_norm!r}; it must be a norm > 0 (math.inf only measures), or 0 for no clipping."
             )
         if nonfinite not in ("skip", "error"):
             raise ValueError(f"nonfinite_gradients={nonfinite!r}; allowed are 'skip' and 'error'.")

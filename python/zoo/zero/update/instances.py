@@ -60,7 +60,7 @@ def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
     """
     name = type(instance).__name__
     found: dict[str, Any] = {}
-    for parameter in _parameters_of(type(instance)):
+    for parameter in parameters_of(type(instance)):
         if parameter.name in instance.defaults:
             found[parameter.name] = instance.defaults[parameter.name]
         elif parameter.name in vars(instance):
@@ -88,7 +88,7 @@ def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _parameters_of(cls: type) -> list[inspect.Parameter]:
+def parameters_of(cls: type) -> list[inspect.Parameter]:
     """What the constructor takes beside itself and the parameters; through ``**kwargs`` what its bases take too."""
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
@@ -105,7 +105,8 @@ def _parameters_of(cls: type) -> list[inspect.Parameter]:
 
 
 def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
-    """While ``owner`` exists the instance holds options only: a step of its own would be a second update."""
+    """While ``owner`` exists the instance holds options only: a step of its own would be a second update, and its
+    state is none."""
     reference, taker = weakref.ref(owner), type(owner).__name__
     held: Any = instance
 
@@ -122,6 +123,7 @@ def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
     # A schedule that was made from the instance watches whether its step was called: that of the owner counts.
     held.step = refused("step", held.step)
     held.step._wrapped_by_lr_sched = True
-    held.add_param_group = refused("add_param_group", held.add_param_group)
+    for name in ("add_param_group", "state_dict", "load_state_dict"):
+        setattr(held, name, refused(name, getattr(held, name)))
     owner.register_step_post_hook(lambda *_: setattr(held, "_opt_called", True))
     instance.state.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -26,9 +27,9 @@ class LossScaler:
     lives: int = -1
 
     def __post_init__(self) -> None:
-        if not self.scale > 0 or not self.min_scale > 0 or self.window < 1 or self.hysteresis < 1:
+        if not 0 < self.scale < math.inf or not self.min_scale > 0 or self.window < 1 or self.hysteresis < 1:
             raise ValueError(
-                f"a loss scaler needs scale > 0, min_scale > 0, window >= 1 and hysteresis >= 1; got "
+                f"a loss scaler needs a finite scale > 0, min_scale > 0, window >= 1 and hysteresis >= 1; got "
                 f"scale={self.scale}, min_scale={self.min_scale}, window={self.window}, hysteresis={self.hysteresis}."
             )
         if self.lives < 0:

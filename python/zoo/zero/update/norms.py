@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -26,9 +28,11 @@ def global_norm(
     Raises:
         ValueError: p is no number > 0.
     """
-    if not norm_type > 0:
+    number: Any = norm_type
+    number = math.inf if number == "inf" else number  # torch takes both
+    if not isinstance(number, Real) or not float(number) > 0:
         raise ValueError(f"norm_type={norm_type!r}; a norm over all gradients has a number > 0, or math.inf, for it.")
-    p = float(norm_type)
+    p = float(number)
     families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
     powers = _joined(torch.stack([_powers(gradients, axes, p) for axes in families]), p)
     if layers is not None:

@@ -11,10 +11,14 @@ import torch
 
 @dataclass(frozen=True)
 class Keeps:
-    """What an optimizer keeps of a tensor: states with one element for each of it, and bytes of all the others."""
+    """What an optimizer keeps of a tensor: states with one element for each of it, and bytes of all the others.
+
+    ``numbers``: the names of those that are a single number.
+    """
 
     states: dict[str, torch.dtype]
     scalar_bytes: int
+    numbers: frozenset[str] = frozenset()
 
     @property
     def bytes_per_element(self) -> int:
@@ -28,9 +32,11 @@ def what_it_keeps(build: Callable[[list[torch.Tensor]], Any], dtype: torch.dtype
     optimizer = build([tensor])
     tensor.grad = torch.ones_like(tensor)
     optimizer.step()
-    kept = {k: v for k, v in optimizer.state[tensor].items() if isinstance(v, torch.Tensor)}
+    entries = optimizer.state[tensor]
+    kept = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
     whole = {k: v.dtype for k, v in kept.items() if v.shape == tensor.shape}
-    return Keeps(whole, sum(v.nbytes for k, v in kept.items() if k not in whole))
+    numbers = {k for k, v in entries.items() if isinstance(v, (int, float)) or (k in kept and v.numel() == 1)}
+    return Keeps(whole, sum(v.nbytes for k, v in kept.items() if k not in whole), frozenset(numbers))
 
 
 def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> None:

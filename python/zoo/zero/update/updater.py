@@ -105,11 +105,27 @@ class Updater:
     def _keeps(self, segment: Segment) -> Keeps:
         key = (segment.group, segment.tensor.dtype)
         if key not in self._known:
-            group = self._plain[segment.group]
-            self._known[key] = what_it_keeps(
-                lambda tensors: self._optimizer([{**group, "params": tensors}], **self._options), segment.tensor.dtype
-            )
+            self._known[key] = self.keeps_with(segment, {})
         return self._known[key]
+
+    def keeps_with(self, segment: Segment, options: Mapping[str, Any]) -> Keeps:
+        """What would be kept of a segment if its parameter group had these options."""
+        group = {**self._plain[segment.group], **options}
+        return what_it_keeps(
+            lambda tensors: self._optimizer([{**group, "params": tensors}], **self._options), segment.tensor.dtype
+        )
+
+    def check_places(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if other states than at construction are kept with the options of ``groups``, on NVMe."""
+        kinds = {(s.group, s.tensor.dtype): s for s in self.segments} if self._stream is not None else {}
+        for segment in kinds.values():
+            kept = self.keeps_with(segment, _without_params(groups)[segment.group]).states
+            if kept.keys() != self._keeps(segment).states.keys():
+                raise ValueError(
+                    f"with the options of the state {type(self.inner).__name__} keeps "
+                    f"{', '.join(map(repr, kept)) or 'nothing'}; its files on NVMe were made for others. "
+                    "Nothing was loaded. Construct the ZeRO optimizer with the options that the state was saved with."
+                )
 
     def _states_of(self, segment: Segment) -> dict[str, torch.dtype]:
         given = {} if segment.target is None else {"": segment.tensor.dtype}
@@ -168,9 +184,12 @@ class Updater:
         """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
         self.check_whole()
         self._finish_writes()
+        self._take_options(groups)
+        self.read_ahead()
+
+    def _take_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for outer, group in zip(groups, self.inner.param_groups, strict=True):
             group.update({k: v for k, v in outer.items() if k != "params"})
-        self.read_ahead()
 
     def run(self, index: int, factor: float) -> None:
         """Update piece ``index`` of the step; the pieces come in order."""
@@ -302,14 +321,23 @@ class Updater:
                     # All of a piece: what is on NVMe is written back whole.
                     self._write_back(segment)
 
-    def load(self, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
-        """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it."""
+    def load(
+        self, fill: Callable[[Segment, dict[str, Any]], bool], groups: Sequence[Mapping[str, Any]]
+    ) -> None:  # fmt: skip
+        """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it.
+
+        The states are those that the optimizer keeps with the options of ``groups``. A failure leaves a mixture of two
+        states behind, and everything is refused until a state is loaded.
+        """
+        self.check_places(groups)
         with contextlib.suppress(OffloadError):
             self.settle()  # whatever was wrong, what comes now is whole
         self.broken = None
         if self._stream is not None:
             self._stream.forget()
-        with self._restoring_groups():
+        self._take_options(groups)
+        self._plain, self._known = _without_params(groups), {}
+        with self._failing(), self._restoring_groups():
             for index, (buckets, piece) in enumerate(self._pieces):
                 self._restrict(piece)
                 if self._parts is not None:

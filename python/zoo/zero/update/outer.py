@@ -1,0 +1,133 @@
+"""The side of a ZeRO optimizer that torch's users know: its groups and its states, which are not theirs to replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+
+from zoo.zero.sharding.guard import ShardedParameter
+
+_INSTEAD = (
+    "Read and write states by parameter: safe_get_full_optimizer_state(p, 'momentum_buffer'), "
+    "safe_set_full_optimizer_state(p, value, 'momentum_buffer') of zoo.zero; to begin anew construct a new "
+    "optimizer."
+)
+
+
+class States(MutableMapping[torch.Tensor, Any]):
+    """What the wrapped optimizer keeps, by its own tensors, to be read; nothing is found by a model's parameter."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        if isinstance(key, ShardedParameter):
+            _refuse("optimizer.state[p]", key)
+        if key not in self._inner.state:
+            raise KeyError(key)
+        return self._inner.state[key]
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, ShardedParameter):
+            _refuse("p in optimizer.state", key)
+        return key in self._inner.state
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._inner.state)
+
+    def __len__(self) -> int:
+        return len(self._inner.state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} segments)"
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        _refuse("optimizer.state[p] = ...", key)
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        _refuse("del optimizer.state[p]", key)
+
+    def pop(self, key: torch.Tensor, *default: Any) -> NoReturn:
+        """Refused."""
+        _refuse("optimizer.state.pop(p)", key)
+
+    def popitem(self) -> NoReturn:
+        """Refused."""
+        _refuse("optimizer.state.popitem()")
+
+    def clear(self) -> NoReturn:
+        """Refused."""
+        _refuse("optimizer.state.clear()")
+
+
+def _refuse(use: str, key: object = None) -> NoReturn:
+    name = getattr(key, "_zoo_name", None)
+    of = f" of {name!r}" if name is not None else ""
+    raise ValueError(
+        f"{use}{of}: states of a ZeRO optimizer belong to segments of flat buffers and not to parameters. {_INSTEAD}"
+    )
+
+
+class OuterOptimizer(torch.optim.Optimizer):
+    """Takes its groups once, from :meth:`seal` on, and shows the states of the optimizer that it wraps."""
+
+    _kept: States | None = None
+    _lists: tuple[tuple[list[torch.Tensor], int], ...] = ()
+
+    def seal(self, groups: Sequence[dict[str, Any]], inner: torch.optim.Optimizer) -> None:
+        """Be the optimizer of these groups, whose states are those of ``inner``."""
+        super().__init__(groups, inner.defaults)
+        self._kept = States(inner)
+        self._lists = tuple((group["params"], len(group["params"])) for group in self.param_groups)
+        self._members = [list(group["params"]) for group in self.param_groups]
+
+    @property
+    def state(self) -> Any:
+        """The states of the wrapped optimizer by its own tensors, to be read."""
+        return {} if self._kept is None else self._kept
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._kept is not None:  # torch's constructor makes an empty one
+            _refuse("optimizer.state = ...")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only construction adds groups: buckets are laid out once."""
+        if self._kept is not None:
+            raise NotImplementedError("a ZeRO optimizer takes all its parameter groups at construction (params=...).")
+        super().add_param_group(param_group)
+
+    def check_groups(self) -> None:
+        """Raise ValueError if somebody has added or removed groups, or parameters of one."""
+        groups, lists = self.param_groups, self._lists
+        if len(groups) != len(lists):
+            raise ValueError(
+                f"param_groups has {len(groups)} groups, and had {len(lists)} at construction, when all of them were "
+                "laid out. Give the groups to a new optimizer (params=...); to leave one out for a while set its "
+                "lr=0.0 and weight_decay=0.0."
+            )
+        for index, (group, (members, count)) in enumerate(zip(groups, lists, strict=True)):
+            now = group.get("params")
+            if now is not members or len(members) != count:
+                self._check_members(index, now)
+
+    def _check_members(self, index: int, now: Any) -> None:
+        before = self._members[index]
+        here = list(now) if isinstance(now, (list, tuple)) else []
+        if len(here) == len(before) and all(a is b for a, b in zip(here, before, strict=True)):
+            return
+        kept, known = {id(p) for p in here}, {id(p) for p in before}
+        gone = [cast("Any", p)._zoo_name for p in before if id(p) not in kept]
+        new = [getattr(p, "_zoo_name", f"a {type(p).__name__}") for p in here if id(p) not in known]
+        told = [
+            f"{', '.join(map(repr, names[:5]))} {what}"
+            for names, what in ((gone, "taken out"), (new, "added"))
+            if names
+        ]
+        raise ValueError(
+            f"param_groups[{index}]['params'] was changed ({'; '.join(told) or 'another order'}); parameters are laid "
+            "out in groups at construction. Put the list back, give the groups to a new optimizer (params=...), or "
+            "leave parameters out for a while by the options of a group of their own (lr=0.0, weight_decay=0.0)."
+        )
