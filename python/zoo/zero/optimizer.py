@@ -416,7 +416,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._in_backward.check_dropped()
         self._runtime.drop_gradients()
         self.clipping.forget()
-        self._settle_errors(used=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only construction adds groups: buckets are laid out once."""
