@@ -179,6 +179,23 @@ def test_it_holds_no_more_and_votes_once_a_gather() -> None:
         assert votes == gathers + 1  # and one for the end
 
 
+def test_backward_holds_one_unit_after_the_other() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(ALIKE)
+        seen: list[int] = []
+
+        def look(*_: Any) -> None:
+            seen.append(sum(b.parameters.live for b in optimizer.buckets))
+
+        for module in (model.first, *model.blocks):
+            module.register_full_backward_hook(look)
+        model(data(rank, 0, 0), (0, 1, 2, 3)).square().mean().backward()
+        assert len(seen) == 1 + NUM_BLOCKS
+        assert max(seen) <= 2  # the one that was, and the one that is
+
+    sim.run(2, fn)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

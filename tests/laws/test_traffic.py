@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
 from zoo.comm import CommsLog
@@ -202,3 +203,35 @@ def test_a_plan_without_ranks_forecasts_the_same() -> None:
         found = dry.forecast()
         assert (found.wire_bytes, found.inter_bytes) == (expected[rank].wire_bytes, expected[rank].inter_bytes)
         assert found.to_dict() == expected[rank].to_dict()
+
+
+class Recomputing(nn.Sequential):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_secondary_partition_serves_what_is_computed_again(reentrant: bool) -> None:
+    """Between nodes each parameter goes once, in forward, also where backward runs the forward again."""
+
+    def fn(rank: int) -> None:
+        model = Recomputing(reentrant)
+        optimizer = ZeroOptimizer(
+            model, stage=3, optimizer=torch.optim.SGD, lr=0.01, units=[nn.Linear], param_persistence_threshold=0,
+            reduce_bucket_size=1, max_live_parameters=0, ranks_per_node=2, zero_hpz_partition_size=2,
+        )  # fmt: skip
+        optimizer.comm.log.reset()
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        model(x).square().mean().backward()
+        row = optimizer.comm.log.ops["all_gather"]
+        layers = 4 * 8 * 8 * 4
+        # To each of the two ranks of the other node a quarter; the neighbour gets that, and a half in backward.
+        assert (row.inter_bytes, row.intra_bytes) == (2 * layers // 4, layers // 4 + layers // 2)
+
+    sim.run(4, fn)

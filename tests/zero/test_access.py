@@ -211,3 +211,22 @@ def test_the_partition_cache_can_be_emptied() -> None:
         assert opt.memory()["parameters"] == shards
 
     sim.run(2, fn)
+
+
+def test_states_that_only_the_last_rank_has_are_read_on_all() -> None:
+    """One bucket of two groups: the first rank keeps nothing of the second group."""
+
+    def fn(rank: int) -> None:
+        model = nn.Linear(8, 4)
+        opt = Stage3Optimizer(
+            model, optimizer=torch.optim.AdamW, lr=0.01, param_persistence_threshold=0,
+            params=[{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}],
+        )  # fmt: skip
+        model(torch.ones(2, 8)).sum().backward()
+        opt.step()
+        assert zero.safe_get_local_fp32_param(model.bias).numel() == (4 if rank == 1 else 0)
+        found = zero.safe_get_full_optimizer_state(model.bias, "exp_avg")
+        assert torch.allclose(found, torch.full((4,), 0.2))
+        assert float(zero.safe_get_full_optimizer_state(model.bias, "step")) == 1.0
+
+    sim.run(2, fn)

@@ -205,6 +205,13 @@ def test_named_parameters_keep_their_names() -> None:
     train(model, zero, 0)
 
 
+def test_a_tuple_that_is_no_pair_is_refused() -> None:
+    model = small()
+    for wrong in (("0.weight",), ("0.weight", model[0].weight, 0.1), (0, model[0].weight)):
+        with pytest.raises(ValueError, match="group 0 of params= is a tuple; allowed are parameters, or pairs"):
+            Stage1Optimizer(model, lr=0.1, params=[wrong])
+
+
 def test_names_for_some_parameters_only_are_refused() -> None:
     model = small()
     first, *rest = model.named_parameters()

@@ -15,7 +15,8 @@ from tests.zero.test_offload import build, net, section, train
 from torch import nn
 
 from zoo import sim
-from zoo.zero import DryRun, Stage3Optimizer
+from zoo.comm import Communicator
+from zoo.zero import DryRun, Stage3Optimizer, ZeroConfig
 from zoo.zero.offload import OffloadError, budget
 
 
@@ -176,3 +177,17 @@ def test_a_plan_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ranks_per_node=2,
     )  # fmt: skip
     assert optimizer.forecast().buffers_bytes > 4096
+
+
+@pytest.mark.parametrize(
+    ("cap", "region"),
+    [(80 << 20, 4 << 20), (1_100_000, 16 * 4096), (4 * 4096, 4096), (10 << 30, 64 << 20)],
+)
+def test_what_a_rank_takes_at_a_time_is_whole_pages(cap: int, region: int) -> None:
+    """Huge ones where they fit; with one of each of the two ranks an eighth of the cap, if that is a page."""
+
+    def fn(rank: int) -> int:
+        config = ZeroConfig(offload_host_bytes=cap, ranks_per_node=2)
+        return budget.HostBudget(Communicator(nodes=2), config, torch.device("cpu")).region_bytes
+
+    assert sim.run(2, fn) == [region] * 2

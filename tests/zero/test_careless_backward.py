@@ -99,6 +99,23 @@ def test_a_backward_without_communication_fails_on_one_rank(stage: int) -> None:
     sim.run(2, fn, group_timeout_s=5.0)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_a_backward_that_failed_another_one_is_refused(stage: int) -> None:
+    """Its forward came before, so nothing of ours ran between the two."""
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        other = model(data(rank, 1)).square().mean()
+        _hook(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"the latest backward ended with an exception.*zero_grad"):
+            other.backward()
+        optimizer.zero_grad()
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
+
+    sim.run(2, fn, group_timeout_s=5.0)
+
+
 # Interrupted forwards ------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +175,40 @@ def test_an_interrupted_forward_holds_no_memory(first: Any) -> None:
         assert not any(b.active for b in optimizer.buckets)
 
     sim.run(2, fn)
+
+
+@pytest.mark.parametrize("first", [_piecewise, lambda model, x: model(x)])
+def test_zero_grad_gives_back_what_an_interrupted_forward_holds(first: Any) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(3)
+        at_rest = optimizer.memory()["parameters"]
+        _interrupted(model, first, "blocks.0")
+        assert optimizer.memory()["parameters"] > at_rest
+        optimizer.zero_grad()
+        assert optimizer.memory()["parameters"] == at_rest
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_step_after_an_interrupted_forward_gathers_no_more_than_without_it(evaluating: bool) -> None:
+    """What had been gathered ahead is forgotten, also where the next pass is of a kind that nothing is known of yet."""
+
+    def fn(rank: int, interrupted: bool) -> list[int]:
+        model, optimizer = build(3, max_live_parameters=10**6, prefetch_bucket_size=10**6)
+        one_step(model, optimizer, rank)
+        if interrupted:
+            _interrupted(model, lambda model, x: model(x), "first")
+            optimizer.zero_grad()
+        model.train(not evaluating)
+        optimizer.comm.log.reset()
+        one_step(model, optimizer, rank, 1)
+        row = optimizer.comm.log.ops["all_gather"]
+        found = [row.count, row.wire_bytes]
+        check(optimizer, twin(2, 2))
+        return found
+
+    assert sim.run(2, lambda rank: fn(rank, True)) == sim.run(2, lambda rank: fn(rank, False))
 
 
 # Odd backwards -------------------------------------------------------------------------------------------------------
@@ -261,6 +312,23 @@ def test_a_graph_of_a_weight_that_is_kept_over_a_step_is_refused(stage: int, hel
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_activations_on_the_way_cost_gathers_only() -> None:
+    """Calls of single modules are one forward, also if a gradient of an activation was asked for between two of them:
+    no rank has to ask the others which forward a backward goes through."""
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(3)
+        x = data(rank).requires_grad_()
+        half = model.first(x)
+        (slope,) = torch.autograd.grad(half.sum(), x, retain_graph=True)
+        assert slope.shape == x.shape
+        model.last(torch.tanh(half)).square().mean().backward()
+        optimizer.step()
+        assert set(optimizer.comm.log.ops) == {"broadcast", "all_gather", "reduce_scatter"}
+
+    sim.run(2, fn)
 
 
 @pytest.mark.parametrize("keep", [0, 100, None])

@@ -20,7 +20,7 @@ from zoo import sim
 from zoo.checkpointing import load, save
 from zoo.io import Handle, Mock, TransferError
 from zoo.optim import AdamW
-from zoo.zero import Stage3Optimizer, ZeroOptimizer
+from zoo.zero import DryRun, Stage3Optimizer, ZeroOptimizer
 from zoo.zero.offload import OffloadError
 
 TIERS = ["none", "cpu", "nvme"]
@@ -293,3 +293,39 @@ def test_masters_are_saved_in_fp32_wherever_they_are(
     assert value.dtype is torch.float32
     assert not torch.equal(value, value.bfloat16().float())
     assert torch.equal(value.bfloat16(), opt.consolidated_parameters()["weight"].flatten())
+
+
+def test_a_gradient_that_is_emptied_goes_back_to_its_file(tmp_path: Path) -> None:
+    """``parameter.grad = None`` of one of several parameters: the others count, this one as zero."""
+
+    def fn(rank: int, folder: Path | None) -> dict[str, torch.Tensor]:
+        model = net()
+        where = {"offload_optimizer": section("nvme", folder)} if folder is not None else {}
+        optimizer = Stage3Optimizer(model, optimizer=AdamW, lr=0.01, **where)
+        model(torch.ones(4, 32)).square().mean().backward()
+        in_memory = optimizer.memory()["gradients"]
+        model[1].weight.grad = None
+        assert optimizer.memory()["gradients"] == in_memory
+        assert (in_memory == 0) == (folder is not None)
+        optimizer.step()
+        return optimizer.consolidated_parameters()
+
+    expected = sim.run(2, lambda rank: fn(rank, None))[0]
+    assert torch.equal(expected["1.weight"], net()[1].weight * (1 - 0.01 * 0.01))
+    for found in sim.run(2, lambda rank: fn(rank, tmp_path)):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plan_for_gpus_has_the_states_on_the_host(stage: int, dtype: torch.dtype) -> None:
+    """Made from a model without memory: the host keeps two moments and the values that are updated, in fp32."""
+    with torch.device("meta"):
+        model = net().to(dtype)
+    optimizer = ZeroOptimizer(
+        model, stage=stage, optimizer=torch.optim.AdamW, lr=0.01, offload_optimizer={"device": "cpu"},
+        group=DryRun(4, device_type="cuda"),
+    )  # fmt: skip
+    elements = sum(b.layout.size for b in optimizer.buckets) // 4
+    counter, gradients = 4, elements * dtype.itemsize if stage > 1 else 0
+    assert optimizer.forecast().tiers["host"] == 3 * 4 * elements + counter + gradients

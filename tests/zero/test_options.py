@@ -72,6 +72,25 @@ def test_a_document_that_spells_out_everything_is_the_default() -> None:
     for name in carried:
         assert getattr(config, name) == everything[name]
     assert config.stage == 0
+    # What is not said is the same there, but that zoo reads and writes ahead unless it is told not to.
+    plain = ZeroConfig()
+    assert config.offload_param == plain.offload_param
+    pipelines = {"pipeline_read": False, "pipeline_write": False}
+    assert config.offload_optimizer == plain.offload_optimizer.model_copy(update=pipelines)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+        "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "sub_group_size",
+    ],
+)  # fmt: skip
+def test_a_number_of_elements_may_be_zero_and_not_less(name: str) -> None:
+    field = name.removeprefix("stage3_")
+    assert getattr(go({name: 0}).zero_optimization, field) == 0
+    with pytest.raises(ConfigError, match=rf"{field}: given -1 \(int\); allowed: greater than or equal to 0"):
+        go({name: -1})
 
 
 def test_the_table_and_the_section_agree_on_names() -> None:

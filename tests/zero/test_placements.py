@@ -81,3 +81,19 @@ def test_frozen_parameters_are_kept_packed() -> None:
 def test_updates_in_backward_keep_no_gradients() -> None:
     assert not any(one.keep_gradients for one in placed(stage=3, update_in_backward=True))
     assert torch.tensor([one.keep_gradients for one in placed(stage=3)]).all()
+
+
+def test_the_second_stage_of_a_reduction_begins_before_the_next_one() -> None:
+    """With replicas a gradient is summed within its shard group, and then over them while the next ones come."""
+    trace = sim.Trace()
+
+    def fn(rank: int) -> None:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        given = {"stage": 2, "mics_shard_size": 2, "reduce_bucket_size": 1}
+        ShardedModel(model, config=ZeroConfig.model_validate(given), trains=True)
+        model(torch.ones(1, 8)).sum().backward()
+
+    sim.run(4, fn, trace=trace)
+    for rank in range(4):
+        ops = [e.op for e in trace.of_rank(rank) if "reduce" in e.op]
+        assert [op.removesuffix("_tensor") for op in ops] == ["reduce_scatter", "all_reduce"] * 4

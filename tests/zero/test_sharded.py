@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,50 @@ def test_verbs_and_the_state_that_can_be_printed() -> None:
         sharded.reshard(first)
         assert sharded.table().splitlines()[1].split()[2] == "sharded"
         assert dict(sharded.whole_parameters()).keys() == dict(make().named_parameters()).keys()
+
+    sim.run(2, fn)
+
+
+def test_the_table_says_what_gradients_are() -> None:
+    def fn(rank: int) -> None:
+        model = make()
+        sharded = shard(model, trains=True)
+
+        def column() -> set[str]:
+            return {row.split()[3] for row in sharded.table().splitlines()[1:]}
+
+        assert column() == {"idle"}
+        with sharded.no_sync():
+            model(torch.ones(1, 8)).sum().backward()
+        assert column() == {"accumulating"}
+        sharded.reduce()
+        assert column() == {"reduced"}
+        assert {row.split()[3] for row in shard(make()).table().splitlines()[1:]} == {"none"}
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_is_given_back_runs_on_one_rank_alone(stage: int) -> None:
+    """Nothing of ours runs with it any more, nor does it keep anything of ours alive."""
+    x = torch.ones(2, 8)
+
+    def fn(rank: int) -> None:
+        model = make()
+        sharded = shard(model, trains=True, stage=stage)
+        model(x).sum().backward()
+        sharded.close()
+        log, gone = sharded.comm.log, weakref.ref(sharded)
+        num_issued = log.num_issued
+        del sharded
+        gc.collect()
+        assert gone() is None
+        if rank == 0:
+            for _ in range(2):
+                model.zero_grad()
+                model(x).sum().backward()
+            assert model[0][0].weight.grad is not None
+        assert log.num_issued == num_issued
 
     sim.run(2, fn)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.optim import AdamW, Lamb
-from zoo.zero import DryRun, ZeroOptimizer
+from zoo.zero import DryRun, ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
 from zoo.zero.offload import OffloadError
 
 
@@ -133,8 +133,14 @@ def test_a_backward_that_breaks_off_leaves_no_half_step_behind(at_end: bool) -> 
         hook.remove()
         optimizer.zero_grad()
         if at_end:
-            with pytest.raises(OffloadError, match="a backward that updates ended with an exception"):
+            half = "a backward that updates ended with an exception"
+            with pytest.raises(OffloadError, match=half):
                 loss_of(model, 1).backward()
+            # Values of two different steps are not to be read either, nor made up by writing.
+            with pytest.raises(OffloadError, match=half):
+                safe_get_full_fp32_param(model[0].weight)
+            with pytest.raises(OffloadError, match=half):
+                safe_set_full_fp32_param(model[0].weight, torch.zeros(8, 8))
             optimizer.zero_grad()
             optimizer.load_state_dict(saved)
         loss_of(model, 1).backward()

@@ -61,7 +61,7 @@ WIRE_FACTOR: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "broadcast": lambda n: 1.0 if n > 1 else 0.0,
     "all_gather_object": lambda n: (n - 1) / n,
-    "broadcast_object": lambda n: 1.0 if n > 1 else 0.0,
+    "broadcast_object": lambda n: 1.0,
     "barrier": lambda n: 0.0,
     "send": lambda n: 1.0,
     "recv": lambda n: 0.0,

@@ -416,7 +416,6 @@ class ZeroOptimizer(OuterOptimizer):
             self._in_backward.check_dropped()
         self._runtime.drop_gradients()
         self.clipping.forget()
-        self._settle_errors(used=False)
 
     # Looking inside --------------------------------------------------------------------------------------------------
 
