@@ -176,7 +176,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             in_backward=self.config.update_in_backward,
         )  # fmt: skip
         self._in_backward = (
-            UpdateInBackward(self._updater, self._options_of_update, self._publish)
+            UpdateInBackward(self._updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
         )  # fmt: skip
         self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater)
@@ -302,7 +302,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if factor is None:
             self._settle_errors(used=False)
             return loss
-        self._updater.update(factor, groups)
+        try:
+            self._updater.update(factor, groups)
+        finally:
+            self.clipping.rescale()
         self._settle_errors(used=True)
         self._publish()
         return loss

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zoo.zero")
 _graph_task = torch._C._current_graph_task_id
+_transforms = torch._C._functorch.peek_interpreter_stack
+_autocasts = torch._C._is_any_autocast_enabled
 
 
 class Runtime:
@@ -169,9 +171,18 @@ class Runtime:
             self._abandon_forward()
 
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
+        if _transforms() is not None:
+            raise NotImplementedError(
+                "a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a model under a ZeRO optimizer: it runs "
+                "the model on other tensors than those that are gathered and reduced. Use a copy.deepcopy of the model "
+                "(stage 3: made inside of gathered()), or close() the optimizer first."
+            )
         if self.backward.running:
             self.backward.check_running()
         self.settle_failure()
+        if _autocasts():
+            # What autocast has cast in an earlier pass leads backward past this one, or was cast without gradients.
+            torch.clear_autocast_cache()
         self._pass += 1
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
