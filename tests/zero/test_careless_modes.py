@@ -108,12 +108,12 @@ def test_construction_under_inference_mode_is_refused(stage: int) -> None:
         model = Blocks().double()
         with torch.inference_mode():
             with pytest.raises(ValueError, match=r"construction under torch\.inference_mode"):
-                build(stage, model)
+                ZeroOptimizer(model, stage=stage, lr=RATE)
             with pytest.raises(ValueError, match=r"construction under torch\.inference_mode"):
                 ShardedModel(model, config=ZeroConfig(stage=stage), trains=False)
             built = nn.Linear(2, 2)
         with pytest.raises(ValueError, match=r"parameter 'weight' was made under torch\.inference_mode"):
-            build(stage, built)
+            ZeroOptimizer(built, stage=stage, lr=RATE)
         with torch.no_grad():
             _, optimizer = build(stage, model)
         one_step(model, optimizer, rank)

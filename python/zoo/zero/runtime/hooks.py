@@ -28,7 +28,7 @@ from zoo.zero.runtime.outputs import tensors_in
 from zoo.zero.runtime.planning import Call, Enter, Exit, Plan, in_turn, plan_pass
 from zoo.zero.runtime.reductions import Demand, Reductions
 from zoo.zero.runtime.residency import Residency
-from zoo.zero.runtime.stacks import is_called
+from zoo.zero.runtime.stacks import exception_of_call, is_called
 from zoo.zero.sharding.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -219,7 +219,14 @@ class Runtime:
             finally:
                 self._running.pop()
             if self._depth == 0:
+                if output is None and self._has_partitioned:
+                    self._tell(exception_of_call())
                 self._end_pass()
+
+    def _tell(self, error: BaseException | None) -> None:
+        """A forward fails on this rank: where it has gathered, other ranks may be in its next gathers."""
+        if error is not None and self.recovery is not None and self._events:
+            self.recovery.failed(error)
 
     def _record(self, unit: Unit, context: Context, output: Any) -> None:
         index = -1
@@ -262,6 +269,8 @@ class Runtime:
                 self._latest = self._events
 
     def _abandon_forward(self) -> None:
+        if self._has_partitioned:
+            self._tell(RuntimeError("a forward was interrupted"))
         self._depth = 0
         self._context = None
         self._running.clear()
