@@ -12,7 +12,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.comm import RankFailedError
-from zoo.zero import ZeroOptimizer
+from zoo.zero import GatheredParameters, ZeroOptimizer
 
 
 class Full(Exception):
@@ -167,5 +167,46 @@ def test_a_model_that_returns_nothing_while_another_exception_is_handled() -> No
         model.out.square().mean().backward()
         optimizer.step()
         check(optimizer, {f"inner.{name}": value for name, value in twin(2).items()})
+
+    sim.run(2, fn, group_timeout_s=5.0)
+
+
+# GatheredParameters --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_on_one_rank_where_parameters_are_changed(stage: int, failing: int) -> None:
+    """Every rank is told, nothing has changed, and all go on."""
+
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        weight: Any = model.get_parameter("first.weight")
+        with pytest.raises(Full if rank == failing else RankFailedError, match="on purpose") as caught:
+            with GatheredParameters(weight, modifier_rank=0):
+                weight.data.fill_(3.0)
+                if rank == failing:
+                    raise Full("on purpose")
+        if rank != failing:
+            assert f"rank {failing} failed with Full" in str(caught.value)
+        numbers = torch.full((3,), float(rank + 1))
+        optimizer.comm.all_reduce(numbers).wait()
+        assert numbers.tolist() == [3.0] * 3
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
+
+    sim.run(2, fn, group_timeout_s=5.0)
+
+
+def test_a_write_that_would_be_lost_on_one_rank() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(3)
+        first, bias = model.get_parameter("first.weight"), model.get_parameter("first.bias")
+        with pytest.raises(RuntimeError, match=r"first\.bias"), GatheredParameters(first, modifier_rank=0):
+            if rank == 0:
+                with torch.no_grad():
+                    bias.fill_(3.0)
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
 
     sim.run(2, fn, group_timeout_s=5.0)

@@ -99,6 +99,29 @@ def test_transforms_are_refused_by_name(stage: int, transform: str) -> None:
     sim.run(2, fn)
 
 
+# Compilation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("what", ["model", "blocks"])
+def test_what_is_compiled_trains(stage: int, what: str) -> None:
+    def fn(rank: int) -> None:
+        torch._dynamo.reset()
+        model: Any
+        model, optimizer = build(stage)
+        if what == "model":
+            model.compile(backend="eager")
+        else:
+            for block in model.blocks:
+                block.compile(backend="eager")
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+        check(optimizer, twin(2, 3))
+
+    sim.run(2, fn)
+
+
 # Inference mode ------------------------------------------------------------------------------------------------------
 
 

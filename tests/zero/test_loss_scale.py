@@ -68,7 +68,9 @@ def test_a_step_leaves_the_gradient_as_it_is(stage: int, options: dict[str, Any]
         before = safe_get_full_grad(weight)
         optimizer.step()
         after = safe_get_full_grad(weight)
-        assert before is not None and after is not None and torch.equal(before, after)
+        assert before is not None
+        assert after is not None
+        assert torch.equal(before, after)
 
     sim.run(2, fn)
 

@@ -205,7 +205,7 @@ def test_a_write_that_is_lost_is_told_before_the_update() -> None:
         optimizer.zero_grad()
         before = optimizer.consolidated_parameters()
         handle = model[3].register_forward_pre_hook(write)
-        with pytest.raises(RuntimeError, match="3.bias was written to in place"):
+        with pytest.raises(RuntimeError, match=r"3\.bias was written to in place"):
             loss_of(model).backward()
         handle.remove()
         optimizer.zero_grad()

@@ -23,6 +23,7 @@ from zoo.zero.forecast.costs import Forecast, gathered_from_shards
 from zoo.zero.forecast.costs import forecast as make_forecast
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
+from zoo.zero.options.agreement import of_groups
 from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
@@ -137,12 +138,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.model = model
         self._away: StatesAway | None = None
         # Before the model is touched: what the wrapped optimizer refuses.
-        try_out(wrapped.make, wrapped.groups, wrapped.options)
+        tried = try_out(wrapped.make, wrapped.groups, wrapped.options)
+        alike = {
+            "optimizer": wrapped.make, **of_groups(tried), "clip_norm": clip_norm, "loss_scale": self.scaler,
+            "nonfinite_gradients": nonfinite_gradients,
+        }  # fmt: skip
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
-            keep_norms=self.clipping.measures,
+            keep_norms=self.clipping.measures, arguments=alike,
         )  # fmt: skip
         self.sharded.used_by(self)
         try:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zoo.zero")
 _graph_task = torch._C._current_graph_task_id
+_not_traced = torch.compiler.disable
 _transforms = torch._C._functorch.peek_interpreter_stack
 _autocasts = torch._C._is_any_autocast_enabled
 
@@ -112,8 +113,9 @@ class Runtime:
             self._units.append(unit)
             if not unit.recorded and spec.name:
                 continue
-            enter = _left_behind(partial(self._enter if spec.name else self._enter_model, unit))
-            leave = _left_behind(partial(self._exit, unit))
+            # torch.compile traces the modules, and not what gathers and releases their parameters.
+            enter = _left_behind(_not_traced(partial(self._enter if spec.name else self._enter_model, unit)))
+            leave = _left_behind(_not_traced(partial(self._exit, unit)))
             self._hooks.append(spec.module.register_forward_pre_hook(enter))
             self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
             self._hooked[spec.name] = unit

@@ -343,19 +343,22 @@ class Updater:
         return found
 
 
-def try_out(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> None:
-    """Build the wrapped optimizer on small tensors, before anything of the model is touched.
+def try_out(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Build the wrapped optimizer on small tensors, before anything of the model is touched; returns its groups.
 
     Raises:
         NotImplementedError: its update is not elementwise, and it takes no parts.
         Exception: what its constructor says of ``options`` or of a group's.
     """
-    if getattr(optimizer, "needs_whole_tensors", False):
-        optimizer([{**g, "params": [torch.zeros(2, 2).requires_grad_()]} for g in _without_params(groups)], **options)
-        return
-    name = getattr(optimizer, "__name__", str(optimizer))
-    check_elementwise(lambda tensors: optimizer(tensors, **options), name)
-    optimizer([{**g, "params": [torch.zeros(2).requires_grad_()]} for g in _without_params(groups)], **options)
+    whole = bool(getattr(optimizer, "needs_whole_tensors", False))
+    if not whole:
+        name = getattr(optimizer, "__name__", str(optimizer))
+        check_elementwise(lambda tensors: optimizer(tensors, **options), name)
+    shape = (2, 2) if whole else (2,)
+    made = optimizer(
+        [{**g, "params": [torch.zeros(shape).requires_grad_()]} for g in _without_params(groups)], **options
+    )
+    return list(made.param_groups)
 
 
 def _without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
