@@ -182,11 +182,15 @@ def test_an_exception_on_one_rank_where_parameters_are_changed(stage: int, faili
     def fn(rank: int) -> None:
         model, optimizer = build(stage)
         weight: Any = model.get_parameter("first.weight")
-        with pytest.raises(Full if rank == failing else RankFailedError, match="on purpose") as caught:
+
+        def change() -> None:
             with GatheredParameters(weight, modifier_rank=0):
                 weight.data.fill_(3.0)
                 if rank == failing:
                     raise Full("on purpose")
+
+        with pytest.raises(Full if rank == failing else RankFailedError, match="on purpose") as caught:
+            change()
         if rank != failing:
             assert f"rank {failing} failed with Full" in str(caught.value)
         numbers = torch.full((3,), float(rank + 1))
@@ -202,10 +206,14 @@ def test_a_write_that_would_be_lost_on_one_rank() -> None:
     def fn(rank: int) -> None:
         model, optimizer = build(3)
         first, bias = model.get_parameter("first.weight"), model.get_parameter("first.bias")
-        with pytest.raises(RuntimeError, match=r"first\.bias"), GatheredParameters(first, modifier_rank=0):
-            if rank == 0:
-                with torch.no_grad():
+
+        def change() -> None:
+            with GatheredParameters(first, modifier_rank=0), torch.no_grad():
+                if rank == 0:
                     bias.fill_(3.0)
+
+        with pytest.raises(RuntimeError, match=r"first\.bias"):
+            change()
         one_step(model, optimizer, rank)
         check(optimizer, twin(2))
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zoo.zero")
 _graph_task = torch._C._current_graph_task_id
-_not_traced = torch.compiler.disable
+_not_traced: Any = torch.compiler.disable
 _transforms = torch._C._functorch.peek_interpreter_stack
 _autocasts = torch._C._is_any_autocast_enabled
 
