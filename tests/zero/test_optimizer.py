@@ -100,7 +100,8 @@ def test_ranks_with_different_models_are_told_at_construction() -> None:
     with pytest.raises(sim.RankError) as caught:
         sim.run(3, fn)
     assert isinstance(caught.value.__cause__, CollectiveMismatchError)
-    assert "ranks 0, 1 called" in str(caught.value)
+    assert "the parameters and their groups: " in str(caught.value)
+    assert "on ranks 0, 1, " in str(caught.value)
 
 
 def test_values_of_rank_0_are_everyones() -> None:

@@ -178,3 +178,46 @@ def test_a_plan_without_ranks_has_it() -> None:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
     optimizer = ZeroOptimizer(model, stage=3, lr=0.1, group=DryRun(4), update_in_backward=True)
     assert optimizer.forecast().gradients_bytes == 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_written_between_two_steps_stays(stage: int) -> None:
+    def fn(rank: int) -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+        options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.0, "param_persistence_threshold": 10**6}
+        optimizer = ZeroOptimizer(model, stage=stage, update_in_backward=True, **options)
+        for value in (0.5, 0.25):
+            with torch.no_grad():
+                model[1].bias.fill_(value)
+            model(torch.ones(3, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert bool((optimizer.consolidated_parameters()["1.bias"] == value).all())
+
+    sim.run(2, fn)
+
+
+def test_a_write_that_is_lost_is_told_before_the_update() -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build()
+
+        def write(module: Any, *_: Any) -> None:
+            with torch.no_grad():
+                module.bias.mul_(1.0)
+
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = optimizer.consolidated_parameters()
+        handle = model[3].register_forward_pre_hook(write)
+        with pytest.raises(RuntimeError, match=r"3\.bias was written to in place"):
+            loss_of(model).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        after = optimizer.consolidated_parameters()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        loss_of(model).backward()
+        optimizer.step()
+
+    sim.run(2, fn)

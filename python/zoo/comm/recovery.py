@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import torch
+
 from zoo.comm import failures
 from zoo.comm.groups import timeout_of
 
@@ -38,6 +40,26 @@ class Recovery:
         self.pending = failures.sentence_of(error)
         if not isinstance(error, failures.RankFailedError):  # that one is another rank's
             failures.report(error)
+
+    def agree_on(self, error: BaseException | None, device: torch.device) -> str:
+        """Where all ranks come in any case: whether one of them has failed since the latest such place. A collective.
+
+        Of an interrupt, or after a failure in the midst of collectives, only word is left: others may wait elsewhere.
+
+        Returns:
+            The sentence of each rank that failed, empty if none did; then all ranks may go on.
+        """
+        if error is not None and (self.pending or not isinstance(error, Exception)):
+            self.failed(error)
+            return self.pending
+        if self._comm.size == 1:
+            return ""
+        flag = torch.tensor([float(error is not None)], device=device)
+        self._comm.all_reduce(flag, "max").wait()
+        if not bool(flag):
+            return ""
+        told = self._comm.all_gather_object(failures.sentence_of(error) if error is not None else "")
+        return "; ".join(f"rank {rank} failed with {text}" for rank, text in enumerate(told) if text)
 
     def settle(self) -> None:
         """Before the next collective: wait until all ranks have failed, if this one has.

@@ -23,6 +23,7 @@ from zoo.zero.forecast.costs import Forecast, gathered_from_shards
 from zoo.zero.forecast.costs import forecast as make_forecast
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
+from zoo.zero.options.agreement import of_groups
 from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
@@ -144,12 +145,16 @@ class ZeroOptimizer(OuterOptimizer):
         self.model = model
         self._away: StatesAway | None = None
         # Before the model is touched: what the wrapped optimizer refuses.
-        try_out(wrapped.make, wrapped.groups, wrapped.options)
+        tried = try_out(wrapped.make, wrapped.groups, wrapped.options)
+        alike = {
+            "optimizer": wrapped.make, **of_groups(tried), "clip_norm": clip_norm, "loss_scale": self.scaler,
+            "nonfinite_gradients": nonfinite_gradients,
+        }  # fmt: skip
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
-            param_dtype=param_dtype, cast_inputs=cast_inputs, keep_norms=self.clipping.measures,
+            param_dtype=param_dtype, cast_inputs=cast_inputs, keep_norms=self.clipping.measures, arguments=alike,
         )  # fmt: skip
         self.sharded.used_by(self)
         try:
@@ -184,7 +189,7 @@ class ZeroOptimizer(OuterOptimizer):
         )  # fmt: skip
         sharded.hand_over(self._updater)
         self._in_backward = (
-            UpdateInBackward(self._updater, self._options_of_update, self._publish)
+            UpdateInBackward(self._updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
         )  # fmt: skip
         self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater)
@@ -307,7 +312,10 @@ class ZeroOptimizer(OuterOptimizer):
         if factor is None:
             self._settle_errors(used=False)
             return loss
-        self._updater.update(factor, groups)
+        try:
+            self._updater.update(factor, groups)
+        finally:
+            self.clipping.rescale()
         self._settle_errors(used=True)
         self._publish()
         return loss

@@ -29,6 +29,7 @@ from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stores import open_stores
+from zoo.zero.options.agreement import agree
 from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.families import data_communicator, family_of, layers_communicator, make_families
 from zoo.zero.placement.packing import plan_buckets
@@ -87,6 +88,7 @@ class ShardedModel:
         keep_norms: of gradients that leave the device.
         check: agree on a fingerprint of each collective before it.
         aio: how to reach NVMe.
+        arguments: what else all ranks have to give alike, by name.
 
     Attributes:
         module, config, comm: as given.
@@ -119,6 +121,7 @@ class ShardedModel:
         keep_norms: bool = False,
         check: bool = False,
         aio: AioConfig | Handle | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         check_parameters(module, dry=isinstance(group, DryRun))
         check_param_dtype(module, param_dtype)
@@ -148,8 +151,9 @@ class ShardedModel:
         self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
+        alike = {**dict(config), "reduce_dtype": reduce_dtype, "check": check, "trains": trains, **(arguments or {})}
         try:
-            self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio)
+            self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
         except BaseException:
             self._give_back()
@@ -157,7 +161,7 @@ class ShardedModel:
 
     def _build(
         self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int], keep_norms: bool,
-        aio: AioConfig | Handle | None,
+        aio: AioConfig | Handle | None, arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
         cfg = self.config
         specs = find_units(self.module, units)
@@ -176,9 +180,9 @@ class ShardedModel:
             (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes)
             for b in plan
         ]  # fmt: skip
-        digest = hashlib.blake2b(repr((described, cfg, self._cast_inputs)).encode(), digest_size=8).hexdigest()
+        layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
-        self.comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
+        agree(self.comm, layout, arguments, device)
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         if cfg.buffers != "own":
             named += self.module.named_buffers()
@@ -309,6 +313,11 @@ class ShardedModel:
         if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
             self.writes.note(bucket)
 
+    def failed_anywhere(self, error: BaseException | None) -> str:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        recovery = self.runtime.recovery
+        return recovery.agree_on(error, self.buckets[0].device) if recovery is not None else ""
+
     def noted(self, bucket: Bucket) -> list[int]:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
         return self.runtime.held[bucket]
@@ -383,6 +392,7 @@ class ShardedModel:
 
         ``step()`` does it; call it before collectives of your own between two steps.
         """
+        self.runtime.settle_failure()
         if self.meeting is not None:
             self.meeting.settle()
 
@@ -462,7 +472,8 @@ class ShardedModel:
         """
         if self.closed:
             return
-        self.settle()
+        if self.meeting is not None:
+            self.meeting.settle()
         self.closed = True
         self.runtime.remove()
         self._give_back()

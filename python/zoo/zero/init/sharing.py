@@ -66,6 +66,10 @@ class Sharing:
     def settle(self) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
 
+    def failed_anywhere(self, error: BaseException | None) -> str:
+        """See :class:`~zoo.zero.state.gathered.Owner`; what ends a construction is told as it always is."""
+        return ""
+
     def hold(self, part: Part, *, writes: bool) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
         part.active += 1

@@ -139,6 +139,11 @@ def _enclosing(path: str, units: dict[str, UnitSpec]) -> list[str]:
 
 def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "construction under torch.inference_mode(): its tensors take part in no backward, ever. Construct outside "
+            "of it; torch.no_grad() is fine."
+        )
     devices: Counter[torch.device] = Counter()
     for name, parameter in model.named_parameters():
         if not getattr(type(parameter), "_zoo_adoptable", type(parameter) is nn.Parameter) and not is_dtensor(
@@ -148,6 +153,11 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
                 f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
                 "Construct the optimizer from the original model, once, and before any other wrapper; where a ZeRO "
                 "optimizer has it already, close() that one first."
+            )
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made under torch.inference_mode(), and takes part in no backward. Build the "
+                "model outside of it."
             )
         if parameter.layout is not torch.strided or parameter.is_complex() or parameter.is_quantized:
             raise ValueError(

@@ -99,6 +99,8 @@ class Backward:
             self.fail()
         if self.failed:
             raise RuntimeError(FAILED)
+        if self.recovery is not None:
+            self.recovery.settle()  # a forward has failed since this one
         alive = self._tasks.follow(self._end)
         self._accumulates = self._tasks.accumulates()
         self._syncs = self.sync and self._accumulates

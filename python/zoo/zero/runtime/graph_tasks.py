@@ -66,6 +66,13 @@ class GraphTasks:
                 task.nodes[bucket] = nodes
         return nodes
 
+    def _first_of(self, bucket: Bucket) -> list[Any]:
+        """What accumulates into the first of them: to make all nodes takes longer than all questions."""
+        task = self._task()
+        if task is None or bucket in task.nodes:
+            return []
+        return accumulators(bucket.spec.parameters[:1])
+
     def adds(self) -> bool:
         """Whether it adds to the gradient of some parameter on this rank."""
         return bool(self._adds())
@@ -73,12 +80,14 @@ class GraphTasks:
     def _adds(self) -> bool | None:
         """The same; None where torch says that the gradient of some parameter is returned."""
         for bucket in self._buckets:
-            nodes = self._of(bucket)  # outside of what is caught: whatever goes wrong here is a fault
-            try:
-                if any(map(_will_execute, nodes)):
-                    return True
-            except RuntimeError:
-                return None
+            # Outside of what is caught: whatever goes wrong here is a fault. The first parameter tells most often.
+            for find in (self._first_of, self._of):
+                nodes = find(bucket)
+                try:
+                    if any(map(_will_execute, nodes)):
+                        return True
+                except RuntimeError:
+                    return None
         return False
 
     def accumulates(self) -> bool:
@@ -97,7 +106,7 @@ class GraphTasks:
 
     def adds_to(self, bucket: Bucket) -> bool:
         """Whether it adds to the gradient of some parameter of ``bucket``."""
-        return any(map(_will_execute, self._of(bucket)))
+        return any(map(_will_execute, self._first_of(bucket))) or any(map(_will_execute, self._of(bucket)))
 
 
 def _leaves(node: Any) -> list[Any]:

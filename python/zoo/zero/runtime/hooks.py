@@ -28,7 +28,7 @@ from zoo.zero.runtime.outputs import tensors_in
 from zoo.zero.runtime.planning import Call, Enter, Exit, Plan, in_turn, plan_pass
 from zoo.zero.runtime.reductions import Demand, Reductions
 from zoo.zero.runtime.residency import Residency
-from zoo.zero.runtime.stacks import is_called
+from zoo.zero.runtime.stacks import exception_of_call, is_called
 from zoo.zero.sharding.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zoo.zero")
 _graph_task = torch._C._current_graph_task_id
+_not_traced: Any = torch.compiler.disable
+_transforms = torch._C._functorch.peek_interpreter_stack
+_autocasts = torch._C._is_any_autocast_enabled
 
 
 class Runtime:
@@ -114,8 +117,9 @@ class Runtime:
             self._units.append(unit)
             if not unit.recorded and spec.name:
                 continue
-            enter = _left_behind(partial(self._enter if spec.name else self._enter_model, unit))
-            leave = _left_behind(partial(self._exit, unit))
+            # torch.compile traces the modules, and not what gathers and releases their parameters.
+            enter = _left_behind(_not_traced(partial(self._enter if spec.name else self._enter_model, unit)))
+            leave = _left_behind(_not_traced(partial(self._exit, unit)))
             self._hooks.append(spec.module.register_forward_pre_hook(enter))
             self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
             self._hooked[spec.name] = unit
@@ -173,9 +177,18 @@ class Runtime:
             self._abandon_forward()
 
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
+        if _transforms() is not None:
+            raise NotImplementedError(
+                "a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a model under a ZeRO optimizer: it runs "
+                "the model on other tensors than those that are gathered and reduced. Use a copy.deepcopy of the model "
+                "(stage 3: made inside of gathered()), or close() the optimizer first."
+            )
         if self.backward.running:
             self.backward.check_running()
         self.settle_failure()
+        if _autocasts():
+            # What autocast has cast in an earlier pass leads backward past this one, or was cast without gradients.
+            torch.clear_autocast_cache()
         self._pass += 1
         self._pass_grad = torch.is_grad_enabled()
         self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
@@ -212,7 +225,14 @@ class Runtime:
             finally:
                 self._running.pop()
             if self._depth == 0:
+                if output is None and self._has_partitioned:
+                    self._tell(exception_of_call())
                 self._end_pass()
+
+    def _tell(self, error: BaseException | None) -> None:
+        """A forward fails on this rank: where it has gathered, other ranks may be in its next gathers."""
+        if error is not None and self.recovery is not None and self._events:
+            self.recovery.failed(error)
 
     def _record(self, unit: Unit, context: Context, output: Any) -> None:
         index = -1
@@ -255,6 +275,8 @@ class Runtime:
                 self._latest = self._events
 
     def _abandon_forward(self) -> None:
+        if self._has_partitioned:
+            self._tell(RuntimeError("a forward was interrupted"))
         self._depth = 0
         self._context = None
         self._running.clear()

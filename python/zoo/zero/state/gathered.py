@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, RankFailedError
 from zoo.zero.runtime.external import register_external_parameter
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.guard import ShardedParameter
@@ -30,6 +30,9 @@ class Owner(Protocol):
 
     def settle(self) -> None:
         """Before the ranks agree on what comes."""
+
+    def failed_anywhere(self, error: BaseException | None) -> str:
+        """What ended the ``with`` on some rank, by rank; empty if nothing did. Collective but after an interrupt."""
 
     def hold(self, bucket: Any, *, writes: bool) -> Any:
         """Make a bucket whole and keep it so; ``writes``: what is written to it will be published. Collective."""
@@ -157,26 +160,31 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost: list[str] = []
-        if kind is not None:
+        lost = self._lost() if kind is None else []
+        told = ""
+        if self._modifier is not None:  # all ranks store, or none does
+            refused = RuntimeError(f"{', '.join(lost[:5])} would be lost") if lost else error
+            for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
+                told = told or owner.failed_anywhere(refused)
+        if kind is not None or told:
             for bucket, copies in self._saved.items():
                 for slot, saved in copies.items():
                     bucket.parameters.flat_of(slot).copy_(saved)
-        else:
-            lost = self._lost()
-            if self._modifier is not None and not lost:
-                self._store(self._modifier)
+        elif self._modifier is not None and not lost:
+            self._store(self._modifier)
         for bucket, copies in self._saved.items():
             _COPIES[bucket] = [others for others in _COPIES[bucket] if others is not copies]
         self._saved, self._inside = {}, False
         for bucket, held in self._held.items():
-            owner_of(bucket).let_go(bucket, held, forget=kind is not None or bool(lost))
+            owner_of(bucket).let_go(bucket, held, forget=kind is not None or bool(lost or told))
         self._held.clear()
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost[:5])} was written to inside GatheredParameters, and the change would be lost: name "
                 "it among the parameters and pass modifier_rank, the rank whose values become everybody's."
             )
+        if told and kind is None:
+            raise RankFailedError(f"{told}. What was written inside GatheredParameters is undone on all ranks.")
 
     def _lost(self) -> list[str]:
         """The parameters that were written to and will not be stored."""

@@ -47,6 +47,7 @@ class Clipping:
         self.norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         self._suspect = False  # clip() saw a norm that is not finite
+        self._behind = 1.0  # what the gradients have to be multiplied by to have the scale of the next backward
         self._gradients: Sequence[BucketGradients] = ()
         self._layers: Communicator | None = None
 
@@ -79,8 +80,11 @@ class Clipping:
         norm = self.measure()
         finite = math.isfinite(norm)
         if self._scaler is not None:
+            before = self._scaler.scale
             self._scaler.update(overflow=not finite)
+            self._behind *= self._scaler.scale / before
         if not finite:
+            self.rescale()
             if self._nonfinite == "error":
                 raise NonFiniteGradientsError(
                     f"the norm of the gradients is {norm}: the parameters stay as they were. Call zero_grad() and go "
@@ -107,10 +111,19 @@ class Clipping:
             return norm
         factor = max_norm / (norm + EPSILON)
         if factor < 1.0:
-            for gradients in self._gradients:
-                for chunk in gradients.bucket.updated_chunks():
-                    gradients.scale_reduced(chunk, factor)
+            self._multiply(factor)
         return norm
+
+    def rescale(self) -> None:
+        """After a step: where the scale has changed, gradients that are added to later get the new one."""
+        factor, self._behind = self._behind, 1.0
+        if factor != 1.0:
+            self._multiply(factor)
+
+    def _multiply(self, factor: float) -> None:
+        for gradients in self._gradients:
+            for chunk in gradients.bucket.updated_chunks():
+                gradients.scale_reduced(chunk, factor)
 
     def forget(self) -> None:
         """The gradients were dropped."""

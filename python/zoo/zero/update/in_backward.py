@@ -54,12 +54,14 @@ class UpdateInBackward:
         updater: has the pieces, the last buckets first.
         options: the parameter groups at the moment of the update.
         publish: brings updated parameters to everyone who keeps them whole. Collective.
+        take_writes: takes over what the user wrote into parameters since the latest update.
     """
 
     def __init__(
-        self, updater: Updater, options: Callable[[], Sequence[Mapping[str, Any]]], publish: Callable[[], None]
-    ) -> None:
-        self._updater, self._options, self._publish = updater, options, publish
+        self, updater: Updater, options: Callable[[], Sequence[Mapping[str, Any]]], publish: Callable[[], None],
+        take_writes: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._updater, self._options, self._publish, self._take_writes = updater, options, publish, take_writes
         self._pieces = [dict.fromkeys(s.bucket for s in piece) for piece in updater.pieces()]
         self._pieces_of: dict[Bucket, list[int]] = {}
         for index, buckets in enumerate(self._pieces):
@@ -76,12 +78,14 @@ class UpdateInBackward:
         Raises:
             ValueError: the one before was not followed by ``step()``.
             OffloadError: an earlier update failed.
+            RuntimeError: the user wrote something that is lost.
         """
         if self.done:
             raise ValueError(
                 "a second backward before step(): with update_in_backward=True each backward outside of no_sync() is a "
                 "step. Put all but the last of several backwards into `with optimizer.no_sync():`."
             )
+        self._take_writes()
         self._updater.begin(self._options())
         self._missing = [len(piece) for piece in self._pieces]
         self._next, self._running = 0, True

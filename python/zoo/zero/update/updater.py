@@ -98,7 +98,8 @@ class Updater:
         if in_backward:
             backwards = [s for b in reversed(self._buckets) for s in self.segments if s.bucket is b]
             return [((), piece) for piece in in_pieces(backwards, limit)]
-        if streams or any(s.target is not None for s in self.segments):
+        # Gradients that are converted, or multiplied by a factor, are so piece by piece.
+        if streams or not self._scales or any(s.target is not None for s in self.segments):
             return [((), piece) for piece in in_pieces(self.segments, limit)]
         return [((), self.segments)]
 
@@ -281,8 +282,12 @@ class Updater:
 
     def _update_piece(self, piece: Sequence[Segment], factor: float) -> None:
         for segment in piece:
-            gradient = segment.gradient().to(segment.tensor.device, segment.tensor.dtype)
-            segment.tensor.grad = gradient if factor == 1.0 or self._scales else gradient.mul_(factor)
+            kept = segment.gradient()
+            gradient = kept.to(segment.tensor.device, segment.tensor.dtype)
+            if factor != 1.0 and not self._scales:  # what is kept may be used again: never in its own memory
+                copied = gradient.data_ptr() != kept.data_ptr() or segment.loaded_gradient is not None
+                gradient = gradient.mul_(factor) if copied else gradient * factor
+            segment.tensor.grad = gradient
         if self._scales:
             self.inner.step(grad_scale=factor)
         else:
@@ -392,19 +397,22 @@ class Updater:
         return found
 
 
-def try_out(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> None:
-    """Build the wrapped optimizer on small tensors, before anything of the model is touched.
+def try_out(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Build the wrapped optimizer on small tensors, before anything of the model is touched; returns its groups.
 
     Raises:
         NotImplementedError: its update is not elementwise, and it takes no parts.
         Exception: what its constructor says of ``options`` or of a group's.
     """
-    if getattr(optimizer, "needs_whole_tensors", False):
-        optimizer([{**g, "params": [torch.zeros(2, 2).requires_grad_()]} for g in _without_params(groups)], **options)
-        return
-    name = getattr(optimizer, "__name__", str(optimizer))
-    check_elementwise(lambda tensors: optimizer(tensors, **options), name)
-    optimizer([{**g, "params": [torch.zeros(2).requires_grad_()]} for g in _without_params(groups)], **options)
+    whole = bool(getattr(optimizer, "needs_whole_tensors", False))
+    if not whole:
+        name = getattr(optimizer, "__name__", str(optimizer))
+        check_elementwise(lambda tensors: optimizer(tensors, **options), name)
+    shape = (2, 2) if whole else (2,)
+    made = optimizer(
+        [{**g, "params": [torch.zeros(shape).requires_grad_()]} for g in _without_params(groups)], **options
+    )
+    return list(made.param_groups)
 
 
 def _without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,76 @@
+"""Arguments of a constructor that all ranks have to give alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from zoo.comm import CollectiveMismatchError, Communicator
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum, PurePath, BaseModel)
+
+
+def described(value: Any) -> str:
+    """What can be compared between processes: values of numbers, texts and lists of them, of others the class."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.numel() == 1 and not value.is_meta else f"tensor of {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(described, value))})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__ + described({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    return type(value).__name__
+
+
+def of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options of parameter groups, by name; of several groups with the number of each."""
+    several = len(groups) > 1
+    return {
+        f"{key} of group {i}" if several else key: value
+        for i, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def agree(comm: Communicator, layout: str, arguments: Mapping[str, Any], device: torch.device) -> None:
+    """Compare the layout of the model and the arguments of all ranks: one all-gather of 8 bytes.
+
+    Raises:
+        CollectiveMismatchError: they differ; on all ranks, with what differs.
+    """
+    mine = {"the parameters and their groups": layout} | {k: described(v) for k, v in arguments.items()}
+    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
+    try:
+        comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
+    except CollectiveMismatchError as error:
+        everyone: list[Any] = [None] * comm.size  # all ranks have seen it
+        dist.all_gather_object(everyone, mine, group=comm.group)
+        names = dict.fromkeys(name for given in everyone for name in given)
+        differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
+        told = "; ".join(_told(name, [given.get(name) for given in everyone]) for name in differing[:5])
+        raise CollectiveMismatchError(f"the ranks construct a ZeRO optimizer in different ways: {told}.") from error
+
+
+def _told(name: str, values: Sequence[str | None]) -> str:
+    by_value: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(rank)
+    parts = [
+        f"{'not given' if value is None else value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        for value, ranks in by_value.items()
+    ]
+    return f"{name}: {', '.join(parts)}"
