@@ -108,13 +108,10 @@ def test_transforms_are_refused_by_name(stage: int, transform: str) -> None:
 def test_what_is_compiled_trains(stage: int, what: str) -> None:
     def fn(rank: int) -> None:
         torch._dynamo.reset()
-        model: Any
-        model, optimizer = build(stage)
-        if what == "model":
-            model.compile(backend="eager")
-        else:
-            for block in model.blocks:
-                block.compile(backend="eager")
+        model: Any = Blocks().double()
+        for module in [model] if what == "model" else model.blocks:
+            module.compile(backend="eager")
+        model, optimizer = build(stage, model)
         for step in range(3):
             one_step(model, optimizer, rank, step)
         check(optimizer, twin(2, 3))

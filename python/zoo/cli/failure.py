@@ -72,5 +72,8 @@ def _lost_peer(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset", "timed out waiting", "broken pipe", "no error", "socket")
+    signs = (
+        "connection closed by peer", "connection reset", "timed out waiting", "broken pipe", "no error", "socket",
+        "does not answer",
+    )  # fmt: skip
     return type(error).__name__.startswith("Dist") or any(sign in text for sign in signs)
