@@ -185,7 +185,7 @@ class ZeroOptimizer(OuterOptimizer):
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
-            in_backward=self.config.update_in_backward,
+            in_backward=self.config.update_in_backward, multiplies=self.clipping.measures,
         )  # fmt: skip
         sharded.hand_over(self._updater)
         self._in_backward = (

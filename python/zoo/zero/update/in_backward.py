@@ -12,7 +12,7 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class UpdateInBackward:
     """
 
     def __init__(
-        self, updater: Updater, options: Callable[[], Sequence[Mapping[str, Any]]], publish: Callable[[], None],
+        self, updater: Updater, options: Callable[[], Sequence[dict[str, Any]]], publish: Callable[[], None],
         take_writes: Callable[[], None],
     ) -> None:  # fmt: skip
         self._updater, self._options, self._publish, self._take_writes = updater, options, publish, take_writes

@@ -39,6 +39,20 @@ def what_it_keeps(build: Callable[[list[torch.Tensor]], Any], dtype: torch.dtype
     return Keeps(whole, sum(v.nbytes for k, v in kept.items() if k not in whole), frozenset(numbers))
 
 
+def counts_calls(build: Callable[[list[torch.Tensor]], Any]) -> bool:
+    """Whether a step changes numbers that the optimizer has as attributes: its update cannot be cut into several."""
+    tensor = torch.ones(2).requires_grad_()
+    optimizer = build([tensor])
+    tensor.grad = torch.ones_like(tensor)
+    before = _numbers_of(optimizer)
+    optimizer.step()
+    return _numbers_of(optimizer) != before
+
+
+def _numbers_of(optimizer: Any) -> dict[str, float]:
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float))}
+
+
 def check_elementwise(build: Callable[[list[torch.Tensor]], Any], name: str) -> None:
     """Raise NotImplementedError unless the optimizer updates every element by itself.
 

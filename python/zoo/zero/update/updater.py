@@ -17,7 +17,7 @@ from zoo.zero.offload.stream import StateStream, needs_stream
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
-from zoo.zero.update.probe import Keeps, check_elementwise, what_it_keeps
+from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of
 from zoo.zero.update.whole_tensors import BucketParts
 
@@ -42,15 +42,17 @@ class Updater:
         offload: where states go that live on NVMe.
         scratch: its files.
         in_backward: backward makes the gradients, the last buckets first, while pieces are updated.
+        multiplies: gradients may have to be multiplied by a factor, which takes memory of their size.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
         *, comm: Communicator, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
-        in_backward: bool = False,
+        in_backward: bool = False, multiplies: bool = False,
     ) -> None:  # fmt: skip
         self._buckets = buckets
         self.broken: str | None = None
+        self._outer: Sequence[dict[str, Any]] = ()
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
         name = getattr(optimizer, "__name__", str(optimizer))
@@ -73,7 +75,10 @@ class Updater:
             inner[segment.group]["params"].append(segment.tensor)
         self.inner = optimizer(inner, **options)
         streams = scratch is not None and needs_stream(buckets)
-        self._pieces = self._cut(sub_group_size, streams=streams, in_backward=in_backward)
+        copies = multiplies and not self._scales
+        if not whole and counts_calls(lambda tensors: optimizer([{**plain[0], "params": tensors}], **options)):
+            sub_group_size = self._in_one_piece(name, streams=streams, in_backward=in_backward)
+        self._pieces = self._cut(sub_group_size, small=streams or copies, in_backward=in_backward)
         self._stream: StateStream | None = None
         depth = DEPTH_IN_BACKWARD if in_backward else 1
         if scratch is not None and streams:
@@ -83,7 +88,21 @@ class Updater:
             )  # fmt: skip
             scratch.check_room(self.buffer_bytes())
 
-    def _cut(self, limit: int, *, streams: bool, in_backward: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
+    def _in_one_piece(self, name: str, *, streams: bool, in_backward: bool) -> int:
+        """What ``sub_group_size`` is for an optimizer that counts its steps in itself.
+
+        Raises:
+            NotImplementedError: there must be several pieces.
+        """
+        if streams or in_backward:
+            how = "update_in_backward=True" if in_backward else "states on NVMe"
+            raise NotImplementedError(
+                f"{how} with {name}, which counts the calls of step() in itself: it would be called for every piece of "
+                "an update. Let it count in its states or parameter groups, or leave that option out."
+            )
+        return sum(s.tensor.numel() for s in self.segments)
+
+    def _cut(self, limit: int, *, small: bool, in_backward: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
         if self._parts is not None:  # pieces of whole buckets, the same on every rank
             pieces: list[tuple[list[Bucket], list[Segment]]] = []
             size = 0
@@ -99,7 +118,7 @@ class Updater:
             backwards = [s for b in reversed(self._buckets) for s in self.segments if s.bucket is b]
             return [((), piece) for piece in in_pieces(backwards, limit)]
         # Gradients that are converted, or multiplied by a factor, are so piece by piece.
-        if streams or not self._scales or any(s.target is not None for s in self.segments):
+        if small or any(s.target is not None for s in self.segments):
             return [((), piece) for piece in in_pieces(self.segments, limit)]
         return [((), self.segments)]
 
@@ -171,7 +190,7 @@ class Updater:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def update(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+    def update(self, factor: float, groups: Sequence[dict[str, Any]]) -> None:
         """One step with ``factor`` times the reduced gradients and the options of ``groups``. Collective with parts.
 
         Raises:
@@ -181,26 +200,36 @@ class Updater:
         for index in range(len(self._pieces)):
             self.run(index, factor)
 
-    def begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
         self.check_whole()
         self._finish_writes()
         self._take_options(groups)
         self.read_ahead()
 
-    def _take_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _take_options(self, groups: Sequence[dict[str, Any]]) -> None:
         for outer, group in zip(groups, self.inner.param_groups, strict=True):
             group.update({k: v for k, v in outer.items() if k != "params"})
+        self._outer = groups
 
     def run(self, index: int, factor: float) -> None:
         """Update piece ``index`` of the step; the pieces come in order."""
         buckets, piece = self._pieces[index]
         if self._parts is not None:
             self._parts.about(buckets)
-        with self._restoring_groups(), self._loaded(index):
+        with self._restoring_groups(options=index < len(self._pieces) - 1), self._loaded(index):
             if len(self._pieces) > 1:
                 self._restrict(piece)
             self._update_piece(piece, factor)
+        if index == len(self._pieces) - 1:
+            self._give_options()
+
+    def _give_options(self) -> None:
+        """What ``step`` wrote into its groups is in the user's too, where the next step takes options from."""
+        for outer, group in zip(self._outer, self.inner.param_groups, strict=True):
+            for key, value in group.items():
+                if key != "params" and value is not outer.get(key):
+                    outer[key] = value
 
     def arrived(self, index: int) -> bool:
         """Whether :meth:`run` would not wait for a device."""
@@ -248,13 +277,18 @@ class Updater:
             raise OffloadError(f"the training state is incomplete since a step failed ({self.broken}).")
 
     @contextlib.contextmanager
-    def _restoring_groups(self) -> Iterator[None]:
-        whole = [group["params"] for group in self.inner.param_groups]
+    def _restoring_groups(self, *, options: bool = False) -> Iterator[None]:
+        """Groups have all their members again afterwards; with ``options`` also their options.
+
+        What ``step`` writes there, a counter for example, counts once for an update: that of the last piece.
+        """
+        groups = self.inner.param_groups
+        before = [dict(group) if options else {"params": group["params"]} for group in groups]
         try:
             yield
         finally:
-            for group, tensors in zip(self.inner.param_groups, whole, strict=True):
-                group["params"] = tensors
+            for group, kept in zip(groups, before, strict=True):
+                group.update(kept)
 
     @contextlib.contextmanager
     def _loaded(self, index: int) -> Iterator[None]:
@@ -327,7 +361,7 @@ class Updater:
                     self._write_back(segment)
 
     def load(
-        self, fill: Callable[[Segment, dict[str, Any]], bool], groups: Sequence[Mapping[str, Any]]
+        self, fill: Callable[[Segment, dict[str, Any]], bool], groups: Sequence[dict[str, Any]]
     ) -> None:  # fmt: skip
         """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it.
 
