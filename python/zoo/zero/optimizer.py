@@ -8,9 +8,8 @@ Symbols: Ψ parameters, N data-parallel ranks, K bytes of optimizer state a para
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -19,10 +18,8 @@ import zoo.zero.state.logical as state_io
 from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero.config import ZeroConfig
-from zoo.zero.forecast.costs import Forecast, gathered_from_shards
-from zoo.zero.forecast.costs import forecast as make_forecast
 from zoo.zero.forecast.dry_run import DryRun
-from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
+from zoo.zero.inspection import Inspection
 from zoo.zero.options.agreement import of_groups
 from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
     from zoo.zero.options.keywords import Keywords
 
 
-class ZeroOptimizer(OuterOptimizer):
+class ZeroOptimizer(Inspection, OuterOptimizer):
     """Trains a model data-parallel, with its training state split over the ranks as the stage says.
 
     After each backward of every rank the gradient is g = 1/N Σ_r g_r, and ``step`` applies the wrapped optimizer to it
@@ -425,13 +422,7 @@ class ZeroOptimizer(OuterOptimizer):
         self._runtime.drop_gradients()
         self.clipping.forget()
 
-    # Looking inside --------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
-        with self.sharded.gathered():
-            yield
+    # States elsewhere, and the end -----------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are kept for the next forward or backward (stage 3). Call it on all ranks."""
@@ -467,70 +458,6 @@ class ZeroOptimizer(OuterOptimizer):
         if self._away is not None:
             self._away.back(non_blocking=non_blocking)
             self._away = None
-
-    def whole_parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole value) of every parameter, gathered bucket by bucket, so that there is never more than one.
-
-        Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
-        leaves frozen parameters out. Parameters that are tied come once.
-        """
-        return self.sharded.whole_parameters(frozen=frozen)
-
-    @torch.no_grad()
-    def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
-        found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
-        now = [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
-        return {name: found[was] for name, was in now}  # they may have moved to another place of the model
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.
-
-        Beside them "feedback": errors of quantised reductions; "nvme": bytes of this rank's files; "buffers": host
-        memory of the buffers that serve them.
-        """
-        optimizer = self._updater.state_bytes()
-        parameters = sum(b.parameters.memory_bytes() for b in self._buckets)
-        gradients = sum(g.memory_bytes() for g in self._gradients)
-        total = parameters + gradients + optimizer
-        found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "total": total}
-        if self._feedback:
-            found["feedback"] = sum(feedback.memory_bytes() for feedback in self._feedback)
-        if self.sharded.scratch is not None:
-            found |= {
-                "nvme": self.sharded.scratch.nvme_bytes(),
-                "buffers": self.sharded.scratch.pool.stats().in_use_bytes,
-            }
-        return found
-
-    def nvme_traffic(self) -> tuple[int, int]:
-        """Bytes that this rank has read from and written to NVMe since construction."""
-        return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
-
-    def forecast(self) -> Forecast:
-        """What a step will cost this rank, from the plan and the wrapped optimizer's states.
-
-        The order of the units is the recorded one where a training forward has run, else that of ``named_modules``.
-        Exact where the next forwards are like it and nothing is recomputed in backward.
-        """
-        states, plan = self._updater.forecast_bytes(), self._runtime.plan()
-        clips = self.clipping.measures
-        found = make_forecast(
-            self._buckets,
-            plan=plan,
-            reduce_dtype=self.sharded.reduce_dtype,
-            optimizer_bytes=states,
-            clips=clips,
-            others=self.sharded.hops_of_step(clips=clips),
-        )
-        tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
-        read, written = nvme_traffic(self._buckets, self._updater, lambda weigh: gathered_from_shards(plan, weigh))
-        pins = self.config.offload_param.pin_memory or self.config.offload_optimizer.pin_memory
-        return dataclasses.replace(
-            found, tiers=tiers, buffers_bytes=buffers, pinned_bytes=(buffers + tiers["host"]) * pins,
-            nvme_files_bytes=self.sharded.scratch.nvme_bytes() if self.sharded.scratch is not None else 0,
-            nvme_read_bytes=read, nvme_written_bytes=written,
-        )  # fmt: skip
 
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
