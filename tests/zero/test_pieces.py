@@ -48,7 +48,7 @@ def test_an_optimizer_that_counts_in_itself_updates_in_one_piece(dtype: torch.dt
         given = {"sub_group_size": 1, "reduce_bucket_size": 1, **options}
         return ZeroOptimizer(model, stage=2, optimizer=CountsInItself, lr=0.5, **given)
 
-    assert len(build_(clip_norm=0.2).updater.pieces()) == 1
+    assert len(build_(loss_scale=2.0).updater.pieces()) == 1
     with pytest.raises(NotImplementedError, match=r"states on NVMe with CountsInItself, which counts the calls"):
         build_(offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path)})
     with pytest.raises(NotImplementedError, match=r"update_in_backward=True with CountsInItself"):
@@ -62,12 +62,12 @@ def test_a_step_in_pieces_is_one_step(stage: int, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(dtype)
         optimizer = ZeroOptimizer(
-            model, stage=stage, optimizer=Decays, lr=0.5, clip_norm=0.2, reduce_bucket_size=1,
+            model, stage=stage, optimizer=Decays, lr=0.5, loss_scale=2.0, reduce_bucket_size=1,
             sub_group_size=10**9 if pieces == 1 else 1,
         )  # fmt: skip
         for step in range(3):
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
-            model(x).float().square().mean().backward()
+            optimizer.backward(model(x).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
         assert (len(optimizer.updater.pieces()) == 1) == (pieces == 1)

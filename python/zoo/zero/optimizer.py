@@ -182,7 +182,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
-            in_backward=self.config.update_in_backward, multiplies=self.clipping.measures,
+            in_backward=self.config.update_in_backward, multiplies=self.scaler is not None,
         )  # fmt: skip
         sharded.hand_over(self._updater)
         self._in_backward = (
@@ -310,7 +310,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             self._settle_errors(used=False)
             return loss
         try:
-            self._updater.update(factor, groups)
+            self._updater.update(factor, groups, clip=self.clipping.clipped)
         finally:
             self.clipping.rescale()
         self._settle_errors(used=True)

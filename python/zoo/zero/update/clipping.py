@@ -33,6 +33,7 @@ class Clipping:
         norm: of the latest step or :meth:`clip`, None before.
         skipped: the latest step was.
         num_skipped: how many were.
+        clipped: what the latest step multiplies the gradients by to clip them.
     """
 
     def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Literal["skip", "error"]) -> None:
@@ -46,6 +47,7 @@ class Clipping:
         self.max_norm, self._scaler, self._nonfinite = max_norm, scaler, nonfinite
         self.norm: float | None = None
         self.skipped, self.num_skipped = False, 0
+        self.clipped = 1.0
         self._suspect = False  # clip() saw a norm that is not finite
         self._behind = 1.0  # what the gradients have to be multiplied by to have the scale of the next backward
         self._gradients: Sequence[BucketGradients] = ()
@@ -67,12 +69,12 @@ class Clipping:
         return self.norm
 
     def factor(self) -> float | None:
-        """What the update multiplies the reduced gradients by; None for no update. Collective.
+        """What takes the loss scale off the gradients; None for no update. ``clipped`` is what clips them. Collective.
 
         Raises:
             NonFiniteGradientsError: the norm is not finite, and steps are not to be skipped.
         """
-        self.skipped = False
+        self.skipped, self.clipped = False, 1.0
         factor = 1.0 / self._scaler.scale if self._scaler is not None else 1.0
         if not (self.measures or self._suspect):
             return factor
@@ -93,7 +95,9 @@ class Clipping:
             self.skipped = True
             self.num_skipped += 1
             return None
-        return factor * min(self.max_norm / (norm + EPSILON), 1.0) if self.max_norm else factor
+        if self.max_norm:
+            self.clipped = min(self.max_norm / (norm + EPSILON), 1.0)
+        return factor
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
         """See :meth:`zoo.zero.ZeroOptimizer.clip_grad_norm_`; there are gradients."""

@@ -42,7 +42,7 @@ class Updater:
         offload: where states go that live on NVMe.
         scratch: its files.
         in_backward: backward makes the gradients, the last buckets first, while pieces are updated.
-        multiplies: gradients may have to be multiplied by a factor, which takes memory of their size.
+        multiplies: gradients have a loss scale; without it they take memory of their size once more.
     """
 
     def __init__(
@@ -190,15 +190,20 @@ class Updater:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def update(self, factor: float, groups: Sequence[dict[str, Any]]) -> None:
-        """One step with ``factor`` times the reduced gradients and the options of ``groups``. Collective with parts.
+    def update(self, factor: float, groups: Sequence[dict[str, Any]], *, clip: float = 1.0) -> None:
+        """One step with ``factor * clip`` times the reduced gradients. Collective with parts.
+
+        Args:
+            factor: takes the loss scale off; kept gradients stay without it.
+            groups: their options count.
+            clip: clips; kept fp32 gradients are clipped with it, as by torch's ``clip_grad_norm_`` before a step.
 
         Raises:
             OffloadError: a device failed; this and every later step, until a state is loaded.
         """
         self.begin(groups)
         for index in range(len(self._pieces)):
-            self.run(index, factor)
+            self.run(index, factor, clip)
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
@@ -212,7 +217,7 @@ class Updater:
             group.update({k: v for k, v in outer.items() if k != "params"})
         self._outer = groups
 
-    def run(self, index: int, factor: float) -> None:
+    def run(self, index: int, factor: float, clip: float = 1.0) -> None:
         """Update piece ``index`` of the step; the pieces come in order."""
         buckets, piece = self._pieces[index]
         if self._parts is not None:
@@ -220,7 +225,7 @@ class Updater:
         with self._restoring_groups(options=index < len(self._pieces) - 1), self._loaded(index):
             if len(self._pieces) > 1:
                 self._restrict(piece)
-            self._update_piece(piece, factor)
+            self._update_piece(piece, factor, clip)
         if index == len(self._pieces) - 1:
             self._give_options()
 
@@ -314,16 +319,20 @@ class Updater:
         for segment in piece:
             self.inner.param_groups[segment.group]["params"].append(segment.tensor)
 
-    def _update_piece(self, piece: Sequence[Segment], factor: float) -> None:
+    def _update_piece(self, piece: Sequence[Segment], factor: float, clip: float) -> None:
         for segment in piece:
             kept = segment.gradient()
             gradient = kept.to(segment.tensor.device, segment.tensor.dtype)
-            if factor != 1.0 and not self._scales:  # what is kept may be used again: never in its own memory
-                copied = gradient.data_ptr() != kept.data_ptr() or segment.loaded_gradient is not None
-                gradient = gradient.mul_(factor) if copied else gradient * factor
+            if factor * clip != 1.0 and not self._scales:
+                if gradient.data_ptr() != kept.data_ptr() or segment.loaded_gradient is not None:
+                    gradient = gradient.mul_(factor * clip)
+                else:
+                    gradient = gradient.mul_(clip) if clip != 1.0 else gradient
+                    # What is kept may be added to, with the loss scale.
+                    gradient = gradient * factor if factor != 1.0 else gradient
             segment.tensor.grad = gradient
         if self._scales:
-            self.inner.step(grad_scale=factor)
+            self.inner.step(grad_scale=factor * clip)
         else:
             self.inner.step()
         for segment in piece:
