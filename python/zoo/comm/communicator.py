@@ -185,11 +185,12 @@ class Communicator:
         return found
 
     def share_memory(self) -> bool:
-        """From now on let large all-gathers and reduce-scatters of CPU tensors go through memory that the ranks share.
+        """From now on let all-gathers and reduce-scatters of CPU tensors go through memory that the ranks share.
 
         Collective over the group. It is done where messages go directly between the ranks (gloo) and every rank can
         open the memory of every other; elsewhere nothing changes. Results, the log, and what happens when ranks fail
-        are the same either way. The memory is about what is in flight, and goes with :meth:`close` or with this object.
+        are the same either way. It takes the most that was ever in flight, and goes with :meth:`close` or with this
+        object.
 
         Returns:
             whether it is so, the same on all ranks.

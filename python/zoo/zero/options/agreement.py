@@ -58,6 +58,7 @@ def agree(comm: Communicator, layout: str, arguments: Mapping[str, Any], device:
         comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
     except CollectiveMismatchError as error:
         everyone: list[Any] = [None] * comm.size  # all ranks have seen it
+        # Not by the communicator, whose check may be what differs.
         dist.all_gather_object(everyone, mine, group=comm.group)
         names = dict.fromkeys(name for given in everyone for name in given)
         differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
