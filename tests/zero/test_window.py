@@ -42,7 +42,7 @@ def watching(sharded: ShardedModel) -> Iterator[Callable[[], tuple[int, int, int
     partitioned = [b for b in sharded.buckets if b.partitioned]
 
     def watch(bucket: Any) -> None:
-        gather = bucket.parameters.gather
+        gather = bucket.parameters.unshard
 
         def counting(**options: Any) -> None:
             nonlocal most, needed, gathers
@@ -53,7 +53,7 @@ def watching(sharded: ShardedModel) -> Iterator[Callable[[], tuple[int, int, int
             used = [b for b in whole if b is bucket or b.active or b in opened]
             most, needed = max(most, sum(b.num_bytes for b in whole)), max(needed, sum(b.num_bytes for b in used))
 
-        bucket.parameters.gather = counting
+        bucket.parameters.unshard = counting
 
     for bucket in partitioned:
         watch(bucket)
@@ -74,7 +74,7 @@ def watching(sharded: ShardedModel) -> Iterator[Callable[[], tuple[int, int, int
     finally:
         del residency.open, residency.finish
         for bucket in partitioned:
-            del bucket.parameters.gather
+            del bucket.parameters.unshard
 
 
 @given(cases(), st.sampled_from([0, 200, 500, 900, 10**6]))

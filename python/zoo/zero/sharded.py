@@ -335,7 +335,7 @@ class ShardedModel:
     def unshard(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Begin to gather these buckets (default: all); :meth:`wait` makes them usable. Collective."""
         for bucket in self.buckets if buckets is None else buckets:
-            bucket.parameters.gather()
+            bucket.parameters.unshard()
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until these buckets are whole, gathering what nobody has begun to gather. Collective."""

@@ -199,7 +199,7 @@ class Part(Bucket):
         """Gather the value; ``exact``: as it is kept, also where what is gathered is rounded. Collective."""
         if self.whole and (self._exact or not exact):
             return
-        self.parameters.release()
+        self.parameters.reshard()
         self.parameters.wait(exact=exact)
         self._exact = exact or not self.parameters.rounds
         self.version, self.aliased = self.parameter._version, False
@@ -271,7 +271,7 @@ class Part(Bucket):
         """Free the whole value."""
         if self.whole and not self.parameters.full.untyped_storage().resizable():  # NumPy has had it
             self._rebuild(_hollow(self.shape, self.dtype, self.device), self)
-        self.parameters.release()
+        self.parameters.reshard()
         self.aliased = False
 
     # Copies ----------------------------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ class Backward:
             if bucket.partitioned:
                 residency.unkeep(bucket)
                 if not bucket.active:
-                    bucket.parameters.release()
+                    bucket.parameters.reshard()
                 if self._accumulates and bucket.parameters.secondary is not None:
                     bucket.parameters.drop_secondary()
 
@@ -424,7 +424,7 @@ class Backward:
                 ahead += bucket.num_bytes
                 if ahead <= budget and (bucket.parameters.live or self._residency.may_prefetch(bucket, under_way)):
                     under_way.setdefault(bucket, bucket.parameters.coming)
-                    bucket.parameters.gather()
+                    bucket.parameters.unshard()
                     self._residency.note_prefetched(bucket)
             position -= 1
         for bucket, since_before in under_way.items():

@@ -41,11 +41,11 @@ class Meeting:
         self._comm, self._buckets = comm, buckets
         self.num_votes = 0
 
-    def gather(self, bucket: Bucket) -> None:
+    def unshard(self, bucket: Bucket) -> None:
         """Gather ``bucket``, after those that other ranks need first."""
         while (chosen := self._vote(bucket.index)) != bucket.index:
             self._serve(self._buckets[chosen])
-        bucket.parameters.gather_now()
+        bucket.parameters.unshard_now()
 
     def settle(self) -> None:
         """Serve the others until no rank needs anything. Every rank calls it, before anything else is collective."""
@@ -63,10 +63,10 @@ class Meeting:
         if parameters.live:
             parameters.give()
             return
-        parameters.gather_now()
+        parameters.unshard_now()
         parameters.wait()
         if not bucket.active:
-            parameters.release()
+            parameters.reshard()
 
     def _vote(self, wanted: int) -> int:
         self.num_votes += 1

@@ -184,16 +184,16 @@ class _StandIn:
         self.live = False
         self.secondary: bool | None = None
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         if not self.live:
             self.live = True
             self._planner.gathers.append((self._bucket, self.secondary is not None))
             self._planner.note(Kind.PREFETCH if self._planner.ahead else Kind.UNSHARD, self._bucket)
 
     def wait(self) -> None:
-        self.gather()
+        self.unshard()
 
-    def release(self, *, again: bool = False) -> None:
+    def reshard(self, *, again: bool = False) -> None:
         if self.live:
             self.live = False
             self._planner.note(Kind.RESHARD, self._bucket)

@@ -57,9 +57,9 @@ class _Recorder:
         """Note what happens to ``bucket``."""
         parameters, gradients = bucket.parameters, bucket.gradients
         if bucket.partitioned:
-            self.swap(parameters, "gather", lambda method: self._gather(bucket, method))
-            self.swap(parameters, "finish_gather", lambda method: self._finish_gather(bucket, method))
-            self.swap(parameters, "release", lambda method: self._release(bucket, method))
+            self.swap(parameters, "unshard", lambda method: self._unshard(bucket, method))
+            self.swap(parameters, "finish_unshard", lambda method: self._finish_unshard(bucket, method))
+            self.swap(parameters, "reshard", lambda method: self._reshard(bucket, method))
         elif bucket.spec.trainable and bucket.placements.states.is_split:
             self.swap(parameters, "publish", lambda method: self._publish(bucket, method))
         if gradients is not None:
@@ -89,10 +89,10 @@ class _Recorder:
 
         return vote
 
-    def _gather(self, bucket: Bucket, method: Callable[..., None]) -> Callable[..., None]:
+    def _unshard(self, bucket: Bucket, method: Callable[..., None]) -> Callable[..., None]:
         parameters, itemsize = bucket.parameters, bucket.spec.dtype.itemsize
 
-        def gather(*, exact: bool = False) -> None:
+        def unshard(*, exact: bool = False) -> None:
             if not (parameters.live or parameters.coming):
                 kept = parameters.secondary is not None and not (exact and parameters.rounds)
                 if exact and parameters.rounds:
@@ -102,23 +102,23 @@ class _Recorder:
                 self._note(Kind.PREFETCH if self._ahead else Kind.UNSHARD, bucket, collectives=_collectives(hops))
             method(exact=exact)
 
-        return gather
+        return unshard
 
-    def _finish_gather(self, bucket: Bucket, method: Callable[[], None]) -> Callable[[], None]:
-        def finish_gather() -> None:
+    def _finish_unshard(self, bucket: Bucket, method: Callable[[], None]) -> Callable[[], None]:
+        def finish_unshard() -> None:
             self._note(Kind.WAIT, bucket, of=Kind.UNSHARD)
             method()
 
-        return finish_gather
+        return finish_unshard
 
-    def _release(self, bucket: Bucket, method: Callable[..., None]) -> Callable[..., None]:
-        def release(*, again: bool = False) -> None:
+    def _reshard(self, bucket: Bucket, method: Callable[..., None]) -> Callable[..., None]:
+        def reshard(*, again: bool = False) -> None:
             there = bucket.parameters.live or bucket.parameters.coming
             method(again=again)
             if there:
                 self._note(Kind.RESHARD, bucket)
 
-        return release
+        return reshard
 
     def _publish(self, bucket: Bucket, method: Callable[..., Any]) -> Callable[..., Any]:
         sent = Collective(op="all_gather", size=bucket.shard_group.size, num_bytes=bucket.num_bytes)

@@ -48,7 +48,7 @@ class Residency:
         ahead, self._ahead = self._ahead, {}
         for bucket in ahead:
             if not bucket.active:
-                bucket.parameters.release()
+                bucket.parameters.reshard()
 
     def enter(self, buckets: Sequence[Bucket]) -> None:
         """A unit that uses these partitioned buckets is about to run."""
@@ -77,7 +77,7 @@ class Residency:
         else:
             if self.window_bytes is not None:
                 self._make_room(bucket)
-            parameters.gather()
+            parameters.unshard()
         self.orders.advance(bucket.index)
 
     def prefetch(self) -> None:
@@ -94,7 +94,7 @@ class Residency:
                 if not self.may_prefetch(bucket, soon):
                     break
                 self._ahead[bucket] = None
-                bucket.parameters.gather()
+                bucket.parameters.unshard()
             soon.append(bucket)
         for bucket in under_way:
             bucket.parameters.advance()
@@ -118,7 +118,7 @@ class Residency:
         if keep:
             self._keep(bucket, again=again)
         else:
-            bucket.parameters.release(again=again)
+            bucket.parameters.reshard(again=again)
 
     def put_back(self, bucket: Bucket) -> None:
         """Backward is past the first use of ``bucket`` in one forward; another forward waits for its own backward."""
@@ -133,10 +133,10 @@ class Residency:
     def _keep(self, bucket: Bucket, *, again: bool) -> None:
         """A backward will need ``bucket``: it stays gathered as far as the budget goes, and the latest the longest."""
         if bucket.num_bytes > self.keep_bytes:
-            bucket.parameters.release(again=again)
+            bucket.parameters.reshard(again=again)
             return
         if bucket.parameters.coming:
-            bucket.parameters.finish_gather()
+            bucket.parameters.finish_unshard()
         bucket.parameters.hide()
         if bucket not in self._kept:
             self._kept_bytes += bucket.num_bytes
@@ -144,7 +144,7 @@ class Residency:
         while self._kept_bytes > self.keep_bytes:
             oldest = next(iter(self._kept))
             self.unkeep(oldest)
-            oldest.parameters.release(again=True)
+            oldest.parameters.reshard(again=True)
 
     def unkeep(self, bucket: Bucket) -> None:
         """It no longer counts against the budget."""
@@ -157,7 +157,7 @@ class Residency:
         self.unkeep(bucket)
         self._ahead.pop(bucket, None)
         if not bucket.active:
-            bucket.parameters.release()
+            bucket.parameters.reshard()
 
     def clear(self) -> None:
         """Release everything that nobody uses."""
@@ -167,7 +167,7 @@ class Residency:
         for bucket in self._buckets:
             parameters = bucket.parameters
             if bucket.partitioned and not bucket.active and (parameters.live or parameters.coming):
-                parameters.release()
+                parameters.reshard()
             if parameters.secondary is not None:
                 parameters.drop_secondary()
 
@@ -190,7 +190,7 @@ class Residency:
             self._rest(bucket, again=again)
         else:
             self.unkeep(bucket)
-            bucket.parameters.release(again=again)
+            bucket.parameters.reshard(again=again)
 
     def settle(self) -> None:
         """A driven backward is over: what it gathered beside its walk (to recompute) is not used any more."""
@@ -230,14 +230,14 @@ class Residency:
         for victim in victims:
             self.unkeep(victim)
             self._ahead.pop(victim, None)
-            victim.parameters.release(again=victim.leases > 0)
+            victim.parameters.reshard(again=victim.leases > 0)
         return True
 
     def _rest(self, bucket: Bucket, *, again: bool) -> None:
         """Nobody needs ``bucket`` now: it stays if all that is whole is within the window's bytes."""
         self.unkeep(bucket)
         if self._whole_bytes() > (self.window_bytes or 0):
-            bucket.parameters.release(again=again)
+            bucket.parameters.reshard(again=again)
             return
         bucket.parameters.hide()
         self._kept[bucket] = None

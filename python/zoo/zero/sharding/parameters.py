@@ -77,7 +77,7 @@ class BucketParameters:
             self._drop_full()
         elif bucket.partitioned:
             self.shard.set(self.full[low:high])
-            self.release()
+            self.reshard()
 
     def _round(self, came: torch.Tensor) -> None:
         self.full.copy_(came)
@@ -88,14 +88,14 @@ class BucketParameters:
 
     # Whole -----------------------------------------------------------------------------------------------------------
 
-    def gather(self, *, exact: bool = False) -> None:
+    def unshard(self, *, exact: bool = False) -> None:
         """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
         if self.live or self.coming:
             return
         if self.bucket.meeting is not None and not exact:
-            self.bucket.meeting.gather(self.bucket)
+            self.bucket.meeting.unshard(self.bucket)
         else:
-            self.gather_now(exact=exact)
+            self.unshard_now(exact=exact)
 
     def give(self) -> None:
         """Take part in a gather of which this rank needs nothing: it has the parameters."""
@@ -103,7 +103,7 @@ class BucketParameters:
         spare = self.bucket.memory.empty(self.full.numel(), self.full.dtype, self.full.device)
         self._routes.gather.start(spare, shard, self._label).wait()
 
-    def gather_now(self, *, exact: bool = False) -> None:
+    def unshard_now(self, *, exact: bool = False) -> None:
         """Start gathering, on all ranks."""
         self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
@@ -146,11 +146,11 @@ class BucketParameters:
         ``exact``: as the ranks keep them, also where gathering rounds; but what a running forward uses stays.
         """
         if exact and self.rounds and not self.bucket.active and self._route is not self._routes.exact:
-            self.release()
+            self.reshard()
         if not self.live:
             if not self.coming:
-                self.gather(exact=exact)
-            self.finish_gather()
+                self.unshard(exact=exact)
+            self.finish_unshard()
         if self.hidden:
             self.hidden = False
             self._guard.show()
@@ -189,7 +189,7 @@ class BucketParameters:
             own.copy_(read)
         self._handle = self._route.start(self.full, own, self._label)
 
-    def finish_gather(self) -> None:
+    def finish_unshard(self) -> None:
         """Wait for a gather that is under way."""
         if self._reading is not None:
             self._exchange()
@@ -198,7 +198,7 @@ class BucketParameters:
             handle.wait()
         self.live = True
 
-    def release(self, *, again: bool = False) -> None:
+    def reshard(self, *, again: bool = False) -> None:
         """Free the gathered parameters; this rank keeps its shard.
 
         ``again``: a backward will gather them once more; with hpZ this rank keeps a part of them until then.
@@ -206,7 +206,7 @@ class BucketParameters:
         if not self.bucket.partitioned:
             return
         if self.coming:
-            self.finish_gather()
+            self.finish_unshard()
         if self.live:
             kept = self.bucket.placements.secondary
             group = kept.split if kept is not None else None
@@ -227,7 +227,7 @@ class BucketParameters:
 
     def drop(self) -> None:
         """Keep nothing: neither whole nor this rank's shard."""
-        self.release()
+        self.reshard()
         self.shard.drop()
         self.originals = None
 
@@ -238,7 +238,7 @@ class BucketParameters:
     def publish(self) -> Handle | None:
         """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
         if self.bucket.partitioned:
-            self.release()
+            self.reshard()
             return None
         if not self.bucket.placements.states.is_split:
             return None

@@ -30,7 +30,7 @@ def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[t
     for bucket in optimizer.buckets:
         parameters, gradients = bucket.parameters, bucket.gradients
         if "lp_params" in include and bucket.partitioned and parameters.shard.values is not None:
-            parameters.release()
+            parameters.reshard()
             yield parameters.shard.values
         if "hp_params" in include and parameters.originals is not None and parameters.originals.values is not None:
             yield parameters.originals.values

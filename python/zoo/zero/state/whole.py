@@ -30,7 +30,7 @@ def whole_parameters(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Ten
             yield from zip(bucket.spec.names, bucket.views(parameters.full), strict=True)
         finally:
             if not stays:
-                parameters.release()
+                parameters.reshard()
             elif hidden:
                 parameters.hide()
 
