@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -149,6 +149,68 @@ def test_collectives_of_the_user_come_after_settling() -> None:
         assert bool((safe_get_full_fp32_param(model.blocks[2].weight) == 2.0).all())
 
     sim.run(2, fn)
+
+
+def whole_sum(model: Model, optimizer: ZeroOptimizer) -> float:
+    with optimizer.sharded.gathered():
+        return float(sum(p.detach().sum() for p in model.parameters()))
+
+
+def closed_sum(model: Model, optimizer: ZeroOptimizer) -> float:
+    optimizer.close()
+    return float(sum(p.detach().sum() for p in model.parameters()))
+
+
+def one_by_one(model: Model, optimizer: ZeroOptimizer) -> float:
+    return float(sum(value.sum() for _, value in optimizer.whole_parameters()))
+
+
+def held_sum(model: Model, optimizer: ZeroOptimizer) -> float:
+    with GatheredParameters(list(model.parameters())):
+        return float(sum(p.detach().sum() for p in model.parameters()))
+
+
+def loaded_sum(model: Model, optimizer: ZeroOptimizer) -> float:
+    optimizer.load_state_dict(optimizer.state_dict())
+    return one_by_one(model, optimizer)
+
+
+@pytest.mark.parametrize("look", [whole_sum, closed_sum, one_by_one, held_sum, loaded_sum])
+def test_parameters_are_looked_at_while_only_some_ranks_have_some_whole(look: Any) -> None:
+    """A forward without its backward leaves some gathered, on the ranks that ran it."""
+
+    def fn(rank: int) -> float:
+        model, optimizer = build(replace(ALIKE, keep=None))
+        kept = model(data(0, 0, 0), (0, 1)).sum() if rank == 0 else None
+        found: float = look(model, optimizer)
+        del kept
+        return found
+
+    expected = float(sum(p.detach().sum() for p in Model().parameters()))
+    assert sim.run(2, fn) == pytest.approx([expected, expected])
+
+
+@pytest.mark.parametrize("by_window", [False, True])
+def test_gradients_that_only_some_ranks_have_are_reduced_before_the_step(by_window: bool) -> None:
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = build(ALIKE)
+        with optimizer.sharded.window() as window:
+            for key in range(1 + rank):
+                with window.forward(key):
+                    loss = losses(model, ALIKE, 0, rank)[0]
+                with window.backward(key, reduce=by_window and key == rank):
+                    (loss / (1 + rank)).backward()
+        if rank and not by_window:
+            with torch.no_grad():
+                model(data(rank, 0, 0), (2,))  # the others are in reduce() by now
+        optimizer.sharded.reduce()
+        optimizer.step()
+        return optimizer.consolidated_parameters()
+
+    expected = reference(ALIKE)
+    for got in sim.run(2, fn):
+        for name, value in got.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_without_it_ranks_that_part_are_told() -> None:

@@ -358,11 +358,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             self._settle()
 
     def _settle(self) -> None:
-        meeting = self.sharded.meeting
-        if meeting is not None:
-            meeting.settle()
-            self._runtime.unreduced = meeting.any(self._runtime.unreduced)
-        elif self._runtime.unreduced and not any(g.phase is Phase.ACCUMULATING for g in self._gradients):
+        if self._runtime.unreduced and not any(g.phase is Phase.ACCUMULATING for g in self._gradients):
             self._runtime.unreduced = False  # the model's zero_grad() dropped it all
         self.sharded.reduce()
 

@@ -350,6 +350,9 @@ class ShardedModel:
     def reduce(self) -> None:
         """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective."""
         self.runtime.check_between("reduce()")
+        if self.meeting is not None:  # only some ranks may have gradients
+            self.settle()
+            self.runtime.unreduced = self.meeting.any(self.runtime.unreduced)
         if self.runtime.unreduced:
             self.runtime.reduce_all()
 
@@ -395,6 +398,8 @@ class ShardedModel:
         self.runtime.settle_failure()
         if self.meeting is not None:
             self.meeting.settle()
+            # What is whole on some ranks only is released: all take part in the gathers that follow, or none does.
+            self.runtime.residency.clear()
 
     def record(self) -> contextlib.AbstractContextManager[Actions]:
         """``with sharded.record() as actions:`` lists what happens inside; ``print(actions)`` shows it.
@@ -473,7 +478,7 @@ class ShardedModel:
         if self.closed:
             return
         if self.meeting is not None:
-            self.meeting.settle()
+            self.settle()
         self.closed = True
         self.runtime.remove()
         self._give_back()

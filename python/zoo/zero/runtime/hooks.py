@@ -76,6 +76,7 @@ class Runtime:
     ) -> None:
         self.unreduced = self.reduced = False
         self.recovery: Recovery | None = None
+        self._meeting = meeting
         self._buckets = list(buckets)
         self._mine = frozenset(buckets)
         self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
@@ -377,6 +378,8 @@ class Runtime:
 
     def _after_backward(self, synced: bool) -> None:
         if synced:
+            if self._meeting is not None:
+                self._meeting.settle()  # others may still need shards for backwards of their own
             self.reduce_all()
         else:
             self.unreduced = True

@@ -46,6 +46,7 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = before(optimizer, state)
         state = state if changed is None else changed
+    optimizer.sharded.settle()
     together(
         optimizer.comm, "loading a state_dict", lambda: _check(optimizer, state),
         error=lambda text, ranks: ValueError(text), plain=ValueError,
