@@ -8,14 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zoo.comm.buffers import check_contiguous, check_pair, check_rows, flat_pair
 from zoo.comm.check import verify, verify_splits
 from zoo.comm.failures import explained, report
 from zoo.comm.groups import check_partition, make_groups, of_mesh
-from zoo.comm.handles import DONE, Handle, Pending
+from zoo.comm.handles import DONE, Handle, Pending, finish, left_of
 from zoo.comm.log import CommsLog, OpStats, wire_bytes
-from zoo.comm.messages import Message, Recv, Send, check_messages, post, post_checked
+from zoo.comm.messages import Message, Recv, Send, check_messages, post, post_checked, tags_of
 from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
-from zoo.comm.objects import pack, unpack
+from zoo.comm.objects import check_packed, pack, size_of, unpack
 from zoo.comm.shared import share, unshare
 from zoo.comm.transport import choose_transport
 
@@ -40,7 +41,7 @@ class Communicator:
         nodes: the node of each rank, None if unknown.
         num_local: how many ranks of the group are on this rank's node, itself among them; None if unknown.
 
-    All buffers are flat and contiguous. Chunk r of a full buffer (N*n,) belongs to group rank r.
+    All buffers are contiguous; what is not is refused. Chunk r of a full buffer (N*n,) belongs to group rank r.
     """
 
     nodes: tuple[int, ...] | None
@@ -132,7 +133,7 @@ class Communicator:
         self._transport = None if group is None else choose_transport(group, self.backend)
 
     def _begin(self, *, owns: bool) -> None:
-        self._sequence, self._owns, self._closed = 0, owns, False
+        self._sequence, self._owns, self._closed, self._left = 0, owns, False, left_of(self.group)
         self._parts: dict[Any, Communicator] = {}
         self.nodes, self.num_local = None, None
 
@@ -230,7 +231,11 @@ class Communicator:
             full: (N*n,) output.
             shard: (n,) input of the same dtype; must not change until the handle completes.
             label: what this is, for the check: ranks that gather different things of one size are told apart by it.
+
+        Raises:
+            ValueError: sizes, dtypes or devices that do not fit, or a tensor that is not contiguous.
         """
+        full, shard = flat_pair("all_gather", full, shard, self.size, "shard")
         if self._transport is None:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
@@ -246,8 +251,9 @@ class Communicator:
             full: (N*n,) input, which must not change until the handle completes.
             out: (n,) output; may be this rank's chunk of ``full``.
             scale: a factor applied after the sum (1/N makes it a mean).
-            label: see :meth:`all_gather`.
+            label: see :meth:`all_gather`; so are errors.
         """
+        full, out = flat_pair("reduce_scatter", full, out, self.size, "out")
         if self._transport is None:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
@@ -274,6 +280,7 @@ class Communicator:
                 f"all_to_all got {given.numel()} elements to send and room for {out.numel()} on {self.size} ranks; it "
                 f"takes two buffers of one size that {self.size} divides."
             )
+        check_pair("all_to_all", out, given, ("out", "given"))
         if self.size == 1:
             out.copy_(given)
             return DONE
@@ -311,6 +318,8 @@ class Communicator:
                     f"all_to_all_uneven got {side}_splits={list(splits)} for {len(tensor)} rows on {self.size} ranks; "
                     f"it takes {self.size} numbers of rows that sum to {len(tensor)}."
                 )
+        check_pair("all_to_all_uneven", out, given, ("out", "given"))
+        check_rows("all_to_all_uneven", out, given)
         if self.size == 1:
             out.copy_(given)
             return DONE
@@ -338,6 +347,7 @@ class Communicator:
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op)
         if reduce_op is None:
             raise ValueError(f"all_reduce got op={op!r}; allowed are 'sum', 'max' and 'min'.")
+        check_contiguous("all_reduce", tensor)
         if self.size == 1:
             return DONE
         self._agree(f"all_reduce[{op}]", tensor)
@@ -350,6 +360,7 @@ class Communicator:
         """Every rank's ``tensor`` becomes that of group rank ``src``, in place."""
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast got src={src}; the group has ranks 0 to {self.size - 1}.")
+        check_contiguous("broadcast", tensor)
         if self.size == 1:
             return DONE
         self._agree(f"broadcast[src={src}]", tensor)
@@ -396,17 +407,17 @@ class Communicator:
 
         def start() -> Pending:
             if self.check:
-                return Pending(post_checked(messages, group, self.rank))
+                return Pending(post_checked(messages, group, self.rank), left=self._left)
             # One message of a kind: a failure can be laid to its peer. In a batch nobody knows.
             peers = [self._ranks[messages[0].peer]] if len({m.peer for m in messages}) == 1 else None
-            return Pending(post(messages, group, [0] * len(messages)), None, peers)
+            return Pending(post(messages, group, tags_of(messages)), None, peers, left=self._left)
 
         return self._issue("batch", messages[0].tensor, start, rows[0])
 
     def barrier(self) -> None:
         """Return when all ranks of the group have come here."""
         if self.size > 1:
-            self._agree("barrier", torch.empty(0))
+            self._agree("barrier", torch.empty(0, device=self._device))
             group = self.group
             row = self.log.sent("barrier", 0, 0, 0, 0)
             self._issue(
@@ -414,16 +425,21 @@ class Communicator:
             ).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The ``value`` of every rank, in rank order. It is pickled: never a thing whose content comes from a file."""
+        """The ``value`` of every rank, in rank order. It is pickled: never a thing whose content comes from a file.
+
+        Raises:
+            RankFailedError: some other rank's cannot be pickled; that rank raises what pickle says.
+        """
         if self._transport is None:
             return [value]
-        mine = pack(value, self._device)
+        mine, error = pack(value, self._device)
         self._agree("all_gather_object", mine[:0])
         sizes = torch.empty(self.size, dtype=torch.int64, device=self._device)
-        size, transport, label = torch.tensor([mine.numel()], device=self._device), self._transport, "all_gather_object"
+        size, transport, label = size_of(mine, error), self._transport, "all_gather_object"
         row = self.log.sent("all_gather_object", 0, 0, 0, 0)
         self._issue(label, sizes, lambda: transport.all_gather(sizes, size, label), row).wait()
         each: list[int] = sizes.tolist()
+        check_packed(each, self._ranks, error)
         full = torch.zeros(self.size * max(each), dtype=torch.uint8, device=self._device)
         shard = full.chunk(self.size)[self.rank]
         shard[: mine.numel()] = mine
@@ -437,10 +453,10 @@ class Communicator:
             raise ValueError(f"broadcast_object got src={src}; the group has ranks 0 to {self.size - 1}.")
         if self.size == 1:
             return value
-        mine = pack(value if self.rank == src else None, self._device)
+        mine, error = pack(value if self.rank == src else None, self._device)
         self._agree(f"broadcast_object[src={src}]", mine[:0])
         root = src if self.group is None else dist.get_global_rank(self.group, src)
-        group, size = self.group, torch.tensor([mine.numel()], device=self._device)
+        group, size = self.group, size_of(mine, error)
         row = self.log.sent("broadcast_object", 0, 0, 0, 0)
 
         def give(tensor: torch.Tensor) -> None:
@@ -449,6 +465,7 @@ class Communicator:
             ).wait()
 
         give(size)
+        check_packed(size.tolist(), [self._ranks[src]], error)
         data = mine if self.rank == src else torch.empty(int(size), dtype=torch.uint8, device=self._device)
         row.add(data.numel(), *wire_bytes("broadcast_object", data.numel(), self.size, self.num_local))
         give(data)
@@ -472,7 +489,7 @@ class Communicator:
     def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
         """Raise :class:`~zoo.comm.CollectiveMismatchError` on all ranks unless all pass the same ``value``."""
         if self.size > 1:
-            verify(self.group, f"{what} {value}", device or torch.device("cpu"))
+            verify(self.group, f"{what} {value}", device or self._device)
 
     def _agree(self, op: str, tensor: torch.Tensor, label: str = "") -> None:
         self._check_open()
@@ -489,6 +506,8 @@ class Communicator:
         """Start an operation, count it (where it has no row yet) and time it."""
         if row is None:
             row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size, self.num_local)
+        if self._left:
+            finish(self._left)
         try:
             return start().timed(row, tensor.is_cuda)
         except Exception as error:  # a backend may know already that a peer is gone

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from zoo.comm.failures import explained
 from zoo.comm.log import OpStats
@@ -30,6 +34,30 @@ class _Done:
 DONE: Handle = _Done()
 
 
+Left = deque[list[Any]]
+"""Works of messages whose handles were dropped; each list is waited for from its end."""
+
+_MOST_LEFT = 16
+_left: WeakKeyDictionary[Any, Left] = WeakKeyDictionary()
+
+
+def left_of(group: Any) -> Left:
+    """What was dropped of the messages of a process group (None: the default one)."""
+    if group is None:
+        if not dist.is_initialized():
+            return deque()
+        group = dist.group.WORLD
+    return _left.setdefault(group, deque())
+
+
+def finish(left: Left) -> None:
+    """Wait for the oldest of what was dropped, where there is much of it. Its outcome is nobody's affair."""
+    while len(left) > _MOST_LEFT:
+        with contextlib.suppress(Exception):
+            for work in reversed(left.popleft()):
+                work.wait()
+
+
 class Pending:
     """Works to wait for, then a function to run once (the additions and scaling after the last message).
 
@@ -37,15 +65,18 @@ class Pending:
         works: of the operation, in the order of their waits.
         after: runs when all of them are complete.
         peers: the global ranks whose messages they are, again and again, where each is a message.
+        left: takes the works when nobody waits for them (:func:`left_of`). gloo cancels a message whose work goes away,
+            and what its peer has sent then upsets all that comes after it. None: the backend sees to it.
     """
 
-    __slots__ = ("_after", "_error", "_num", "_peers", "_row", "_start", "_works")
+    __slots__ = ("_after", "_error", "_left", "_num", "_peers", "_row", "_start", "_works")
 
     def __init__(
-        self, works: list[Any], after: Callable[[], None] | None = None, peers: Sequence[int] | None = None
-    ) -> None:
+        self, works: list[Any], after: Callable[[], None] | None = None, peers: Sequence[int] | None = None, *,
+        left: Left | None = None,
+    ) -> None:  # fmt: skip
         works.reverse()  # waited for from the end, so that the list holds what is still to come
-        self._works = works
+        self._works, self._left = works, left
         self._num = len(works)
         self._after = after
         self._peers = peers
@@ -58,6 +89,10 @@ class Pending:
         self._row = row
         self._start = _mark() if cuda else time.perf_counter()
         return self
+
+    def __del__(self) -> None:
+        if self._left is not None and self._works and self._error is None:
+            self._left.append(self._works)
 
     def wait(self) -> None:
         """Wait for every work, then run the final function."""

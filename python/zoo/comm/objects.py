@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from zoo.comm.failures import RankFailedError
 
-def pack(value: Any, device: torch.device) -> torch.Tensor:
-    """(n,) bytes."""
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+_FAILED = -1  # the size that stands for an object that cannot be pickled
+
+
+def pack(value: Any, device: torch.device) -> tuple[torch.Tensor, Exception | None]:
+    """(n,) bytes, or none and why: other ranks wait for this one, and are told before it raises."""
+    try:
+        data, error = bytearray(pickle.dumps(value)), None
+    except Exception as raised:
+        return torch.empty(0, dtype=torch.uint8, device=device), raised
+    return torch.frombuffer(data, dtype=torch.uint8).to(device), error
+
+
+def size_of(packed: torch.Tensor, error: Exception | None) -> torch.Tensor:
+    """(1,) what is sent ahead of the bytes."""
+    return torch.tensor([packed.numel() if error is None else _FAILED], device=packed.device)
+
+
+def check_packed(sizes: Sequence[int], ranks: Sequence[int], error: Exception | None) -> None:
+    """Raise on all ranks if what one of ``ranks``, with these ``sizes``, gave could not be pickled."""
+    if error is not None:
+        raise error
+    failed = tuple(rank for rank, size in zip(ranks, sizes, strict=True) if size == _FAILED)
+    if failed:
+        raise RankFailedError(
+            f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))} gave an object that cannot be "
+            "pickled, which nobody receives: give plain data.", failed,
+        )  # fmt: skip
 
 
 def unpack(data: torch.Tensor) -> Any:

@@ -18,6 +18,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -158,17 +159,28 @@ class OwnSegment(_Mapped):
         self._lent: dict[int, tuple[int, int]] = {}  # by number: begin and end of the block
         self._unread: dict[int, None] = {}  # numbers of collectives that this rank has not read, in their order
 
-    def lend(self, number: int, num_bytes: int, peers: Sequence[_Mapped]) -> int:
+    def lend(self, number: int, num_bytes: int, peers: Sequence[_Mapped], *, wait_s: float = 0.0) -> int:
         """Room for block ``number``: its offset. Blocks that all ``peers`` have read are free again.
+
+        A peer that has not read what this rank sent so long ago is waited for: it may have issued that much itself, and
+        need nothing more from here to read it.
 
         Raises:
             OSError: there is no memory.
             RuntimeError: more collectives are in flight than can be told apart.
         """
         lent = self._lent
-        for other in [n for n in lent if all(peer.has_read(self._rank, n) for peer in peers)]:
-            del lent[other]
-        oldest = min(next(iter(lent), number), next(iter(self._unread), number))
+        deadline = 0.0
+        while True:
+            for other in [n for n in lent if all(peer.has_read(self._rank, n) for peer in peers)]:
+                del lent[other]
+            oldest = min(next(iter(lent), number), next(iter(self._unread), number))
+            if number - oldest < _NUM_WORDS or oldest in self._unread:
+                break
+            deadline = deadline or time.monotonic() + wait_s
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(1e-3)
         if number - oldest >= _NUM_WORDS:
             raise RuntimeError(
                 f"{number - oldest} collectives were issued since one that some rank has not waited for; at most "

@@ -68,11 +68,15 @@ class _Arrival:
 class SharedTransport(PairwiseTransport):
     """Collectives of the ranks of one host through shared memory. Made by :func:`share`.
 
-    The sums are bitwise those of the pairwise transport.
+    The sums are bitwise those of the pairwise transport. ``wait_s``: so long a rank waits for one that has not read
+    what was sent too many collectives ago.
     """
 
-    def __init__(self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], post: Post) -> None:
+    def __init__(
+        self, group: Any, segment: OwnSegment, others: dict[int, PeerSegment], post: Post, *, wait_s: float
+    ) -> None:
         super().__init__(group)
+        self._wait_s = wait_s
         self._segment, self._others, self._post = segment, others, post
         self._next = 0  # number of the next block, the same on all ranks
         self._readers = [others[peer] for peer in self._peers]
@@ -124,7 +128,7 @@ class SharedTransport(PairwiseTransport):
     def _lend(self, op: str, full: torch.Tensor, label: str, num_bytes: int) -> tuple[torch.Tensor, int, _Reading]:
         """A block to write, its offset, and what this rank will read of the others' blocks of the same number."""
         number = self._next
-        low = self._segment.lend(number, num_bytes, self._readers)
+        low = self._segment.lend(number, num_bytes, self._readers, wait_s=self._wait_s)
         self._next += 1
         key = self._tag(f"shared {op}", full, label), number
         reading = _Reading(self._segment, self._post, key, self._peers)
@@ -197,7 +201,8 @@ def make_shared(transport: PairwiseTransport) -> PairwiseTransport:
         except OSError as error:
             why = str(error)
     timeout = timeout_of(transport._group)
-    pipes = PipePost(inboxes, fds, _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds())
+    wait_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+    pipes = PipePost(inboxes, fds, wait_s)
     fails = torch.tensor([int(bool(why))])
     failed = [peer for peer, (found,) in enumerate(_gather(transport, fails, "shared memory opened")) if found]
     if failed or segment is None:
@@ -210,7 +215,8 @@ def make_shared(transport: PairwiseTransport) -> PairwiseTransport:
         inbox.opened()
     simulated = hasattr(transport._group, "zoo_transport")
     post = GroupPost(transport._group, transport._peers) if simulated else pipes
-    return SharedTransport(transport._group, segment, others, post)
+    # Where simulated ranks take turns, one that waits here would wait for ever.
+    return SharedTransport(transport._group, segment, others, post, wait_s=0.0 if simulated else wait_s)
 
 
 def _address(segment: OwnSegment) -> tuple[int, int, int, int]:
