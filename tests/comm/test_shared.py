@@ -270,6 +270,25 @@ def test_where_one_rank_cannot_open_it_all_send_messages() -> None:
     assert run_ranks(3, one_cannot, 3) == dict.fromkeys(range(3), True)
 
 
+def no_address_space(rank: int, world: int) -> bool:
+    import resource
+
+    if rank == 1:
+        status = Path("/proc/self/status").read_text().split()
+        used = int(status[status.index("VmSize:") + 1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (used + segments._FIRST_BYTES // 2, resource.RLIM_INFINITY))
+    comm = Communicator()
+    assert not comm.share_memory()
+    full = torch.empty(world)
+    comm.all_gather(full, torch.tensor([float(rank)])).wait()
+    assert full.tolist() == [float(r) for r in range(world)]
+    return True
+
+
+def test_where_address_space_is_limited_all_send_messages() -> None:
+    assert run_ranks(2, no_address_space, 2) == {0: True, 1: True}
+
+
 WORKER = """
 import os, signal, sys, time, torch, torch.distributed as dist
 from datetime import timedelta

@@ -67,6 +67,9 @@ class _Mapped:
     Args:
         fd: of the file; it is closed together with this object.
         size: ranks of the group.
+
+    Raises:
+        OSError: it cannot be mapped.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -78,8 +81,11 @@ class _Mapped:
         self._words = memoryview(numbers).cast("Q")
 
     def _map(self) -> None:
-        num_bytes = os.fstat(self.fd).st_size
-        self._bytes = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=num_bytes, dtype=torch.uint8)
+        num_bytes, path = os.fstat(self.fd).st_size, f"/proc/self/fd/{self.fd}"
+        try:
+            self._bytes = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # torch's word for it, where address space is limited
+            raise OSError(f"{num_bytes} bytes of shared memory cannot be mapped: {error}") from error
 
     def view(self, low: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """The block at ``low`` as (n,) elements.
