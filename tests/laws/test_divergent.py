@@ -190,6 +190,26 @@ def test_parameters_are_looked_at_while_only_some_ranks_have_some_whole(look: An
     assert sim.run(2, fn) == pytest.approx([expected, expected])
 
 
+@pytest.mark.parametrize("quantised", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_a_rank_gives_what_it_has_whole_in_the_form_in_which_others_gather_it(quantised: str) -> None:
+    def fn(rank: int) -> float:
+        model = Model().float()
+        model.blocks.requires_grad_(False)
+        optimizer = ZeroOptimizer(
+            model, stage=3, optimizer=torch.optim.SGD, lr=RATE, divergent=True, param_persistence_threshold=0,
+            **{quantised: True},
+        )  # fmt: skip
+        kept = model(data(rank, 0, 0).float(), (0, 1)).sum()  # whole on both until a backward
+        if rank == 1:
+            optimizer.empty_partition_cache()
+            kept = model(data(rank, 0, 0).float(), (0, 1)).sum()
+        optimizer.step()
+        return float(kept.detach())
+
+    expected = [float(Model().float()(data(rank, 0, 0).float(), (0, 1)).sum().detach()) for rank in range(2)]
+    assert sim.run(2, fn) == pytest.approx(expected, abs=0.1)
+
+
 @pytest.mark.parametrize("by_window", [False, True])
 def test_gradients_that_only_some_ranks_have_are_reduced_before_the_step(by_window: bool) -> None:
     def fn(rank: int) -> dict[str, torch.Tensor]:

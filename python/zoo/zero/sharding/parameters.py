@@ -99,9 +99,12 @@ class BucketParameters:
 
     def give(self) -> None:
         """Take part in a gather of which this rank needs nothing: it has the parameters."""
-        shard = self.shard.whole()
-        spare = self.bucket.memory.empty(self.full.numel(), self.full.dtype, self.full.device)
-        self._routes.gather.start(spare, shard, self._label).wait()
+        shard, device = self.shard, self.full.device
+        spare = self.bucket.memory.empty(self.full.numel(), self.full.dtype, device)
+        if shard.pack is not None:
+            shard.pack.over(shard.stored()).to(device).start(spare, self._label).wait()
+        else:
+            self._routes.gather.start(spare, shard.whole().to(device), self._label).wait()
 
     def unshard_now(self, *, exact: bool = False) -> None:
         """Start gathering, on all ranks."""
