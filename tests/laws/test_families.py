@@ -278,6 +278,10 @@ def test_what_cannot_be_is_said() -> None:
         model.pair = nn.Linear(WIDTH, WIDTH).double()  # type: ignore[assignment]
         with pytest.raises(ValueError, match="data_axes=None with a mesh of the axes"):
             ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh)
+        with pytest.raises(ValueError, match=r"data_axes='data' is one string; .*: data_axes=\('data',\)"):
+            ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes="data")
+        with pytest.raises(ValueError, match=r"layer_axes='expert' is one string"):
+            ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("data",), layer_axes="expert")
         with pytest.raises(NotImplementedError, match=r"mics_shard_size with 'moe\.experts"):
             ZeroOptimizer(model, stage=3, lr=0.1, mics_shard_size=2, **axes)
         with pytest.raises(NotImplementedError, match=r"Lamb needs whole tensors, and 'moe\.experts"):

@@ -40,6 +40,9 @@ def data_communicator(
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     if not names:
         raise ValueError("mesh= takes a DeviceMesh with names: init_device_mesh(..., mesh_dim_names=(...)).")
+    for what, axes in (("data_axes", data_axes), ("layer_axes", layer_axes)):
+        if isinstance(axes, str):
+            raise ValueError(f"{what}={axes!r} is one string; give a tuple of names of axes: {what}=({axes!r},).")
     if not data_axes or any(axis not in names for axis in data_axes):
         raise ValueError(
             f"data_axes={data_axes!r} with a mesh of the axes {names}; name the axes over which losses are averaged."
