@@ -12,7 +12,7 @@ from tests.profiles import examples
 from tests.versions import needs_groups_of_any_backend
 
 from zoo import sim
-from zoo.comm import CollectiveMismatchError, Communicator, Recv, Send
+from zoo.comm import CollectiveMismatchError, Communicator, RankFailedError, Recv, Send
 
 
 @needs_groups_of_any_backend
@@ -99,6 +99,28 @@ def test_the_check_names_both_ends_of_a_message(size: int, dtype: torch.dtype, l
         sim.run(3, lambda rank: seen.append(fn(rank)))
     assert f"rank 1 has {size} {kind} from rank 0 to rank 1 ({label})" in "".join(seen)
     assert "rank 0 has 2 float32 from rank 0 to rank 1 (x)" in "".join(seen)
+
+
+def test_the_check_tells_long_labels_apart_by_their_ends() -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator(check=True)
+        label = 300 * "x" + str(rank)
+        message = torch.ones(2)
+        with pytest.raises(CollectiveMismatchError, match=r"Ranks .* disagree about a message: .*xx\.\.\. "):
+            (comm.send(message, 1, label=label) if rank == 0 else comm.recv(message, 0, label=label)).wait()
+
+    with pytest.raises(sim.DivergenceError):  # the message itself was never taken
+        sim.run(2, fn)
+
+
+def test_a_checked_message_that_does_not_come_tells_from_whom() -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator(check=True)
+        if rank == 0:
+            with pytest.raises(RankFailedError, match="rank 1 does not answer"):
+                comm.recv(torch.ones(2), 1).wait()
+
+    sim.run(2, fn, group_timeout_s=5.0)
 
 
 def test_mistakes_of_a_message_are_named() -> None:

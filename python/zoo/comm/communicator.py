@@ -406,10 +406,10 @@ class Communicator:
         group = self.group if self.group is not None else dist.group.WORLD
 
         def start() -> Pending:
-            if self.check:
-                return Pending(post_checked(messages, group, self.rank), left=self._left)
             # One message of a kind: a failure can be laid to its peer. In a batch nobody knows.
             peers = [self._ranks[messages[0].peer]] if len({m.peer for m in messages}) == 1 else None
+            if self.check:
+                return Pending(post_checked(messages, group, self.rank), None, peers, left=self._left)
             return Pending(post(messages, group, tags_of(messages)), None, peers, left=self._left)
 
         return self._issue("batch", messages[0].tensor, start, rows[0])

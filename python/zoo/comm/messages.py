@@ -138,5 +138,7 @@ def _text(message: Message, rank: int) -> str:
 
 
 def _header(message: Message, rank: int) -> torch.Tensor:
-    text = _text(message, rank).encode()[:_HEADER_BYTES]
+    text = _text(message, rank).encode()
+    if len(text) > _HEADER_BYTES:  # what is cut off differs too
+        text = text[: _HEADER_BYTES - 12] + f"... {zlib.crc32(text):08x}".encode()
     return torch.tensor(list(text.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8, device=message.tensor.device)
