@@ -55,6 +55,9 @@ class InitParameter(ShardedParameter):
             if session is not None:
                 return session.run(func, args, kwargs, parts)
             refuse_closed(func, parts)
+            if func == _DATA.__get__:  # what is written through it must show
+                with torch._C.DisableTorchFunctionSubclass():
+                    return parts[0].parameters.alias(0, func(*args))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -202,7 +205,10 @@ class Part(Bucket):
         self.parameters.reshard()
         self.parameters.wait(exact=exact)
         self._exact = exact or not self.parameters.rounds
-        self.version, self.aliased = self.parameter._version, False
+        self.version, self.aliased = self._writes(), False
+
+    def _writes(self) -> int:
+        return self.parameters.versions()[0]
 
     @property
     def changed(self) -> bool:
@@ -211,8 +217,8 @@ class Part(Bucket):
 
     @property
     def written(self) -> bool:
-        """The parameter itself was written to since it is whole; writes through ``.data`` do not show."""
-        return self.whole and self.parameter._version != self.version
+        """It was written to since it is whole; writes through a ``.data`` that an initialiser took do not show."""
+        return self.whole and self._writes() != self.version
 
     def replace(self, value: torch.Tensor) -> None:
         """What ``parameter.data = value`` does: the value of rank 0, maybe of another dtype or device. Collective."""
@@ -257,7 +263,7 @@ class Part(Bucket):
         low, high = self.own_range()
         self.parameters.shard.pack = self._sharing.packer_of(self.spec, frozen=not self.parameter.requires_grad)
         self.parameters.shard.set(full[low:high])
-        self.version = self.parameter._version
+        self.version = self._writes()
 
     def pack(self) -> None:
         """Keep as int8 what was frozen after it was stored."""
@@ -272,6 +278,7 @@ class Part(Bucket):
         if self.whole and not self.parameters.full.untyped_storage().resizable():  # NumPy has had it
             self._rebuild(_hollow(self.shape, self.dtype, self.device), self)
         self.parameters.reshard()
+        self.parameters.forget_aliases()
         self.aliased = False
 
     # Copies ----------------------------------------------------------------------------------------------------------

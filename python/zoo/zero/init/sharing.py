@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, Recovery
 from zoo.zero.collectives.routes import Packer, Routes, plain_routes
 from zoo.zero.init.keeping import Files, Swapped
 from zoo.zero.offload.scratch import Scratch
@@ -63,12 +63,19 @@ class Sharing:
 
     # To ``GatheredParameters`` it is what its parts belong to.
 
+    @cached_property
+    def _recovery(self) -> Recovery | None:
+        return Recovery(self.comm) if self.comm.size > 1 else None
+
     def settle(self) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
+        if self._recovery is not None:
+            self._recovery.settle()
 
     def failed_anywhere(self, error: BaseException | None) -> str:
-        """See :class:`~zoo.zero.state.gathered.Owner`; what ends a construction is told as it always is."""
-        return ""
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        device = torch.device("cuda" if "nccl" in self.comm.backend else "cpu")
+        return self._recovery.agree_on(error, device) if self._recovery is not None else ""
 
     def hold(self, part: Part, *, writes: bool) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""

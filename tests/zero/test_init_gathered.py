@@ -1,0 +1,53 @@
+"""``GatheredParameters`` of what ``Init`` has partitioned, while no optimizer has it yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zoo import sim
+from zoo.comm import RankFailedError
+from zoo.zero import GatheredParameters, Init
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.fill_(9.0), lambda p: torch.no_grad()(p.fill_)(9.0)])
+def test_a_write_that_would_be_lost_is_refused_before_an_optimizer_too(write: Callable[[Any], Any]) -> None:
+    def fn(rank: int) -> None:
+        with Init():
+            layer = nn.Linear(4, 4)
+        with GatheredParameters(layer.weight, modifier_rank=1):
+            layer.weight.data.fill_(float(rank))
+        with pytest.raises(RuntimeError, match="would be lost"):
+            with GatheredParameters(layer.weight):
+                write(layer.weight)
+        for _ in range(2):
+            with GatheredParameters(layer.weight):
+                assert bool((layer.weight == 1).all())
+                layer.weight.data.sum()
+        with GatheredParameters(layer.weight), GatheredParameters(layer.weight, modifier_rank=0):
+            layer.weight.data.add_(1.0)
+        with GatheredParameters(layer.weight):
+            assert bool((layer.weight == 2).all())
+
+    sim.run(2, fn)
+
+
+def test_an_exception_on_one_rank_before_an_optimizer_is_told_to_all() -> None:
+    def fn(rank: int) -> None:
+        with Init():
+            layer = nn.Linear(4, 4)
+        with GatheredParameters(layer.weight, modifier_rank=1):
+            layer.weight.data.fill_(1.0)
+        with pytest.raises((KeyError, RankFailedError), match="rank 1 failed with KeyError|one"):
+            with GatheredParameters(layer.weight, modifier_rank=0):
+                layer.weight.data.fill_(5.0)
+                if rank == 1:
+                    raise KeyError("one")
+        with GatheredParameters(layer.weight):
+            assert bool((layer.weight == 1).all())
+
+    sim.run(2, fn)
