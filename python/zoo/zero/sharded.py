@@ -257,9 +257,29 @@ class ShardedModel:
         Raises:
             ValueError: there is none.
         """
-        found = self._user() if self._user is not None else None
+        found = self.user
         if found is None:
-            raise ValueError("this model is split over ranks without an optimizer, or its optimizer is gone.")
+            raise ValueError(
+                "this model is split over ranks without an optimizer, so that there are no optimizer states and no "
+                "fp32 values beside the parameters. Read those by whole_parameters() or inside of `with "
+                "GatheredParameters(...)`, write them inside of that (modifier_rank=) or by parameter.data = value; to "
+                "train it close() it and construct a ZeRO optimizer."
+            )
+        return found
+
+    @property
+    def user(self) -> ZeroOptimizer | None:
+        """The optimizer that trains it, None if there has never been one.
+
+        Raises:
+            ValueError: it is gone.
+        """
+        found = self._user() if self._user is not None else None
+        if found is None and self._user is not None:
+            raise ValueError(
+                "the optimizer of this model does not exist any more: the model runs, and keeps the values that it "
+                "has. Keep the optimizer as long as its model, or close() it before it goes."
+            )
         return found
 
     def used_by(self, optimizer: ZeroOptimizer) -> None:
@@ -282,7 +302,7 @@ class ShardedModel:
         """Give one parameter a whole new value of its own shape; every rank gives the same."""
         from zoo.zero.state.editing import write_values
 
-        user = self._user() if self._user is not None else None
+        user = self.user
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
         write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=False)
 
