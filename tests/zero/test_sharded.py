@@ -197,9 +197,9 @@ def test_a_write_that_is_refused_holds_nothing_and_changes_nothing(stage: int) -
         sharded = optimizer.sharded
         del optimizer
         gc.collect()
-        with pytest.raises(ValueError, match="does not exist any more"):
-            with GatheredParameters(model[4].weight, modifier_rank=1), torch.no_grad():
-                model[4].weight.fill_(float(rank))
+        inside = GatheredParameters(model[4].weight, modifier_rank=1)
+        with pytest.raises(ValueError, match="does not exist any more"), inside, torch.no_grad():
+            model[4].weight.fill_(float(rank))
         assert not any(bucket.active for bucket in sharded.buckets)
         found = {name: value.clone() for name, value in sharded.whole_parameters()}
         assert torch.equal(found["4.weight"], before)

@@ -145,6 +145,7 @@ class ShardedModel:
         self.closed = False
         self._user: weakref.ref[ZeroOptimizer] | None = None
         self.buckets: list[Bucket] = []
+        self._to_give: list[Bucket] | None = None  # while it is being closed
         self.scratch: Scratch | None = None
         self.dtensors = DTensors(module, mesh)
         self._trains = trains
@@ -156,7 +157,7 @@ class ShardedModel:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
         except BaseException:
-            self._give_back()
+            self._give_back(list(self.buckets))
             raise
 
     def _build(
@@ -457,13 +458,15 @@ class ShardedModel:
         """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
         self._check_open()
         self.settle()
-        for bucket in self.buckets:
-            bucket.parameters.wait(exact=True)
-            bucket.active += 1
+        held: list[Bucket] = []
         try:
+            for bucket in self.buckets:
+                bucket.parameters.wait(exact=True)
+                bucket.active += 1
+                held.append(bucket)
             yield
         finally:
-            for bucket in self.buckets:
+            for bucket in held:
                 bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
             self.runtime.residency.clear()
 
@@ -489,27 +492,34 @@ class ShardedModel:
 
         With ``param_dtype`` it is collective at every stage, and parameters have the dtype again in which they came:
         trained ones the values of their masters, frozen ones what they were.
+
+        Raises:
+            OffloadError: values cannot be read. What is given back already stays so; another call goes on from there.
         """
-        if self.closed:
-            return
-        if self.meeting is not None:
-            self.meeting.settle()
-        self.closed = True
-        self.runtime.remove()
-        self._give_back()
+        if not self.closed:
+            if self.meeting is not None:
+                self.meeting.settle()
+            self.closed = True
+            self.runtime.remove()
+            self._to_give = list(self.buckets)
+        if self._to_give is not None:
+            self._give_back(self._to_give)
+            self._to_give = None
 
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("this model was closed: its parameters are ordinary ones again.")
         self.runtime.settle_failure()
 
-    def _give_back(self) -> None:
-        for bucket in self.buckets:
+    def _give_back(self, buckets: list[Bucket]) -> None:
+        while buckets:
+            bucket = buckets[0]
             bucket.parameters.wait(exact=True)
             whole = whole_values(bucket, self._user() if self._user is not None else None, trains=self._trains)
             for parameter, value in zip(bucket.spec.parameters, bucket.views(whole), strict=True):
                 release_parameter(parameter)
                 parameter.data = value.clone()
+            del buckets[0]
         for parameter in self._frozen_here:
             parameter.requires_grad_(True)
         self.dtensors.give_back()
