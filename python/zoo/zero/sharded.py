@@ -132,8 +132,9 @@ class ShardedModel:
             raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
         if mesh is not None:
             self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
-        elif layer_axes:
-            raise ValueError(f"layer_axes={tuple(layer_axes)!r} without a mesh: give mesh=DeviceMesh and data_axes=.")
+        elif layer_axes or data_axes:
+            given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
+            raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
         else:
             self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
         self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
@@ -355,11 +356,13 @@ class ShardedModel:
 
     def unshard(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Begin to gather these buckets (default: all); :meth:`wait` makes them usable. Collective."""
+        self.refuse_closed()
         for bucket in self.buckets if buckets is None else buckets:
             bucket.parameters.unshard()
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until these buckets are whole, gathering what nobody has begun to gather. Collective."""
+        self.refuse_closed()
         for bucket in self.buckets if buckets is None else buckets:
             bucket.parameters.wait()
 
@@ -370,12 +373,14 @@ class ShardedModel:
 
     def reduce(self) -> None:
         """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective."""
+        self.refuse_closed()
         self.runtime.check_between("reduce()")
         if self.runtime.unreduced:
             self.runtime.reduce_all()
 
     def sync_buffers(self) -> None:
         """Bring the model's buffers to what ``buffers=`` says, as ``step()`` does. Collective."""
+        self.refuse_closed()
         if self.module_buffers is not None:
             self.module_buffers.sync()
 
@@ -406,6 +411,7 @@ class ShardedModel:
             max_bytes: parameters that are gathered stay so until the window ends, as long as all that is whole has at
                 most this many bytes; None: what the model does otherwise (``max_live_parameters``, prefetching).
         """
+        self.refuse_closed()
         return Window(self.runtime, max_bytes=max_bytes, updates_in_backward=self.config.update_in_backward)
 
     def settle(self) -> None:
@@ -422,6 +428,7 @@ class ShardedModel:
 
         It costs nothing but while it is on. The list is the same on every rank; see :mod:`zoo.plan`.
         """
+        self.refuse_closed()
         return recording(self.runtime, self.buckets)
 
     def table(self) -> str:
@@ -446,6 +453,7 @@ class ShardedModel:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """See :meth:`zoo.zero.ZeroOptimizer.no_sync`."""
+        self.refuse_closed()
         backward = self.runtime.backward
         before, backward.sync = backward.sync, False
         try:
@@ -506,9 +514,13 @@ class ShardedModel:
             self._give_back(self._to_give)
             self._to_give = None
 
-    def _check_open(self) -> None:
+    def refuse_closed(self) -> None:
+        """Raise ValueError after :meth:`close`."""
         if self.closed:
-            raise ValueError("this model was closed: its parameters are ordinary ones again.")
+            raise ValueError("this model was closed: its parameters are ordinary ones again. Construct a new one.")
+
+    def _check_open(self) -> None:
+        self.refuse_closed()
         self.runtime.settle_failure()
 
     def _give_back(self, buckets: list[Bucket]) -> None:
