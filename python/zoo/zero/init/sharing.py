@@ -77,18 +77,30 @@ class Sharing:
         device = torch.device("cuda" if "nccl" in self.comm.backend else "cpu")
         return self._recovery.agree_on(error, device) if self._recovery is not None else ""
 
-    def hold(self, part: Part, *, writes: bool) -> None:
+    def hold(self, part: Part, *, writes: bool) -> bool:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
+        from zoo.zero.init.session import current
+
+        session = current()
+        if writes and session is not None and session.uses(part):
+            session.settle()  # what initialisers wrote is kept, whatever becomes of what is written now
         part.active += 1
         part.make_whole(exact=writes)
+        part.writers += writes
+        return writes
 
-    def let_go(self, part: Part, held: None, *, forget: bool) -> None:
+    def let_go(self, part: Part, held: bool, *, forget: bool) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
         from zoo.zero.init.session import current
 
         session = current()
         part.active -= 1
-        if part.active == 0 and not (session is not None and session.uses(part)):
+        part.writers -= held
+        if part.active:
+            return
+        if forget and session is not None:
+            session.forget(part)
+        if session is None or not session.uses(part):
             part.drop_whole()
 
     def noted(self, part: Part) -> list[int]:
