@@ -289,3 +289,38 @@ def test_backward_holds_one_unit_after_the_other() -> None:
 def test_what_cannot_be_is_said(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ZeroOptimizer(Model(), **{"stage": 3, "lr": 0.1, "divergent": True, **options})
+
+
+@pytest.mark.parametrize("keep", [0, None])
+def test_a_parameter_of_the_model_itself_that_two_of_its_layers_share(keep: int | None) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.again, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+            self.again.weight = self.first.weight
+            self.double()
+
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+            x = torch.tanh(self.first(x))
+            for _ in range(times):
+                x = torch.tanh(self.again(x))
+            out: torch.Tensor = self.last(x)  # the very tensor that the model returns
+            return out
+
+    def fn(rank: int) -> None:
+        model = Tied()
+        optimizer = ZeroOptimizer(
+            model, stage=3, optimizer=torch.optim.SGD, lr=RATE, divergent=True, param_persistence_threshold=0,
+            reduce_bucket_size=1, max_live_parameters=keep,
+        )  # fmt: skip
+        model(data(rank, 0, 0), rank).square().mean().backward()
+        optimizer.step()
+        for name, value in optimizer.consolidated_parameters().items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-10, atol=1e-10)
+
+    plain = Tied()
+    for rank in range(2):
+        (plain(data(rank, 0, 0), rank).square().mean() / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=RATE).step()
+    sim.run(2, fn)

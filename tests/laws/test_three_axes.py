@@ -285,6 +285,8 @@ def test_what_layer_axes_cannot_be_is_said() -> None:
         model = Layers(Case(experts_at=0), 0, 2, Communicator.of_axes(mesh, ["expert"]))
         with pytest.raises(ValueError, match=r"layer_axes=\('pipe',\) without a mesh"):
             ZeroOptimizer(model, stage=2, lr=0.1, layer_axes=("pipe",))
+        with pytest.raises(ValueError, match=r"data_axes=\('data',\) without a mesh"):
+            ZeroOptimizer(model, stage=2, lr=0.1, data_axes=("data",))
         with pytest.raises(ValueError, match=r"layer_axes=\('stages',\) with data_axes=\('expert',\)"):
             ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("expert",), layer_axes=("stages",))
         with pytest.raises(ValueError, match=r"layer_axes=\('expert',\).*no data axes"):

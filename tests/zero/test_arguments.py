@@ -123,6 +123,30 @@ def test_an_instance_that_was_taken_over_refuses_to_step() -> None:
     inner.step()
 
 
+def test_hooks_of_an_instance_are_those_of_its_taker() -> None:
+    model = nn.Linear(4, 2)
+    instance = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[tuple[str, Any]] = []
+    instance.register_step_pre_hook(lambda optimizer, *_: found.append(("before", optimizer)))
+    handle = instance.register_step_post_hook(lambda optimizer, *_: found.append(("after", optimizer)))
+    instance.register_state_dict_post_hook(lambda optimizer, state: found.append(("saved", optimizer)))
+    instance.register_load_state_dict_pre_hook(lambda optimizer, state: found.append(("loading", optimizer)))
+    optimizer = ZeroOptimizer(model, optimizer=instance)
+
+    def step() -> None:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert found == [(what, optimizer) for what in ("before", "after", "saved", "loading")]
+    handle.remove()
+    instance.register_step_post_hook(lambda *_: found.append(("later", None)))
+    found.clear()
+    step()
+    assert [what for what, _ in found] == ["before", "later"]
+
+
 def test_adagrad_gives_its_states_back() -> None:
     model = small()
     inner = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)

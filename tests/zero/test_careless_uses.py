@@ -114,9 +114,31 @@ def test_a_closed_optimizer_says_so(stage: int) -> None:
         _, optimizer = build(stage)
         optimizer.close()
         optimizer.close()
-        for use in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.consolidated_parameters):
+        sharded, loss = optimizer.sharded, torch.ones((), requires_grad=True)
+        for use in (
+            optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.consolidated_parameters,
+            optimizer.state_scalars, lambda: optimizer.backward(loss), lambda: optimizer.scale_loss(loss),
+            optimizer.no_sync().__enter__, sharded.window, sharded.record, sharded.unshard, sharded.wait,
+            sharded.reduce, sharded.sync_buffers, sharded.gathered().__enter__,
+        ):  # fmt: skip
             with pytest.raises(ValueError, match="was closed"):
                 use()
+        assert loss.grad is None
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_torchs_gradient_scaler_cannot_do_is_said(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(data(rank)).square().mean()).backward()
+        with pytest.raises(PartitionedAccessError, match=r"GradScaler give loss_scale= to the optimizer\. Use"):
+            scaler.unscale_(optimizer)
+        optimizer.zero_grad()
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
 
     sim.run(2, fn)
 

@@ -20,7 +20,7 @@ from zoo import sim
 from zoo.checkpointing import load, save
 from zoo.io import Handle, Mock, TransferError
 from zoo.optim import AdamW
-from zoo.zero import DryRun, Stage3Optimizer, ZeroOptimizer
+from zoo.zero import DryRun, GatheredParameters, Stage3Optimizer, ZeroOptimizer, get_full_fp32_params
 from zoo.zero.offload import OffloadError
 
 TIERS = ["none", "cpu", "nvme"]
@@ -329,3 +329,42 @@ def test_a_plan_for_gpus_has_the_states_on_the_host(stage: int, dtype: torch.dty
     elements = sum(b.layout.size for b in optimizer.buckets) // 4
     counter, gradients = 4, elements * dtype.itemsize if stage > 1 else 0
     assert optimizer.forecast().tiers["host"] == 3 * 4 * elements + counter + gradients
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2])
+def test_close_goes_on_where_a_device_failed(tmp_path: Path, param_dtype: torch.dtype | None, world: int) -> None:
+    def fn(rank: int, after: int) -> None:
+        model, optimizer = build(tmp_path, param_dtype=param_dtype)
+        train(model, optimizer, range(1))
+        expected = {n: p.clone() for n, p in get_full_fp32_params(model.parameters()) if p is not None}
+        failing = Failing(optimizer.sharded.scratch.handle, "read", after if rank == 0 else 10**9)  # type: ignore[union-attr]
+        for shelf in optimizer.sharded.scratch._shelves:  # type: ignore[union-attr]
+            shelf._handle = failing  # type: ignore[assignment]
+        if rank == 0:
+            with pytest.raises(OffloadError, match="the device gave up"):
+                optimizer.close()
+            with pytest.raises(ValueError, match="closed"):
+                optimizer.step()
+        optimizer.close()
+        optimizer.close()
+        for name, value in model.named_parameters():
+            assert type(value) is nn.Parameter
+            assert torch.equal(value, expected[name]), name
+        model(torch.ones(1, 32))
+
+    for after in range(3):
+        sim.run(world, partial(fn, after=after))
+
+
+def test_gathered_holds_nothing_where_a_device_failed(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    scratch: Any = optimizer.sharded.scratch
+    for hold in (optimizer.gathered(), GatheredParameters(list(model.parameters()))):
+        failing = Failing(scratch.handle, "read", 1)
+        for shelf in scratch._shelves:
+            shelf._handle = failing
+        with pytest.raises(OffloadError, match="the device gave up"), hold:
+            pass
+        assert not any(b.active or (b.partitioned and b.parameters.live) for b in optimizer.buckets)
+    train(model, optimizer, range(1))

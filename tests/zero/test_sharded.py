@@ -165,3 +165,43 @@ def test_an_optimizer_takes_a_closed_model() -> None:
     optimizer = ZeroOptimizer(model, stage=3, lr=0.1)
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_values_can_be_written_before_there_is_an_optimizer(stage: int, tier: str, tmp_path: Path) -> None:
+    if tier == "nvme" and stage < 3:
+        pytest.skip("parameters are offloaded at stage 3")
+    options = {"offload_param": {"device": tier, "nvme_path": tmp_path, "max_in_cpu": 0}} if tier == "nvme" else {}
+
+    def fn(rank: int) -> None:
+        model = make()
+        sharded = shard(model, trains=True, stage=stage, **options)
+        with GatheredParameters(model[4].weight, modifier_rank=1), torch.no_grad():
+            model[4].weight.fill_(float(rank))
+        assert not any(bucket.active for bucket in sharded.buckets)
+        assert not any(bucket.partitioned and bucket.parameters.live for bucket in sharded.buckets)
+        model(torch.ones(2, 8)).sum().backward()
+        sharded.close()
+        assert bool((model[4].weight == 1).all())
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_write_that_is_refused_holds_nothing_and_changes_nothing(stage: int) -> None:
+    def fn(rank: int) -> None:
+        model = make()
+        before = model[4].weight.detach().clone()
+        optimizer = ZeroOptimizer(model, stage=stage, lr=0.1, param_persistence_threshold=0, reduce_bucket_size=1)
+        sharded = optimizer.sharded
+        del optimizer
+        gc.collect()
+        inside = GatheredParameters(model[4].weight, modifier_rank=1)
+        with pytest.raises(ValueError, match="does not exist any more"), inside, torch.no_grad():
+            model[4].weight.fill_(float(rank))
+        assert not any(bucket.active for bucket in sharded.buckets)
+        found = {name: value.clone() for name, value in sharded.whole_parameters()}
+        assert torch.equal(found["4.weight"], before)
+
+    sim.run(2, fn)

@@ -249,6 +249,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss * loss_scale``, of which ``backward()`` may be called."""
+        self._check_open()
         if self.scaler is None:
             return loss
         scaled = loss * self.loss_scale
@@ -445,6 +446,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             raise ValueError(
                 f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."
             )
+        self._check_open()
         names, self._away = states_named(include), self._away or StatesAway(self)
         self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
         return self._away.num_bytes()
@@ -458,7 +460,8 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
 
-        See :meth:`~zoo.zero.sharded.ShardedModel.close` for what it is with ``param_dtype``.
+        See :meth:`~zoo.zero.sharded.ShardedModel.close` for what it is with ``param_dtype``. The memory of buffers and
+        states is free when the optimizer is dropped.
         """
         self.sharded.close()
 
@@ -474,6 +477,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
+        self._check_open()
         found = state_io.scalars_of(self._updater.segments, self.inner.state)
         if self.scaler is not None:
             found |= {f"zero/{key}": value for key, value in self.scaler.state().items()}

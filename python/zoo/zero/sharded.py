@@ -132,8 +132,9 @@ class ShardedModel:
             raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
         if mesh is not None:
             self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
-        elif layer_axes:
-            raise ValueError(f"layer_axes={tuple(layer_axes)!r} without a mesh: give mesh=DeviceMesh and data_axes=.")
+        elif layer_axes or data_axes:
+            given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
+            raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
         else:
             self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
         self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
@@ -145,6 +146,7 @@ class ShardedModel:
         self.closed = False
         self._user: weakref.ref[ZeroOptimizer] | None = None
         self.buckets: list[Bucket] = []
+        self._to_give: list[Bucket] | None = None  # while it is being closed
         self.scratch: Scratch | None = None
         self.dtensors = DTensors(module, mesh)
         self._trains = trains
@@ -156,7 +158,7 @@ class ShardedModel:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
         except BaseException:
-            self._give_back()
+            self._give_back(list(self.buckets))
             raise
 
     def _build(
@@ -257,9 +259,29 @@ class ShardedModel:
         Raises:
             ValueError: there is none.
         """
-        found = self._user() if self._user is not None else None
+        found = self.user
         if found is None:
-            raise ValueError("this model is split over ranks without an optimizer, or its optimizer is gone.")
+            raise ValueError(
+                "this model is split over ranks without an optimizer, so that there are no optimizer states and no "
+                "fp32 values beside the parameters. Read those by whole_parameters() or inside of `with "
+                "GatheredParameters(...)`, write them inside of that (modifier_rank=) or by parameter.data = value; to "
+                "train it close() it and construct a ZeRO optimizer."
+            )
+        return found
+
+    @property
+    def user(self) -> ZeroOptimizer | None:
+        """The optimizer that trains it, None if there has never been one.
+
+        Raises:
+            ValueError: it is gone.
+        """
+        found = self._user() if self._user is not None else None
+        if found is None and self._user is not None:
+            raise ValueError(
+                "the optimizer of this model does not exist any more: the model runs, and keeps the values that it "
+                "has. Keep the optimizer as long as its model, or close() it before it goes."
+            )
         return found
 
     def used_by(self, optimizer: ZeroOptimizer) -> None:
@@ -282,7 +304,7 @@ class ShardedModel:
         """Give one parameter a whole new value of its own shape; every rank gives the same."""
         from zoo.zero.state.editing import write_values
 
-        user = self._user() if self._user is not None else None
+        user = self.user
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
         write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=False)
 
@@ -334,11 +356,13 @@ class ShardedModel:
 
     def unshard(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Begin to gather these buckets (default: all); :meth:`wait` makes them usable. Collective."""
+        self.refuse_closed()
         for bucket in self.buckets if buckets is None else buckets:
             bucket.parameters.unshard()
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until these buckets are whole, gathering what nobody has begun to gather. Collective."""
+        self.refuse_closed()
         for bucket in self.buckets if buckets is None else buckets:
             bucket.parameters.wait()
 
@@ -349,6 +373,7 @@ class ShardedModel:
 
     def reduce(self) -> None:
         """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective."""
+        self.refuse_closed()
         self.runtime.check_between("reduce()")
         if self.meeting is not None:  # only some ranks may have gradients
             self.settle()
@@ -358,6 +383,7 @@ class ShardedModel:
 
     def sync_buffers(self) -> None:
         """Bring the model's buffers to what ``buffers=`` says, as ``step()`` does. Collective."""
+        self.refuse_closed()
         if self.module_buffers is not None:
             self.module_buffers.sync()
 
@@ -388,6 +414,7 @@ class ShardedModel:
             max_bytes: parameters that are gathered stay so until the window ends, as long as all that is whole has at
                 most this many bytes; None: what the model does otherwise (``max_live_parameters``, prefetching).
         """
+        self.refuse_closed()
         return Window(self.runtime, max_bytes=max_bytes, updates_in_backward=self.config.update_in_backward)
 
     def settle(self) -> None:
@@ -406,6 +433,7 @@ class ShardedModel:
 
         It costs nothing but while it is on. The list is the same on every rank; see :mod:`zoo.plan`.
         """
+        self.refuse_closed()
         return recording(self.runtime, self.buckets)
 
     def table(self) -> str:
@@ -430,6 +458,7 @@ class ShardedModel:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """See :meth:`zoo.zero.ZeroOptimizer.no_sync`."""
+        self.refuse_closed()
         backward = self.runtime.backward
         before, backward.sync = backward.sync, False
         try:
@@ -442,13 +471,15 @@ class ShardedModel:
         """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
         self._check_open()
         self.settle()
-        for bucket in self.buckets:
-            bucket.parameters.wait(exact=True)
-            bucket.active += 1
+        held: list[Bucket] = []
         try:
+            for bucket in self.buckets:
+                bucket.parameters.wait(exact=True)
+                bucket.active += 1
+                held.append(bucket)
             yield
         finally:
-            for bucket in self.buckets:
+            for bucket in held:
                 bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
             self.runtime.residency.clear()
 
@@ -474,27 +505,38 @@ class ShardedModel:
 
         With ``param_dtype`` it is collective at every stage, and parameters have the dtype again in which they came:
         trained ones the values of their masters, frozen ones what they were.
+
+        Raises:
+            OffloadError: values cannot be read. What is given back already stays so; another call goes on from there.
         """
+        if not self.closed:
+            if self.meeting is not None:
+                self.settle()
+            self.closed = True
+            self.runtime.remove()
+            self._to_give = list(self.buckets)
+        if self._to_give is not None:
+            self._give_back(self._to_give)
+            self._to_give = None
+
+    def refuse_closed(self) -> None:
+        """Raise ValueError after :meth:`close`."""
         if self.closed:
-            return
-        if self.meeting is not None:
-            self.settle()
-        self.closed = True
-        self.runtime.remove()
-        self._give_back()
+            raise ValueError("this model was closed: its parameters are ordinary ones again. Construct a new one.")
 
     def _check_open(self) -> None:
-        if self.closed:
-            raise ValueError("this model was closed: its parameters are ordinary ones again.")
+        self.refuse_closed()
         self.runtime.settle_failure()
 
-    def _give_back(self) -> None:
-        for bucket in self.buckets:
+    def _give_back(self, buckets: list[Bucket]) -> None:
+        while buckets:
+            bucket = buckets[0]
             bucket.parameters.wait(exact=True)
             whole = whole_values(bucket, self._user() if self._user is not None else None, trains=self._trains)
             for parameter, value in zip(bucket.spec.parameters, bucket.views(whole), strict=True):
                 release_parameter(parameter)
                 parameter.data = value.clone()
+            del buckets[0]
         for parameter in self._frozen_here:
             parameter.requires_grad_(True)
         self.dtensors.give_back()

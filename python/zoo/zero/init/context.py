@@ -25,6 +25,7 @@ from zoo.zero.init.sharing import Sharing
 from zoo.zero.offload.config import OffloadParamConfig
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.tiers import Tier
+from zoo.zero.options.arguments import check_kinds
 from zoo.zero.placement.placements import by_stage, on_tiers
 
 _log = logging.getLogger("zoo.zero.init")
@@ -131,6 +132,7 @@ class Init:
         store: Files | Swapped | None = None
         if scratch is not None and tier is Tier.NVME:
             store = Swapped(swapper) if swapper is not None else Files(scratch, zero.offload_param.nvme_path)
+        check_kinds(zero_param_parallel_group, None, name="zero_param_parallel_group")
         axes = axes_of(comm, self.get_partition_rank(), zero_param_parallel_group)
         sharing = Sharing(
             axes=axes,
@@ -143,7 +145,7 @@ class Init:
         self._session = Session(
             sharing,
             _dtype(dtype if dtype is not None else configured),
-            Materialiser(_device(device, comm), materialise),
+            Materialiser(_device(device, comm), _function(materialise)),
             override_apply=zero.override_module_apply,
         )
         if module is not None:
@@ -171,6 +173,7 @@ class Init:
     def _communicator(self) -> Communicator:
         if self._comm is None:
             group = self.get_dp_process_group()
+            check_kinds(group, None, name="data_parallel_group")
             self._comm = group if isinstance(group, Communicator) else Communicator(group)
         return self._comm
 
@@ -261,10 +264,19 @@ def _tier(remote_device: str | None, offload: OffloadParamConfig, swapper: Param
 
 def _device(given: torch.device | str | None, comm: Communicator) -> torch.device:
     if given is not None:
-        return torch.device(given)
+        try:
+            return torch.device(given)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"Init got device={given!r}, which is no device: {error}") from error
     if "nccl" in comm.backend:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _function(materialise: Any) -> Callable[[nn.Module], object] | None:
+    if materialise is not None and not callable(materialise):
+        raise ValueError(f"Init got materialise={materialise!r}; it takes a function of a module, or None.")
+    return materialise  # type: ignore[no-any-return]
 
 
 def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:

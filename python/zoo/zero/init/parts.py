@@ -52,9 +52,16 @@ class InitParameter(ShardedParameter):
                 return parts[0].converted(func, args[1:], kwargs)
             if func == SET_DATA and parts and parts[0].take_over(args[1]):
                 return None
-            if session is not None:
+            held = bool(parts) and all(part.active and part.whole for part in parts)
+            if session is not None and not (held and not any(map(session.uses, parts))):
                 return session.run(func, args, kwargs, parts)
             refuse_closed(func, parts)
+            if func == _DATA.__get__:  # what is written through it must show
+                with torch._C.DisableTorchFunctionSubclass():
+                    return parts[0].parameters.alias(0, func(*args))
+            if func == SET_DATA and parts and parts[0].parameter is args[0]:
+                parts[0].overwrite(args[1])
+                return None
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -125,6 +132,7 @@ class Part(Bucket):
     Attributes:
         aliased: something that shares the memory of the whole value was handed out; it may have been written to.
         version: of the parameter when it became whole, or when its value was stored.
+        writers: number of ``GatheredParameters(modifier_rank=)`` that hold it.
         origin: the part from which it was converted.
     """
 
@@ -135,6 +143,7 @@ class Part(Bucket):
         self.name, self.comm = name, sharing.comm
         self.origin: Part | None = None
         self.aliased, self.version, self._exact = False, -1, True
+        self.writers = 0
         self._build(parameter, dtype, source, source.spec.group_size if source is not None else 0)
         # What is dropped while a model is built, as a weight that is tied, is freed at once.
         self._ends = weakref.finalize(parameter, self.end)
@@ -202,7 +211,10 @@ class Part(Bucket):
         self.parameters.reshard()
         self.parameters.wait(exact=exact)
         self._exact = exact or not self.parameters.rounds
-        self.version, self.aliased = self.parameter._version, False
+        self.version, self.aliased = self._writes(), False
+
+    def _writes(self) -> int:
+        return self.parameters.versions()[0]
 
     @property
     def changed(self) -> bool:
@@ -211,8 +223,8 @@ class Part(Bucket):
 
     @property
     def written(self) -> bool:
-        """The parameter itself was written to since it is whole; writes through ``.data`` do not show."""
-        return self.whole and self.parameter._version != self.version
+        """It was written to since it is whole; writes through a ``.data`` that an initialiser took do not show."""
+        return self.whole and self._writes() != self.version
 
     def replace(self, value: torch.Tensor) -> None:
         """What ``parameter.data = value`` does: the value of rank 0, maybe of another dtype or device. Collective."""
@@ -257,7 +269,7 @@ class Part(Bucket):
         low, high = self.own_range()
         self.parameters.shard.pack = self._sharing.packer_of(self.spec, frozen=not self.parameter.requires_grad)
         self.parameters.shard.set(full[low:high])
-        self.version = self.parameter._version
+        self.version = self._writes()
 
     def pack(self) -> None:
         """Keep as int8 what was frozen after it was stored."""
@@ -272,6 +284,7 @@ class Part(Bucket):
         if self.whole and not self.parameters.full.untyped_storage().resizable():  # NumPy has had it
             self._rebuild(_hollow(self.shape, self.dtype, self.device), self)
         self.parameters.reshard()
+        self.parameters.forget_aliases()
         self.aliased = False
 
     # Copies ----------------------------------------------------------------------------------------------------------
@@ -296,6 +309,22 @@ class Part(Bucket):
             return False
         self._rebuild(_hollow(self.shape, other.dtype, other.device), other)
         return True
+
+    @torch.no_grad()
+    def overwrite(self, value: torch.Tensor) -> None:
+        """Do ``parameter.data = value`` while the value is here: it stays where it is.
+
+        Raises:
+            ValueError: ``value`` has another shape, dtype or device.
+        """
+        mine, given = (tuple(self.shape), self.dtype, self.device), (tuple(value.shape), value.dtype, value.device)
+        if mine != given:
+            raise ValueError(
+                f"{self.name!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was given {given[0]}, {given[1]}, "
+                f"on {given[2]}: zoo.zero.Init has partitioned it, and these stay."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameter.copy_(value)
 
     def copy(self) -> nn.Parameter:
         """See ``InitParameter.__deepcopy__``."""

@@ -180,7 +180,7 @@ class Session:
         self._audit(part, name, wrote=True)
 
     def _bring(self, parts: Sequence[Part], name: str) -> None:
-        fresh = [part for part in parts if part not in self._open]
+        fresh = [part for part in parts if part not in self._open and not (part.active and part.whole)]
         if not fresh:
             return
         self.settle(keep=parts)
@@ -196,12 +196,16 @@ class Session:
         """An initialiser touched it, and it is still whole."""
         return part in self._open
 
+    def forget(self, part: Part) -> None:
+        """What is whole of it, and was written to that, is not used any more."""
+        self._open.pop(part, None)
+
     def settle(self, keep: Sequence[Part] = ()) -> bool:
         """Store what was written, and free what is whole; False if views of some of it exist. Collective."""
         free = True
         for part in list(self._open):
-            if any(part is k for k in keep):
-                continue
+            if part.writers or any(part is k for k in keep):
+                continue  # what is being written is one rank's, until its GatheredParameters ends
             changed, aliased = part.changed, part.aliased
             self.comm.agree("end of initialisers on a partitioned parameter:", f"{part.name}, changed: {changed}")
             if changed:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, Recovery
 from zoo.zero.collectives.routes import Packer, Routes, plain_routes
 from zoo.zero.init.keeping import Files, Swapped
 from zoo.zero.offload.scratch import Scratch
@@ -63,25 +63,44 @@ class Sharing:
 
     # To ``GatheredParameters`` it is what its parts belong to.
 
+    @cached_property
+    def _recovery(self) -> Recovery | None:
+        return Recovery(self.comm) if self.comm.size > 1 else None
+
     def settle(self) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
+        if self._recovery is not None:
+            self._recovery.settle()
 
     def failed_anywhere(self, error: BaseException | None) -> str:
-        """See :class:`~zoo.zero.state.gathered.Owner`; what ends a construction is told as it always is."""
-        return ""
-
-    def hold(self, part: Part, *, writes: bool) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
+        device = torch.device("cuda" if "nccl" in self.comm.backend else "cpu")
+        return self._recovery.agree_on(error, device) if self._recovery is not None else ""
+
+    def hold(self, part: Part, *, writes: bool) -> bool:
+        """See :class:`~zoo.zero.state.gathered.Owner`."""
+        from zoo.zero.init.session import current
+
+        session = current()
+        if writes and session is not None and session.uses(part):
+            session.settle()  # what initialisers wrote is kept, whatever becomes of what is written now
         part.active += 1
         part.make_whole(exact=writes)
+        part.writers += writes
+        return writes
 
-    def let_go(self, part: Part, held: None, *, forget: bool) -> None:
+    def let_go(self, part: Part, held: bool, *, forget: bool) -> None:
         """See :class:`~zoo.zero.state.gathered.Owner`."""
         from zoo.zero.init.session import current
 
         session = current()
         part.active -= 1
-        if part.active == 0 and not (session is not None and session.uses(part)):
+        part.writers -= held
+        if part.active:
+            return
+        if forget and session is not None:
+            session.forget(part)
+        if session is None or not session.uses(part):
             part.drop_whole()
 
     def noted(self, part: Part) -> list[int]:

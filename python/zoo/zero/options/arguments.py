@@ -24,12 +24,12 @@ _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("zoo.zero")
 
 
-def check_kinds(group: Any, reduce_dtype: Any) -> None:
-    """Raise ValueError for arguments that cannot be what they should be."""
+def check_kinds(group: Any, reduce_dtype: Any, *, name: str = "group") -> None:
+    """Raise ValueError for arguments that cannot be what they should be; ``name``: what the group is called."""
     numbers = isinstance(group, (int, float, str, list, tuple, dict, set, range))
     if numbers and group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"group={group!r} is a {type(group).__name__}; allowed are a process group (torch.distributed.new_group "
+            f"{name}={group!r} is a {type(group).__name__}; allowed are a process group (torch.distributed.new_group "
             "makes one of a list of ranks), a DeviceMesh, a zoo.comm.Communicator, or None for all ranks."
         )
     if reduce_dtype not in (None, *_SUMMED):

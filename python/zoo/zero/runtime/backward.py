@@ -356,8 +356,12 @@ class Backward:
         """
         if self._divergent:
             self._finish(context, index + 1)
+            called = context.calls[index]
+            for unit in context.calls[index + 1 : context.cursor]:
+                if unit in called.within:  # it returns the very tensor of `called`, whose hook came first
+                    self._open(unit)
             context.cursor = index
-            self._open(context.calls[index])
+            self._open(called)
             return
         while context.cursor > index:
             context.cursor -= 1

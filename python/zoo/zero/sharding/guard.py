@@ -206,11 +206,12 @@ class PartitionedGradient(torch.Tensor):
     def refuse(self, func: Any) -> NoReturn:
         """Say what was touched, and what to do instead."""
         found: Any = self
-        name = found._zoo_gradients.bucket.spec.names[found._zoo_slot]
+        name, touched = found._zoo_gradients.bucket.spec.names[found._zoo_slot], getattr(func, "__name__", str(func))
+        scaler = "In the place of torch's GradScaler give loss_scale= to the optimizer. " if "_amp_" in touched else ""
         raise PartitionedAccessError(
-            f"{getattr(func, '__name__', func)} touched the gradient of {name!r}, which is partitioned: this rank "
-            "holds a shard of the mean. Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to "
-            "watch it, zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
+            f"{touched} touched the gradient of {name!r}, which is partitioned: this rank holds a shard of the mean. "
+            f"{scaler}Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "
+            "zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
         )
 
 

@@ -274,6 +274,10 @@ class BucketParameters:
         """What ``parameter.data`` returns; ``made`` is it as torch makes it."""
         return self._aliases.setdefault(slot, made).detach()
 
+    def forget_aliases(self) -> None:
+        """Nobody has anything of ``parameter.data`` any more that counts."""
+        self._aliases.clear()
+
     def chunk(self, index: int) -> torch.Tensor | None:
         """(n,) the parameters of chunk ``index``: only this rank's own where they are partitioned, None on NVMe."""
         group = self.bucket.shard_group

@@ -95,6 +95,7 @@ def publish(
     model: ShardedModel, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
 ) -> None:  # fmt: skip
     """See :meth:`zoo.zero.state.gathered.Owner.publish`."""
+    user = model.user  # before anything changes
     changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
     for bucket, chosen in slots.items():
         if not bucket.parameters.live:
@@ -111,7 +112,7 @@ def publish(
         if _wrote(bucket, rank, seen[bucket]):
             model.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
         model.runtime.note(bucket)
-    write_values(model.optimizer if model.trainable else None, changes, keep_equal=True)
+    write_values(user, changes, keep_equal=True)
 
 
 def _wrote(bucket: Bucket, rank: int, seen: Sequence[int]) -> bool:

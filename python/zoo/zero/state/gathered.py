@@ -115,8 +115,12 @@ class GatheredParameters:
         for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
             owner.settle()
         self._agree()
-        for bucket in self._slots:
-            self._held[bucket] = owner_of(bucket).hold(bucket, writes=self._modifier is not None)
+        try:
+            for bucket in self._slots:
+                self._held[bucket] = owner_of(bucket).hold(bucket, writes=self._modifier is not None)
+        except BaseException:
+            self._let_go(restore=False, forget=True)
+            raise
         self._versions = {bucket: bucket.parameters.versions() for bucket in self._slots}
         with torch._C.DisableTorchFunctionSubclass():
             self._seen = {bucket: [p._version for p in bucket.spec.parameters] for bucket in self._slots}
@@ -161,23 +165,17 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lost = self._lost() if kind is None else []
-        told = ""
-        if self._modifier is not None:  # all ranks store, or none does
-            refused = RuntimeError(f"{', '.join(lost[:5])} would be lost") if lost else error
-            for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
-                told = told or owner.failed_anywhere(refused)
-        if kind is not None or told:
-            for bucket, copies in self._saved.items():
-                for slot, saved in copies.items():
-                    bucket.parameters.flat_of(slot).copy_(saved)
-        elif self._modifier is not None and not lost:
-            self._store(self._modifier)
-        for bucket, copies in self._saved.items():
-            _COPIES[bucket] = [others for others in _COPIES[bucket] if others is not copies]
-        self._saved, self._inside = {}, False
-        for bucket, held in self._held.items():
-            owner_of(bucket).let_go(bucket, held, forget=kind is not None or bool(lost or told))
-        self._held.clear()
+        told, done = "", False
+        try:
+            if self._modifier is not None:  # all ranks store, or none does
+                refused = RuntimeError(f"{', '.join(lost[:5])} would be lost") if lost else error
+                for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
+                    told = told or owner.failed_anywhere(refused)
+            if kind is None and not told and not lost and self._modifier is not None:
+                self._store(self._modifier)
+            done = kind is None and not told and not lost
+        finally:
+            self._let_go(restore=not done, forget=not done)
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost[:5])} was written to inside GatheredParameters, and the change would be lost: name "
@@ -185,6 +183,18 @@ class GatheredParameters:
             )
         if told and kind is None:
             raise RankFailedError(f"{told}. What was written inside GatheredParameters is undone on all ranks.")
+
+    def _let_go(self, *, restore: bool, forget: bool) -> None:
+        """Nothing is held any more; with ``restore`` whole copies are as they were."""
+        for bucket, copies in self._saved.items():
+            if restore:
+                for slot, saved in copies.items():
+                    bucket.parameters.flat_of(slot).copy_(saved)
+            _COPIES[bucket] = [others for others in _COPIES[bucket] if others is not copies]
+        self._saved, self._inside = {}, False
+        for bucket, held in self._held.items():
+            owner_of(bucket).let_go(bucket, held, forget=forget)
+        self._held.clear()
 
     def _lost(self) -> list[str]:
         """The parameters that were written to and will not be stored."""

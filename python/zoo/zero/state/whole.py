@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zoo.zero.offload.errors import OffloadError
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.originals import Pieces, whole_originals
 
@@ -51,10 +50,7 @@ def _exact(bucket: Bucket, optimizer: ZeroOptimizer | None) -> Pieces:
     """This rank's elements of what is more exact than the parameters."""
     if bucket.parameters.originals is not None:
         yield bucket.kept_range()[0], bucket.parameters.originals.whole()
-    elif optimizer is not None:
-        try:
-            for segment in optimizer.updater.visit([bucket]):
-                base = segment.chunk * (bucket.layout.size // bucket.num_chunks) + segment.start
-                yield base, segment.value(optimizer.inner.state.get(segment.tensor, {}))
-        except OffloadError:  # a step failed, and what it left is of no one step
-            return
+    elif optimizer is not None and optimizer.updater.broken is None:  # else what a failed step left is of no one step
+        for segment in optimizer.updater.visit([bucket]):
+            base = segment.chunk * (bucket.layout.size // bucket.num_chunks) + segment.start
+            yield base, segment.value(optimizer.inner.state.get(segment.tensor, {}))

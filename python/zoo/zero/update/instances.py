@@ -18,6 +18,11 @@ from torch import nn
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
+_HOOKS = tuple(
+    f"_optimizer_{method}_{when}_hooks"
+    for method in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
 _INSTEAD = "pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3e-4) instead."
 
 
@@ -106,7 +111,9 @@ def parameters_of(cls: type) -> list[inspect.Parameter]:
 
 def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
     """While ``owner`` exists the instance holds options only: a step of its own would be a second update, and its
-    state is none."""
+    state is none. Hooks that were registered on it, or will be, are hooks of the owner."""
+    for name in _HOOKS:
+        setattr(owner, name, getattr(instance, name))  # the very dict, of which the user's handles remove them
     reference, taker = weakref.ref(owner), type(owner).__name__
     held: Any = instance
 
