@@ -31,3 +31,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[str]:
         raise ValueError(f"ZOO_LAWS={name}; allowed are {', '.join(WORLDS)}, or nothing for one drawn for each test.")
     with sim.defaults(**WORLDS[name]):
         yield name
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of laws are small: segments are cut all the same, in the middle of parameters."""
+    monkeypatch.setattr("zoo.zero.update.segments.CACHED_BYTES", 96)

@@ -22,6 +22,11 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_segments() -> None:
+    """As they are cut for users: some models here have millions of parameters."""
+
+
 @given(
     world=st.integers(1, 6),
     stage=st.integers(0, 3),

@@ -6,6 +6,7 @@ A state that does not fit is refused on all ranks before anything changes: half 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """See :meth:`zoo.zero.ZeroOptimizer.state_dict`."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
-    slices = {f"{s.role}|{s.name}|{s.start}": s.tensor.clone() for s in optimizer.held_slices(owned=False)}
+    slices = _joined((f"{s.role}|{s.name}", s.start, s.tensor) for s in optimizer.held_slices(owned=False))
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state: dict[str, Any] = {
         "slices": slices, "scalars": optimizer.state_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
@@ -51,10 +52,13 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
         optimizer.comm, "loading a state_dict", lambda: _check(optimizer, state),
         error=lambda text, ranks: ValueError(text), plain=ValueError,
     )  # fmt: skip
-    slices = state["slices"]
+    slices = _rejoined(state["slices"])
+    starts = _starts(slices)
 
     def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
-        found: torch.Tensor = slices[f"{role}|{name}|{start}"]
+        tensor = f"{role}|{name}"
+        first = _run_of(starts, tensor, start)
+        found: torch.Tensor = slices[f"{tensor}|{first}"][start - first : start - first + length]
         return found
 
     was = [dict(group) for group in optimizer.param_groups]
@@ -70,6 +74,60 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
         raise
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
+
+
+# The entries: runs of elements of logical tensors, by "<role>|<name>|<start>" -----------------------------------------
+
+
+def _joined(parts: Iterable[tuple[str, int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies of (tensor, start, elements). Neighbours are one run, so that nothing depends on how segments are cut."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for tensor, start, elements in parts:
+        found.setdefault(tensor, {})[start] = elements
+    return {
+        f"{tensor}|{run[0]}": torch.cat([at[start] for start in run])
+        for tensor, at in found.items()
+        for run in _neighbours({start: elements.numel() for start, elements in at.items()})
+    }
+
+
+def _rejoined(slices: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The same of what was saved with neighbours apart."""
+    starts = _starts(slices)
+    parts = {tensor: {start: slices[f"{tensor}|{start}"].numel() for start in of} for tensor, of in starts.items()}
+    if all(len(run) == 1 for of in parts.values() for run in _neighbours(of)):
+        return slices
+    return _joined((tensor, start, slices[f"{tensor}|{start}"]) for tensor, of in starts.items() for start in of)
+
+
+def _neighbours(lengths: Mapping[int, int]) -> list[list[int]]:
+    """Starts in lists of such as follow one upon another."""
+    runs: list[list[int]] = []
+    end = -1
+    for start in sorted(lengths):
+        if start != end:
+            runs.append([])
+        runs[-1].append(start)
+        end = start + lengths[start]
+    return runs
+
+
+def _starts(entries: Iterable[str]) -> dict[str, list[int]]:
+    """By tensor where its runs start, in order."""
+    found: dict[str, list[int]] = {}
+    for entry in entries:
+        tensor, _, start = entry.rpartition("|")
+        if start.isdecimal() and start == str(int(start)):
+            found.setdefault(tensor, []).append(int(start))
+    return {tensor: sorted(starts) for tensor, starts in found.items()}
+
+
+def _run_of(starts: Mapping[str, list[int]], tensor: str, start: int) -> int:
+    """Where the run begins that has element ``start``. Raises KeyError if there is none."""
+    at = bisect_right(starts[tensor], start)
+    if not at:
+        raise KeyError(tensor)
+    return starts[tensor][at - 1]
 
 
 def _options(state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -89,11 +147,12 @@ def _check(optimizer: ZeroOptimizer, state: Any) -> None:
             f"{optimizer.config.stage}. load_state() with the slices of all ranks reads any placement into any other."
         )
     lengths = {
-        key: value.numel() for key, value in state["slices"].items() if not key.startswith(_OF_REDUCTIONS)
+        key: value.numel() for key, value in _rejoined(state["slices"]).items() if not key.startswith(_OF_REDUCTIONS)
     }  # fmt: skip
-    _check_layout(_wanted(optimizer), lengths)
+    wanted = _wanted(optimizer)
+    _check_layout(wanted, lengths)
     _check_options(optimizer, _options(state))
-    _check_states(optimizer, lengths, state["scalars"], _options(state))
+    _check_states(optimizer, wanted, _roles_of(lengths, state["scalars"]), _options(state))
 
 
 def _check_parts(state: Any) -> None:
@@ -143,11 +202,11 @@ def _check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> No
 
 
 def _check_states(
-    optimizer: ZeroOptimizer, lengths: Mapping[str, int], scalars: Mapping[str, Any], groups: list[dict[str, Any]]
+    optimizer: ZeroOptimizer, runs: Iterable[str], roles_of: Mapping[str, set[str]], groups: list[dict[str, Any]]
 ) -> None:  # fmt: skip
     """All states that the optimizer keeps with the saved options are there, and no other ones; or none at all."""
     keeps_of: dict[tuple[int, torch.dtype], Keeps] = {}
-    roles_of = _roles_of(lengths, scalars)
+    starts = _starts(runs)
     optimizer.updater.check_places(groups)
     empty: list[str] = []
     full: list[str] = []
@@ -157,7 +216,7 @@ def _check_states(
             keeps_of[kind] = optimizer.updater.keeps_with(segment, groups[segment.group])
         keeps = keeps_of[kind]
         wanted = (set(keeps.states) | keeps.numbers) - {"master"}
-        for key, name in _keys_of(segment):
+        for key, name in _keys_of(segment, starts):
             found = roles_of.get(key, set()) | roles_of.get(name, set())
             if found - wanted:
                 raise ValueError(
@@ -191,8 +250,9 @@ def _roles_of(lengths: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[st
     return found
 
 
-def _keys_of(segment: Segment) -> list[tuple[str, str]]:
-    return [(f"{p.name}|{p.start}", p.name) for p in runs_of(segment.bucket, segment.slices())]
+def _keys_of(segment: Segment, starts: Mapping[str, list[int]]) -> list[tuple[str, str]]:
+    runs = runs_of(segment.bucket, segment.slices())
+    return [(f"{p.name}|{_run_of(starts, p.name, p.start)}", p.name) for p in runs]
 
 
 def _name(optimizer: ZeroOptimizer) -> str:
@@ -205,11 +265,14 @@ def _listed(roles: Iterable[str]) -> str:
 
 def _wanted(optimizer: ZeroOptimizer) -> dict[str, int]:
     """The length of each run of a parameter that this rank needs, by ``"<name>|<start>"``."""
-    found = {}
-    for segment in optimizer.updater.segments:
-        found.update({f"{p.name}|{p.start}": p.length for p in runs_of(segment.bucket, segment.slices())})
-    for bucket in optimizer.buckets:
-        if not bucket.spec.trainable:
-            pieces = bucket.layout.slices(*bucket.kept_range())
-            found.update({f"{p.name}|{p.start}": p.length for p in runs_of(bucket, pieces)})
-    return found
+    found: dict[str, dict[int, int]] = {}
+    pieces = [(segment.bucket, segment.slices()) for segment in optimizer.updater.segments]
+    pieces += [(b, b.layout.slices(*b.kept_range())) for b in optimizer.buckets if not b.spec.trainable]
+    for bucket, slices in pieces:
+        for p in runs_of(bucket, slices):
+            found.setdefault(p.name, {})[p.start] = p.length
+    return {
+        f"{name}|{run[0]}": run[-1] + lengths[run[-1]] - run[0]
+        for name, lengths in found.items()
+        for run in _neighbours(lengths)
+    }

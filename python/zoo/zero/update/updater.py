@@ -64,7 +64,11 @@ class Updater:
             )
         self._plain, self._optimizer, self._options = plain, optimizer, options
         self._known: dict[tuple[int, torch.dtype], Keeps] = {}
-        cut = [cut_segments(b, masters=not self._scales, by_tensor=whole) for b in buckets]
+        fused = bool(options.get("fused") or any(group.get("fused") for group in plain))
+        cut = [
+            cut_segments(b, masters=not self._scales, by_tensor=whole, in_one_pass=self._scales or fused)
+            for b in buckets
+        ]  # fmt: skip
         self.segments = [s for segments in cut for s in segments]
         self._parts = BucketParts(comm) if whole else None
         if self._parts is not None:
