@@ -33,12 +33,18 @@ def flat_pair(
     Raises:
         ValueError: sizes that do not fit, two dtypes or devices, or a tensor that is not contiguous.
     """
-    if full.numel() != size * chunk.numel():
-        raise ValueError(
-            f"{op} got full with {full.numel()} elements and {name} with {chunk.numel()} on {size} ranks; full has "
-            f"{size} times as many as {name}: {size * chunk.numel()}."
-        )
-    check_pair(op, full, chunk, ("full", name))
+    fits = full.numel() == size * chunk.numel()
+    # All at once: this comes before every collective, and nearly always all is well.
+    if not (
+        fits and full.dtype is chunk.dtype and full.is_contiguous() and chunk.is_contiguous()
+        and full.device == chunk.device
+    ):  # fmt: skip
+        if not fits:
+            raise ValueError(
+                f"{op} got full with {full.numel()} elements and {name} with {chunk.numel()} on {size} ranks; full has "
+                f"{size} times as many as {name}: {size * chunk.numel()}."
+            )
+        check_pair(op, full, chunk, ("full", name))
     return full if full.ndim == 1 else full.view(-1), chunk if chunk.ndim == 1 else chunk.view(-1)
 
 

@@ -31,8 +31,10 @@ from zoo.zero.runtime.contexts import FAILED, Context, Contexts, Part, Phase, Un
 from zoo.zero.runtime.graph_tasks import GraphTasks, follow
 from zoo.zero.runtime.reductions import Reductions
 from zoo.zero.runtime.residency import Residency
+from zoo.zero.sharding import gradients as flat
 from zoo.zero.sharding.buckets import Bucket
 
+_ACCUMULATING = flat.Phase.ACCUMULATING
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
 
@@ -363,14 +365,19 @@ class Backward:
             context.cursor = index
             self._open(called)
             return
+        calls, uses = context.calls, context.uses
         while context.cursor > index:
-            context.cursor -= 1
-            if context.left and context.uses[context.left - 1][0] > context.cursor:
-                self._finish(context, context.cursor + 1)
-            unit = context.calls[context.cursor]
-            self._open(unit)
+            context.cursor = cursor = context.cursor - 1
+            if context.left and uses[context.left - 1][0] > cursor:
+                self._finish(context, cursor + 1)
+            unit = calls[cursor]
             if unit.partitioned:
+                self._open(unit)
                 self.prefetch(context)
+            elif self._accumulates:
+                for gradients in unit.gradients:
+                    if gradients.phase is not _ACCUMULATING:  # most often it is: a call less
+                        gradients.open()
             if self._newly_done and self._overlap and self._syncs:
                 self._newly_done = False
                 self._reductions.launch_ready(self._is_over)
