@@ -230,3 +230,33 @@ def test_states_that_only_the_last_rank_has_are_read_on_all() -> None:
         assert float(zero.safe_get_full_optimizer_state(model.bias, "step")) == 1.0
 
     sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("bad", [None, torch.zeros(3)], ids=["none", "shape"])
+def test_a_value_that_does_not_fit_on_one_rank_is_refused_on_all(stage: int, bad: Any) -> None:
+    """Nothing is set, nobody waits, and the next call sets."""
+
+    def fn(rank: int) -> None:
+        model = small()
+        opt = ZeroOptimizer(model, stage=stage, optimizer=torch.optim.AdamW, lr=0.01, param_persistence_threshold=0)
+        train(model, opt, rank, range(1))
+        backward(model, opt, rank, torch.float32)
+        weight = model[0].weight
+        before = zero.safe_get_full_fp32_param(weight)
+        given = bad if rank == 1 else torch.ones(before.shape)
+        setters = [
+            zero.safe_set_full_fp32_param, zero.safe_set_full_grad,
+            lambda p, v: zero.safe_set_full_optimizer_state(p, v, "exp_avg"),
+        ]  # fmt: skip
+        setters += [zero.safe_set_local_fp32_param] if stage == 1 else []
+        for setter in setters:
+            with pytest.raises(ValueError, match=r"setting a value of '0\.weight' failed.*rank 1.*Nothing was set"):
+                setter(weight, given)
+        assert torch.equal(zero.safe_get_full_fp32_param(weight), before)
+        for setter in setters[:3]:
+            setter(weight, torch.ones(before.shape))
+        assert torch.equal(zero.safe_get_full_fp32_param(weight), torch.ones(before.shape))
+        assert torch.equal(zero.safe_get_full_optimizer_state(weight, "exp_avg"), torch.ones(before.shape))
+
+    sim.run(2, fn)

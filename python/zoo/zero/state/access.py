@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zoo.comm import together
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import ShardedParameter
@@ -343,23 +344,44 @@ def get_full_optimizer_states(
 # Setting ---------------------------------------------------------------------------------------------------------
 
 
-def _whole_value(place: _Place, value: torch.Tensor) -> torch.Tensor:
-    if value.shape != place.shape:
-        raise ValueError(f"{place.name!r} has shape {tuple(place.shape)}; the value given has {tuple(value.shape)}.")
+def _agree_to_set(place: _Place, check: Callable[[], None]) -> None:
+    """Run ``check`` on all ranks, which set a value together: where it fails on one, all raise. Collective."""
+    together(
+        place.bucket.routes.axes.world, f"setting a value of {place.name!r}", check,
+        error=lambda text, ranks: ValueError(f"{text} Nothing was set."), plain=ValueError,
+    )  # fmt: skip
+
+
+def _whole_value(place: _Place, value: Any) -> torch.Tensor:
+    def check() -> None:
+        if not isinstance(value, torch.Tensor) or value.shape != place.shape:
+            given = tuple(value.shape) if isinstance(value, torch.Tensor) else f"none: it is a {type(value).__name__}"
+            raise ValueError(
+                f"{place.name!r} has shape {tuple(place.shape)}; the value given has {given}. Every rank gives a "
+                "tensor of its shape, and that of rank 0 counts."
+            )
+
     place.optimizer.sharded.settle()
-    flat = value.detach().to(place.bucket.device, place.dtype, copy=True).reshape(-1).contiguous()
+    _agree_to_set(place, check)
+    flat: torch.Tensor = value.detach().to(place.bucket.device, place.dtype, copy=True).reshape(-1).contiguous()
     if flat.numel():
         place.bucket.routes.axes.world.broadcast(flat).wait()
     return flat
 
 
-def _local_value(place: _Place, value: torch.Tensor) -> tuple[int, torch.Tensor]:
+def _check_local(place: _Place, value: Any) -> None:
+    _local_value(place, value)
+
+
+def _local_value(place: _Place, value: Any) -> tuple[int, torch.Tensor]:
     if place.everywhere and place.bucket.routes.axes.world.size > 1:
         raise ValueError(
             f"{place.name!r} is whole on every rank (stage 0), and setting it on one would make the ranks differ. Use "
             "the function of the same name with 'full'."
         )
     low, high = place.own()
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"the value given for {place.name!r} is a {type(value).__name__}; it takes a tensor.")
     if value.numel() != high - low:
         raise ValueError(
             f"this rank has elements [{low}, {high}) of {place.name!r}; the value given has {value.numel()} elements "
@@ -379,6 +401,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's elements. Every rank calls it, each with its own."""
     place = _find(param)
+    if not place.bucket.partitioned:  # all ranks get the values of each
+        _agree_to_set(place, lambda: _check_local(place, value))
     _write_param(place, _local_value(place, value))
     if not place.bucket.partitioned:
         handle = place.bucket.parameters.publish()
