@@ -63,7 +63,8 @@ test-slow: setup
 	@$(if $(MINUTES),ZOO_TEST_MINUTES=$(MINUTES)) ZOO_TEST_PROFILE=deep \
 	  $(BIN)/python -m pytest -q -n auto -m "(slow or hypothesis) and not campaign" $(ARGS)
 
-# What takes longer than CI may: ten times as many examples, and tests that are marked so. Writes a page to keep.
+# What takes longer than CI may: four times as many examples, others each time, and tests that are marked so.
+# Writes a page to keep.
 campaign: setup
 	@$(if $(MINUTES),ZOO_TEST_MINUTES=$(MINUTES)) ZOO_TEST_PROFILE=campaign ZOO_TEST_PAGE=docs/campaigns/$$(date +%F).md \
 	  $(BIN)/python -m pytest -q -n auto -m "slow or hypothesis or campaign" $(ARGS)
