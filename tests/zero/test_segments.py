@@ -126,3 +126,18 @@ def test_parameters_on_nvme_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         )  # fmt: skip
     assert len(optimizer.updater.segments) > len(optimizer.buckets) == len(reads)
     optimizer.close()
+
+
+def test_a_state_with_an_entry_of_nobody_is_refused() -> None:
+    """Also where neighbours are apart."""
+    _, optimizer = build(1, **ADAMW)
+    one_step(optimizer.model, optimizer, 0)
+    state = optimizer.state_dict()
+    key, value = next((k, v) for k, v in state["slices"].items() if len(v) > 3)
+    entry, start = key.rsplit("|", 1)
+    apart = {k: v for k, v in state["slices"].items() if k != key}
+    apart |= {key: value[:3], f"{entry}|{int(start) + 3}": value[3:]}
+    optimizer.load_state_dict({**state, "slices": apart})
+    for foreign in (f"{key}x", f"{entry}|07"):
+        with pytest.raises(ValueError, match="Nothing was loaded"):
+            optimizer.load_state_dict({**state, "slices": {**apart, foreign: torch.zeros(2)}})

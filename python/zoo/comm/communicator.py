@@ -12,7 +12,7 @@ from zoo.comm.buffers import check_contiguous, check_pair, check_rows, flat_pair
 from zoo.comm.check import verify, verify_splits
 from zoo.comm.failures import explained, report
 from zoo.comm.groups import check_partition, make_groups, of_mesh
-from zoo.comm.handles import DONE, Handle, Pending, finish, left_of
+from zoo.comm.handles import DONE, Handle, Pending, dropped_of, finish
 from zoo.comm.log import CommsLog, OpStats, wire_bytes
 from zoo.comm.messages import Message, Recv, Send, check_messages, post, post_checked, tags_of
 from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
@@ -133,7 +133,7 @@ class Communicator:
         self._transport = None if group is None else choose_transport(group, self.backend)
 
     def _begin(self, *, owns: bool) -> None:
-        self._sequence, self._owns, self._closed, self._left = 0, owns, False, left_of(self.group)
+        self._sequence, self._owns, self._closed, self._dropped = 0, owns, False, dropped_of(self.group)
         self._parts: dict[Any, Communicator] = {}
         self.nodes, self.num_local = None, None
 
@@ -409,8 +409,8 @@ class Communicator:
             # One message of a kind: a failure can be laid to its peer. In a batch nobody knows.
             peers = [self._ranks[messages[0].peer]] if len({m.peer for m in messages}) == 1 else None
             if self.check:
-                return Pending(post_checked(messages, group, self.rank), None, peers, left=self._left)
-            return Pending(post(messages, group, tags_of(messages)), None, peers, left=self._left)
+                return Pending(post_checked(messages, group, self.rank), None, peers, dropped=self._dropped)
+            return Pending(post(messages, group, tags_of(messages)), None, peers, dropped=self._dropped)
 
         return self._issue("batch", messages[0].tensor, start, rows[0])
 
@@ -506,8 +506,8 @@ class Communicator:
         """Start an operation, count it (where it has no row yet) and time it."""
         if row is None:
             row = self.log.issued(op, tensor.numel() * tensor.element_size(), self.size, self.num_local)
-        if self._left:
-            finish(self._left)
+        if self._dropped:
+            finish(self._dropped)
         try:
             return start().timed(row, tensor.is_cuda)
         except Exception as error:  # a backend may know already that a peer is gone

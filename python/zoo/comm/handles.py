@@ -34,27 +34,27 @@ class _Done:
 DONE: Handle = _Done()
 
 
-Left = deque[list[Any]]
+Dropped = deque[list[Any]]
 """Works of messages whose handles were dropped; each list is waited for from its end."""
 
-_MOST_LEFT = 16
-_left: WeakKeyDictionary[Any, Left] = WeakKeyDictionary()
+_MOST_DROPPED = 16
+_dropped: WeakKeyDictionary[Any, Dropped] = WeakKeyDictionary()
 
 
-def left_of(group: Any) -> Left:
+def dropped_of(group: Any) -> Dropped:
     """What was dropped of the messages of a process group (None: the default one)."""
     if group is None:
         if not dist.is_initialized():
             return deque()
         group = dist.group.WORLD
-    return _left.setdefault(group, deque())
+    return _dropped.setdefault(group, deque())
 
 
-def finish(left: Left) -> None:
+def finish(dropped: Dropped) -> None:
     """Wait for the oldest of what was dropped, where there is much of it. Its outcome is nobody's affair."""
-    while len(left) > _MOST_LEFT:
+    while len(dropped) > _MOST_DROPPED:
         with contextlib.suppress(Exception):
-            for work in reversed(left.popleft()):
+            for work in reversed(dropped.popleft()):
                 work.wait()
 
 
@@ -65,18 +65,18 @@ class Pending:
         works: of the operation, in the order of their waits.
         after: runs when all of them are complete.
         peers: the global ranks whose messages they are, again and again, where each is a message.
-        left: takes the works when nobody waits for them (:func:`left_of`). gloo cancels a message whose work goes away,
-            and what its peer has sent then upsets all that comes after it. None: the backend sees to it.
+        dropped: takes the works when nobody waits for them (:func:`dropped_of`). gloo cancels a message whose work goes
+            away, and what its peer has sent then upsets all that comes after it. None: the backend sees to it.
     """
 
-    __slots__ = ("_after", "_error", "_left", "_num", "_peers", "_row", "_start", "_works")
+    __slots__ = ("_after", "_dropped", "_error", "_num", "_peers", "_row", "_start", "_works")
 
     def __init__(
         self, works: list[Any], after: Callable[[], None] | None = None, peers: Sequence[int] | None = None, *,
-        left: Left | None = None,
+        dropped: Dropped | None = None,
     ) -> None:  # fmt: skip
         works.reverse()  # waited for from the end, so that the list holds what is still to come
-        self._works, self._left = works, left
+        self._works, self._dropped = works, dropped
         self._num = len(works)
         self._after = after
         self._peers = peers
@@ -91,8 +91,8 @@ class Pending:
         return self
 
     def __del__(self) -> None:
-        if self._left is not None and self._works and self._error is None:
-            self._left.append(self._works)
+        if self._dropped is not None and self._works and self._error is None:
+            self._dropped.append(self._works)
 
     def wait(self) -> None:
         """Wait for every work, then run the final function."""

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zoo.comm.handles import Pending, left_of
+from zoo.comm.handles import Pending, dropped_of
 
 # Messages of the pairwise collectives have tags from here on, a user's send and receive have small ones. The lower bits
 # are the number of the collective on its group and a fingerprint of it: of two collectives in different order on two
@@ -70,7 +70,7 @@ class PairwiseTransport:
         ranks = dist.get_process_group_ranks(self._group)
         self._peer_ranks = [ranks[peer] for peer in self._peers]
         self._numbers = _numbers.setdefault(self._group, itertools.count())
-        self._left = left_of(self._group)
+        self._dropped = dropped_of(self._group)
         self._prints: dict[tuple[str, int, torch.dtype, str], int] = {}
 
     def _tag(self, op: str, full: torch.Tensor, label: str) -> int:
@@ -90,7 +90,7 @@ class PairwiseTransport:
         group, tag = self._group, self._tag("all_gather", full, label)
         works = [group.recv([chunks[peer]], peer, tag) for peer in self._peers]
         works += [group.send([shard], peer, tag) for peer in self._peers]
-        return Pending(works, None, self._peer_ranks, left=self._left)
+        return Pending(works, None, self._peer_ranks, dropped=self._dropped)
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """See :class:`Transport`."""
@@ -102,7 +102,7 @@ class PairwiseTransport:
         group, tag = self._group, self._tag("reduce_scatter", full, label)
         works = [group.recv([parts[peer]], peer, tag) for peer in self._peers]
         works += [group.send([chunks[peer]], peer, tag) for peer in self._peers]
-        return Pending(works, lambda: add_in_rank_order(parts, out, scale), self._peer_ranks, left=self._left)
+        return Pending(works, lambda: add_in_rank_order(parts, out, scale), self._peer_ranks, dropped=self._dropped)
 
 
 def add_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:

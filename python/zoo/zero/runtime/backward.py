@@ -31,10 +31,10 @@ from zoo.zero.runtime.contexts import FAILED, Context, Contexts, Part, Phase, Un
 from zoo.zero.runtime.graph_tasks import GraphTasks, follow
 from zoo.zero.runtime.reductions import Reductions
 from zoo.zero.runtime.residency import Residency
-from zoo.zero.sharding import gradients as flat
 from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.gradients import Phase as GradientPhase
 
-_ACCUMULATING = flat.Phase.ACCUMULATING
+_ACCUMULATING = GradientPhase.ACCUMULATING
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
 

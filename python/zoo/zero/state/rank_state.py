@@ -84,20 +84,29 @@ def _joined(parts: Iterable[tuple[str, int, torch.Tensor]]) -> dict[str, torch.T
     found: dict[str, dict[int, torch.Tensor]] = {}
     for tensor, start, elements in parts:
         found.setdefault(tensor, {})[start] = elements
-    return {
-        f"{tensor}|{run[0]}": torch.cat([at[start] for start in run])
-        for tensor, at in found.items()
-        for run in _neighbours({start: elements.numel() for start, elements in at.items()})
-    }
+    joined = {}
+    while found:  # what was read from NVMe is freed tensor by tensor
+        tensor, at = found.popitem()
+        for run in _neighbours({start: elements.numel() for start, elements in at.items()}):
+            joined[f"{tensor}|{run[0]}"] = torch.cat([at[start] for start in run])
+    return joined
 
 
 def _rejoined(slices: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The same of what was saved with neighbours apart."""
+    """The same of what was saved with neighbours apart, and has been checked."""
     starts = _starts(slices)
-    parts = {tensor: {start: slices[f"{tensor}|{start}"].numel() for start in of} for tensor, of in starts.items()}
-    if all(len(run) == 1 for of in parts.values() for run in _neighbours(of)):
+    if len(_lengths({t: {at: slices[f"{t}|{at}"].numel() for at in of} for t, of in starts.items()})) == len(slices):
         return slices
     return _joined((tensor, start, slices[f"{tensor}|{start}"]) for tensor, of in starts.items() for start in of)
+
+
+def _lengths(parts: Mapping[str, Mapping[int, int]]) -> dict[str, int]:
+    """The length of each run, by ``"<tensor>|<start>"``, of parts given as tensor → start → length."""
+    return {
+        f"{tensor}|{run[0]}": run[-1] + of[run[-1]] - run[0]
+        for tensor, of in parts.items()
+        for run in _neighbours(of)
+    }  # fmt: skip
 
 
 def _neighbours(lengths: Mapping[int, int]) -> list[list[int]]:
@@ -146,13 +155,20 @@ def _check(optimizer: ZeroOptimizer, state: Any) -> None:
             f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {comm.rank} of {comm.size} at stage "
             f"{optimizer.config.stage}. load_state() with the slices of all ranks reads any placement into any other."
         )
-    lengths = {
-        key: value.numel() for key, value in _rejoined(state["slices"]).items() if not key.startswith(_OF_REDUCTIONS)
-    }  # fmt: skip
+    lengths = _saved_lengths(state["slices"])
     wanted = _wanted(optimizer)
     _check_layout(wanted, lengths)
     _check_options(optimizer, _options(state))
     _check_states(optimizer, wanted, _roles_of(lengths, state["scalars"]), _options(state))
+
+
+def _saved_lengths(slices: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Of what the optimizer keeps; an entry that is none of ours is there as it is, and will not be found wanted."""
+    kept = {key: value.numel() for key, value in slices.items() if not key.startswith(_OF_REDUCTIONS)}
+    starts = _starts(kept)
+    ours = {f"{tensor}|{start}" for tensor, of in starts.items() for start in of}
+    parts = {tensor: {start: kept[f"{tensor}|{start}"] for start in of} for tensor, of in starts.items()}
+    return _lengths(parts) | {key: length for key, length in kept.items() if key not in ours}
 
 
 def _check_parts(state: Any) -> None:
@@ -271,8 +287,4 @@ def _wanted(optimizer: ZeroOptimizer) -> dict[str, int]:
     for bucket, slices in pieces:
         for p in runs_of(bucket, slices):
             found.setdefault(p.name, {})[p.start] = p.length
-    return {
-        f"{name}|{run[0]}": run[-1] + lengths[run[-1]] - run[0]
-        for name, lengths in found.items()
-        for run in _neighbours(lengths)
-    }
+    return _lengths(found)

@@ -24,7 +24,8 @@ from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients
 
 CACHED_BYTES = 1 << 19
-"""Of a segment that the CPU updates: with gradient, states and temporaries six times as much, a core's cache."""
+"""Of a segment that the CPU updates; gradient, states and temporaries come to six times as much. It is small enough for
+the last cache, and for the allocator to keep the memory of the temporaries."""
 
 
 @dataclass(eq=False)
