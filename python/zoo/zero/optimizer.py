@@ -25,6 +25,7 @@ from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, res
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
 from zoo.zero.runtime.hooks import Runtime
+from zoo.zero.runtime.publishing import publish
 from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
@@ -404,12 +405,10 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         return self._has_gradients()
 
     def _publish(self) -> None:
-        handles = [bucket.parameters.publish() for bucket in self._trainable]
+        finish = publish(self._trainable)
         self._runtime.updated()
         self.sharded.writes.updated(self._trainable, self._runtime.held)
-        for handle in handles:
-            if handle is not None:
-                handle.wait()
+        finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. ``set_to_none`` makes no difference: the flat buffers are zeroed when next used."""
