@@ -182,7 +182,8 @@ def losses(rank: int, num_steps: int, dtype: torch.dtype = torch.float32, **opti
 @pytest.mark.parametrize(
     ("dtype", "mics"),
     [
-        (torch.float32, 2), (torch.bfloat16, -1),
+        (torch.bfloat16, -1),
+        pytest.param(torch.float32, 2, marks=pytest.mark.slow),
         pytest.param(torch.float32, -1, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 2, marks=pytest.mark.slow),
     ],
@@ -550,7 +551,7 @@ def test_frozen_parameters_are_saved_and_loaded(
                 assert torch.equal(value.flatten(), whole[name].to(dtype))
 
 
-@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_low_rank_adaptation_trains_on_quantised_parameters(hpz: int) -> None:
     def fn(rank: int, quantised: bool) -> list[float]:
         model, optimizer = build_adapted(
