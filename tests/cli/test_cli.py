@@ -114,11 +114,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "stage": (["--stage", "4"], "zero_optimization.stage"),
     "triangle": (["--set", "train_micro_batch_size_per_gpu=3"], "train_batch_size = 8 is not a multiple of"),
     "task": (["--set", "train.task.type=bite_lm"], "did you mean 'byte_lm'?"),
-    "task option": (["--set", "train.task.params.depth=3"], "unknown key 'depth'"),
+    "task option": (["--set", "train.task.params.depth=3"], "train.task.params.depth: unknown key"),
     "heads": (["--set", "train.task.params.heads=3"], "must be a multiple of the heads"),
     "no text": (["--set", "train.task.params.text=nowhere.txt"], "'nowhere.txt' does not exist"),
     "optimizer": (["--set", "optimizer.type=AdamX"], "no optimizer is named 'AdamX'"),
-    "optimizer option": (["--set", "optimizer.params.lrr=1"], "optimizer.params.lrr: AdamW has no such option"),
+    "optimizer option": (["--set", "optimizer.params.lrr=1"], "optimizer.params.lrr: unknown key; did you mean 'lr'?"),
     "no equals": (["--set", "seed"], "not of the form key.path=value"),
     "not implemented": (["--set", "prescale_gradients=true"], "does not carry out"),
 }

@@ -42,6 +42,7 @@ def registry() -> Registry:
     registry = Registry()
     register_section("sharding", Sharding, registry=registry)
     register_section("absent", "zoo_no_such_module:Absent", registry=registry)
+    registry.register("optimizer", "A", dict)
     return registry
 
 

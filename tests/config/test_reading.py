@@ -20,8 +20,8 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
-    first = write(tmp_path, "a.json", '{"train_batch_size": 4, "optimizer": {"type": "A", "params": {"lr": 1e-4}}}')
-    second = write(tmp_path, "a.yaml", "train_batch_size: 4\noptimizer: {type: A, params: {lr: 1e-4}}\n")
+    first = write(tmp_path, "a.json", '{"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}')
+    second = write(tmp_path, "a.yaml", "train_batch_size: 4\noptimizer: {type: SGD, params: {lr: 1e-4}}\n")
     assert load(first, world_size=1) == load(str(second), world_size=1)
 
 

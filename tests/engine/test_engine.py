@@ -396,10 +396,10 @@ def test_buffers_of_every_dtype_resume(tmp_path: Path, dtype: torch.dtype) -> No
         ({"optimizer": {"type": "AdamV"}}, "did you mean 'Ada"),
         (
             {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
-            "optimizer.params.learning_rate: AdamW has no",
+            "optimizer.params.learning_rate: unknown key; known: lr, betas",
         ),
         ({"optimizer": None}, "no optimizer section"),
-        ({"scheduler": {"type": "WarmUpLR"}}, "did you mean 'WarmupLR'"),
+        ({"scheduler": {"type": "WarmLR"}}, "did you mean 'WarmupLR'"),
         ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "not a multiple"),
         ({"prescale_gradients": True}, "prescale_gradients"),
         ({"communication_data_type": "fp32"}, "communication_data_type"),

@@ -170,13 +170,13 @@ def test_build_validates_the_config_and_passes_runtime_by_keyword(registry: Regi
             "ema",
             {"dcay": 1},
             {"params": []},
-            r"unknown key 'dcay'; did you mean 'decay'\? known: decay, steps",
+            r"dcay: unknown key; did you mean 'decay'\? known: decay, steps",
         ),
         ("average", "ema", {"steps": "x"}, {"params": []}, r"steps: .*\(given 'x'\)"),
         ("average", "ema", 3, {"params": []}, "allowed is a mapping or an instance of"),
         ("average", "ema", {}, {}, "missing a required .*'params'"),
         ("average", "ema", {}, {"params": [], "x": 1}, "unexpected keyword argument 'x'"),
-        ("optimizer", "sgd", {"rl": 1}, {}, "unknown key 'rl'"),
+        ("optimizer", "sgd", {"rl": 1}, {}, "rl: unknown key"),
         ("optimizer", "sgd", {"lr": "fast"}, {}, "lr: "),
         ("curve", "line", {"slop": 1}, {}, "slop"),
         ("curve", "line", {"slope": 1}, {"slope": 2}, "slope given both"),
@@ -207,3 +207,31 @@ def test_describe_prints_names_origins_and_values(registry: Registry) -> None:
 def test_nearest_ignores_case_and_gives_up() -> None:
     assert nearest("ADAMW", ["adam", "adamw"]) == "adamw"
     assert nearest("xyz", ["adam"]) is None
+
+
+def test_names_in_another_case_are_the_same_names() -> None:
+    registry = Registry({"optimizer": {"AdamW": Sgd}}, origin="house")
+    assert registry.get("optimizer", "adamw") is Sgd
+    assert registry.entry("optimizer", "ADAMW").name == "AdamW"
+    assert registry.names("optimizer") == ["AdamW"]
+    with pytest.raises(DuplicateError, match="from house and by"):
+        registry.register("optimizer", "adamw", dict)
+    with registry.override("optimizer", "adamw", dict):
+        assert registry.get("optimizer", "AdamW") is dict
+    assert registry.get("optimizer", "AdamW") is Sgd
+
+
+def test_a_config_is_checked_without_building() -> None:
+    def task(text: str, *, size: int = 1, seed: int) -> None: ...
+
+    registry = Registry({"optimizer": {"sgd": Sgd}, "task": {"bytes": task, "open": lambda **options: None}})
+    made, problems = registry.parse("optimizer", "sgd", {"lr": 0.5})
+    assert (made.lr, problems) == (0.5, [])
+    assert registry.parse("optimizer", "sgd", {"rl": 1}) == (None, [("rl", "unknown key; known: lr")])
+    assert registry.parse("optimizer", "sgd", 3)[1][0][0] == ""
+    assert registry.parse("task", "bytes", {"text": "a"}, runtime=["seed"])[1] == []
+    assert registry.parse("task", "bytes", {"sise": 1}, runtime=["seed"])[1] == [
+        ("sise", "unknown key; did you mean 'size'? known: text, size"), ("text", "required and not given"),
+    ]  # fmt: skip
+    assert registry.parse("task", "open", {"anything": 1})[1] == []
+    assert "allowed is a mapping of arguments" in registry.parse("task", "bytes", [1])[1][0][1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.batch import BatchSizeError
+from zoo.config.choice import ComponentChoice, describe_choices
 from zoo.config.core import Bf16, Comm, CommsLogger, Config, Fp16, Optimizer, Scheduler, config_class
 from zoo.config.document import SECTION_KIND, Document, find_sections, read
 from zoo.config.errors import ConfigError
@@ -23,6 +24,7 @@ __all__ = [
     "Bf16",
     "Comm",
     "CommsLogger",
+    "ComponentChoice",
     "Config",
     "ConfigError",
     "Document",
@@ -73,6 +75,9 @@ def register_section(name: str, section: type[Section] | str, *, registry: Regis
 
 
 def json_schema(sections: Mapping[str, type[Section]] | None = None, *, registry: Registry = DEFAULT) -> dict[str, Any]:
-    """JSON schema of a document with all registered sections, for editors; both spellings of aliased keys are in it."""
+    """JSON schema of a document with all registered sections, for editors.
+
+    Both spellings of aliased keys are in it, and the names and options of all components that a document may choose.
+    """
     found, _ = find_sections(registry, sections)
-    return config_class(found).model_json_schema(by_alias=False)
+    return describe_choices(config_class(found).model_json_schema(by_alias=False), registry)

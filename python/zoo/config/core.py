@@ -8,32 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, create_model, field_validator
 
+from zoo.config.choice import ComponentChoice
 from zoo.config.explain import explain
 from zoo.config.section import Section
 
 __all__ = ["CORE_SECTIONS", "Bf16", "Comm", "CommsLogger", "Config", "Fp16", "Optimizer", "Scheduler", "config_class"]
 
 
-class Optimizer(Section):
-    """Which optimizer, by its name in the registry."""
+class Optimizer(ComponentChoice):
+    """Which optimizer, such as "AdamW", and its options."""
 
-    type: str
-    """Name of the optimizer, such as "AdamW"."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Its own options, checked by the optimizer when it is built."""
+    kind: ClassVar[str] = "optimizer"
+    runtime: ClassVar[tuple[str, ...]] = ("params",)
 
 
-class Scheduler(Section):
-    """Which learning-rate schedule, by its name in the registry."""
+class Scheduler(ComponentChoice):
+    """Which learning-rate schedule, such as "WarmupLR", and its options."""
 
-    type: str
-    """Name of the schedule, such as "WarmupLR"."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Its own options, checked by the schedule when it is built."""
+    kind: ClassVar[str] = "lr_schedule"
+    runtime: ClassVar[tuple[str, ...]] = ("optimizer",)
 
 
 class Fp16(Section):

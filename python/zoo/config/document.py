@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from zoo.config.batch import BATCH_KEYS, BatchSizeError, solve
+from zoo.config.choice import check_choices
 from zoo.config.core import CORE_SECTIONS, Config, config_class, make_config
 from zoo.config.errors import ConfigError
 from zoo.config.reading import nest, read_overrides, read_source
@@ -57,7 +58,8 @@ def find_sections(
 class Document:
     """Values by their fields' own names (``values``) and dotted path → where it came from (``sources``).
 
-    ``notes`` are the sentences of the sections about keys that they translated.
+    ``notes`` are the sentences of the sections about keys that they translated; ``registry`` is where the components
+    are looked up that the document names.
     """
 
     values: dict[str, Any]
@@ -65,6 +67,7 @@ class Document:
     sections: Sections
     where: str = "configuration"
     notes: tuple[str, ...] = ()
+    registry: Registry = DEFAULT
 
     def auto_paths(self) -> list[str]:
         """Dotted paths whose value is still ``"auto"``."""
@@ -126,7 +129,7 @@ class Document:
         except ValidationError as error:
             problems += [_sentence(item, config_class(self.sections)) for item in error.errors(include_url=False)]
             raise ConfigError(problems, self.where) from None
-        problems += _contradictions(config, config)
+        problems += [*_contradictions(config, config), *check_choices(config, self.registry, "")]
         if problems:
             raise ConfigError(problems, self.where)
         for note in self.notes:
@@ -189,7 +192,7 @@ def read(
     values, sources = _normalise(raw, config_class(found), where, problems, notes)
     if problems:
         raise ConfigError(problems, where)
-    document = Document(values, sources, found, where, tuple(notes))
+    document = Document(values, sources, found, where, tuple(notes), registry)
     return document.override(overrides) if overrides else document
 
 

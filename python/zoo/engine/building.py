@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from zoo.config import Config
-from zoo.registry import Registry, nearest
+from zoo.registry import Registry
 from zoo.zero import LossScaler, ZeroOptimizer
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -78,11 +77,8 @@ def build_optimizer(
             '{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}} or pass optimizer=.'
         )
     options = dict(section.params) if section is not None else {}
-    name = section.type if section is not None else getattr(optimizer, "__name__", repr(optimizer))
-    if optimizer is None:
-        optimizer = registry.get("optimizer", name)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        check_options(name, optimizer, options)
+    if optimizer is None and section is not None:
+        optimizer = registry.get("optimizer", section.type)
     return ZeroOptimizer(
         model,
         stage=config.zero_optimization.stage,
@@ -96,22 +92,6 @@ def build_optimizer(
         aio=config.aio,
         **options,
     )
-
-
-def check_options(name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that the factory does not take, naming the nearest that it does."""
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return  # written in C without a signature: the call itself will speak
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = list(parameters)[1:]
-    for key in options:
-        if key not in known:
-            guess = nearest(key, known)
-            hint = f"did you mean {guess!r}? " if guess else ""
-            raise ValueError(f"optimizer.params.{key}: {name} has no such option; {hint}it takes {', '.join(known)}.")
 
 
 def build_schedule(config: Config, optimizer: Any, registry: Registry) -> Any:

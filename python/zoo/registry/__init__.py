@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zoo.registry.building import ByKeywords, config_class, keywords, known_keys
 from zoo.registry.core import CORE
 from zoo.registry.describe import Choice
 from zoo.registry.describe import describe as _describe
-from zoo.registry.errors import BuildError, DuplicateError, LoadError, RegistryError, UnknownError, nearest
+from zoo.registry.errors import BuildError, DuplicateError, LoadError, RegistryError, UnknownError, near, nearest
 from zoo.registry.registry import GROUP, Entry, Registry, installed
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DEFAULT",
     "GROUP",
     "BuildError",
+    "ByKeywords",
     "Choice",
     "DuplicateError",
     "Entry",
@@ -32,12 +34,16 @@ __all__ = [
     "Subpackage",
     "UnknownError",
     "build",
+    "config_class",
     "describe",
     "entry",
     "get",
     "installed",
+    "keywords",
     "kinds",
+    "known_keys",
     "names",
+    "near",
     "nearest",
     "override",
     "problems",

@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from zoo.registry.errors import BuildError, nearest
 
-__all__ = ["config_class", "config_values", "make_config", "run"]
+__all__ = [
+    "ByKeywords",
+    "Problem",
+    "check_keywords",
+    "config_class",
+    "config_values",
+    "keywords",
+    "known_keys",
+    "make_config",
+    "parse",
+    "run",
+]
+
+Problem = tuple[str, str]
+"""The dotted path of a key below a component's config, "" for the config itself, and what is wrong there."""
 
 
 def config_class(factory: Any) -> type[Any] | None:
@@ -31,30 +45,80 @@ def make_config(what: str, schema: type[Any], config: Any) -> Any:
     Raises:
         BuildError: unknown keys (with the nearest known one), wrong or missing values.
     """
+    made, problems = parse(schema, config)
+    if problems:
+        raise BuildError(f"{what}: " + "; ".join(": ".join(filter(None, problem)) for problem in problems))
+    return made
+
+
+def parse(schema: type[Any], config: Any) -> tuple[Any, list[Problem]]:
+    """As :func:`make_config`, with the problems instead of an error; then there is no instance, but None."""
     if isinstance(config, schema):
-        return config
+        return config, []
     if config is None:
         config = {}
     if not isinstance(config, Mapping):
-        raise BuildError(
-            f"{what}: config is {config!r} ({type(config).__name__}); "
-            f"allowed is a mapping or an instance of {schema.__qualname__}"
-        )
-    known = _known_keys(schema)
-    problems = []
-    if known is not None:
-        problems = [_unknown(key, known) for key in config if key not in known]
+        allowed = f"allowed is a mapping or an instance of {schema.__qualname__}"
+        return None, [("", f"config is {config!r} ({type(config).__name__}); {allowed}")]
+    known = known_keys(schema)
+    problems = [] if known is None else [(str(key), _unknown(key, known)) for key in config if key not in known]
     if not problems:
         try:
             if issubclass(schema, BaseModel):
-                return schema.model_validate(dict(config))
-            return TypeAdapter(schema).validate_python(dict(config))
+                return schema.model_validate(dict(config)), []
+            return TypeAdapter(schema).validate_python(dict(config)), []
         except ValidationError as error:
             for item in error.errors(include_url=False):
-                path = ".".join(str(part) for part in item["loc"]) or "config"
+                path = ".".join(str(part) for part in item["loc"])
                 given = "" if item["type"] == "missing" else f" (given {item['input']!r})"
-                problems.append(f"{path}: {item['msg']}{given}")
-    raise BuildError(f"{what}: " + "; ".join(problems))
+                problems.append((path, f"{item['msg']}{given}"))
+    return None, problems
+
+
+def keywords(factory: Any, runtime: Iterable[str] = ()) -> dict[str, bool] | None:
+    """Keys that the config of a component without ``Config`` may have, and whether each must be given.
+
+    None where its signature does not tell. ``runtime``: arguments that it gets besides.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None  # some classes written in C have no signature; the call itself will speak
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    later = set(runtime)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in later]
+    return {p.name: p.default is p.empty for p in named}
+
+
+def check_keywords(factory: Any, config: Any, runtime: Iterable[str]) -> list[Problem]:
+    """What is wrong with the config of a component without ``Config``, as far as its signature tells."""
+    if config is not None and not isinstance(config, Mapping):
+        return [("", f"config is {config!r} ({type(config).__name__}); allowed is a mapping of arguments")]
+    known = keywords(factory, runtime)
+    if known is None:
+        return []
+    given = config or {}
+    problems = [(str(key), _unknown(key, list(known))) for key in given if key not in known]
+    return problems + [(k, "required and not given") for k, needed in known.items() if needed and k not in given]
+
+
+class ByKeywords:
+    """A component with a ``Config``, called as one without: the runtime argument ``first``, then keys of its config.
+
+    Attributes of the component are attributes of this.
+    """
+
+    def __init__(self, component: Any, first: str) -> None:
+        self.component, self._first = component, first
+        self.__name__, self.__module__ = component.__name__, component.__module__
+        self.__qualname__ = component.__qualname__
+
+    def __call__(self, runtime: Any, **options: Any) -> Any:
+        return run(self.__name__, self.component, options, {self._first: runtime})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.component, name)
 
 
 def run(what: str, factory: Callable[..., Any], config: Any, runtime: Mapping[str, Any]) -> Any:
@@ -96,7 +160,7 @@ def config_values(factory: Any, what: str, config: Any) -> list[tuple[str, Any, 
     return [(name, getattr(built, name), name in given) for name in names]
 
 
-def _known_keys(schema: type[Any]) -> list[str] | None:
+def known_keys(schema: type[Any]) -> list[str] | None:
     """Keys that a mapping for ``schema`` may have; None when it says that any may come."""
     if issubclass(schema, BaseModel):
         if schema.model_config.get("extra") == "allow":
@@ -112,7 +176,7 @@ def _known_keys(schema: type[Any]) -> list[str] | None:
 def _unknown(key: object, known: list[str]) -> str:
     guess = nearest(str(key), known)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return f"unknown key {key!r}; {hint}known: {', '.join(known) or 'none'}"
+    return f"unknown key; {hint}known: {', '.join(known) or 'none'}"
 
 
 def _check_call(what: str, factory: Any, positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:

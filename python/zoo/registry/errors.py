@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BuildError", "DuplicateError", "LoadError", "RegistryError", "UnknownError", "nearest"]
+__all__ = ["BuildError", "DuplicateError", "LoadError", "RegistryError", "UnknownError", "near", "nearest"]
 
 
 class RegistryError(ValueError):
@@ -28,11 +28,15 @@ class BuildError(RegistryError):
     """A config or runtime argument that the component does not accept."""
 
 
+def near(name: str, options: Iterable[str], *, count: int = 3) -> list[str]:
+    """At most ``count`` options that look like ``name`` (letter case aside), the nearest first."""
+    by_lower = {option.lower(): option for option in sorted(options)}
+    return [by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.6)]
+
+
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """The option that looks most like ``name`` (letter case aside), or None when nothing is close."""
-    by_lower = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[close[0]] if close else None
+    """The option that looks most like ``name``, or None when nothing is close."""
+    return next(iter(near(name, options, count=1)), None)
 
 
 def alternatives(name: str, options: Iterable[str]) -> str:

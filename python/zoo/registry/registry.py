@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, overload
 
-from zoo.registry.building import run
+from zoo.registry.building import Problem, check_keywords, config_class, parse, run
 from zoo.registry.errors import DuplicateError, LoadError, RegistryError, UnknownError, alternatives
 
 __all__ = ["GROUP", "Entry", "Registry"]
@@ -44,7 +44,7 @@ class Entry:
 
 
 class Registry:
-    """Components by kind and name.
+    """Components by kind and name; names that differ in the case of letters only are one name.
 
     Nothing is imported before a name is asked for: entry points and tables hold ``"module:attribute"`` strings. Entry
     points are read once, at the first question. All methods may be called from several threads; overrides are seen by
@@ -102,7 +102,7 @@ class Registry:
             raise RegistryError(problem)
         entry = Entry(kind, name, factory, origin or _origin_of(factory))
         with self._lock:
-            claims = self._claims.setdefault((kind, name), [])
+            claims = self._claims.setdefault(_key(kind, name), [])
             same = any(
                 claim.target is factory or (isinstance(factory, str) and claim.target == factory) for claim in claims
             )
@@ -121,15 +121,17 @@ class Registry:
         """
         with self._lock:
             self._load_entry_points()
-            if (kind, name) not in self._claims:
+            key = _key(kind, name)
+            if key not in self._claims:
                 self._find(kind, name)
-            before = self._claims[kind, name]  # contested or not: an override is how a contested name is decided
-            self._claims[kind, name] = [Entry(kind, name, factory, origin or f"override, {_origin_of(factory)}")]
+            before = self._claims[key]  # contested or not: an override is how a contested name is decided
+            known = before[0].name
+            self._claims[key] = [Entry(kind, known, factory, origin or f"override, {_origin_of(factory)}")]
         try:
             yield
         finally:
             with self._lock:
-                self._claims[kind, name] = before
+                self._claims[key] = before
 
     @contextmanager
     def scope(self) -> Iterator[Registry]:
@@ -155,7 +157,7 @@ class Registry:
         """All names of a kind, sorted; empty for a kind nobody has used. Nothing is imported."""
         with self._lock:
             self._load_entry_points()
-            return sorted(name for known, name in self._claims if known == kind)
+            return sorted(claims[0].name for (known, _), claims in self._claims.items() if known == kind)
 
     def entry(self, kind: str, name: str) -> Entry:
         """Who claims a name and where the component is, without importing it.
@@ -193,6 +195,26 @@ class Registry:
         entry = self.entry(kind, name)
         return run(f"{kind} {name!r} ({entry})", self.get(kind, name), config, runtime)
 
+    def parse(
+        self, kind: str, name: str, config: Any = None, *, runtime: Iterable[str] = ()
+    ) -> tuple[Any, list[Problem]]:
+        """What `build` would make of a config, and every problem that it has, without building anything.
+
+        Args:
+            runtime: names of the arguments that `build` will get besides.
+
+        Returns:
+            an instance of the component's ``Config`` (of one without: the mapping); path and sentence of each problem.
+
+        Raises:
+            UnknownError, DuplicateError, LoadError: see `get`.
+        """
+        factory = self.get(kind, name)
+        schema = config_class(factory)
+        if schema is not None:
+            return parse(schema, config)
+        return config, check_keywords(factory, config, runtime)
+
     def problems(self) -> list[str]:
         """One sentence for each unreadable entry point and each contested name. Names are not imported to find out."""
         with self._lock:
@@ -204,7 +226,7 @@ class Registry:
 
     def _find(self, kind: str, name: str) -> Entry:
         self._load_entry_points()
-        claims = self._claims.get((kind, name))
+        claims = self._claims.get(_key(kind, name))
         if not claims:
             options = self.names(kind)
             if options:
@@ -229,7 +251,7 @@ class Registry:
             if problem:
                 self._problems.append(f"entry point {point.name!r} of {origin}: {problem}")
                 continue
-            claims = self._claims.setdefault((kind, name), [])
+            claims = self._claims.setdefault(_key(kind, name), [])
             entry = Entry(kind, name, point.value, origin)
             # The core may say twice what it says once in a table and once as an entry point; a plug-in may not.
             if entry not in claims:
@@ -239,6 +261,10 @@ class Registry:
 def installed() -> Iterable[EntryPoint]:
     """The entry points of the group ``zoo.components`` in this environment."""
     return entry_points(group=GROUP)
+
+
+def _key(kind: str, name: str) -> tuple[str, str]:
+    return kind, name.casefold()
 
 
 def _resolve(entry: Entry) -> Any:

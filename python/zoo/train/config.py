@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from zoo.config import ConfigError, Section, read
+from zoo.config import ComponentChoice, ConfigError, Section, read
 
 if TYPE_CHECKING:
     from zoo.config import Config
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 STEPS_OF_SCHEDULE = "scheduler.params.total_num_steps"
 
 
-class TaskChoice(Section):
-    """Which task, by its name in the registry."""
+class TaskChoice(ComponentChoice):
+    """Which task, such as "byte_lm", and its options."""
 
-    type: str
-    """Name of the task, such as "byte_lm"."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Its own options, checked by the task when it is built."""
+    kind: ClassVar[str] = "task"
+    runtime: ClassVar[tuple[str, ...]] = ("seed",)
 
 
 class TrainConfig(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zoo.registry import ByKeywords, config_class, known_keys, near
 from zoo.zero.config import ZeroConfig
 from zoo.zero.options.documents import KEYS, name_of
 from zoo.zero.options.keywords import OptimizerArguments
@@ -118,27 +118,40 @@ def find_optimizer(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a class (optimizer=torch.optim.AdamW) and "
             "its arguments (lr=3e-4), an instance of one, or its name in the registry."
         )
+    if config_class(optimizer) is not None:
+        optimizer = ByKeywords(optimizer, "params")
     _check_options(optimizer, options)
     return Wrapped(make=optimizer, groups=param_groups_of(model, params), options=dict(options))
 
 
 def _check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
     """Raise TypeError for options that are neither of ZeRO nor of the optimizer, with those that are near."""
-    try:
-        taken = instances.parameters_of(optimizer) if isinstance(optimizer, type) else None
-    except ValueError:  # a class without a signature
+    known = _keys_of(optimizer)
+    if known is None:
         return
-    if taken is None or any(p.kind is p.VAR_KEYWORD for p in taken):
-        return
-    known = {p.name for p in taken}
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, sorted(known | KEYS | _keywords()), n=3)
-            meant = f" Did you mean {' or '.join(near)}?" if near else ""
+            close = near(key, known | KEYS | _keywords())
+            meant = f" Did you mean {' or '.join(close)}?" if close else ""
             raise TypeError(
                 f"{key}={options[key]!r} is an option neither of ZeRO nor of {optimizer.__name__}, which takes "
                 f"{', '.join(sorted(known))}.{meant}"
             )
+
+
+def _keys_of(optimizer: Any) -> set[str] | None:
+    """The options that it takes; None where that cannot be told."""
+    if isinstance(optimizer, ByKeywords):
+        schema = config_class(optimizer)
+        keys = None if schema is None else known_keys(schema)
+        return None if keys is None else set(keys)
+    try:
+        taken = instances.parameters_of(optimizer) if isinstance(optimizer, type) else None
+    except ValueError:  # a class without a signature
+        return None
+    if taken is None or any(p.kind is p.VAR_KEYWORD for p in taken):
+        return None
+    return {p.name for p in taken}
 
 
 def _keywords() -> set[str]:
