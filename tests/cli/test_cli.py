@@ -185,7 +185,7 @@ def test_only_rank_0_speaks_of_what_all_ranks_see(config: Path) -> None:
 def test_components_are_listed() -> None:
     result = zoo("components")
     assert result.exit_code == 0
-    assert "lr_schedule\n  WarmupCosineLR" in result.output
+    assert "lr_schedule\n  LRRangeTest" in result.output
     assert "byte_lm" in result.output
     assert zoo("components", "optimizer").output.startswith("optimizer\n")
     assert "no kind is named 'optimiser'" in zoo("components", "optimiser").stderr

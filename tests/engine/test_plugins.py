@@ -23,13 +23,9 @@ from zoo.lr_schedules import Schedule
 
 
 class Halving(Schedule):
-    @dataclass(frozen=True, kw_only=True)
+    @dataclass(frozen=True)
     class Config:
         every: int = 2
-
-    def __init__(self, config, *, optimizer):
-        self.config = config
-        super().__init__(optimizer)
 
     def rate(self, step, group):
         return self.base_rates[group] * 0.5 ** (step // self.config.every)

@@ -12,7 +12,7 @@ steps of learning rate 0.003 such noise moves a loss by some 1e-5 at most (measu
 1e-6). TOLERANCE is 1e-4 for other processors. A wrong scale, a missing reduction, a sample read twice moves them by
 more than 1e-2.
 
-``python tests/golden/test_golden.py write`` writes the file anew, on one rank at stage 0.
+``PYTHONPATH=. python tests/golden/test_golden.py write`` writes the file anew, on one rank at stage 0.
 """
 
 from __future__ import annotations

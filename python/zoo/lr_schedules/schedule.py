@@ -1,10 +1,17 @@
-"""What all schedules share: the count of steps, the optimizer's groups, state, and the warm-up ramp."""
+"""What all schedules share: their constructor, the count of steps, the optimizer's groups, and the state."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+from typing_extensions import Self
+
+Rates = float | list[float]
+"""One number, or one for each parameter group."""
 
 
 class HasParamGroups(Protocol):
@@ -16,30 +23,90 @@ class HasParamGroups(Protocol):
 
 
 class Schedule:
-    """A learning rate for each step k = 0, 1, 2, …: step k (counted from 0) is taken with ``rate(k, group)``.
+    """A learning rate for each step k = 0, 1, 2, …: the optimizer's step number k + 1 is taken with ``rate(k, group)``.
 
-    The rate of step 0 is set when the schedule is built; :meth:`step`, called after each optimizer step, sets the next
-    one. A subclass defines :meth:`rate`, a pure function of k, so that resuming is nothing but setting k.
+    The rate of the first step is set when the schedule is built; :meth:`step`, called after each optimizer step, sets
+    the next one. A subclass has a dataclass ``Config`` and defines :meth:`rate`, a pure function of k, so that resuming
+    is nothing but setting k. It is built as ``Subclass(optimizer, first_option, ..., option=...)``, options being the
+    fields of ``Config`` in their order, or by its name in the registry.
+
+    Args:
+        optimizer: of any kind that has ``param_groups``.
+        last_batch_iteration: calls of :meth:`step` that were made before, less one; -1 begins anew. Groups then have
+            the rate of that step. The rates that a schedule multiplies are ``group["initial_lr"]`` where there is one.
+        options: of ``Config``.
 
     Attributes:
+        config: the options.
         base_rates: the learning rates the groups had when the schedule was built.
         last_step: k of the rate that the groups have now.
+
+    Raises:
+        ValueError: options that cannot be.
     """
 
-    def __init__(self, optimizer: HasParamGroups) -> None:
-        self.optimizer = optimizer
-        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.last_step = 0
+    Config: ClassVar[Any]
+    per_group: ClassVar[tuple[str, ...]] = ()
+    """Options that are a number, or a list with one for each group."""
+
+    def __init__(self, optimizer: HasParamGroups, *options: Any, last_batch_iteration: int = -1, **named: Any) -> None:
+        count = len(dataclasses.fields(self.Config))
+        if len(options) == count + 1:
+            *options, last_batch_iteration = options  # type: ignore[assignment]
+        self._begin(optimizer, self.Config(*options, **named), last_batch_iteration)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "Config" in vars(cls) and "__init__" not in vars(cls):
+            cls.__signature__ = _signature(cls.Config)  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_config(cls, config: Any, *, optimizer: HasParamGroups) -> Self:
+        """How the registry builds it."""
+        made = cls.__new__(cls)
+        made._begin(optimizer, config, -1)
+        return made
+
+    def _begin(self, optimizer: HasParamGroups, config: Any, last_batch_iteration: int) -> None:
+        if last_batch_iteration < -1:
+            raise ValueError(
+                f"{type(self).__name__} got last_batch_iteration={last_batch_iteration}; -1 begins anew, and n >= 0 "
+                "goes on after n + 1 steps."
+            )
+        self.optimizer, self.config = optimizer, config
+        for key in self.per_group:
+            check_groups(type(self).__name__, key, getattr(config, key), len(optimizer.param_groups))
+        groups = optimizer.param_groups
+        again = last_batch_iteration >= 0
+        self.base_rates = [float(g.get("initial_lr", g["lr"]) if again else g["lr"]) for g in groups]
+        self.last_step = last_batch_iteration + 1
+        self.check_optimizer()
         self._apply()
+
+    def check_optimizer(self) -> None:
+        """For subclasses that need more of an optimizer than rates."""
 
     def rate(self, step: int, group: int) -> float:
         """The learning rate of step ``step`` (from 0) for parameter group number ``group``."""
         raise NotImplementedError(f"{type(self).__name__} defines no rate(step, group).")
 
-    def step(self) -> None:
-        """Go on to the rate of the next step."""
-        self.last_step += 1
+    def values(self, step: int, group: int) -> dict[str, Any]:
+        """Everything that the group gets for this step."""
+        return {"lr": self.rate(step, group)}
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go on to the rate of the next step, or of that after batch number ``last_batch_iteration`` (from 0)."""
+        self.last_step = self.last_step + 1 if last_batch_iteration is None else last_batch_iteration + 1
         self._apply()
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """Calls of :meth:`step`, less one."""
+        return self.last_step - 1
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group at this step, by the formula."""
+        return [self.rate(self.last_step, group) for group in range(len(self.optimizer.param_groups))]
 
     def get_last_lr(self) -> list[float]:
         """The rate of each group as it is now."""
@@ -52,20 +119,22 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken; the groups get the rate of that step.
 
+        ``{"last_batch_iteration": n}``, which other implementations save, is taken too.
+
         Raises:
             ValueError: the state is of an optimizer with another number of groups, or of another kind of schedule.
         """
+        if set(state) == {"last_batch_iteration"}:
+            state = {"last_step": state["last_batch_iteration"] + 1, "base_rates": self.base_rates}
         if set(state) != {"last_step", "base_rates"}:
             raise ValueError(
                 f"{type(self).__name__} got a state with the keys {sorted(state)}; it wants base_rates and last_step, "
-                f"as "
-                "its own state_dict() gives them."
+                "as its own state_dict() gives them."
             )
         if len(state["base_rates"]) != len(self.base_rates):
             raise ValueError(
                 f"{type(self).__name__} got the state of {len(state['base_rates'])} parameter groups; the optimizer "
-                f"has "
-                f"{len(self.base_rates)}. Build it with the same groups as when the state was saved."
+                f"has {len(self.base_rates)}. Build it with the same groups as when the state was saved."
             )
         self.last_step = int(state["last_step"])
         self.base_rates = [float(rate) for rate in state["base_rates"]]
@@ -73,25 +142,31 @@ class Schedule:
 
     def _apply(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = self.rate(self.last_step, index)
+            group.update(self.values(self.last_step, index))
+
+
+def _signature(config: type[Any]) -> inspect.Signature:
+    first = inspect.Parameter("optimizer", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="HasParamGroups")
+    last = first.replace(name="last_batch_iteration", default=-1, annotation="int")
+    return inspect.Signature([first, *inspect.signature(config).parameters.values(), last])
+
+
+def of_group(value: Rates, group: int) -> float:
+    """``value`` itself, or its element for the group."""
+    return float(value if isinstance(value, (int, float)) else value[group])
 
 
 def ramp(step: int, num_steps: int, kind: str) -> float:
-    """From 0 at step 0 up to 1 at step ``num_steps`` and after it.
+    """From 0 in the first two steps, k = 0 and 1, up to 1 at step n + 1 and after it; n = ``num_steps``, at least 2.
 
-    "linear": ``k / n``. "log": ``ln(k + 1) / ln(n)``, at most 1 (it gets there at k = n - 1), with n at
-    least 2.
+    "linear": ``(k - 1) / n``. "log": ``ln(k) / ln(n)``, at most 1 (it gets there at k = n).
     """
-    if step >= num_steps:
+    done, num_steps = max(0, step - 1), max(2, num_steps)
+    if done >= num_steps:
         return 1.0
     if kind == "linear":
-        return step / num_steps
-    return min(1.0, math.log(step + 1) / math.log(max(2, num_steps)))
-
-
-def per_group(value: float | Sequence[float], group: int) -> float:
-    """``value`` itself, or its element for the group."""
-    return float(value if isinstance(value, (int, float)) else value[group])
+        return done / num_steps
+    return min(1.0, math.log(done + 1) / math.log(num_steps))
 
 
 def check_warmup(name: str, warmup_num_steps: int, warmup_type: str) -> None:
@@ -99,7 +174,7 @@ def check_warmup(name: str, warmup_num_steps: int, warmup_type: str) -> None:
     if warmup_type not in ("log", "linear"):
         raise ValueError(f"{name} got warmup_type={warmup_type!r}; allowed are 'log' and 'linear'.")
     if warmup_num_steps < 0:
-        raise ValueError(f"{name} got warmup_num_steps={warmup_num_steps}; give 0 (no warm-up) or more steps.")
+        raise ValueError(f"{name} got warmup_num_steps={warmup_num_steps}; give 0 (as 2: the shortest) or more steps.")
 
 
 def check_total(name: str, total_num_steps: int) -> None:
@@ -113,6 +188,5 @@ def check_groups(name: str, key: str, value: float | Sequence[float], num_groups
     if not isinstance(value, (int, float)) and len(value) != num_groups:
         raise ValueError(
             f"{name} got {len(value)} values for {key}; the optimizer has {num_groups} parameter groups: give one "
-            f"value for "
-            "all or one for each."
+            "value for all or one for each."
         )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import HasParamGroups, Schedule, check_total, check_warmup, ramp
+from zoo.lr_schedules.schedule import Schedule, check_total, check_warmup, ramp
 
 
 class WarmupCosineLR(Schedule):
-    """``lr(k) = base * f(k)`` with the optimizer's own learning rate as base, n = ``warmup_num_steps``, N =
-    ``total_num_steps``.
+    """``lr(k) = base * f(k)`` with the optimizer's own learning rate as base, n = ``warmup_num_steps`` (at least 2),
+    N = ``total_num_steps``.
 
-    For k < n: ``f = w + (1 - w) * r(k)``, w = ``warmup_min_ratio``, r the ramp of :class:`~zoo.lr_schedules.WarmupLR`.
-    Then ``f = c + (1 - c) * (1 + cos(pi * (k - n + 1) / (N - n))) / 2`` with c = ``cos_min_ratio``, and f = c from step
-    N - 1 on: the field's own schedule lets the cosine rise again after the end, this one stays down.
+    f(0) = 0. For k <= n: ``f = w + (1 - w) * r(k)``, w = ``warmup_min_ratio``, r the ramp of
+    :class:`~zoo.lr_schedules.WarmupLR`. Then ``f = c + (1 - c) * (1 + cos(pi * (k - n) / (N - n))) / 2`` with
+    c = ``cos_min_ratio``, and f = c from k = N on. That the first step moves nothing is what the field's own schedule
+    does. Loshchilov and Hutter 2017, "SGDR", equation 5, one cycle.
     """
 
-    @dataclass(frozen=True, kw_only=True)
+    @dataclass(frozen=True)
     class Config:
         """Ratios are of the optimizer's learning rate."""
 
@@ -34,19 +35,19 @@ class WarmupCosineLR(Schedule):
                 if not 0.0 <= getattr(self, key) <= 1.0:
                     raise ValueError(f"WarmupCosineLR got {key}={getattr(self, key)}; it lies between 0 and 1.")
 
-    def __init__(self, config: Config, *, optimizer: HasParamGroups) -> None:
-        self.config = config
-        super().__init__(optimizer)
+    config: Config
 
     def rate(self, step: int, group: int) -> float:
         """The formula of the class."""
+        return self.base_rates[group] * self._ratio(step)
+
+    def _ratio(self, step: int) -> float:
         config = self.config
-        if step < config.warmup_num_steps:
+        if step == 0:
+            return 0.0
+        warmup = max(2, config.warmup_num_steps)
+        if step <= warmup:
             low = config.warmup_min_ratio
-            return self.base_rates[group] * (
-                low + (1.0 - low) * ramp(step, config.warmup_num_steps, config.warmup_type)
-            )
-        span = max(1, config.total_num_steps - config.warmup_num_steps)
-        done = min(1.0, (step - config.warmup_num_steps + 1) / span)
-        low = config.cos_min_ratio
-        return self.base_rates[group] * (low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * done)))
+            return low + (1.0 - low) * ramp(step, warmup, config.warmup_type)
+        done = min(1.0, (step - warmup) / max(1, config.total_num_steps - warmup))
+        return config.cos_min_ratio + (1.0 - config.cos_min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))

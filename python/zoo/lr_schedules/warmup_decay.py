@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import (
-    HasParamGroups,
-    Schedule,
-    check_groups,
-    check_total,
-    check_warmup,
-    per_group,
-    ramp,
-)
+from zoo.lr_schedules.schedule import Rates, Schedule, check_total, check_warmup, of_group, ramp
 
 
 class WarmupDecayLR(Schedule):
-    """``lr(k) = min + (max - min) * g(k)`` with n = ``warmup_num_steps``, N = ``total_num_steps``.
+    """``lr(k) = min + (max - min) * g(k)`` with n = ``warmup_num_steps`` (at least 2), N = ``total_num_steps``.
 
-    g(k) is the ramp of :class:`~zoo.lr_schedules.WarmupLR` for k < n, then ``max(0, (N - k) / max(1, N - n))``. The
-    optimizer's own learning rate is replaced.
+    g(k) is the ramp of :class:`~zoo.lr_schedules.WarmupLR` for k <= n, then ``max(0, (N - k + 1) / max(1, N - n))``:
+    the last rate above the minimum is that of step k = N. The optimizer's own learning rate is replaced.
     """
 
-    @dataclass(frozen=True, kw_only=True)
+    @dataclass(frozen=True)
     class Config:
         """``warmup_min_lr`` and ``warmup_max_lr`` are one number, or one for each parameter group."""
 
         total_num_steps: int
-        warmup_min_lr: float | list[float] = 0.0
-        warmup_max_lr: float | list[float] = 0.001
+        warmup_min_lr: Rates = 0.0
+        warmup_max_lr: Rates = 0.001
         warmup_num_steps: int = 1000
         warmup_type: str = "log"
 
@@ -36,18 +28,16 @@ class WarmupDecayLR(Schedule):
             check_warmup("WarmupDecayLR", self.warmup_num_steps, self.warmup_type)
             check_total("WarmupDecayLR", self.total_num_steps)
 
-    def __init__(self, config: Config, *, optimizer: HasParamGroups) -> None:
-        self.config = config
-        for key in ("warmup_min_lr", "warmup_max_lr"):
-            check_groups(type(self).__name__, key, getattr(config, key), len(optimizer.param_groups))
-        super().__init__(optimizer)
+    config: Config
+    per_group = ("warmup_min_lr", "warmup_max_lr")
 
     def rate(self, step: int, group: int) -> float:
         """The formula of the class."""
         config = self.config
-        low, high = per_group(config.warmup_min_lr, group), per_group(config.warmup_max_lr, group)
-        if step < config.warmup_num_steps:
-            share = ramp(step, config.warmup_num_steps, config.warmup_type)
+        low, high = of_group(config.warmup_min_lr, group), of_group(config.warmup_max_lr, group)
+        warmup, total = max(2, config.warmup_num_steps), config.total_num_steps
+        if step <= warmup:
+            share = ramp(step, warmup, config.warmup_type)
         else:
-            share = max(0.0, (config.total_num_steps - step) / max(1, config.total_num_steps - config.warmup_num_steps))
+            share = max(0.0, (total - step + 1) / max(1, total - warmup))
         return low + (high - low) * share

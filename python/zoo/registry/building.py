@@ -124,6 +124,8 @@ class ByKeywords:
 def run(what: str, factory: Callable[..., Any], config: Any, runtime: Mapping[str, Any]) -> Any:
     """Call the component; arguments that do not fit its signature are named before anything runs.
 
+    A class with a ``Config`` whose constructor is for people, and not for a config, has a ``from_config`` besides.
+
     Raises:
         BuildError: see `make_config`; also missing, unknown or doubly given arguments.
     """
@@ -132,6 +134,7 @@ def run(what: str, factory: Callable[..., Any], config: Any, runtime: Mapping[st
     keywords = dict(runtime)
     if schema is not None:
         positional = (make_config(what, schema, config),)
+        factory = getattr(factory, "from_config", factory)
     elif config is not None:
         if not isinstance(config, Mapping):
             raise BuildError(f"{what}: it has no Config, so its config must be a mapping of arguments, not {config!r}")

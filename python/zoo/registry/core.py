@@ -15,6 +15,8 @@ CORE: dict[str, dict[str, str]] = {
         "zero_optimization": "zoo.zero.config:ZeroConfig",
     },
     "lr_schedule": {
+        "LRRangeTest": "zoo.lr_schedules:LRRangeTest",
+        "OneCycle": "zoo.lr_schedules:OneCycle",
         "WarmupCosineLR": "zoo.lr_schedules:WarmupCosineLR",
         "WarmupDecayLR": "zoo.lr_schedules:WarmupDecayLR",
         "WarmupLR": "zoo.lr_schedules:WarmupLR",
