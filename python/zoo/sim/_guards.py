@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["graph_task_running", "internal", "quiet"]
+__all__ = ["graph_task_running", "internal", "outlive_ranks", "quiet"]
+
+_GUARD_OF_ITS_THREAD = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
 
 
 def internal(module: Any, name: str) -> Any:
@@ -27,6 +29,17 @@ def graph_task_running() -> bool:
     """Whether this thread is inside ``backward``."""
     current: Callable[[], int] = internal(torch._C, "_current_graph_task_id")
     return current() != -1
+
+
+def outlive_ranks() -> None:
+    """Let the calling thread own what torch keeps of the first thread that asks for it.
+
+    Where there is no GPU, the first FakeTensorMode (DTensors make them) puts a stand-in for the CUDA device guard in
+    place. In torch 2.11 that is gone with its thread, and the next mode in another thread crashes; 2.15 is well.
+    """
+    make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if _GUARD_OF_ITS_THREAD and make is not None and not torch.cuda.is_available():
+        make()
 
 
 @contextlib.contextmanager

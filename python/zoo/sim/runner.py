@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.sim import group
+from zoo.sim._guards import outlive_ranks
 from zoo.sim.errors import Died, RankError, SimTimeoutError, Stop
 from zoo.sim.faults import Crash, Fault, FaultPlan
 from zoo.sim.rng import RngStates
@@ -91,6 +92,7 @@ def run(
     plan = FaultPlan(faults, world_size)
     with _one_run:
         group.register()
+        outlive_ranks()
         caller = RngStates.capture()
         scheduler = Scheduler(world_size, seed, plan, trace, caller, mode)
         try:
