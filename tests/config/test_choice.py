@@ -49,6 +49,14 @@ class Mixture:
     def __init__(self, config: Config) -> None: ...
 
 
+class Stack:
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        layers: list[Layer]
+
+    def __init__(self, config: Config) -> None: ...
+
+
 class Model(Section):
     layer: Layer
     others: dict[str, Layer] = Field(default_factory=dict)
@@ -56,7 +64,10 @@ class Model(Section):
 
 def registry() -> Registry:
     return Registry(
-        {"gate": {"TopK": TopK, "Noise": noise, "Broken": "zoo_no_such_module:Gate"}, "layer": {"Mixture": Mixture}}
+        {
+            "gate": {"TopK": TopK, "Noise": noise, "Broken": "zoo_no_such_module:Gate"},
+            "layer": {"Mixture": Mixture, "Stack": Stack},
+        }
     )
 
 
@@ -138,4 +149,11 @@ def test_the_schema_has_names_and_options_of_all_levels() -> None:
     assert fits({"layer": mixture({"type": "TopK", "params": {"k": "auto"}})})
     assert not fits({"layer": {"type": "Mixture", "params": {}}})
     assert not fits({"layer": {"type": "Mixture"}})
+    inner: dict[str, Any] = {"type": "Stack", "params": {"layers": [mixture({"type": "TopK", "params": {"k": 3}})]}}
+    assert fits({"layer": {"type": "Stack", "params": {"layers": [inner]}}})
+    inner["params"]["layers"].append({"type": "Mixture", "params": {"gates": 1}})
+    assert not fits({"layer": {"type": "Stack", "params": {"layers": [inner]}}})
+    assert problems({"layer": {"type": "Stack", "params": {"layers": [inner]}}})[0].startswith(
+        "model.layer.params.layers.0.params.layers.1.params.gates: unknown key; did you mean 'gate'?"
+    )
     assert "x-component-kind" not in str(schema)

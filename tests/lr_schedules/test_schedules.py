@@ -18,7 +18,7 @@ from tests.profiles import examples
 
 from zoo import lr_schedules
 from zoo.lr_schedules import Schedule
-from zoo.registry import BuildError, build, names
+from zoo.registry import BuildError, Registry, build, names
 
 PARAMS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"},
@@ -197,6 +197,23 @@ def test_it_begins_in_the_middle(name: str) -> None:
     assert again.get_last_lr() == [expected[7]]
     with pytest.raises(ValueError, match="last_batch_iteration=-2"):
         cls(_optimizer(), last_batch_iteration=-2, **PARAMS[name])
+
+
+def test_a_constructor_of_ones_own_is_used() -> None:
+    class Half(Schedule):
+        @dataclasses.dataclass(frozen=True)
+        class Config:
+            share: float = 0.5
+
+        def __init__(self, config: Config, *, optimizer: Any) -> None:
+            self.share = config.share
+            super().__init__(optimizer, config.share)
+
+        def rate(self, step: int, group: int) -> float:
+            return self.base_rates[group] * self.share
+
+    registry = Registry({"lr_schedule": {"Half": Half}})
+    assert registry.build("lr_schedule", "half", {"share": 0.25}, optimizer=_optimizer()).get_last_lr() == [0.125]
 
 
 def test_momentum_cycles_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:

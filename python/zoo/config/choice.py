@@ -63,8 +63,9 @@ def describe_choices(schema: dict[str, Any], registry: Registry) -> dict[str, An
         choice["allOf"] = []
         for name in names:
             options, inner = _options_schema(kind, name, runtime, registry)
-            definitions |= inner
-            waiting += inner.values()
+            new = {key: value for key, value in inner.items() if key not in definitions}  # a layer may hold layers
+            definitions |= new
+            waiting += new.values()
             if options is not None:
                 named = {"properties": {"type": {"const": name}}, "required": ["type"]}
                 needed = {"required": ["params"]} if options.get("required") else {}

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from typing_extensions import Self
 
@@ -62,7 +62,10 @@ class Schedule:
 
     @classmethod
     def from_config(cls, config: Any, *, optimizer: HasParamGroups) -> Self:
-        """How the registry builds it."""
+        """How the registry builds it; one with a constructor of its own as ``Subclass(config, optimizer=...)``."""
+        if cls.__init__ is not Schedule.__init__:
+            build: Any = cls
+            return cast(Self, build(config, optimizer=optimizer))
         made = cls.__new__(cls)
         made._begin(optimizer, config, -1)
         return made

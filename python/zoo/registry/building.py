@@ -118,6 +118,8 @@ class ByKeywords:
         return run(self.__name__, self.component, options, {self._first: runtime})
 
     def __getattr__(self, name: str) -> Any:
+        if name == "component":  # of a copy in the making
+            raise AttributeError(name)
         return getattr(self.component, name)
 
 
