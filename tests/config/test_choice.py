@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
@@ -123,6 +124,37 @@ def test_choices_are_values_like_others() -> None:
 def test_a_mistake_at_any_depth_is_one_sentence_with_its_path(model: dict[str, Any], said: str) -> None:
     (problem,) = problems(model)
     assert problem.startswith(said), problem
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"lr": "x"}, ["optimizer.params.lr: Input should be a valid number (given 'x')"]),
+        ({"lr": "3"}, ["optimizer.params.lr: Input should be a valid number (given '3')"]),
+        ({"amsgrad": 1}, ["optimizer.params.amsgrad: Input should be a valid boolean (given 1)"]),
+        ({"betas": [0.9]}, ["optimizer.params.betas.1: Field required (given [0.9])"]),
+        ({"params": 1}, ["optimizer.params.params: unknown key; known: lr, betas, eps, weight_decay"]),
+        ({"lr": 1, "betas": [0.9, 0.95], "amsgrad": True, "weight_decay": 0}, []),
+    ],
+)
+def test_options_of_a_component_without_a_config_have_types(params: dict[str, Any], said: list[str]) -> None:
+    document = {"train_batch_size": 1, "optimizer": {"type": "adamw", "params": params}}
+    found: list[str] = []
+    try:
+        load(document, world_size=1)
+    except ConfigError as error:
+        found = error.problems
+    assert len(found) == len(said)
+    assert all(problem.startswith(start) for problem, start in zip(found, said, strict=True)), found
+
+
+def test_whole_floats_are_integers_and_objects_are_left_to_the_component() -> None:
+    def scale(*, size: int, ratio: float = 1.0, dtype: torch.dtype = torch.float32) -> None: ...
+
+    registry = Registry({"scale": {"one": scale}})
+    assert registry.parse("scale", "one", {"size": 5e8, "ratio": 3, "dtype": torch.float16})[1] == []
+    assert registry.parse("scale", "one", {"size": 0.5})[1][0][0] == "size"
+    assert registry.parse("scale", "one", {"size": 1, "dtype": "fp16"})[1] == []
 
 
 @given(st.text("TopKtopk", min_size=4, max_size=4))

@@ -11,7 +11,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic_core import CoreSchema
 
 from zoo.config.section import Section
-from zoo.registry import Registry, RegistryError, config_class, keywords, known_keys
+from zoo.registry import Registry, RegistryError, adapter_of, argument_types, config_class, keywords, known_keys
 
 __all__ = ["ComponentChoice", "check_choices", "describe_choices"]
 
@@ -86,18 +86,35 @@ def _options_schema(
         known = keywords(factory, runtime)
         if known is None:
             return None, {}
+        types = argument_types(factory)
+        properties = {key: _value_schema(types.get(key, Any)) for key in known}
         required = [key for key, needed in known.items() if needed]
-        return {"type": "object", "properties": {key: {} for key in known}, "required": required, **_CLOSED}, {}
+        return {"type": "object", "properties": _or_auto(properties), "required": required, **_CLOSED}, {}
     try:
         found = TypeAdapter(config).json_schema(by_alias=False, ref_template=f"#/$defs/{kind}.{name}.{{model}}")
     except PydanticInvalidForJsonSchema:  # a value that JSON has no word for; its keys are known all the same
         keys = known_keys(config)
         return (None, {}) if keys is None else ({"properties": {key: {} for key in keys}, **_CLOSED}, {})
     inner = {f"{kind}.{name}.{key}": value for key, value in found.pop("$defs", {}).items()}
-    for key, value in found.get("properties", {}).items():
-        if value.get("type") in ("number", "integer", "boolean") or "anyOf" in value:
-            found["properties"][key] = {"anyOf": [value, {"const": "auto"}]}  # until it is resolved
-    return {**found, **_CLOSED}, inner
+    return {**found, "properties": _or_auto(found.get("properties", {})), **_CLOSED}, inner
+
+
+def _value_schema(annotation: Any) -> dict[str, Any]:
+    adapter = adapter_of(annotation)
+    try:
+        found = {} if adapter is None else adapter.json_schema()
+    except PydanticInvalidForJsonSchema:
+        return {}
+    return {} if "$defs" in found else found
+
+
+def _or_auto(properties: dict[str, Any]) -> dict[str, Any]:
+    """A number may be "auto" until it is resolved."""
+    plain = ("number", "integer", "boolean", "array")
+    return {
+        key: {"anyOf": [value, {"const": "auto"}]} if value.get("type") in plain or "anyOf" in value else value
+        for key, value in properties.items()
+    }
 
 
 _CLOSED = {"additionalProperties": False}

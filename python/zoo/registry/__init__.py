@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zoo.registry.building import ByKeywords, config_class, keywords, known_keys
+from zoo.registry.building import ByKeywords, adapter_of, argument_types, config_class, keywords, known_keys
 from zoo.registry.core import CORE
 from zoo.registry.describe import Choice
 from zoo.registry.describe import describe as _describe
@@ -33,6 +33,8 @@ __all__ = [
     "RegistryError",
     "Subpackage",
     "UnknownError",
+    "adapter_of",
+    "argument_types",
     "build",
     "config_class",
     "describe",

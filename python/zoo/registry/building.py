@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic_core import SchemaError
 
 from zoo.registry.errors import BuildError, nearest
 
 __all__ = [
     "ByKeywords",
     "Problem",
+    "adapter_of",
+    "argument_types",
     "check_keywords",
     "config_class",
     "config_values",
@@ -98,9 +103,50 @@ def check_keywords(factory: Any, config: Any, runtime: Iterable[str]) -> list[Pr
     known = keywords(factory, runtime)
     if known is None:
         return []
-    given = config or {}
+    given, types = config or {}, argument_types(factory)
     problems = [(str(key), _unknown(key, list(known))) for key in given if key not in known]
+    for key, value in given.items():
+        if key in known and key in types and (wrong := _mismatch(types[key], value)):
+            problems.append((f"{key}{wrong[0]}", f"{wrong[1]} (given {value!r})"))
     return problems + [(k, "required and not given") for k, needed in known.items() if needed and k not in given]
+
+
+def argument_types(factory: Any) -> dict[str, Any]:
+    """The types of a component's arguments, as far as they are written down."""
+    try:
+        return get_type_hints(getattr(factory, "__init__") if isinstance(factory, type) else factory)  # noqa: B009
+    except Exception:  # names that exist for type checkers only, of which there are many kinds
+        return {}
+
+
+def adapter_of(annotation: Any) -> TypeAdapter[Any] | None:
+    """What checks values of a type; None for a type that says nothing to pydantic."""
+    try:
+        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticUserError, SchemaError, TypeError):
+        return None
+
+
+def _mismatch(annotation: Any, value: Any) -> Problem | None:
+    """Where and why a value of a document cannot be of this type; None where it can, or where nobody knows."""
+    adapter = adapter_of(annotation)
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        return None  # no value of a document, but an object of the caller's: the component itself will speak
+    if adapter is None:
+        return None
+    # As JSON, so that a list may stand for a tuple; strict, so that "3" is no number. 5e8 is how sizes are written.
+    whole = isinstance(value, float) and value.is_integer()
+    for tried in (text, str(int(value))) if whole else (text,):
+        try:
+            adapter.validate_json(tried, strict=True)
+            return None
+        except ValidationError as error:
+            found = error.errors(include_url=False)[0]
+    if found["type"] == "needs_python_object":
+        return None  # a type that no document has values of: the component itself will speak
+    return "".join(f".{part}" for part in found["loc"] if isinstance(part, int)), found["msg"]
 
 
 class ByKeywords:
