@@ -6,9 +6,10 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
-from typing_extensions import Self
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Rates = float | list[float]
 """One number, or one for each parameter group."""
@@ -65,7 +66,7 @@ class Schedule:
         """How the registry builds it; one with a constructor of its own as ``Subclass(config, optimizer=...)``."""
         if cls.__init__ is not Schedule.__init__:
             build: Any = cls
-            return cast(Self, build(config, optimizer=optimizer))
+            return cast("Self", build(config, optimizer=optimizer))
         made = cls.__new__(cls)
         made._begin(optimizer, config, -1)
         return made
