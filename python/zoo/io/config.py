@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field, field_validator
 
 from zoo.config import Section
@@ -9,6 +11,8 @@ from zoo.config import Section
 
 class AioConfig(Section):
     """How tensors travel to and from files; `Handle.from_config` makes a handle of it."""
+
+    carried_by: ClassVar[str] = "zoo.zero"
 
     block_size: int = Field(default=1 << 20, ge=4096, le=1 << 30, multiple_of=4096)
     """Largest transfer, in bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 class ZeroConfig(Section):
     """Options of the ZeRO optimizers. Sizes are numbers of elements, as in ds_config files."""
+
+    carried_by: ClassVar[str] = "zoo.zero"
 
     stage: int = Field(default=0, ge=0, le=3)
     """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""

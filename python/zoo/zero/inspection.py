@@ -14,6 +14,7 @@ from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast.costs import Forecast, gathered_from_shards
 from zoo.zero.forecast.costs import forecast as make_forecast
 from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
+from zoo.zero.sharding.gradients import Phase
 
 if TYPE_CHECKING:
     from zoo.zero.collectives.feedback import Feedback
@@ -58,6 +59,11 @@ class Inspection:
         found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
         now = [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
         return {name: found[was] for name, was in now}  # they may have moved to another place of the model
+
+    @property
+    def holds_gradients(self) -> bool:
+        """There are gradients since ``zero_grad``, on this rank, reduced or not."""
+        return any(g.reduced or g.phase is not Phase.IDLE for g in self._gradients)
 
     def memory(self) -> dict[str, int]:
         """Bytes of model states in this rank's memory now, by role: parameters, gradients, optimizer, total.

@@ -34,6 +34,7 @@ from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
+from zoo.zero.update.norms import Tally
 from zoo.zero.update.outer import OuterOptimizer
 from zoo.zero.update.updater import Updater, try_out
 
@@ -85,6 +86,8 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             this dtype; the fp32 masters start from the exact values, and :meth:`close` gives these back, trained.
         cast_inputs: with ``param_dtype``, floating-point tensors among the arguments of the model's forward are cast.
         reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
+        predivide: divide gradients by this before they are added up over the N ranks, by N / predivide afterwards; at
+            most N, so that ``math.inf`` divides by all of it first. For sums of 16-bit gradients that would overflow.
         check: agree on a fingerprint of each collective before it, for debugging.
         config: a :class:`~zoo.zero.ZeroConfig`, or a mapping of its options; single ones may be keywords instead.
         aio: how to reach NVMe: options, or an engine that is used and left open.
@@ -101,6 +104,8 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
     _stage: ClassVar[int | None] = None
     """Of a class that is one stage."""
+    tallied: Sequence[float] = ()
+    """Sums over ranks of what the latest step was given to add up."""
 
     @shows_keywords
     def __init__(
@@ -121,6 +126,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         param_dtype: torch.dtype | None = None,
         cast_inputs: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        predivide: float = 1.0,
         check: bool = False,
         config: ZeroConfig | Mapping[str, Any] | None = None,
         aio: AioConfig | Handle | None = None,
@@ -151,8 +157,9 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
-            group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, check=check, aio=aio,
-            param_dtype=param_dtype, cast_inputs=cast_inputs, keep_norms=self.clipping.measures, arguments=alike,
+            group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, predivide=predivide,
+            check=check, aio=aio, param_dtype=param_dtype, cast_inputs=cast_inputs,
+            keep_norms=self.clipping.measures, arguments=alike,
         )  # fmt: skip
         self.sharded.used_by(self)
         try:
@@ -273,11 +280,16 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             yield
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, tally: torch.Tensor | None = None) -> Any:
         """Clip, update this rank's segments, and bring the new parameters to every rank that keeps them whole.
 
         With loss scaling a step whose gradients are not finite on some rank is skipped on all (``skipped``).
         Does nothing when there was no backward since ``zero_grad``.
+
+        Args:
+            closure: called first; its value is returned.
+            tally: (k,) numbers of this rank, on all ranks. Their sums over ranks are ``tallied`` afterwards, whatever
+                the step did; where the norm is measured they travel with it.
         """
         loss = None
         if closure is not None:
@@ -287,6 +299,14 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         if torch._C._current_graph_task_id() != -1 and self._runtime.backward.under_way:
             raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
         self.clipping.skipped = False
+        counts = Tally(tally, self.comm, self.sharded.layers) if tally is not None else None
+        try:
+            self._step(counts)
+        finally:
+            self.tallied = counts.sums if counts is not None else []
+        return loss
+
+    def _step(self, tally: Tally | None) -> None:
         groups = self._options_of_update()
         self._runtime.backward.check_running()
         self._updater.check_whole()
@@ -298,11 +318,15 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
-            return loss
+            if tally is not None:
+                tally.read()
+            return
         if not self._has_gradients():
-            return loss
+            if tally is not None:
+                tally.read()
+            return
         try:
-            factor = self.clipping.factor()
+            factor = self.clipping.factor(tally)
         except NonFiniteGradientsError:
             self._settle_errors(used=False)
             raise
@@ -310,14 +334,13 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             self._runtime.backward.scale = self.loss_scale
         if factor is None:
             self._settle_errors(used=False)
-            return loss
+            return
         try:
             self._updater.update(factor, groups, clip=self.clipping.clipped)
         finally:
             self.clipping.rescale()
         self._settle_errors(used=True)
         self._publish()
-        return loss
 
     def _settle_errors(self, *, used: bool) -> None:
         """Reductions that keep errors learn whether their latest results were used."""

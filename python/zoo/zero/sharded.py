@@ -85,6 +85,7 @@ class ShardedModel:
             :class:`~zoo.zero.ZeroOptimizer`. Without training they are converted, and :meth:`close` leaves them so.
         cast_inputs: with ``param_dtype``: so are floating-point tensors among the arguments of the module's forward.
         reduce_dtype: dtype in which gradients are sent and added; None for their own.
+        predivide: see :class:`~zoo.zero.ZeroOptimizer`.
         keep_norms: of gradients that leave the device.
         check: agree on a fingerprint of each collective before it.
         aio: how to reach NVMe.
@@ -118,6 +119,7 @@ class ShardedModel:
         param_dtype: torch.dtype | None = None,
         cast_inputs: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        predivide: float = 1.0,
         keep_norms: bool = False,
         check: bool = False,
         aio: AioConfig | Handle | None = None,
@@ -126,7 +128,11 @@ class ShardedModel:
         check_parameters(module, dry=isinstance(group, DryRun))
         check_param_dtype(module, param_dtype)
         self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
-        self.module, self.config, self.reduce_dtype = module, config, reduce_dtype
+        self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
+        if not predivide >= 1.0:
+            raise ValueError(
+                f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks."
+            )
         nodes = config.ranks_per_node
         if mesh is not None and group is not None:
             raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
@@ -153,7 +159,8 @@ class ShardedModel:
         self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
-        alike = {**dict(config), "reduce_dtype": reduce_dtype, "check": check, "trains": trains, **(arguments or {})}
+        alike = {**dict(config), "reduce_dtype": reduce_dtype, "predivide": predivide, "check": check, "trains": trains}
+        alike |= arguments or {}
         try:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
@@ -201,7 +208,7 @@ class ShardedModel:
         for spec, placed in zip(plan, placements, strict=True):
             # What is kept as int8 is rounded anyway, and what never changes back needs no memory.
             spec.keeps_originals = self._trains and rounds(spec.original, spec.dtype) and not placed.parameters.packed
-        routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype)
+        routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype, self._predivide)
         chunks = [route.axes.shard.size for route in routes]
         placements = offload(plan, placements, chunks, cfg)
         memory = StepMemory()

@@ -18,15 +18,22 @@ if TYPE_CHECKING:
 
 def choose_routes(
     plan: Sequence[BucketSpec], placements: Sequence[Placements], axes: Mapping[tuple[str, ...], Axes],
-    config: ZeroConfig, reduce_dtype: torch.dtype | None,
+    config: ZeroConfig, reduce_dtype: torch.dtype | None, predivide: float = 1.0,
 ) -> list[Routes]:  # fmt: skip
     """How each bucket travels. Sets the ``group_size`` of those of which something is quantised.
 
     Raises:
         ImportError: something is to be quantised and zoo-kernels is not installed.
+        ValueError: options that exclude each other.
         NotImplementedError: for a dtype that cannot be quantised.
     """
-    every = {key: plain_routes(of, two_stages=config.mics_hierarchical_params_gather) for key, of in axes.items()}
+    if predivide != 1.0 and config.zero_quantized_gradients:
+        raise ValueError(
+            f"predivide={predivide} with zero_quantized_gradients: quantised gradients have scales and overflow "
+            "nowhere. Leave one of the two out."
+        )
+    staged = config.mics_hierarchical_params_gather
+    every = {key: plain_routes(of, two_stages=staged, predivide=predivide) for key, of in axes.items()}
     if not (
         config.zero_quantized_weights or config.zero_quantized_gradients or config.zero_quantized_nontrainable_weights
     ):

@@ -192,13 +192,18 @@ class PlacedGather:
 
 
 class FlatReduce:
-    """One reduce-scatter, scaled to the mean over all N ranks."""
+    """One reduce-scatter, scaled to the mean over all N ranks: by 1/``before`` ahead of the sum, by the rest after it.
 
-    def __init__(self, comm: Communicator, num_ranks: int) -> None:
-        self._comm, self._scale = comm, 1.0 / num_ranks
+    Dividing first keeps sums of 16-bit gradients from overflowing, and loses more of small ones.
+    """
+
+    def __init__(self, comm: Communicator, num_ranks: int, before: float = 1.0) -> None:
+        self._comm, self._before, self._scale = comm, min(before, num_ranks), min(before, num_ranks) / num_ranks
 
     def start(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Handle:
         """See :class:`Reduce`."""
+        if self._before != 1.0:
+            full.mul_(1.0 / self._before)
         return self._comm.reduce_scatter(full, out, scale=self._scale, label=label)
 
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
@@ -295,7 +300,7 @@ class Packer(Protocol):
         """The collectives that gather P = ``numel`` elements."""
 
 
-def plain_routes(axes: Axes, *, two_stages: bool = False) -> Routes:
+def plain_routes(axes: Axes, *, two_stages: bool = False, predivide: float = 1.0) -> Routes:
     """Routes that round nothing."""
     exact: Gather = FlatGather(axes.shard)
     if two_stages and axes.local.size > 1 and axes.across.size > 1:
@@ -303,7 +308,7 @@ def plain_routes(axes: Axes, *, two_stages: bool = False) -> Routes:
     if axes.places is not None:
         exact = PlacedGather(exact, axes.places)
     secondary = FlatGather(axes.secondary) if axes.secondary is not None else None
-    reduce = with_replicas(FlatReduce(axes.shard, axes.num_losses), axes)
+    reduce = with_replicas(FlatReduce(axes.shard, axes.num_losses, predivide), axes)
     return Routes(axes=axes, gather=exact, exact=exact, reduce=reduce, secondary=secondary)
 
 

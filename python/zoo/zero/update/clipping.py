@@ -10,7 +10,7 @@ from typing import Any, Literal
 from zoo.comm import Communicator
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.update.loss_scaler import LossScaler
-from zoo.zero.update.norms import global_norm
+from zoo.zero.update.norms import Tally, global_norm
 
 EPSILON = 1e-6
 """Added to a norm before it divides, as torch does."""
@@ -62,14 +62,16 @@ class Clipping:
         """Of which gradients; ``layers``: the ranks that have other layers of the model."""
         self._gradients, self._layers = gradients, layers
 
-    def measure(self, norm_type: float = 2.0) -> float:
+    def measure(self, norm_type: float = 2.0, tally: Tally | None = None) -> float:
         """‖g‖_p without the loss scale. Collective."""
         scale = self._scaler.scale if self._scaler is not None else 1.0
-        self.norm = global_norm(self._gradients, self._layers, norm_type) / scale
+        self.norm = global_norm(self._gradients, self._layers, norm_type, tally) / scale
         return self.norm
 
-    def factor(self) -> float | None:
+    def factor(self, tally: Tally | None = None) -> float | None:
         """What takes the loss scale off the gradients; None for no update. ``clipped`` is what clips them. Collective.
+
+        ``tally`` is added up too.
 
         Raises:
             NonFiniteGradientsError: the norm is not finite, and steps are not to be skipped.
@@ -77,9 +79,11 @@ class Clipping:
         self.skipped, self.clipped = False, 1.0
         factor = 1.0 / self._scaler.scale if self._scaler is not None else 1.0
         if not (self.measures or self._suspect):
+            if tally is not None:
+                tally.read()
             return factor
         self._suspect = False
-        norm = self.measure()
+        norm = self.measure(tally=tally)
         finite = math.isfinite(norm)
         if self._scaler is not None:
             before = self._scaler.scale

@@ -15,8 +15,9 @@ from zoo.zero.sharding.gradients import BucketGradients
 
 
 def global_norm(
-    gradients: Sequence[BucketGradients], layers: Communicator | None = None, norm_type: float = 2.0
-) -> float:
+    gradients: Sequence[BucketGradients], layers: Communicator | None = None, norm_type: float = 2.0,
+    tally: Tally | None = None,
+) -> float:  # fmt: skip
     """(Σ |g|^p)^(1/p) or, for p = ``norm_type`` = infinity, max |g|. Collective.
 
     Family by family, chunk by chunk and bucket by bucket, in an order that no stage changes.
@@ -24,6 +25,9 @@ def global_norm(
     Each element counts once: chunks are added over the ranks that split a bucket, and parts along other mesh axes over
     the ranks that have them; ranks that repeat something do not add it. What ``layers``, the ranks with other layers,
     have is added at the end, in their order, so that all of them have the same bits.
+
+    A ``tally`` is added up on the way, in the same collective where the ranks are the same, and all of it is read at
+    once.
 
     Raises:
         ValueError: p is no number > 0.
@@ -34,12 +38,51 @@ def global_norm(
         raise ValueError(f"norm_type={norm_type!r}; a norm over all gradients has a number > 0, or math.inf, for it.")
     p = float(number)
     families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
-    powers = _joined(torch.stack([_powers(gradients, axes, p) for axes in families]), p)
+    powers = _joined(torch.stack([_powers(gradients, axes, p, tally) for axes in families]), p)
     if layers is not None:
         powers = _joined(_of_all(layers, powers.reshape(1)), p)
-    if p == 2.0:
-        return float(powers.sqrt())
-    return float(powers if math.isinf(p) else powers.pow(1.0 / p))
+    norm = powers.sqrt() if p == 2.0 else powers if math.isinf(p) else powers.pow(1.0 / p)
+    if tally is None:
+        return float(norm)
+    return tally.read(norm)
+
+
+class Tally:
+    """Numbers of each rank that a step adds up over all of them.
+
+    Args:
+        mine: (k,) of this rank.
+        comm: all ranks that have numbers; layers: those with other layers of the model, None for none.
+
+    Attributes:
+        sums: k numbers, once they are known.
+    """
+
+    def __init__(self, mine: torch.Tensor, comm: Communicator, layers: Communicator | None) -> None:
+        self.mine, self.comm, self._layers = mine.double(), comm, layers
+        self.sums: list[float] = []
+        self._everyone: torch.Tensor | None = None
+
+    def ride(self, comm: Communicator, others: torch.Tensor) -> torch.Tensor | None:
+        """(N m,) the (m,) ``others`` of every rank, if these go to the same ranks and the tally is not on its way."""
+        if self._everyone is not None or tuple(comm.ranks) != tuple(self.comm.ranks):
+            return None
+        both = _of_all(comm, torch.cat([others, self.mine.to(others.device)])).view(comm.size, -1)
+        self._everyone = both[:, others.numel() :]
+        return both[:, : others.numel()].reshape(-1)
+
+    def read(self, norm: torch.Tensor | None = None) -> float:
+        """Add up, and copy everything to the host at once; returns the norm. Collective unless it was ridden."""
+        if self._everyone is None:
+            self._everyone = _of_all(self.comm, self.mine).view(self.comm.size, -1)
+        sums = self._everyone.sum(0)
+        if self._layers is not None:
+            sums = _of_all(self._layers, sums).view(self._layers.size, -1).sum(0)
+        if norm is None:
+            self.sums = sums.tolist()
+            return 0.0
+        first, *self.sums = torch.cat([norm.reshape(1).to(sums), sums]).tolist()
+        return float(first)
 
 
 def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
@@ -47,13 +90,14 @@ def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
     return powers.amax() if math.isinf(p) else powers.sum()
 
 
-def _powers(gradients: Sequence[BucketGradients], axes: Axes, p: float) -> torch.Tensor:
+def _powers(gradients: Sequence[BucketGradients], axes: Axes, p: float, tally: Tally | None) -> torch.Tensor:
     """Σ |g|^p over the parameters of one family, or max |g|."""
     mine = [g for g in gradients if g.bucket.routes.axes is axes]
     chunks = [torch.stack([g.reduced_norm(c, p) for g in mine]) for c in mine[0].bucket.updated_chunks()]
     norms = torch.cat(chunks)
     if len(chunks) < axes.shard.size:
-        norms = _of_all(axes.shard, norms)
+        ridden = tally.ride(axes.shard, norms) if tally is not None else None
+        norms = _of_all(axes.shard, norms) if ridden is None else ridden
     powers = _joined(norms if math.isinf(p) else norms.square() if p == 2.0 else norms.pow(p), p)
     return powers if axes.parts is None else _joined(_of_all(axes.parts, powers.reshape(1)), p)
 
