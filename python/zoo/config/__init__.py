@@ -12,9 +12,11 @@ from typing import Any
 
 from zoo.config.batch import BatchSizeError
 from zoo.config.choice import ComponentChoice, describe_choices
-from zoo.config.core import Bf16, Comm, CommsLogger, Config, Fp16, Optimizer, Scheduler, config_class
+from zoo.config.core import Bf16, Comm, CommsLogger, Config, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
+from zoo.config.core import config_class as _config_class
 from zoo.config.document import SECTION_KIND, Document, find_sections, read
 from zoo.config.errors import ConfigError
+from zoo.config.mesh import Mesh
 from zoo.config.section import Section
 from zoo.registry import DEFAULT, Registry
 
@@ -27,11 +29,14 @@ __all__ = [
     "ComponentChoice",
     "Config",
     "ConfigError",
+    "DataTypes",
     "Document",
     "Fp16",
+    "Mesh",
     "Optimizer",
     "Scheduler",
     "Section",
+    "TorchAutocast",
     "json_schema",
     "load",
     "read",
@@ -80,4 +85,4 @@ def json_schema(sections: Mapping[str, type[Section]] | None = None, *, registry
     Both spellings of aliased keys are in it, and the names and options of all components that a document may choose.
     """
     found, _ = find_sections(registry, sections)
-    return describe_choices(config_class(found).model_json_schema(by_alias=False), registry)
+    return describe_choices(_config_class(found).model_json_schema(by_alias=False), registry)

@@ -14,9 +14,22 @@ from pydantic import Field, PrivateAttr, create_model, field_validator
 
 from zoo.config.choice import ComponentChoice
 from zoo.config.explain import explain
+from zoo.config.mesh import Mesh
 from zoo.config.section import Section
 
-__all__ = ["CORE_SECTIONS", "Bf16", "Comm", "CommsLogger", "Config", "Fp16", "Optimizer", "Scheduler", "config_class"]
+__all__ = [
+    "CORE_SECTIONS",
+    "Bf16",
+    "Comm",
+    "CommsLogger",
+    "Config",
+    "DataTypes",
+    "Fp16",
+    "Optimizer",
+    "Scheduler",
+    "TorchAutocast",
+    "config_class",
+]
 
 
 class Optimizer(ComponentChoice):
@@ -49,6 +62,8 @@ class Fp16(Section):
     """Whether a step without overflow starts the count of overflows anew."""
     min_loss_scale: float = Field(default=1.0, gt=0)
     """A dynamic scale never falls below this."""
+    auto_cast: bool = False
+    """Whether floating-point tensors among the model's arguments are cast to float16."""
 
     def contradictions(self, config: Config) -> Iterable[str]:
         if self.enabled and config.bf16.enabled:
@@ -64,6 +79,30 @@ class Bf16(Section):
     """Training in bfloat16 with float32 master weights."""
 
     enabled: bool = False
+    auto_cast: bool = False
+    """Whether floating-point tensors among the model's arguments are cast to bfloat16."""
+
+
+class TorchAutocast(Section):
+    """The model's forward runs under ``torch.autocast``; parameters and gradients stay in float32."""
+
+    enabled: bool = False
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """What operations compute in that autocast takes for safe."""
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        if self.enabled and (config.bf16.enabled or config.fp16.enabled):
+            yield (
+                "torch_autocast.enabled, and bf16.enabled or fp16.enabled: with parameters in 16 bits nothing is cast; "
+                "disable one of the two"
+            )
+
+
+class DataTypes(Section):
+    """Types of gradients."""
+
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """Type in which the micro-batches of a step are added up; null for the gradients' own."""
 
 
 class CommsLogger(Section):
@@ -120,18 +159,23 @@ class Config(Section):
     """Largest allowed norm of all gradients; 0 for no clipping."""
     prescale_gradients: bool = False
     """Whether gradients are divided by the number of ranks before they are added up, not after."""
-    gradient_predivide_factor: float = Field(default=1.0, gt=0)
+    gradient_predivide_factor: float = Field(default=1.0, ge=1)
     """Divide by this before adding up and by the rest after."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which gradients travel; null for the type they have."""
+    wall_clock_breakdown: bool = False
+    """Whether the seconds of forward, backward and update are measured: metrics "time/..." of each step."""
     seed: int = Field(default=1234, ge=0)
     """Seed of every random number that zoo draws."""
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     fp16: Fp16 = Field(default_factory=Fp16)
     bf16: Bf16 = Field(default_factory=Bf16, alias="bfloat16")
+    torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast)
+    data_types: DataTypes = Field(default_factory=DataTypes)
     comms_logger: CommsLogger = Field(default_factory=CommsLogger)
     comm: Comm = Field(default_factory=Comm)
+    mesh: Mesh = Field(default_factory=Mesh)
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -163,8 +207,24 @@ class Config(Section):
 
     @property
     def world_size(self) -> int:
-        """Data-parallel ranks for which the batch sizes were solved."""
+        """Ranks for which the batch sizes were solved: those of the job."""
         return self._world_size
+
+    @property
+    def batch_ranks(self) -> int:
+        """Into how many parts the ranks cut a batch: all of them, or those along some axes of the mesh."""
+        return self.mesh.batch_ranks(self._world_size)
+
+    def asks_for(self, name: str) -> bool:
+        """Whether the document gives something for a section and does not switch it off."""
+        given = any(path == name or path.startswith(f"{name}.") for path in self._sources)
+        section = getattr(self, name, None)
+        return given and section is not None and bool(getattr(section, "enabled", True))
+
+    @property
+    def package_sections(self) -> Mapping[str, type[Section]]:
+        """Sections that packages have registered, by name; not those of the application."""
+        return {name: section for name, (section, demanded) in self._sections.items() if not demanded}
 
     def source(self, path: str) -> str:
         """Where the value at a dotted path came from: a file, a dict, an override, "derived …" or "default"."""

@@ -15,6 +15,7 @@ from zoo.config.batch import BATCH_KEYS, BatchSizeError, solve
 from zoo.config.choice import check_choices
 from zoo.config.core import CORE_SECTIONS, Config, config_class, make_config
 from zoo.config.errors import ConfigError
+from zoo.config.mesh import Mesh, MeshError
 from zoo.config.reading import nest, read_overrides, read_source
 from zoo.config.section import Section, allows_auto, fields_by_key, section_of
 from zoo.registry import DEFAULT, LoadError, Registry, nearest
@@ -155,8 +156,9 @@ class Document:
         if not whole:
             return values, sources  # validation says which one is wrong
         try:
+            ranks, origin = _ranks_of_batch(values.get("mesh"), ranks, origin)
             derived = solve({key: int(value) for key, value in given.items()}, {**sources, "world_size": origin}, ranks)
-        except BatchSizeError as error:
+        except (BatchSizeError, MeshError) as error:
             problems.append(str(error))
             return values, sources
         known = " and ".join([*given, f"world_size = {ranks}"])
@@ -308,6 +310,18 @@ def _path(location: tuple[int | str, ...], schema: type[BaseModel] | None) -> st
             parts += [str(rest) for rest in location[position + 1 :] if isinstance(rest, int)]
             break
     return ".".join(parts)
+
+
+def _ranks_of_batch(mesh: Any, world_size: int, origin: str) -> tuple[int, str]:
+    """Into how many parts a batch is cut, and where that comes from."""
+    if not isinstance(mesh, Mapping) or not mesh.get("axes"):
+        return world_size, origin
+    try:
+        section = Mesh.model_validate(mesh)
+    except ValidationError:
+        return world_size, origin  # validation says what is wrong
+    ranks = section.batch_ranks(world_size)
+    return ranks, f"{world_size} ranks, {origin}, along {', '.join(section.batch_axes)} of the mesh"
 
 
 def _contradictions(section: Section, config: Config) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -49,6 +49,10 @@ class Section(BaseModel):
         protected_namespaces=(),
         json_schema_extra=_add_aliases,
     )
+
+    carried_by: ClassVar[str] = ""
+    """Who carries the section out, such as "zoo.zero"; empty: an engine part or a sink of the section's name does, and
+    to ask for it without one is an error."""
 
     def contradictions(self, config: Config) -> Iterable[str]:
         """Sentences about values that are fine alone and wrong together; `load` calls it with the whole tree."""

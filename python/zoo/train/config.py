@@ -26,6 +26,8 @@ class TaskChoice(ComponentChoice):
 class TrainConfig(Section):
     """What ``zoo train`` does: the task, how long, how often it looks up, and where it writes."""
 
+    carried_by: ClassVar[str] = "zoo.train"
+
     task: TaskChoice
     steps: int = Field(gt=0)
     """Optimizer steps."""
