@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from torch.utils.data import IterableDataset, TensorDataset
 
-from zoo.engine import ShardedLoader, shuffled
+from zoo.engine import RepeatingLoader, ShardedLoader, shuffled
 
 
 def numbers(count: int) -> TensorDataset:
@@ -79,7 +79,7 @@ def test_it_goes_on_at_any_number_of_ranks(before: int, after: int, steps: int) 
         if state is not None:
             for loader in loaders:
                 loader.load_state_dict(state)
-        streams = [loader.forever() for loader in loaders]
+        streams = [RepeatingLoader(loader) for loader in loaders]
         found = [{int(n) for stream in streams for n in next(stream)[0]} for _ in range(count)]
         return found, loaders[0].state_dict()
 

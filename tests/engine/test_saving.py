@@ -62,7 +62,7 @@ def start(zero: dict[str, Any], *, tied: bool = False, **more: Any) -> Engine:
         "zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1, **zero},
         **more,
     }
-    return initialize(config, net(tied), dataset=data)[0]
+    return initialize(config, net(tied), training_data=data)[0]
 
 
 def zero_of(stage: int, device: str, folder: Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ PLACES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu"), (3, "n
 def test_plain_torch_loads_the_trained_values(
     tmp_path: Path, stage: int, device: str, world: int, precision: str
 ) -> None:
-    more: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    more: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True, "auto_cast": True}}
     if precision == "fp16":
         more["fp16"]["initial_scale_power"] = 4  # no step is skipped
     if world == 3:

@@ -72,7 +72,7 @@ def losses(stage: int) -> list[float]:
     }
     data = text()
     windows = ByteWindows(data, [(0, len(data))], CONTEXT)
-    engine, *_ = initialize(config, model(), dataset=windows)
+    engine, *_ = initialize(config, model(), training_data=windows)
     return [float(engine.train_batch()) for _ in range(STEPS)]
 
 

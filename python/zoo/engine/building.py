@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zoo.config import Config
+from zoo.engine.loader import ShardedLoader
+from zoo.parts import Environment
 from zoo.registry import Registry
-from zoo.zero import LossScaler, ZeroOptimizer
+from zoo.zero import LossScaler, ShardedModel, ZeroOptimizer
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def check_supported(config: Config) -> None:
     """Raise NotImplementedError for options that are read but not carried out by this engine."""
     wrong = []
-    if config.prescale_gradients or config.gradient_predivide_factor != 1.0:
-        wrong.append("prescale_gradients and gradient_predivide_factor (gradients are added, then divided)")
-    if config.communication_data_type is not None:
-        wrong.append("communication_data_type (gradients travel in the type they have)")
     if config.comms_logger.verbose or config.comms_logger.debug or config.comms_logger.prof_ops:
         wrong.append("comms_logger.verbose, debug and prof_ops (counts are always kept: engine.comm.log.table())")
+    accumulates = config.data_types.grad_accum_dtype
+    if accumulates is not None and DTYPES[accumulates] is not (compute_dtype(config) or torch.float32):
+        wrong.append(f"data_types.grad_accum_dtype = {accumulates} (gradients are added up in the parameters' type)")
     if wrong:
         raise NotImplementedError("the engine does not carry out: " + "; ".join(wrong) + ". Remove them.")
 
 
-def cast(model: nn.Module, config: Config) -> torch.dtype | None:
-    """Put the model into the precision of the configuration; returns the low-precision dtype, None for fp32."""
-    dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
-    if dtype is not None:
-        model.to(dtype=dtype)
-    return dtype
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """The 16-bit type of parameters; None for the type that they have."""
+    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+
+
+def input_dtype(config: Config) -> torch.dtype | None:
+    """What floating-point arguments of the model are cast to; None for no cast."""
+    section = config.bf16 if config.bf16.enabled else config.fp16
+    return compute_dtype(config) if section.auto_cast else None
+
+
+def autocast_dtype(config: Config) -> torch.dtype | None:
+    """What the model's forward is autocast to; None without autocast."""
+    section = config.torch_autocast
+    found: torch.dtype = getattr(torch, section.dtype)
+    return found if section.enabled else None
 
 
 def loss_scale(config: Config) -> float | LossScaler | None:
@@ -52,50 +65,148 @@ def loss_scale(config: Config) -> float | LossScaler | None:
     )
 
 
+def shard_options(config: Config, group: Any, mesh: Any) -> dict[str, Any]:
+    """What a ShardedModel and a ZeroOptimizer are told alike."""
+    section = config.zero_optimization
+    axes = {} if mesh is None else {"data_axes": config.mesh.data_axes, "layer_axes": config.mesh.layer_axes}
+    return {
+        "config": section, "group": group, "mesh": mesh, **axes, "check": config.comm.check, "aio": config.aio,
+        "reduce_dtype": DTYPES[config.communication_data_type] if config.communication_data_type else None,
+        "predivide": float("inf") if config.prescale_gradients else config.gradient_predivide_factor,
+    }  # fmt: skip
+
+
 def build_optimizer(
     config: Config,
     model: nn.Module,
     registry: Registry,
     *,
     group: Any = None,
-    params: list[dict[str, Any]] | None = None,
+    mesh: Any = None,
+    params: Iterable[Any] | None = None,
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
-) -> ZeroOptimizer:
-    """The optimizer that the configuration names, under the ZeRO stage that it asks for.
+) -> ZeroOptimizer | None:
+    """The optimizer that the configuration names, under the ZeRO stage that it asks for; None where none is asked for.
+
+    The norm of the gradients is measured in every step, also where nothing is clipped, unless updates are made in
+    backward.
 
     Args:
         optimizer: a class to use instead of the one that the configuration names; or an instance, which has its groups
             and arguments already.
 
     Raises:
-        ValueError: no optimizer is named, or an option is not one of its own.
+        ValueError: an option is not one of its own.
     """
     section = config.optimizer
     if optimizer is None and section is None:
-        raise ValueError(
-            "the configuration has no optimizer section and no optimizer was given; add "
-            '{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}} or pass optimizer=.'
-        )
+        return None
     options = dict(section.params) if section is not None else {}
     if optimizer is None and section is not None:
         optimizer = registry.get("optimizer", section.type)
+    measures = 0.0 if config.zero_optimization.update_in_backward else float("inf")
     return ZeroOptimizer(
         model,
         stage=config.zero_optimization.stage,
         optimizer=optimizer,
-        config=config.zero_optimization,
-        group=group,
         params=params,
-        clip_norm=config.gradient_clipping,
-        check=config.comm.check,
+        clip_norm=config.gradient_clipping or measures,
         loss_scale=loss_scale(config),
-        aio=config.aio,
+        **shard_options(config, group, mesh),
         **options,
     )
 
 
-def build_schedule(config: Config, optimizer: Any, registry: Registry) -> Any:
-    """The learning-rate schedule that the configuration names, None without one."""
-    if config.scheduler is None:
+def build_schedule(config: Config, optimizer: ZeroOptimizer | None, given: Any, registry: Registry) -> Any:
+    """The learning-rate schedule: an instance or a callable that the user gives, or what the configuration names.
+
+    Raises:
+        ValueError: there is no optimizer to schedule.
+    """
+    named = config.scheduler
+    if given is None and named is None:
         return None
-    return registry.build("lr_schedule", config.scheduler.type, config.scheduler.params, optimizer=optimizer)
+    if optimizer is None:
+        raise ValueError(
+            "a learning-rate schedule is asked for, and there is no optimizer. Give initialize an optimizer, or the "
+            "configuration an optimizer section."
+        )
+    if given is None and named is not None:
+        return registry.build("lr_schedule", named.type, named.params, optimizer=optimizer)
+    if isinstance(given, type) or not hasattr(given, "step"):
+        return given(optimizer)
+    return given
+
+
+def build_loader(
+    config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None, environment: Environment, parts: Any
+) -> Any:
+    """A loader of this rank's micro-batches: ours over a map-style data set, or what a part makes of it; anything that
+    is a loader already is taken as it is."""
+    if data is None:
+        return None
+    how: dict[str, Any] = {
+        "micro_batch_size": config.train_micro_batch_size_per_gpu, "rank": environment.batch_rank,
+        "size": environment.batch_ranks, "seed": config.seed, "collate_fn": collate_fn,
+    }  # fmt: skip
+    if not hasattr(data, "__getitem__"):
+        if not hasattr(data, "__iter__"):
+            raise ValueError(
+                f"training_data is a {type(data).__name__}; it is a data set with __len__ and __getitem__, or a loader "
+                "of this rank's batches, which can be iterated."
+            )
+        if collate_fn is not None:
+            raise ValueError(f"collate_fn with training_data that is a loader, a {type(data).__name__}; give it that.")
+        return data
+    return parts.make_loader(data, **how) or ShardedLoader(data, **how)
+
+
+def build_mesh(config: Config, mesh: Any, device: torch.device) -> Any:
+    """The DeviceMesh of the job: the one given, or that of the section; None where all ranks are data-parallel.
+
+    Raises:
+        ValueError: both are given, or the one that is given has no names.
+    """
+    section = config.mesh
+    if mesh is not None:
+        check_names(mesh)
+        if section.axes and tuple(section.axes) != tuple(mesh.mesh_dim_names):
+            raise ValueError(
+                f"mesh= has the axes {tuple(mesh.mesh_dim_names)}, and the configuration's mesh.axes "
+                f"{tuple(section.axes)}; give one of the two."
+            )
+        return mesh
+    if not section.axes or not dist.is_initialized():
+        return None
+    from torch.distributed.device_mesh import init_device_mesh  # a second of imports that most jobs do without
+
+    sizes = section.sizes(dist.get_world_size())
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def check_names(mesh: Any) -> None:
+    """Raise ValueError unless it is a DeviceMesh with names."""
+    if not getattr(mesh, "mesh_dim_names", None):
+        raise ValueError("mesh= takes a DeviceMesh with names: init_device_mesh(..., mesh_dim_names=(...)).")
+
+
+def make_environment(config: Config, mesh: Any, group: Any) -> Environment:
+    """Where this rank is."""
+    if not dist.is_initialized():
+        return Environment(config=config, rank=0, world_size=1, batch_rank=0, batch_ranks=1, mesh=mesh)
+    if mesh is None:
+        group = group.get_group() if hasattr(group, "mesh") else getattr(group, "group", group)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return Environment(config=config, rank=rank, world_size=size, batch_rank=rank, batch_ranks=size)
+    place = 0
+    for axis in config.mesh.batch_axes:
+        place = place * mesh.size(mesh.mesh_dim_names.index(axis)) + mesh.get_local_rank(axis)
+    return Environment(
+        config=config, rank=dist.get_rank(), world_size=dist.get_world_size(), batch_rank=place,
+        batch_ranks=config.batch_ranks, mesh=mesh,
+    )  # fmt: skip
+
+
+def evaluates(config: Config, model: nn.Module, group: Any, mesh: Any) -> ShardedModel:
+    """The model without an optimizer, split as the configuration says."""
+    return ShardedModel(model, trains=False, **shard_options(config, group, mesh))

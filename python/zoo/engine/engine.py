@@ -1,100 +1,224 @@
-"""The engine: forward, backward and step with accumulation, and the checkpoint of all of it."""
+"""The engine: forward, backward and step with accumulation, and what is told about each step."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
+import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from zoo.checkpointing import StateSlice, load, save, together
 from zoo.config import Config
-from zoo.engine.loader import ShardedLoader
-from zoo.engine.saving import save_model
-from zoo.engine.state import (
-    buffer_slices,
-    check_fits,
-    engine_meta,
-    load_buffers,
-    random_state,
-    restore_meta,
-    restore_options,
-    set_random_state,
-)
-from zoo.zero import ZeroOptimizer
+from zoo.engine import direct
+from zoo.engine.attachments import Parts
+from zoo.engine.batches import count, placed
+from zoo.engine.checkpoints import Checkpoints
+from zoo.engine.loader import RepeatingLoader
+from zoo.engine.plain import kind_of
+from zoo.engine.timing import Stopwatch
+from zoo.monitor import Feed
+from zoo.parts import Clock, Runner, StepRecord
+from zoo.registry import Registry
+from zoo.zero import ShardedModel, ZeroOptimizer
+
+_log = logging.getLogger("zoo.engine")
+_NOTHING = contextlib.nullcontext()
 
 
-class Engine:
-    """A model in training.
+class Engine(Checkpoints):
+    """A model in training, or in evaluation only (``optimizer`` is None).
 
     ``loss = engine(x, y)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch: parameters move once in
     ``gradient_accumulation_steps`` micro-batches, the *boundary*. Or :meth:`train_batch`, which does one whole step.
+    ``loss.backward()`` leaves the same gradients as ``engine.backward(loss)``, without a loss in the record.
 
     Attributes:
         module: the model. config: the configuration. optimizer, lr_scheduler, dataloader: as ``initialize`` returned
-        them.
-        global_steps: steps taken, skipped ones included. skipped_steps: those skipped for an overflow.
+        them, each None where there is none.
+        comm: the communicator of the data-parallel ranks. mesh: the DeviceMesh of the job, None without one.
+        parts: what takes part in training, by name. feed: what takes records to sinks.
+        global_steps: steps taken, skipped ones included. skipped_steps: those whose gradient was not finite.
         micro_steps: micro-batches that went through :meth:`step`.
-        comm: the communicator of the data-parallel group.
+        global_samples, global_tokens: of all steps and ranks.
+        record: the latest step's :class:`~zoo.parts.StepRecord`; None before the first.
     """
 
     def __init__(
         self,
         config: Config,
         module: nn.Module,
-        optimizer: ZeroOptimizer,
-        dataloader: ShardedLoader[Any] | None,
-        lr_scheduler: Any,
+        *,
+        optimizer: ZeroOptimizer | None,
+        sharded: ShardedModel,
+        parts: Parts,
+        feed: Feed,
+        registry: Registry,
+        mesh: Any = None,
+        batch_ranks: int,
+        input_dtype: torch.dtype | None = None,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
-        self.config, self.module, self.optimizer = config, module, optimizer
-        self.dataloader, self.lr_scheduler = dataloader, lr_scheduler
-        self.comm = optimizer.comm
-        self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self.config, self.module, self.comm, self.mesh = config, module, sharded.comm, mesh
+        self._optimizer, self.sharded, self.batch_ranks = optimizer, sharded, batch_ranks
+        self.dataloader: Any = None
+        self.lr_scheduler: Any = None
+        self._parts, self.parts, self.feed = parts, parts.all, feed
+        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = self.global_tokens = 0
+        self.record: StepRecord | None = None
+        self.registered: dict[str, Any] = {}
+        self._accumulation = int(config.gradient_accumulation_steps)
+        self._in_step = 0  # micro-batches since the latest update
+        self._boundary: bool | None = None
+        self._locally = self._dividing = self._stop = self._destroyed = False
+        self._plain_task = -1, 1.0  # of the latest loss that went backward without us, and its factor
+        self._losses: list[torch.Tensor] = []
+        self._counts = [0, 0]  # samples and tokens of this step on this rank
+        self._reported: dict[str, float] = {}
+        self._began: float | None = None
+        self._sent = 0
+        self._input_dtype, self._autocast_dtype = input_dtype, autocast_dtype
+        self._watch = Stopwatch() if config.wall_clock_breakdown else None
+        self._discard = False  # an exception has left gradients of a step behind
         self._batches: Iterator[Any] | None = None
-
-    # -- training ---------------------------------------------------------------------------------------------------
+        first = next(module.parameters(), None)
+        self.device = first.device if first is not None else torch.device("cpu")
+        name = getattr(module, "engine_runner", "plain")
+        self._runner: Runner = registry.build("runner", name, engine=self)
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches in one step."""
-        return int(self.config.gradient_accumulation_steps)
+    def optimizer(self) -> ZeroOptimizer:
+        """What ``initialize`` returned; None for an engine that only evaluates."""
+        return self._optimizer  # type: ignore[return-value]
+
+    def training(self, what: str) -> ZeroOptimizer:
+        """The optimizer; raises ValueError where ``what`` cannot be done, without one or after :meth:`destroy`."""
+        if self._destroyed:
+            raise ValueError(f"{what} after destroy(): this engine is no more. Call initialize again.")
+        if self._optimizer is None:
+            raise ValueError(
+                f"{what} of an engine without optimizer, which only evaluates. Give initialize an optimizer, or the "
+                "configuration an optimizer section."
+            )
+        return self._optimizer
+
+    # -- one micro-batch after the other ------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; tensors come to its device, floating-point ones into its precision."""
-        return self.module(*self._placed(args), **self._placed(kwargs))
+        """The model's forward; tensors come to its device. They keep their dtype, but where ``auto_cast`` is on."""
+        trains = self.module.training and torch.is_grad_enabled() and self._optimizer is not None
+        if trains:
+            if self._began is None:
+                self._began = time.perf_counter()
+            if self._parts.changes_batches:
+                args, kwargs = self._parts.on_batch(args, kwargs, self.clock)
+            samples, tokens = count(args, kwargs)
+            self._counts[0] += samples
+            self._counts[1] += tokens
+        args, kwargs = placed((args, kwargs), self.device, self._input_dtype)
+        divides = trains and self._accumulation > 1
+        if not divides:
+            with self._timed("forward"), self._precision():
+                return self.module(*args, **kwargs)
+        (args, kwargs), entered = direct.enter((args, kwargs), self._factor)
+        with self._timed("forward"), self._precision():
+            outputs = self.module(*args, **kwargs)
+        return direct.leave(outputs, self._factor, entered)
+
+    def _precision(self) -> Any:
+        dtype = self._autocast_dtype
+        return _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _timed(self, what: str) -> Any:
+        return _NOTHING if self._watch is None else self._watch.of(what, self.device)
+
+    def _factor(self) -> float:
+        """What the gradient of a loss is multiplied by that goes backward without :meth:`backward`."""
+        if self._dividing or self._optimizer is None:
+            return 1.0
+        task = torch._C._current_graph_task_id()
+        if task != self._plain_task[0]:  # the first of its hooks
+            adds = self._optimizer.runtime.backward.adds()
+            self._plain_task = task, 1.0 / self._accumulation if adds else 1.0
+        return self._plain_task[1]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its step."""
-        return (self.micro_steps + 1) % self.accumulation == 0
+        return self._in_step + 1 >= self._accumulation if self._boundary is None else self._boundary
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """From now on every micro-batch is the last of its step, or none is; None: every n-th again."""
+        self._boundary = None if is_boundary is None else bool(is_boundary)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """Gradients of ``loss`` (the mean over this micro-batch), added to those of the step so far.
 
-        Divides by the number of micro-batches in a step. At stages 0 and 1 only the boundary communicates; at 2 and 3
-        every micro-batch does, because no rank has room for gradients that are not its own.
-        """
-        local = self.config.zero_optimization.stage <= 1 and not self.is_gradient_accumulation_boundary()
-        with self.optimizer.no_sync() if local else contextlib.nullcontext():
-            self.optimizer.backward(loss / self.accumulation if self.accumulation > 1 else loss)
+        At stages 0 and 1 only the boundary communicates; at 2 and 3 every micro-batch does, because no rank has room
+        for gradients that are not its own.
 
-    def step(self) -> None:
-        """Count the micro-batch; at the boundary, move the parameters and the learning rate, and clear the
-        gradients."""
-        boundary = self.is_gradient_accumulation_boundary()
+        Args:
+            loss: one element.
+            retain_graph: as of ``torch.Tensor.backward``.
+            scale_wrt_gas: divide by the number of micro-batches in a step.
+        """
+        self.training("backward()")
+        given: Any = loss
+        if not isinstance(given, torch.Tensor) or given.numel() != 1:
+            raise ValueError(f"engine.backward got {kind_of(given)}; it takes the mean loss, a tensor of one element.")
+        scale = 1.0 / self._accumulation if scale_wrt_gas else 1.0
+        last = self.is_gradient_accumulation_boundary()
+        self._losses.append(self.go_backward(loss, scale, last=last, retain_graph=retain_graph))
+
+    def go_backward(self, loss: torch.Tensor, scale: float, *, last: bool, retain_graph: bool = False) -> torch.Tensor:
+        """For runners: the gradients of ``loss * scale``; returns the loss, detached, as parts have left it."""
+        optimizer = self.training("backward")
+        if self._parts.changes_loss:
+            loss = self._parts.on_loss(loss, self.clock)
+        local = self.config.zero_optimization.stage <= 1 and not last and not self._locally
+        self._dividing = True
+        try:
+            with optimizer.no_sync() if local else _NOTHING, self._timed("backward"):
+                scaled = optimizer.scale_loss(loss * scale if scale != 1.0 else loss)
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._dividing = False
+        return loss.detach()
+
+    def count_micro_batch(self) -> None:
+        """For runners: a micro-batch is over, and its step is not; the clock moves."""
+        self._in_step += 1
         self.micro_steps += 1
-        if not boundary:
-            return
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.global_steps += 1
-        if self.optimizer.skipped:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside communicate at no stage; :meth:`step` is for afterwards."""
+        with self.training("no_sync()").no_sync():
+            self._locally = True
+            try:
+                yield
+            finally:
+                self._locally = False
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count the micro-batch; at the boundary, move the parameters and the learning rate, and clear the
+        gradients.
+
+        Args:
+            lr_kwargs: arguments of the schedule's ``step``.
+        """
+        self.training("step()")
+        if self._locally:
+            raise ValueError("step() inside of no_sync(): the gradients are this rank's alone. Call it afterwards.")
+        if self.is_gradient_accumulation_boundary():
+            self._update(lr_kwargs or {})
+            self.micro_steps += 1
+        else:
+            self.count_micro_batch()
+
+    # -- whole steps --------------------------------------------------------------------------------------------------
 
     def train_batch(self, iterator: Iterator[Any] | None = None) -> torch.Tensor:
         """One whole step on the next ``gradient_accumulation_steps`` micro-batches; the model returns its mean loss.
@@ -108,24 +232,21 @@ class Engine:
             The loss, averaged over micro-batches and ranks: a float32 scalar tensor, the same on all ranks. A
             collective.
         """
-        if iterator is None:
-            iterator = self._own_batches()
+        self.training("train_batch()")
+        if self._discard:
+            self.zero_grad()
+        self.check_between_steps("train_batch()")
         self.module.train()
-        total = torch.zeros((), dtype=torch.float32)
-        for _ in range(self.accumulation):
-            loss = self.run(next(iterator))
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise ValueError(
-                    f"train_batch got {_kind(loss)} from the model; it must return its mean loss, a tensor of one "
-                    "element. "
-                    "Otherwise compute the loss outside and use engine(...), engine.backward(loss), engine.step()."
-                )
-            self.backward(loss)
-            total = total.to(loss.device) + loss.detach().float().reshape(())
-            self.step()
-        total /= self.accumulation
-        self.comm.all_reduce(total).wait()
-        return total / self.comm.size
+        n = self._accumulation
+        batches = self._own_batches() if iterator is None else iterator
+        try:
+            self._losses = list(self._runner.accumulate(batches, n, 1.0 / n))
+            self._update({})
+        except BaseException:
+            self._discard = True  # later: to drop gradients may wait for ranks that have not failed
+            raise
+        loss = self.record.loss if self.record is not None else None
+        return torch.tensor(float("nan") if loss is None else loss, dtype=torch.float32, device=self.device)
 
     def eval_batch(self, batch: Any) -> Any:
         """The model's output for one batch, in evaluation mode and without gradients; nothing is averaged over ranks.
@@ -136,144 +257,191 @@ class Engine:
         self.module.eval()
         try:
             with torch.no_grad():
-                return self.run(batch)
+                return self._runner.evaluate(batch)
         finally:
             self.module.train(was_training)
 
-    def run(self, batch: Any) -> Any:
-        """Forward of a batch, unpacked as :meth:`train_batch` says."""
-        if isinstance(batch, (tuple, list)):
-            return self(*batch)
-        return self(**batch) if isinstance(batch, Mapping) else self(batch)
+    def train(self, mode: bool = True) -> Engine:
+        """The model's training mode."""
+        self.module.train(mode)
+        return self
 
-    # -- what a script asks -----------------------------------------------------------------------------------------
+    def eval(self) -> Engine:
+        """The model's evaluation mode."""
+        return self.train(False)
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """Everything between the last backward of a step and the first forward of the next."""
+        optimizer, clock = self.optimizer, self.clock
+        self._parts.before_update(clock)
+        scale = optimizer.loss_scale
+        with self._scaled_rates(self._parts.lr_factor(clock)), self._timed("update"):
+            rates = tuple(self.get_lr())
+            optimizer.step(tally=self._tally())
+        optimizer.zero_grad()
+        self._in_step = 0
+        self.global_steps += 1
+        self.record = self._recorded(rates, scale, list(optimizer.tallied))
+        if not optimizer.skipped:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        else:
+            self.skipped_steps += 1
+            if optimizer.scaler is None:
+                _log.warning(
+                    "step %d was skipped: the norm of its gradient is %s. Nothing has changed.",
+                    self.global_steps, optimizer.grad_norm,
+                )  # fmt: skip
+        self._parts.after_update(self.record)
+        self.feed.put(self.record)
+
+    def _tally(self) -> torch.Tensor:
+        """What ranks add up: losses, how many, samples, tokens, whether to stop."""
+        losses = [loss.reshape(()).double() for loss in self._losses]
+        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.cat([total.reshape(1), total.new_tensor([len(losses), *self._counts, self._stop])])
+
+    @contextlib.contextmanager
+    def _scaled_rates(self, factor: float) -> Iterator[None]:
+        groups = self.optimizer.param_groups
+        kept = [group["lr"] for group in groups]
+        if factor != 1.0:
+            for group in groups:
+                group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            if factor != 1.0:
+                for group, lr in zip(groups, kept, strict=True):
+                    group["lr"] = lr
+
+    def _recorded(self, rates: tuple[float, ...], scale: float, sums: list[float]) -> StepRecord:
+        """What the step came to; ``sums``: see :meth:`_tally`."""
+        loss, losses, samples, tokens, stop = sums
+        samples = round(samples * self.batch_ranks / self.comm.size)  # some ranks see parts of the same samples
+        now, sent, every = time.perf_counter(), self.comm.log.wire_bytes, self.config.steps_per_print
+        measured = every is not None and self.global_steps % every == 0
+        self.global_samples += samples
+        self.global_tokens += int(tokens)
+        record = StepRecord(
+            step=self.global_steps, loss=loss / losses if losses else None, lr=rates,
+            grad_norm=self.optimizer.grad_norm, skipped=self.optimizer.skipped, loss_scale=scale, samples=samples,
+            tokens=int(tokens), total_samples=self.global_samples, total_tokens=self.global_tokens,
+            step_s=now - self._began if self._began is not None else 0.0, wire_bytes=sent - self._sent,
+            memory_bytes=self.optimizer.memory()["total"] if measured else None, stop=stop > 0,
+            metrics=MappingProxyType(self._metrics()),
+        )  # fmt: skip
+        self._began, self._sent = now, sent
+        self._losses, self._counts = [], [0, 0]
+        self._reported.clear()
+        return record
+
+    def _metrics(self) -> dict[str, float]:
+        timed = self._watch.read() if self._watch is not None else {}
+        return {**self._parts.metrics(), **timed, **self._reported}
+
+    # -- what a script asks and says ----------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> Clock:
+        """Where training stands; the same on all ranks."""
+        return Clock(self.global_steps, self._in_step, self.global_samples, self.global_tokens)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches in one step."""
+        return self._accumulation
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples in one step, all ranks."""
+        return int(self.config.train_micro_batch_size_per_gpu) * self._accumulation * self.batch_ranks
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of micro-batches in a step, of the same size. All ranks, between two steps.
+
+        Raises:
+            ValueError: it is no multiple of the micro-batches of all ranks, or a step is under way.
+        """
+        unit = int(self.config.train_micro_batch_size_per_gpu) * self.batch_ranks
+        if train_batch_size < unit or train_batch_size % unit:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}); it must be a multiple of {unit}, one micro-batch of "
+                f"{self.config.train_micro_batch_size_per_gpu} on each of {self.batch_ranks} ranks."
+            )
+        self.check_between_steps("set_train_batch_size()")
+        self._accumulation = train_batch_size // unit
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.training("get_lr()").param_groups]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.module.parameters()).device
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the latest step's gradient before clipping; None where updates are made in backward."""
+        return self.training("get_global_grad_norm()").grad_norm
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
+    def report(self, name: str, value: float) -> None:
+        """A number for the next step's record, under ``name``, such as "user/accuracy"."""
+        if "/" not in name:
+            raise ValueError(f"report({name!r}, ...); a metric's name says whose it is: 'user/{name}'.")
+        self._reported[name] = float(value)
 
-    def save_checkpoint(
-        self, directory: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None
-    ) -> str:
-        """Write parameters, optimizer, schedule, position in the data, random numbers and ``client_state``. A
-        collective.
+    def request_stop(self) -> None:
+        """Tell all ranks that this one wants to stop: the next record's ``stop`` is true on each of them."""
+        self._stop = True
 
-        Args:
-            tag: ``global_step<N>`` if not given.
-            client_state: plain values (zoo.checkpointing.exact says which); :meth:`load_checkpoint` gives them back
-                exactly.
-
-        Returns:
-            The checkpoint's directory.
-
-        Raises:
-            ValueError: in the middle of a step, or (zoo.checkpointing.CheckpointError) what kept some rank from saving.
-        """
-        if self.micro_steps % self.accumulation:
+    def register_state(self, name: str, state: Any) -> None:
+        """Save and load ``state`` (with ``state_dict`` and ``load_state_dict``) in checkpoints, under ``name``."""
+        if not callable(getattr(state, "state_dict", None)) or not callable(getattr(state, "load_state_dict", None)):
             raise ValueError(
-                f"save_checkpoint was called after {self.micro_steps % self.accumulation} of {self.accumulation} "
-                f"micro-batches "
-                "of a step: their gradients are not part of a checkpoint. Save at the boundary."
+                f"register_state({name!r}, a {type(state).__name__}); it needs state_dict() and load_state_dict(state)."
             )
-        slices: list[StateSlice] = [*self.optimizer.state_slices(), *buffer_slices(self.module, self.comm)]
-        meta = {"engine": engine_meta(self), "client": dict(client_state or {})}
-        tag = tag if tag is not None else f"global_step{self.global_steps}"
-        scalars = self.optimizer.state_scalars()
-        return str(save(directory, tag, slices, scalars, meta, self.comm, rank_state=random_state()))
+        if name in self.registered:
+            raise ValueError(f"register_state({name!r}, ...): the name is taken by a {type(self.registered[name])}.")
+        self.registered[name] = state
 
-    def load_checkpoint(self, directory: str | os.PathLike[str], tag: str | None = None) -> tuple[str, dict[str, Any]]:
-        """Continue from a checkpoint, written at any world size and stage. A collective.
+    def check_between_steps(self, what: str) -> None:
+        """Raise ValueError if there are gradients that no update has used."""
+        if self._in_step or (self._optimizer is not None and self._optimizer.holds_gradients):
+            raise ValueError(
+                f"{what} in the middle of a step, after {self._in_step} of {self._accumulation} micro-batches: there "
+                "are gradients that no update has used, and they are not part of a checkpoint. Call it at the "
+                "boundary, or engine.zero_grad() first."
+            )
 
-        At the world size that it was written at, everything goes on as if it had never stopped. At another one the
-        random number generators stay as they are, and the data goes on at the same sample.
+    def zero_grad(self) -> None:
+        """Drop the gradients of a step that has begun; its micro-batches do not count."""
+        self.training("zero_grad()").zero_grad()
+        self._discard = False
+        self.restart_counts()
 
-        Args:
-            tag: the latest checkpoint if not given.
+    def destroy(self) -> None:
+        """Close sinks and parts, and give the model back as an ordinary one. Collective at stage 3."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self.feed.close()
+        self._parts.close()
+        self.sharded.close()
 
-        Returns:
-            (the checkpoint's directory, client_state).
-
-        Raises:
-            ValueError: (zoo.checkpointing.CheckpointError) what is wrong with it; or a model, an optimizer or a data
-                set that it does not fit.
-        """
-        found = load(directory, tag, self.comm)
-        what = f"loading the checkpoint {found.tag!r} into this model"
-        together(self.comm, what, lambda: check_fits(found, self.optimizer.state_slices()))
-        restore_options(self, found)
-        self.optimizer.load_state(found.read, found.scalars)
-        load_buffers(self.module, found)
-        restore_meta(self, found)
-        if found.world_size == self.comm.size:
-            set_random_state(found.rank_state(self.comm.rank))
-        client = found.meta.get("client", {})
-        return str(found.path), dict(client)
-
-    def save_16bit_model(
-        self,
-        folder: str | os.PathLike[str],
-        filename: str = "model.safetensors",
-        *,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the model's weights, whole, as one safetensors file, for whoever uses the model without zoo.
-
-        Rank 0 writes; the others help to gather, so all ranks call it. Parameters have the dtype that the model
-        computes with: bf16 or fp16 where the configuration enables one of them; an fp32 model is saved in fp32, which
-        the log says. Parameters pass bucket by bucket: no rank ever holds all of them for this. A file of the same
-        name stays as it was until the new one is whole.
-
-        The keys are those of ``module.state_dict()``. A parameter that is tied is there once, under its first name,
-        and the header names the others: ``safetensors.torch.load_model`` reads that. What ``get_extra_state`` returns
-        is not saved.
-
-        Args:
-            folder: made if it does not exist.
-            filename: of a file in that folder, ending in ".safetensors".
-            exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
-
-        Returns:
-            Whether a model was saved, the same on all ranks: False at stage 3 unless
-            ``gather_16bit_weights_on_model_save`` is true, with a warning in rank 0's log.
-
-        Raises:
-            ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
-                rank from saving.
-        """
-        return save_model(self.module, self.optimizer, Path(folder), filename, exclude_frozen=exclude_frozen_parameters)
-
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _own_batches(self) -> Iterator[Any]:
         if self.dataloader is None:
             raise ValueError(
-                "train_batch() needs an iterator of batches, or a dataset given to initialize(dataset=...)."
+                "train_batch() needs an iterator of batches, or data given to initialize(training_data=...)."
             )
         if self._batches is None:
-            self._batches = self.dataloader.forever()
+            self._batches = iter(RepeatingLoader(self.dataloader))
         return self._batches
 
-    def _placed(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            parameter = next(self.module.parameters())
-            return value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return tuple(self._placed(item) for item in value)
-        if isinstance(value, list):
-            return [self._placed(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self._placed(item) for key, item in value.items()}
-        return value
+    def forget_batches(self) -> None:
+        """The loader was moved: the next step begins where it stands."""
+        self._batches = None
 
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    def restart_counts(self) -> None:
+        """A step begins, whatever was before."""
+        self._in_step = 0
+        self._losses, self._counts, self._began = [], [0, 0], None

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
 
 from zoo.comm import init_distributed
-from zoo.config import Config, load
-from zoo.engine.building import OptimizerFactory, build_optimizer, build_schedule, cast, check_supported
+from zoo.config import Config, read
+from zoo.engine import attachments, building
+from zoo.engine.building import OptimizerFactory
 from zoo.engine.engine import Engine
-from zoo.engine.loader import ShardedLoader
+from zoo.monitor import Feed
+from zoo.parts import Sink
 from zoo.registry import DEFAULT, Registry
 from zoo.zero import ZeroOptimizer
 
@@ -24,80 +25,127 @@ def initialize(
     config: str | Path | Mapping[str, Any] | Config,
     model: nn.Module,
     *,
-    dataset: Dataset[Any] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    params: list[dict[str, Any]] | None = None,
-    group: Any = None,
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
-    lr_scheduler: Callable[[ZeroOptimizer], Any] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    dist_init_required: bool | None = None,
+    mesh: Any = None,
+    group: Any = None,
+    parts: Mapping[str, Any] | None = None,
+    sinks: Mapping[str, Sink] | None = None,
     overrides: Mapping[str, Any] | Iterable[str] = (),
     registry: Registry = DEFAULT,
-) -> tuple[Engine, ZeroOptimizer, ShardedLoader[Any] | None, Any]:
+) -> tuple[Engine, ZeroOptimizer | None, Any, Any]:
     """Build the engine that a configuration describes. A collective: every rank calls it with the same configuration.
-
-    Joins the process group that a launcher such as torchrun set up, unless that was done before.
 
     Args:
         config: a path, a mapping, or what ``zoo.config.load`` returned.
         model: on its device; it is cast in place where the configuration asks for fp16 or bf16.
-        dataset: map-style; None when the script brings its own batches.
+        optimizer: instead of the one that the configuration names: a class or another callable ``(parameters) →
+            optimizer``; or an instance that has made no step, with its own groups and arguments (not with an optimizer
+            section that has params). Without either the engine only evaluates.
+        model_parameters: parameters, (name, parameter) pairs or groups of them, as for ``torch.optim``; all of the
+            model's if not given.
+        training_data: a data set with length, or a loader that gives this rank's batches; None when the script brings
+            its own batches.
+        lr_scheduler: instead of the one that the configuration names: a schedule, or a callable ``optimizer →
+            schedule``.
         collate_fn: list of samples → batch.
-        params: parameter groups as for ``torch.optim``; all of the model's parameters if not given.
-        group: the data-parallel process group; the default group if not given.
-        optimizer: an optimizer class to use instead of the one that the configuration names; or an instance that has
-            made no step, with its own groups and arguments (not with an optimizer section that has params).
-        lr_scheduler: ``optimizer → schedule``, instead of the one that the configuration names.
+        dist_init_required: False: the process group is there already, or there is none. True: it has to be joined now.
+            None: it is joined where a launcher such as torchrun has set up one and this was not done before.
+        mesh: a DeviceMesh with names for all axes of the job; the section ``mesh`` says what they mean, or their names
+            do (:mod:`zoo.config.mesh`). By default what the section describes.
+        group: instead of a mesh: the data-parallel process group; the default group if not given.
+        parts: further engine parts by name (:mod:`zoo.parts`). sinks: what gets each step's record, by name, on this
+            rank.
         overrides: as for ``zoo.config.load``; not with a configuration that is loaded already.
-        registry: where optimizers and schedules are looked up.
+        registry: where optimizers, schedules, parts, sinks and runners are looked up.
 
     Returns:
-        (engine, optimizer, data loader or None, schedule or None).
+        (engine, optimizer, data loader, schedule), the last three None where none was asked for.
 
     Raises:
         ValueError: what is wrong in the configuration, with the path of the key.
         NotImplementedError: an option that is known but not carried out.
     """
-    config = _configuration(config, overrides, group, registry)
-    check_supported(config)
-    cast(model, config)
-    zero = build_optimizer(config, model, registry, group=group, params=params, optimizer=optimizer)
-    schedule = lr_scheduler(zero) if lr_scheduler is not None else build_schedule(config, zero, registry)
-    loader: ShardedLoader[Any] | None = None
-    if dataset is not None:
-        loader = ShardedLoader(
-            dataset,
-            config.train_micro_batch_size_per_gpu,
-            rank=zero.comm.rank,
-            size=zero.comm.size,
-            seed=config.seed,
-            collate_fn=collate_fn,
-        )
-    engine = Engine(config, model, zero, loader, schedule)
-    return engine, zero, loader, schedule
+    _join(config, dist_init_required, overrides, registry)
+    if mesh is not None and group is not None:
+        raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")
+    config = _configuration(config, overrides, _size(mesh, group), mesh, registry)
+    building.check_supported(config)
+    first = next(model.parameters(), None)
+    mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
+    environment = building.make_environment(config, mesh, group)
+    attached, writers = attachments.build(config, environment, registry, parts=parts, sinks=sinks)
+    model = attached.prepare(model, mesh)
+    dtype = building.compute_dtype(config)
+    if dtype is not None:
+        model.to(dtype=dtype)
+    zero = building.build_optimizer(
+        config, model, registry, group=group, mesh=mesh, params=model_parameters, optimizer=optimizer
+    )
+    sharded = zero.sharded if zero is not None else building.evaluates(config, model, group, mesh)
+    engine = Engine(
+        config, model, optimizer=zero, sharded=sharded, parts=attached, feed=Feed(writers), registry=registry,
+        mesh=mesh, batch_ranks=environment.batch_ranks, input_dtype=building.input_dtype(config),
+        autocast_dtype=building.autocast_dtype(config),
+    )  # fmt: skip
+    engine.dataloader = building.build_loader(config, training_data, collate_fn, environment, attached)
+    engine.lr_scheduler = building.build_schedule(config, zero, lr_scheduler, registry)
+    return engine, zero, engine.dataloader, engine.lr_scheduler
 
 
-def _configuration(source: Any, overrides: Any, group: Any, registry: Registry) -> Config:
+def _join(source: Any, required: bool | None, overrides: Any, registry: Registry) -> None:
+    """The process group is there after this, if there is one."""
+    if required is False:
+        return
+    if dist.is_initialized():
+        if required:
+            raise ValueError("dist_init_required=True, and torch.distributed is initialised already; leave it out.")
+        return
     if isinstance(source, Config):
-        if overrides:
-            raise ValueError(
-                "initialize got a loaded configuration and overrides; give the overrides to zoo.config.load."
-            )
-        init_distributed(timeout_s=source.comm.timeout_s)
-        size = _world_size(group)
-        if source.world_size != size:
-            raise ValueError(
-                f"the configuration was loaded for {source.world_size} ranks and the process group has {size}; load "
-                f"it with "
-                f"world_size={size}, so that the batch sizes fit."
-            )
-        return source
-    if not dist.is_initialized():
-        # A first reading, for the timeout; the second knows how many ranks there really are.
-        init_distributed(timeout_s=load(source, overrides=overrides, registry=registry).comm.timeout_s)
-    return load(source, overrides=overrides, world_size=_world_size(group), registry=registry)
+        timeout_s = source.comm.timeout_s
+    else:
+        section = read(source, overrides=overrides, registry=registry).values.get("comm")
+        given = section.get("timeout_s") if isinstance(section, Mapping) else None
+        timeout_s = float(given) if isinstance(given, int | float) and given > 0 else 1800.0
+    init_distributed(timeout_s=timeout_s)
+    if required and not dist.is_initialized():
+        raise ValueError(
+            "dist_init_required=True, and no launcher has set RANK and WORLD_SIZE; start the script with torchrun."
+        )
 
 
-def _world_size(group: Any) -> int:
+def _size(mesh: Any, group: Any) -> int:
+    """Ranks of the job."""
     if not dist.is_initialized():
         return 1
-    return group.size() if hasattr(group, "mesh") else dist.get_world_size(group)
+    if mesh is not None or hasattr(group, "mesh"):
+        return int((mesh if mesh is not None else group).size())
+    return dist.get_world_size(getattr(group, "group", group))
+
+
+def _configuration(source: Any, overrides: Any, size: int, mesh: Any, registry: Registry) -> Config:
+    if not isinstance(source, Config):
+        document = read(source, overrides=overrides, registry=registry)
+        section = document.values.get("mesh")
+        if mesh is not None and not (isinstance(section, Mapping) and section.get("axes")):
+            building.check_names(mesh)
+            sizes = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
+            document = document.override({f"mesh.axes.{name}": size for name, size in sizes})
+        return document.load(size)
+    if overrides:
+        raise ValueError("initialize got a loaded configuration and overrides; give the overrides to zoo.config.load.")
+    if source.world_size != size:
+        raise ValueError(
+            f"the configuration was loaded for {source.world_size} ranks and the process group has {size}; load it "
+            f"with world_size={size}, so that the batch sizes fit."
+        )
+    if mesh is not None and not source.mesh.axes:
+        raise ValueError(
+            "initialize got mesh= and a loaded configuration without mesh.axes, whose batch sizes are those of all "
+            "ranks; load it with mesh.axes, or give initialize the document."
+        )
+    return source

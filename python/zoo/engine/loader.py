@@ -99,11 +99,6 @@ class ShardedLoader(Generic[T]):
         self.epoch += 1
         self.position = 0
 
-    def forever(self) -> Iterator[T]:
-        """Epoch after epoch, without end."""
-        while True:
-            yield from self
-
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; the same on all ranks."""
         return {"epoch": self.epoch, "position": self.position, "num_samples": self.num_samples, "seed": self.seed}
@@ -125,3 +120,31 @@ class ShardedLoader(Generic[T]):
     def _where(self, index: int) -> int:
         # The seed of an epoch must not be that of a neighbouring seed's neighbouring epoch.
         return shuffled(index, self.num_samples, _mix(self.epoch, self.seed)) if self.shuffle else index
+
+
+class RepeatingLoader:
+    """A loader that begins anew when it has ended.
+
+    Args:
+        loader: an iterable, each iteration of which is one epoch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self.loader)
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+        raise StopIteration(f"the loader, a {type(self.loader).__name__}, has no batches")
+
+    def __len__(self) -> int:
+        return len(self.loader)

@@ -12,20 +12,18 @@ from torch import nn
 from zoo.checkpointing import TensorFile, together
 from zoo.checkpointing.disk import make_directories
 from zoo.engine.state import persistent_buffers
-from zoo.zero import ZeroOptimizer
+from zoo.zero import ShardedModel
 
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _log = logging.getLogger("zoo.engine")
 
 
-def save_model(
-    module: nn.Module, optimizer: ZeroOptimizer, folder: Path, filename: str, *, exclude_frozen: bool
-) -> bool:
+def save_model(module: nn.Module, sharded: ShardedModel, folder: Path, filename: str, *, exclude_frozen: bool) -> bool:
     """See :meth:`~zoo.engine.Engine.save_16bit_model`."""
-    comm, config = optimizer.comm, optimizer.config
+    comm, config = sharded.comm, sharded.config
     _check_name(filename)
-    device = optimizer.buckets[0].device
+    device = sharded.buckets[0].device
     comm.agree("save_16bit_model with filename and exclude_frozen_parameters", repr((filename, exclude_frozen)), device)
     first = comm.rank == 0
     if config.stage == 3 and not config.gather_16bit_weights_on_model_save:
@@ -38,7 +36,7 @@ def save_model(
         return False
     described = {
         name: (bucket.spec.dtype, tensor.shape)
-        for bucket in optimizer.buckets
+        for bucket in sharded.buckets
         if bucket.spec.trainable or not exclude_frozen
         for name, tensor in zip(bucket.spec.names, bucket.layout.tensors, strict=True)
     }
@@ -60,7 +58,7 @@ def save_model(
 
     together(comm, what, begin)
     try:
-        for name, tensor in optimizer.whole_parameters(frozen=not exclude_frozen):
+        for name, tensor in sharded.whole_parameters(frozen=not exclude_frozen):
             try:
                 for file in opened if failure is None else ():
                     file.put(name, tensor)

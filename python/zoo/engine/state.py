@@ -87,8 +87,12 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
         "skipped_steps": engine.skipped_steps,
         "micro_steps": engine.micro_steps,
         "zero_stage": engine.config.zero_optimization.stage,
-        "loader": engine.dataloader.state_dict() if engine.dataloader is not None else None,
+        "samples": engine.global_samples,
+        "tokens": engine.global_tokens,
+        "loader": engine.dataloader.state_dict() if has_state(engine.dataloader) else None,
         "lr_scheduler": _state_of(schedule) if schedule is not None else None,
+        "parts": {name: part.state_dict() for name, part in engine.parts.items() if has_state(part)},
+        "registered": {name: item.state_dict() for name, item in engine.registered.items()},
         "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
     }
 
@@ -116,12 +120,32 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
     differs."""
     meta = found.meta["engine"]
     engine.global_steps, engine.skipped_steps = int(meta["global_steps"]), int(meta["skipped_steps"])
+    engine.global_samples, engine.global_tokens = int(meta.get("samples", 0)), int(meta.get("tokens", 0))
     engine.micro_steps = engine.global_steps * engine.accumulation
-    if engine.dataloader is not None and meta["loader"] is not None:
+    engine.restart_counts()
+    if has_state(engine.dataloader) and meta["loader"] is not None:
         engine.dataloader.load_state_dict(meta["loader"])
-        engine._batches = None
+        engine.forget_batches()
+    mine = {name: part for name, part in engine.parts.items() if has_state(part)}
+    _restore("engine part", mine, meta.get("parts", {}), found)
+    _restore("registered state", engine.registered, meta.get("registered", {}), found)
     if engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(meta["lr_scheduler"])
+
+
+def has_state(item: Any) -> bool:
+    """Whether it can be saved and loaded."""
+    return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+
+
+def _restore(what: str, mine: Mapping[str, Any], saved: Mapping[str, Any], found: Checkpoint) -> None:
+    for name, item in mine.items():
+        if name in saved:
+            item.load_state_dict(saved[name])
+        else:
+            _log.warning("checkpoint %r has nothing of the %s %r, which begins anew.", found.tag, what, name)
+    for name in sorted(set(saved) - set(mine)):
+        _log.warning("checkpoint %r has a state of the %s %r, which is not there now.", found.tag, what, name)
 
 
 def _state_of(schedule: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ CORE: dict[str, dict[str, str]] = {
         "train": "zoo.train.config:TrainConfig",
         "zero_optimization": "zoo.zero.config:ZeroConfig",
     },
+    "engine_part": {},
     "lr_schedule": {
         "LRRangeTest": "zoo.lr_schedules:LRRangeTest",
         "OneCycle": "zoo.lr_schedules:OneCycle",
@@ -34,6 +35,10 @@ CORE: dict[str, dict[str, str]] = {
     "parameter_gatherer": {
         "zero": "zoo.zero.state.gathered:GatheredParameters",
     },
+    "runner": {
+        "plain": "zoo.engine.plain:PlainRunner",
+    },
+    "sink": {},
     "task": {
         "byte_lm": "zoo.examples.byte_lm:ByteTask",
     },

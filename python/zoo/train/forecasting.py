@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zoo.config import Config
-from zoo.engine.building import build_optimizer, cast
+from zoo.engine.building import build_optimizer, compute_dtype
 from zoo.registry import DEFAULT, Registry
 from zoo.train.task import Task
 from zoo.zero import DryRun, Forecast
@@ -33,6 +33,8 @@ def forecast(
             model = task.model()
     except (RuntimeError, NotImplementedError):  # its initialisation needs values
         model = task.model()
-    cast(model, config)
-    group = DryRun(ranks, rank, device_type=device)
-    return build_optimizer(config, model.to("meta"), registry, group=group).forecast()
+    model.to("meta", compute_dtype(config))
+    optimizer = build_optimizer(config, model, registry, group=DryRun(ranks, rank, device_type=device))
+    if optimizer is None:
+        raise ValueError("the configuration has no optimizer section; training needs one.")
+    return optimizer.forecast()

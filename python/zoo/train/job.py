@@ -82,6 +82,8 @@ class _Job:
         self.config, self.section = config, config.train
         if self.section is None:
             raise ValueError("the configuration has no train section; add one (see zoo.train.TrainConfig).")
+        if config.optimizer is None:
+            raise ValueError('the configuration has no optimizer section; add one, such as {"type": "AdamW"}.')
         self.out = Path(self.section.out)
         self.rank, self.size = init_distributed(timeout_s=config.comm.timeout_s)
         threads = set_threads(self.section.threads)
@@ -99,7 +101,7 @@ class _Job:
         model = self.task.model()
         self.num_parameters = sum(p.numel() for p in model.parameters())
         torch.manual_seed(config.seed * 100_003 + self.rank)
-        self.engine: Engine = initialize(config, model, dataset=self.task.training_data(), registry=registry)[0]
+        self.engine: Engine = initialize(config, model, training_data=self.task.training_data(), registry=registry)[0]
         self.validation = self.task.validation_data()
         self.watcher.line(
             f"{self.num_parameters:,} parameters; {self.section.steps} steps of {config.train_batch_size} samples of "

@@ -1,0 +1,43 @@
+"""What an engine looks at in a batch: where its tensors are, how many samples and tokens it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def placed(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """``value`` with its tensors on ``device``; with a ``dtype`` floating-point ones in it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if dtype is not None and value.is_floating_point() else None)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(placed(item, device, dtype) for item in value)
+    if isinstance(value, list):
+        return [placed(item, device, dtype) for item in value]
+    if isinstance(value, dict):
+        return {key: placed(item, device, dtype) for key, item in value.items()}
+    return value
+
+
+def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(samples, tokens) of a micro-batch: the length of its first tensor, and the number of elements of its first
+    integer tensor of two dimensions or more, such as (B, T) ids; 0 where there is none."""
+    samples = 0
+    for tensor in _tensors((args, kwargs)):
+        samples = samples or (tensor.shape[0] if tensor.dim() else 1)
+        if tensor.dim() > 1 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+            return samples, tensor.numel()
+    return samples, 0
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

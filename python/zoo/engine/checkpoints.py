@@ -1,0 +1,150 @@
+"""The checkpoints of an engine."""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from zoo.checkpointing import StateSlice, load, save, together
+from zoo.comm import Communicator
+from zoo.engine.saving import save_model
+from zoo.engine.state import (
+    buffer_slices,
+    check_fits,
+    engine_meta,
+    load_buffers,
+    random_state,
+    restore_meta,
+    restore_options,
+    set_random_state,
+)
+from zoo.zero import ShardedModel, ZeroOptimizer
+from zoo.zero.state.logical import fill_frozen, slices_of
+
+if TYPE_CHECKING:
+    from zoo.engine.engine import Engine
+
+
+class Checkpoints:
+    """The part of :class:`~zoo.engine.Engine` that saves and loads."""
+
+    module: nn.Module
+    comm: Communicator
+    sharded: ShardedModel
+    global_steps: int
+    _optimizer: ZeroOptimizer | None
+
+    @abc.abstractmethod
+    def training(self, what: str) -> ZeroOptimizer:
+        """See :class:`~zoo.engine.Engine`."""
+
+    @abc.abstractmethod
+    def check_between_steps(self, what: str) -> None:
+        """See :class:`~zoo.engine.Engine`."""
+
+    @property
+    def _engine(self) -> Engine:
+        return cast("Engine", self)
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write parameters, optimizer, schedule, position in the data, random numbers and ``client_state``. A
+        collective.
+
+        Args:
+            tag: ``global_step<N>`` if not given.
+            client_state: plain values (zoo.checkpointing.exact says which); :meth:`load_checkpoint` gives them back
+                exactly.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            ValueError: in the middle of a step, or (zoo.checkpointing.CheckpointError) what kept some rank from saving.
+        """
+        self.check_between_steps("save_checkpoint()")
+        optimizer = self.training("save_checkpoint()")
+        slices: list[StateSlice] = [*optimizer.state_slices(), *buffer_slices(self.module, self.comm)]
+        meta = {"engine": engine_meta(self._engine), "client": dict(client_state or {})}
+        tag = tag if tag is not None else f"global_step{self.global_steps}"
+        scalars = optimizer.state_scalars()
+        return str(save(directory, tag, slices, scalars, meta, self.comm, rank_state=random_state()))
+
+    def load_checkpoint(self, directory: str | os.PathLike[str], tag: str | None = None) -> tuple[str, dict[str, Any]]:
+        """Continue from a checkpoint, written at any world size and stage. A collective.
+
+        At the world size that it was written at, everything goes on as if it had never stopped. At another one the
+        random number generators stay as they are, and the data goes on at the same sample. An engine that only
+        evaluates takes parameters and buffers. Gradients of a step that has begun are dropped.
+
+        Args:
+            tag: the latest checkpoint if not given.
+
+        Returns:
+            (the checkpoint's directory, client_state).
+
+        Raises:
+            ValueError: (zoo.checkpointing.CheckpointError) what is wrong with it; or a model, an optimizer or a data
+                set that it does not fit.
+        """
+        found = load(directory, tag, self.comm)
+        what = f"loading the checkpoint {found.tag!r} into this model"
+        if self._optimizer is None:
+            buckets = self.sharded.buckets
+            together(self.comm, what, lambda: check_fits(found, slices_of([], {}, buckets, owned=False)))
+            fill_frozen(buckets, found.read)
+            self.sharded.runtime.updated()
+            load_buffers(self.module, found)
+            return str(found.path), dict(found.meta.get("client", {}))
+        optimizer = self.training("load_checkpoint()")
+        together(self.comm, what, lambda: check_fits(found, optimizer.state_slices()))
+        restore_options(self._engine, found)
+        optimizer.load_state(found.read, found.scalars)
+        load_buffers(self.module, found)
+        restore_meta(self._engine, found)
+        if found.world_size == self.comm.size:
+            set_random_state(found.rank_state(self.comm.rank))
+        client = found.meta.get("client", {})
+        return str(found.path), dict(client)
+
+    def save_16bit_model(
+        self,
+        folder: str | os.PathLike[str],
+        filename: str = "model.safetensors",
+        *,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's weights, whole, as one safetensors file, for whoever uses the model without zoo.
+
+        Rank 0 writes; the others help to gather, so all ranks call it. Parameters have the dtype that the model
+        computes with: bf16 or fp16 where the configuration enables one of them; an fp32 model is saved in fp32, which
+        the log says. Parameters pass bucket by bucket: no rank ever holds all of them for this. A file of the same
+        name stays as it was until the new one is whole.
+
+        The keys are those of ``module.state_dict()``. A parameter that is tied is there once, under its first name,
+        and the header names the others: ``safetensors.torch.load_model`` reads that. What ``get_extra_state`` returns
+        is not saved.
+
+        Args:
+            folder: made if it does not exist.
+            filename: of a file in that folder, ending in ".safetensors".
+            exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
+
+        Returns:
+            Whether a model was saved, the same on all ranks: False at stage 3 unless
+            ``gather_16bit_weights_on_model_save`` is true, with a warning in rank 0's log.
+
+        Raises:
+            ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
+                rank from saving.
+        """
+        return save_model(self.module, self.sharded, Path(folder), filename, exclude_frozen=exclude_frozen_parameters)

@@ -1,0 +1,118 @@
+"""One thread that hands the records of steps to sinks, so that training never waits for a file or a network."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from zoo.parts import Sink, StepRecord
+
+_log = logging.getLogger("zoo.monitor")
+
+
+class Feed:
+    """Gives each record to each sink, in order.
+
+    Records wait in a queue of bounded length. Where sinks are slower than training for so long that it is full, the
+    oldest waiting record is dropped and counted. A sink that raises is closed and gets no more; the log says so once.
+    The thread begins with the first record and ends with :meth:`close`; a process that ends without closing loses what
+    waits.
+
+    Args:
+        sinks: by name.
+        capacity: records that may wait.
+
+    Attributes:
+        num_dropped: records that no sink got, since the beginning.
+        failed: name of each sink that was switched off, and why.
+    """
+
+    def __init__(self, sinks: Mapping[str, Sink], *, capacity: int = 1024) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}; records wait in a queue, which needs room for at least one.")
+        self._sinks, self._capacity = dict(sinks), capacity
+        self._waiting: deque[StepRecord] = deque()
+        self._changed = threading.Condition()
+        self._busy = self._ended = False
+        self._thread: threading.Thread | None = None
+        self.num_dropped = 0
+        self.failed: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def put(self, record: StepRecord) -> None:
+        """Hand over a record; returns at once.
+
+        Raises:
+            ValueError: after :meth:`close`.
+        """
+        if self._ended:
+            raise ValueError("put() after close(): the sinks of this feed are closed.")
+        if not self._sinks:
+            return
+        with self._changed:
+            if len(self._waiting) >= self._capacity:
+                self._waiting.popleft()
+                self.num_dropped += 1
+                if self.num_dropped == 1:
+                    _log.warning(
+                        "monitors are slower than training: of %d waiting records the oldest was dropped. "
+                        "engine.feed.num_dropped counts them.",
+                        self._capacity,
+                    )
+            self._waiting.append(record)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="zoo-monitor", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until the sinks have everything that was handed over; False if that took longer than ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Give the sinks what waits, and close them. What takes longer than ``timeout_s`` is left behind, and told."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.warning(
+                    "the monitors %s have not taken %d records after %g s; these are lost.",
+                    ", ".join(self._sinks), len(self._waiting) + 1, timeout_s,
+                )  # fmt: skip
+                return
+        for name in list(self._sinks):
+            self._guarded(name, "close")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ended)
+                if not self._waiting:
+                    return
+                record = self._waiting.popleft()
+                self._busy = True
+            for name in list(self._sinks):
+                self._guarded(name, "write", record)
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _guarded(self, name: str, what: str, *arguments: StepRecord) -> None:
+        sink = self._sinks[name]
+        try:
+            getattr(sink, what)(*arguments)
+        except Exception as error:  # a monitor must not end a run
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            _log.warning("the monitor %s failed in %s() and is switched off: %s", name, what, self.failed[name])
+            if what != "close":
+                self._guarded(name, "close")
+        if what == "close" or name in self.failed:
+            self._sinks.pop(name, None)

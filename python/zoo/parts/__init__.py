@@ -1,0 +1,49 @@
+"""What attaches to a training engine, and what it tells: protocols and values only, no torch.
+
+* Engine parts change or watch training: :class:`Prepares`, :class:`OnBatch`, :class:`OnLoss`, :class:`ScalesLr`,
+  :class:`BeforeUpdate`, :class:`AfterUpdate`, :class:`GivesMetrics`, :class:`HasState`, :class:`Closes`,
+  :class:`MakesLoader`. A part is any object with some of these methods.
+* A :class:`Runner` turns batches into gradients.
+* A :class:`Sink` gets the record of each step: monitors, progress, the run's log.
+* :class:`Clock`: where training stands. :class:`StepRecord`: what a step came to. :class:`Environment`: what the engine
+  tells its parts of the job.
+* :func:`in_order`: the order in which parts are called.
+"""
+
+from zoo.parts.clock import Clock
+from zoo.parts.ordering import in_order
+from zoo.parts.protocols import (
+    AfterUpdate,
+    BeforeUpdate,
+    Closes,
+    Environment,
+    GivesMetrics,
+    HasState,
+    MakesLoader,
+    OnBatch,
+    OnLoss,
+    Prepares,
+    Runner,
+    ScalesLr,
+    Sink,
+)
+from zoo.parts.record import StepRecord
+
+__all__ = [
+    "AfterUpdate",
+    "BeforeUpdate",
+    "Clock",
+    "Closes",
+    "Environment",
+    "GivesMetrics",
+    "HasState",
+    "MakesLoader",
+    "OnBatch",
+    "OnLoss",
+    "Prepares",
+    "Runner",
+    "ScalesLr",
+    "Sink",
+    "StepRecord",
+    "in_order",
+]
