@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zoo.config.errors import ConfigError
 
 __all__ = ["nest", "parse_value", "read_overrides", "read_source"]
@@ -33,8 +31,8 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
         raise ConfigError([f"{path} ends in {path.suffix or 'nothing'!r}; allowed are .json, .yaml and .yml"])
     text = path.read_text(encoding="utf-8")
     try:
-        value = _json(text) if path.suffix == ".json" else yaml.load(text, Loader=_StrictYaml)
-    except (json.JSONDecodeError, yaml.YAMLError, _DuplicateKeyError) as error:
+        value = _json(text) if path.suffix == ".json" else _yaml(text)
+    except (json.JSONDecodeError, DocumentError) as error:
         raise ConfigError([" ".join(str(error).split())], name) from None
     if not isinstance(value, dict):
         raise ConfigError([f"the document is {type(value).__name__}; allowed is an object of keys and values"], name)
@@ -90,8 +88,14 @@ def parse_value(text: str) -> Any:
         return text
 
 
-class _DuplicateKeyError(Exception):
-    pass
+class DocumentError(Exception):
+    """A key is given twice, or the text is no document."""
+
+
+def _yaml(text: str) -> Any:
+    from zoo.config.strict_yaml import parse  # its package costs more than all others, and most documents are JSON
+
+    return parse(text)
 
 
 def _json(text: str) -> Any:
@@ -99,23 +103,8 @@ def _json(text: str) -> Any:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise _DuplicateKeyError(f"key {key!r} is given twice, as {seen[key]!r} and as {value!r}; remove one")
+                raise DocumentError(f"key {key!r} is given twice, as {seen[key]!r} and as {value!r}; remove one")
             seen[key] = value
         return seen
 
     return json.loads(text, object_pairs_hook=once)
-
-
-class _StrictYaml(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise _DuplicateKeyError(f"key {key!r} is given twice{node.start_mark}; remove one")
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 takes 1e-4 for a string because it has no dot; everybody who writes it in a configuration means the number.
-_StrictYaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)

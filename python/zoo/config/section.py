@@ -47,6 +47,7 @@ class Section(BaseModel):
         populate_by_name=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        defer_build=True,  # most sections of an import are never validated
         json_schema_extra=_add_aliases,
     )
 
