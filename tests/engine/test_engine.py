@@ -18,7 +18,7 @@ BASE: dict[str, Any] = {
     "train_batch_size": 8,
     "seed": 3,
     "gradient_clipping": 0.5,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}},
 }
 
@@ -164,7 +164,7 @@ def test_an_optimizer_instance_and_its_schedule_are_taken(number: int) -> None:
 
     assert sim.run(2, job) == [pytest.approx(losses, abs=1e-5) for losses in sim.run(2, expected)]
     model = net()
-    with pytest.raises(ValueError, match=r"lr=0\.01 came with it"):
+    with pytest.raises(ValueError, match=r"lr=0\.01, weight_decay=0\.01 came with it"):
         initialize(BASE, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 

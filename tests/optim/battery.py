@@ -22,6 +22,7 @@ class Entry:
 BATTERY = {
     "Adam": Entry(optim.Adam, {"lr": 0.01, "weight_decay": 0.1}, torch.optim.Adam),
     "Adam-amsgrad": Entry(optim.Adam, {"lr": 0.01, "amsgrad": True, "betas": (0.8, 0.9)}, torch.optim.Adam),
+    "Adam-uncorrected": Entry(optim.Adam, {"lr": 0.01, "bias_correction": False, "eps": 1e-2}),
     "AdamW": Entry(optim.AdamW, {"lr": 0.01, "eps": 1e-2}, torch.optim.AdamW),
     "AdamW-maximize": Entry(optim.AdamW, {"lr": 0.01, "maximize": True, "weight_decay": 0.2}, torch.optim.AdamW),
     "SGD": Entry(optim.SGD, {"lr": 0.1}, torch.optim.SGD),

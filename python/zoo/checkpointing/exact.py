@@ -1,26 +1,37 @@
 """Python values as JSON that comes back exactly: the same types and the same values, or a refusal when it is written.
 
-JSON has numbers, strings, lists and objects with strings as keys. What it has not is written as an object with the one
-key ``"__zoo__"``: ``{"__zoo__": [kind, parts]}``. An ordinary dict that has this key itself is written in that way too.
+This is how a checkpoint holds the state of schedules, loaders, parts of the engine and its user. JSON has numbers,
+strings, lists and objects with strings as keys. What it has not is written as an object with the one key ``"__zoo__"``:
+``{"__zoo__": [kind, parts]}``. An ordinary dict that has this key itself is written in that way too.
 
-=============================================  ==================================================================
-None, bool, int, float (NaN too), str, list    as they are
-dict with strings as keys                      as an object
-dict with other keys, OrderedDict, Counter     its pairs, in order
-tuple, set, frozenset, deque                   its items (a deque also its ``maxlen``)
-complex, bytes                                 two numbers; base 64
-numpy scalars and arrays, dense tensors        dtype, shape, bytes in base 64; a tensor comes back on the CPU
-=============================================  ==================================================================
+===============================================  ================================================================
+None, bool, int, float (NaN too), str, list      as they are
+int of more than 2000 bits                       in base 16
+str with half of a pair of surrogates            its UTF-8 in base 64, that half included
+dict with strings as keys                        as an object
+dict with other keys, OrderedDict, Counter,      its pairs, in order
+defaultdict without a factory
+tuple, set, frozenset, deque, ``torch.Size``     its items (a deque also its ``maxlen``)
+complex, bytes                                   two numbers; base 64
+numpy scalars and arrays, dense tensors          dtype, shape, bytes in base 64; a tensor comes back on the CPU
+``torch.dtype``, ``torch.device``                its name
+===============================================  ================================================================
 
 Everything else is refused, subclasses of these types included: they would come back as something else. Two places that
-hold one object come back as two equal objects.
+hold one object come back as two equal objects, and a tensor comes back without its place in autograd.
+
+Reading builds these kinds and nothing else: what a file says is never imported or called, and the shape, dtype and
+bytes of an array must fit each other. A kind that is not known is an error, so new kinds need no new version of the
+format.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections import Counter, OrderedDict, deque
+import math
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,12 +41,21 @@ import torch
 from zoo.checkpointing.errors import CheckpointError
 
 _MARK = "__zoo__"
-_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size"}
+_MAPPINGS: dict[type, str] = {
+    dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"
+}  # fmt: skip
+_MANY_BITS = 2000  # Python converts at least 640 digits, whatever its limit is set to
+_NUMPY = re.compile(r"[<>|=][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
+_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?")
+_HEXADECIMAL = re.compile(r"-?0x[0-9a-f]+")
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, "
-    "numpy scalars and arrays, and dense tensors"
+    "defaultdict without a factory, numpy scalars and arrays, dense tensors, torch.Size, torch.dtype and torch.device"
 )
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def dumps(value: Any, what: str, *, indent: int | None = None) -> str:
@@ -48,22 +68,20 @@ def dumps(value: Any, what: str, *, indent: int | None = None) -> str:
         return json.dumps(encode(value, what), indent=indent, allow_nan=True)
     except RecursionError:
         raise CheckpointError(f"{what} contains itself, or is nested too deeply to be written") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:  # an int of more digits than Python converts
-        raise CheckpointError(f"{what} cannot be written: {error}") from None
 
 
 def encode(value: Any, path: str) -> Any:
     """What JSON can hold of ``value``, which is found at ``path``."""
     kind = type(value)
-    if value is None or kind in (bool, int, float):
+    if value is None or kind in (bool, float):
         return value
+    if kind is int:
+        return value if value.bit_length() <= _MANY_BITS else _marked("int", hex(value))
     if kind is str:
-        return _text(value, path)
+        return value if _is_text(value) else _marked("str", _base64(value.encode("utf-8", "surrogatepass")))
     if kind is list:
         return [encode(item, f"{path}[{k}]") for k, item in enumerate(value)]
-    if kind in _MAPPINGS:
+    if kind in _MAPPINGS and getattr(value, "default_factory", None) is None:
         return _mapping(value, path)
     if kind in _SEQUENCES:
         return _marked(_SEQUENCES[kind], _items(value, path))
@@ -72,42 +90,30 @@ def encode(value: Any, path: str) -> Any:
     if kind is complex:
         return _marked("complex", [value.real, value.imag])
     if kind is bytes:
-        return _marked("bytes", base64.b64encode(value).decode())
+        return _marked("bytes", _base64(value))
     if kind is torch.Tensor or kind is np.ndarray or isinstance(value, np.generic):
         return _array(value, path)
+    if kind is torch.dtype:
+        return _marked("dtype", _name(value))
+    if kind is torch.device:
+        return _marked("device", str(value))
+    what = _described(value) + (" with a factory, which is code" if kind is defaultdict else "")
     raise CheckpointError(
-        f"{path} is {_described(value)}, which a checkpoint cannot give back exactly; it holds {_ALLOWED}. Give it as "
-        "one of these."
+        f"{path} is {what}, which a checkpoint cannot give back exactly; it holds {_ALLOWED}. Give it as one of these."
     )
-
-
-def decode(value: Any) -> Any:
-    """The value that :func:`encode` was given.
-
-    Raises:
-        ValueError: a mark that is not one of its own.
-    """
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _MARK not in value:
-        return {key: decode(item) for key, item in value.items()}
-    kind, parts = value[_MARK]
-    if kind not in _READERS:
-        raise ValueError(f"a value of the kind {kind!r} is not known; a newer zoo may have written it")
-    return _READERS[kind](parts)
 
 
 def _marked(kind: str, parts: Any) -> dict[str, Any]:
     return {_MARK: [kind, parts]}
 
 
-def _text(value: str, path: str) -> str:
-    # json joins the two halves of a pair of surrogates; nothing sensible has one half of such a pair.
-    if any("\ud800" <= c <= "\udfff" for c in value):
-        raise CheckpointError(f"{path} is the string {value!r}, which has half of a character; it cannot be written")
-    return value
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _is_text(value: str) -> bool:
+    # json joins two halves of a pair of surrogates, which are one character then and not two.
+    return not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _items(values: Iterable[Any], path: str) -> list[Any]:
@@ -116,9 +122,9 @@ def _items(values: Iterable[Any], path: str) -> list[Any]:
 
 def _mapping(value: dict[Any, Any], path: str) -> dict[str, Any]:
     kind = type(value)
-    if kind is dict and _MARK not in value and all(type(key) is str for key in value):
-        return {_text(key, path): encode(item, f"{path}.{key}") for key, item in value.items()}
-    pairs = [[encode(key, f"a key of {path}"), encode(item, f"{path}[{key!r}]")] for key, item in value.items()]
+    if kind is dict and _MARK not in value and all(type(key) is str and _is_text(key) for key in value):
+        return {key: encode(item, f"{path}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, f"a key of {path}"), encode(item, f"{path}[{_short(key)}]")] for key, item in value.items()]
     return _marked(_MAPPINGS[kind], pairs)
 
 
@@ -126,15 +132,31 @@ def _array(value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
             raise CheckpointError(f"{path} is {_described(value)}, not dense or without data; give a dense tensor")
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = value.detach().cpu().resolve_conj().resolve_neg()
+        try:
+            flat = flat.contiguous().reshape(-1)
+        except NotImplementedError:  # types that torch cannot copy element by element
+            raise CheckpointError(
+                f"{path} is a tensor of {value.dtype} with strides {value.stride()}, which torch cannot copy; give one "
+                "that is contiguous"
+            ) from None
         raw = flat.view(torch.uint8).numpy().tobytes()
-        kind, dtype = "tensor", str(value.dtype).removeprefix("torch.")
+        kind, dtype = "tensor", _name(value.dtype)
     else:
-        if value.dtype.hasobject or value.dtype.names is not None:
-            raise CheckpointError(f"{path} is {_described(value)} and holds {value.dtype}; give one of numbers")
+        _check_numpy(value, path)
         kind, dtype = ("array" if isinstance(value, np.ndarray) else "scalar"), value.dtype.str
-        raw = np.asarray(value).tobytes()
-    return _marked(kind, [dtype, list(value.shape), base64.b64encode(raw).decode()])
+        raw = value.tobytes() if value.dtype.itemsize else b""  # of an empty string numpy gives four
+    return _marked(kind, [dtype, list(value.shape), _base64(raw)])
+
+
+def _check_numpy(value: Any, path: str) -> None:
+    dtype = value.dtype
+    # A dtype that another package has added to numpy has the letters of a plain one.
+    known = not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype
+    if not known or (isinstance(value, np.ndarray) and dtype.itemsize == 0):
+        raise CheckpointError(f"{path} is {_described(value)} and holds {dtype}; give one of numbers")
+    if dtype.kind in "SU" and isinstance(value, np.generic) and np.asarray(value)[()] != value:
+        raise CheckpointError(f"{path} is {value!r}, whose last zeros numpy drops from arrays; give it as {dtype.type}")
 
 
 def _described(value: Any) -> str:
@@ -142,17 +164,39 @@ def _described(value: Any) -> str:
     return f"of the type {'' if kind.__module__ == 'builtins' else kind.__module__ + '.'}{kind.__qualname__}"
 
 
-def _tensor(parts: list[Any]) -> torch.Tensor:
-    name, shape, raw = parts
-    dtype = dtype_named(name)
-    content = bytearray(base64.b64decode(raw))
-    flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return flat.clone().view(dtype).view(shape)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _numpy(parts: list[Any]) -> Any:
-    name, shape, raw = parts
-    return np.frombuffer(base64.b64decode(raw), dtype=np.dtype(name)).reshape(shape).copy()
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def decode(value: Any, path: str = "it") -> Any:
+    """The value that :func:`encode` was given; ``path`` names it in errors.
+
+    Raises:
+        ValueError: a mark that is not one of its own, or parts that do not fit its kind.
+    """
+    if isinstance(value, list):
+        return [decode(item, f"{path}[{k}]") for k, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if _MARK not in value:
+        return {key: decode(item, f"{path}.{key}") for key, item in value.items()}
+    mark = value[_MARK]
+    if len(value) != 1 or not isinstance(mark, list) or len(mark) != 2:
+        raise ValueError(f"{path} is marked as {_short(value)}; a mark is {{{_MARK!r}: [kind, parts]}}")
+    kind, parts = mark
+    if not isinstance(kind, str) or kind not in _READERS:
+        raise ValueError(f"{path}: a value of the kind {kind!r} is not known; a newer zoo may have written it")
+    try:
+        return _READERS[kind](parts, path)
+    except _Unfit as error:
+        raise ValueError(f"{path} is said to be a {kind}, and {error}") from None
+
+
+class _Unfit(Exception):
+    """What parts have that those of their kind cannot have."""
 
 
 def dtype_named(name: object) -> torch.dtype:
@@ -161,27 +205,159 @@ def dtype_named(name: object) -> torch.dtype:
     Raises:
         ValueError: there is none.
     """
-    found = getattr(torch, name, None) if isinstance(name, str) else None
+    # Not by getattr(): torch imports some of its modules when they are asked for by name.
+    found = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
     return found
 
 
-def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
-    return [(decode(key), decode(item)) for key, item in parts]
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python converts
+        text = f"something of the type {type(value).__qualname__}"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "dict": lambda parts: dict(_pairs(parts)),
-    "OrderedDict": lambda parts: OrderedDict(_pairs(parts)),
-    "Counter": lambda parts: Counter(dict(_pairs(parts))),
-    "tuple": lambda parts: tuple(decode(parts)),
-    "set": lambda parts: set(decode(parts)),
-    "frozenset": lambda parts: frozenset(decode(parts)),
-    "deque": lambda parts: deque(decode(parts[1]), maxlen=parts[0]),
-    "complex": lambda parts: complex(*parts),
-    "bytes": base64.b64decode,
-    "scalar": lambda parts: _numpy(parts)[()],
+def _list(parts: Any, path: str) -> list[Any]:
+    if not isinstance(parts, list):
+        raise _Unfit(f"its items are {_short(parts)}, not a list")
+    return [decode(item, f"{path}[{k}]") for k, item in enumerate(parts)]
+
+
+def _hashed(kind: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+    try:
+        return kind(items)
+    except TypeError as error:
+        raise _Unfit(f"one of its items cannot be: {error}") from None
+
+
+def _pairs(parts: Any, path: str) -> Any:
+    pairs = _list(parts, path)
+    if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise _Unfit("its items are not all pairs of a key and a value")
+    return _hashed(dict, pairs)
+
+
+def _deque(parts: Any, path: str) -> deque[Any]:
+    if not isinstance(parts, list) or len(parts) != 2 or not (parts[0] is None or _is_size(parts[0])):
+        raise _Unfit(f"its parts are {_short(parts)}, not its maxlen and a list")
+    return deque(_list(parts[1], path), maxlen=parts[0])
+
+
+def _complex(parts: Any, path: str) -> complex:
+    if not isinstance(parts, list) or [type(part) for part in parts] != [float, float]:
+        raise _Unfit(f"its parts are {_short(parts)}, not two floats")
+    return complex(*parts)
+
+
+def _int(parts: Any, path: str) -> int:
+    if not isinstance(parts, str) or not _HEXADECIMAL.fullmatch(parts):
+        raise _Unfit(f"{_short(parts)} is no number in base 16")
+    return int(parts, 16)
+
+
+def _bytes(parts: Any, path: str) -> bytes:
+    try:
+        return base64.b64decode(parts, validate=True)
+    except (TypeError, ValueError):
+        raise _Unfit(f"{_short(parts)} is not base 64") from None
+
+
+def _str(parts: Any, path: str) -> str:
+    try:
+        return _bytes(parts, path).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise _Unfit(f"its bytes are not UTF-8: {error}") from None
+
+
+def _size(parts: Any, path: str) -> torch.Size:
+    if not isinstance(parts, list) or not all(_is_size(d) for d in parts):
+        raise _Unfit(f"its items are {_short(parts)}, not a list of sizes")
+    return torch.Size(parts)
+
+
+def _dtype(parts: Any, path: str) -> torch.dtype:
+    try:
+        return dtype_named(parts)
+    except ValueError as error:
+        raise _Unfit(str(error)) from None
+
+
+def _device(parts: Any, path: str) -> torch.device:
+    try:
+        if isinstance(parts, str) and _DEVICE.fullmatch(parts):
+            return torch.device(parts)
+    except RuntimeError:
+        pass
+    raise _Unfit(f"{_short(parts)} is no device of torch {torch.__version__}")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _content(parts: Any, path: str) -> tuple[Any, list[int], bytes]:
+    """Name of the dtype, shape, and bytes."""
+    if not isinstance(parts, list) or len(parts) != 3:
+        raise _Unfit(f"its parts are {_short(parts)}, not dtype, shape and bytes")
+    return parts[0], list(_size(parts[1], path)), _bytes(parts[2], path)
+
+
+def _check_bytes(shape: list[int], itemsize: int, name: str, raw: bytes) -> None:
+    needed = math.prod(shape) * itemsize
+    if needed != len(raw):
+        raise _Unfit(f"has {len(raw)} bytes; {shape} of {name} has {needed}")
+
+
+def _tensor(parts: Any, path: str) -> torch.Tensor:
+    name, shape, raw = _content(parts, path)
+    dtype = _dtype(name, path)
+    _check_bytes(shape, dtype.itemsize, name, raw)
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    try:
+        return flat.clone().view(dtype).view(shape)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise _Unfit(f"torch makes no such tensor: {error}") from None
+
+
+def _numpy(parts: Any, path: str) -> Any:
+    name, shape, raw = _content(parts, path)
+    if not isinstance(name, str) or not _NUMPY.fullmatch(name):
+        raise _Unfit(f"{_short(name)} is no dtype of numbers")
+    try:
+        dtype = np.dtype(name)
+        _check_bytes(shape, dtype.itemsize, name, raw)
+        return np.ndarray(shape, dtype, buffer=raw).copy() if raw else np.zeros(shape, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _Unfit(f"numpy makes no such array: {error}") from None
+
+
+def _scalar(parts: Any, path: str) -> Any:
+    found = _numpy(parts, path)
+    if found.shape:
+        raise _Unfit(f"its shape is {found.shape}, not ()")
+    return found[()]
+
+
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "dict": _pairs,
+    "OrderedDict": lambda parts, path: OrderedDict(_pairs(parts, path)),
+    "Counter": lambda parts, path: Counter(_pairs(parts, path)),
+    "defaultdict": lambda parts, path: defaultdict(None, _pairs(parts, path)),
+    "tuple": lambda parts, path: tuple(_list(parts, path)),
+    "set": lambda parts, path: _hashed(set, _list(parts, path)),
+    "frozenset": lambda parts, path: _hashed(frozenset, _list(parts, path)),
+    "deque": _deque,
+    "complex": _complex,
+    "int": _int,
+    "bytes": _bytes,
+    "str": _str,
+    "Size": _size,
+    "dtype": _dtype,
+    "device": _device,
+    "scalar": _scalar,
     "array": _numpy,
     "tensor": _tensor,
 }

@@ -48,7 +48,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(file)!r} cannot be read: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{str(file)!r} is not a manifest of the format {FORMAT!r}")
@@ -59,7 +59,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         return _parse(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{str(file)!r} has a field that is missing or of the wrong kind: {error!r}") from None
@@ -91,7 +91,7 @@ def _parse(document: dict[str, Any]) -> Manifest:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CheckpointError(f"the number {key!r} of the manifest is {value!r}")
     # Version 1 held only what JSON holds.
-    meta = decode(document["meta"]) if document["version"] > 1 else document["meta"]
+    meta = decode(document["meta"], "meta") if document["version"] > 1 else document["meta"]
     return Manifest(world_size, dict(meta), scalars, shapes, roles, files)
 
 

@@ -36,7 +36,7 @@ class Optimizer(ComponentChoice):
     """Which optimizer, such as "AdamW", and its options."""
 
     kind: ClassVar[str] = "optimizer"
-    runtime: ClassVar[tuple[str, ...]] = ("params",)
+    runtime: ClassVar[tuple[str, ...]] = ("params", "parts")
 
 
 class Scheduler(ComponentChoice):

@@ -149,18 +149,33 @@ def _restore(what: str, mine: Mapping[str, Any], saved: Mapping[str, Any], found
 
 
 def _state_of(schedule: Any) -> dict[str, Any]:
-    # The default state_dict of a schedule is its attributes. Functions among them are its code: whoever builds the
-    # schedule again gives them again, and load_state_dict() leaves what it is not given.
-    state = dict(schedule.state_dict())
-    code = sorted(str(key) for key, value in state.items() if isinstance(value, _FUNCTIONS))
+    # The default state_dict of a schedule is its attributes, and those of the schedules that it is made of. Functions
+    # among them are its code: whoever builds the schedule again gives them again, and load_state_dict() leaves what it
+    # is not given.
+    code: list[str] = []
+    state: dict[str, Any] = _without_functions(dict(schedule.state_dict()), "", code)
     if code:
         _log.info(
             "the checkpoint does not hold %s of the learning-rate schedule %s: functions are code, not state, and are "
             "taken from the schedule that continues.",
-            ", ".join(code),
+            ", ".join(sorted(code)),
             type(schedule).__name__,
         )
-    return {key: value for key, value in state.items() if not isinstance(value, _FUNCTIONS)}
+    return state
+
+
+def _without_functions(value: Any, path: str, left_out: list[str]) -> Any:
+    if type(value) is list:
+        return [_without_functions(item, f"{path}[{k}]", left_out) for k, item in enumerate(value)]
+    if type(value) is not dict:
+        return value
+    places = {key: f"{path}.{key}" if path else str(key) for key in value}
+    left_out += [places[key] for key, item in value.items() if isinstance(item, _FUNCTIONS)]
+    return {
+        key: _without_functions(item, places[key], left_out)
+        for key, item in value.items()
+        if not isinstance(item, _FUNCTIONS)
+    }
 
 
 def _like(old: Any, new: Any) -> Any:

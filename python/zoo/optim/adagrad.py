@@ -26,7 +26,7 @@ class Adagrad(ElementwiseOptimizer):
         self, params: Any, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0, eps: float = 1e-10, foreach: bool | None = None, *,
         maximize: bool = False, differentiable: bool = False, fused: bool | None = None,
-        master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype = torch.float32,
+        master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(
             lr=float(lr), lr_decay=lr_decay, weight_decay=weight_decay, eps=eps,

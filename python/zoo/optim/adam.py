@@ -23,6 +23,7 @@ class Adam(ElementwiseOptimizer):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.Adam``.
         decoupled_weight_decay: p ← (1 - lr·weight_decay)·p before the step instead, which is AdamW.
+        bias_correction: False takes m and v as they are: p ← p - lr·m / (√v + ε).
         master_dtype, state_dtype: see :class:`~zoo.optim.base.ElementwiseOptimizer`.
 
     Raises:
@@ -33,8 +34,8 @@ class Adam(ElementwiseOptimizer):
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, amsgrad: bool = False, *, foreach: bool | None = None, maximize: bool = False,
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
-        decoupled_weight_decay: bool = False, master_dtype: torch.dtype | None = torch.float32,
-        state_dtype: torch.dtype = torch.float32,
+        decoupled_weight_decay: bool = False, bias_correction: bool = True,
+        master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
@@ -42,6 +43,7 @@ class Adam(ElementwiseOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
         }  # fmt: skip
         super().__init__(params, defaults, master_dtype=master_dtype, state_dtype=state_dtype)
 
@@ -55,9 +57,14 @@ class Adam(ElementwiseOptimizer):
         flags, scalars = adam(
             lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"], step=step,
             weight_decay=group["weight_decay"], decoupled=group["decoupled_weight_decay"], amsgrad=group["amsgrad"],
-            grad_scale=grad_scale,
+            bias_correction=group["bias_correction"], grad_scale=grad_scale,
         )  # fmt: skip
         return Rule.ADAM, flags, scalars
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", True)  # of a state_dict from before there was this option
 
 
 class AdamW(Adam):
@@ -71,10 +78,11 @@ class AdamW(Adam):
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
-        master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype = torch.float32,
+        bias_correction: bool = True, master_dtype: torch.dtype | None = torch.float32,
+        state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable,
-            differentiable=differentiable, decoupled_weight_decay=True, master_dtype=master_dtype,
-            state_dtype=state_dtype,
+            differentiable=differentiable, decoupled_weight_decay=True, bias_correction=bias_correction,
+            master_dtype=master_dtype, state_dtype=state_dtype,
         )  # fmt: skip

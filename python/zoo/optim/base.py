@@ -30,7 +30,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         master_dtype: ``torch.float32`` gives a bf16 or fp16 parameter a master copy of that dtype among its states
             (``state["master"]``), which is what is updated; the parameter gets its rounded value in the same pass.
             None: the parameter itself is updated, with rounding in every step.
-        state_dtype: dtype of the other states, fp32 or bf16.
+        state_dtype: dtype of the other states, fp32 or bf16; None: that of the parameter, which cannot be fp16 then.
 
     Raises:
         ValueError: options that cannot work, gradients that are sparse; the message has the numbers.
@@ -44,12 +44,14 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, master_dtype: torch.dtype | None = torch.float32,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         if master_dtype not in (None, torch.float32):
             raise ValueError(f"master_dtype={master_dtype}; it must be torch.float32, or None for no master.")
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype={state_dtype}; it must be torch.float32 or torch.bfloat16.")
+        if state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"state_dtype={state_dtype}; it must be torch.float32, torch.bfloat16, or None for the parameter's."
+            )
         self.master_dtype, self.state_dtype = master_dtype, state_dtype
         self._forget()
         super().__init__(params, defaults)
@@ -166,7 +168,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             state = self.state[p] = State(self._watch, state)
         if "step" not in state:
             state.put("step", torch.tensor(0.0))
-        dtype = torch.float64 if p.dtype is torch.float64 else self.state_dtype
+        dtype = self._dtype_of_states(p)
         for name in names:
             if name not in state:
                 state.put(name, torch.full_like(p, self.initial(group, name), dtype=dtype, requires_grad=False))
@@ -178,6 +180,16 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             old = state[name]
             if old.stride() != p.stride() and old.shape == p.shape:
                 state.put(name, torch.empty_like(p, dtype=old.dtype, requires_grad=False).copy_(old))
+
+    def _dtype_of_states(self, p: Tensor) -> torch.dtype:
+        if p.dtype is torch.float64 or (self.state_dtype is None and p.dtype is not torch.float16):
+            return p.dtype
+        if self.state_dtype is None:
+            raise ValueError(
+                f"state_dtype=None and an fp16 parameter of shape {tuple(p.shape)}: squares of gradients below 2e-4 "
+                "are 0 in fp16. Keep states in torch.float32 (fp32_optimizer_states in a configuration), or use bf16."
+            )
+        return self.state_dtype
 
     # State -----------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class Lion(ElementwiseOptimizer):
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
         maximize: bool = False, foreach: bool | None = None, fused: bool | None = None,
-        master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype = torch.float32,
+        master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), weight_decay=weight_decay)
         betas_in_range(betas)

@@ -26,7 +26,7 @@ class SGD(ElementwiseOptimizer):
         self, params: Any, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
         nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None, differentiable: bool = False,
         fused: bool | None = None, master_dtype: torch.dtype | None = torch.float32,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
         not_supported("SGD", differentiable=differentiable)

@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zoo.registry.building import ByKeywords, adapter_of, argument_types, config_class, keywords, known_keys
+from zoo.registry.building import (
+    ByKeywords,
+    adapter_of,
+    argument_types,
+    config_class,
+    keywords,
+    known_keys,
+    make_config,
+)
 from zoo.registry.core import CORE
 from zoo.registry.describe import Choice
 from zoo.registry.describe import describe as _describe
@@ -44,6 +52,7 @@ __all__ = [
     "keywords",
     "kinds",
     "known_keys",
+    "make_config",
     "names",
     "near",
     "nearest",

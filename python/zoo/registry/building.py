@@ -75,8 +75,10 @@ def parse(schema: type[Any], config: Any) -> tuple[Any, list[Problem]]:
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 path = ".".join(str(part) for part in item["loc"])
-                given = "" if item["type"] == "missing" else f" (given {item['input']!r})"
-                problems.append((path, f"{item['msg']}{given}"))
+                sentence = item["msg"].removeprefix("Value error, ")  # a validator's own, which says what was given
+                own = sentence != item["msg"] or item["type"] == "missing"
+                sentence = f"allowed is {sentence}" if item["type"] == "zoo_type" else sentence
+                problems.append((path, sentence if own else f"{sentence} (given {item['input']!r})"))
     return None, problems
 
 

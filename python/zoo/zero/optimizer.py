@@ -21,7 +21,7 @@ from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.inspection import Inspection
 from zoo.zero.options.agreement import of_groups
-from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config
+from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config, resolve_optimizer
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
 from zoo.zero.runtime.hooks import Runtime
@@ -62,9 +62,10 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             rank 0 are broadcast.
         stage: 0 to 3, see :class:`~zoo.zero.ZeroConfig`.
         optimizer: a class of ``zoo.optim`` or ``torch.optim``, or anything with the same interface, whose update is
-            elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer"). Or an
-            instance that has made no step: its class, arguments and parameter groups are taken over, the groups as the
-            same dicts, so that schedules made from it go on working. It cannot make steps itself any more.
+            elementwise or that takes parts (``zoo.optim.whole``); or a name in the registry (kind "optimizer"), which
+            has the arguments and defaults of that name in a configuration. Or an instance that has made no step: its
+            class, arguments and parameter groups are taken over, the groups as the same dicts, so that schedules made
+            from it go on working. It cannot make steps itself any more.
         group: process group, DeviceMesh (one-dimensional or of the axes ("node", "local")) or Communicator of the
             data-parallel ranks; None for the default group. A :class:`~zoo.zero.DryRun` makes a plan only.
         mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those over which
@@ -136,8 +137,9 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         check_kinds(group, reduce_dtype)
         given = options_of(type(self), options, optimizer_options)
         self.scaler = make_scaler(loss_scale)
-        self.clipping = Clipping(clip_norm, self.scaler, nonfinite_gradients)
         self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
+        optimizer, given, clip_norm = resolve_optimizer(optimizer, given, clip_norm)
+        self.clipping = Clipping(clip_norm, self.scaler, nonfinite_gradients)
         if self.config.update_in_backward and (clip_norm or loss_scale is not None):
             other = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
             raise ValueError(

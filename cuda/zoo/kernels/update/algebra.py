@@ -78,12 +78,14 @@ class Scalars:
 
 def adam(
     *, lr: float, beta1: float, beta2: float, eps: float, step: int, weight_decay: float = 0.0, decoupled: bool = True,
-    amsgrad: bool = False, grad_scale: float = 1.0,
+    amsgrad: bool = False, bias_correction: bool = True, grad_scale: float = 1.0,
 ) -> tuple[Flag, Scalars]:  # fmt: skip
     """Adam (Kingma and Ba 2015, algorithm 1), AdamW with ``decoupled`` (Loshchilov and Hutter 2019, algorithm 2).
 
-    ``step`` counts from 1. η = lr/(1-β1^t), ρ = 1/√(1-β2^t), δ = 1 - lr·weight_decay or λ = weight_decay.
+    ``step`` counts from 1. η = lr/(1-β1^t), ρ = 1/√(1-β2^t), δ = 1 - lr·weight_decay or λ = weight_decay. Without
+    ``bias_correction`` η = lr and ρ = 1.
     """
+    first, second = (1.0 - beta1**step, 1.0 - beta2**step) if bias_correction else (1.0, 1.0)
     flags = Flag.AMSGRAD if amsgrad else Flag.NONE
     if weight_decay and not decoupled:
         flags |= Flag.COUPLED
@@ -91,12 +93,12 @@ def adam(
         grad_scale=grad_scale,
         coupled=0.0 if decoupled else weight_decay,
         decay=1.0 - lr * weight_decay if decoupled else 1.0,
-        rate=lr / (1.0 - beta1**step),
+        rate=lr / first,
         beta1=beta1,
         beta1_rest=1.0 - beta1,
         beta2=beta2,
         beta2_rest=1.0 - beta2,
-        correction2=1.0 / math.sqrt(1.0 - beta2**step),
+        correction2=1.0 / math.sqrt(second),
         eps=eps,
     )
 

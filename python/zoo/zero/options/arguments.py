@@ -6,12 +6,13 @@ import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.registry import ByKeywords, config_class, known_keys, near
+from zoo.registry import ByKeywords, config_class, known_keys, make_config, near
 from zoo.zero.config import ZeroConfig
 from zoo.zero.options.documents import KEYS, name_of
 from zoo.zero.options.keywords import OptimizerArguments
@@ -94,18 +95,38 @@ class Wrapped:
             instances.retire(self.instance, owner)
 
 
-def find_optimizer(
-    model: nn.Module, optimizer: Any, params: Iterable[Any] | None, options: Mapping[str, Any]
-) -> Wrapped:
-    """What to wrap, from a class, a name in the registry (kind "optimizer"), or an instance.
+def resolve_optimizer(optimizer: Any, options: dict[str, Any], clip_norm: float) -> tuple[Any, dict[str, Any], float]:
+    """What to wrap, its arguments, and the norm to clip to, where a name was given that means something else.
+
+    A name is looked up in the registry (kind "optimizer"). A component with ``stands_for(config)`` is a way to write
+    down another one: that gives the class to wrap, its arguments, and a norm that gradients are clipped to, of which
+    and ``clip_norm`` the smaller counts.
 
     Raises:
-        ValueError: it is none of these, an instance that cannot be taken over, or groups that do not fit the model.
+        ValueError: no such name, or a value that is not allowed. TypeError: an option that is not known.
     """
     if isinstance(optimizer, str):
         from zoo import registry
 
         optimizer = registry.get("optimizer", optimizer)
+    schema = config_class(optimizer)
+    if schema is None or not hasattr(optimizer, "stands_for"):
+        return optimizer, options, clip_norm
+    _check_options(ByKeywords(optimizer, "params"), options)
+    made, given, own_norm = optimizer.stands_for(make_config(f"optimizer={optimizer.__name__}", schema, options))
+    if own_norm and isinstance(clip_norm, Real):
+        clip_norm = min(clip_norm, own_norm) if clip_norm else own_norm
+    return made, given, clip_norm
+
+
+def find_optimizer(
+    model: nn.Module, optimizer: Any, params: Iterable[Any] | None, options: Mapping[str, Any]
+) -> Wrapped:
+    """What to wrap, from a class or an instance.
+
+    Raises:
+        ValueError: it is neither, an instance that cannot be taken over, or groups that do not fit the model.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
         instances.check(optimizer, params, options)
         groups = optimizer.param_groups

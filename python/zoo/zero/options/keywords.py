@@ -82,7 +82,7 @@ class OptimizerArguments(TypedDict, total=False):
     capturable: bool
     differentiable: bool
     master_dtype: torch.dtype | None
-    state_dtype: torch.dtype
+    state_dtype: torch.dtype | None
 
 
 class Keywords(ZeroOptions, OptimizerArguments, total=False):
