@@ -106,3 +106,17 @@ def test_a_stream_is_refused() -> None:
 
     with pytest.raises(ValueError, match="map-style"):
         ShardedLoader(Stream(), 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(workers: int) -> None:
+    plain = ShardedLoader(numbers(30), 4, seed=5)
+    ahead = ShardedLoader(numbers(30), 4, seed=5, num_workers=workers)
+    before = torch.get_rng_state()
+    assert taken(ahead, 3) == taken(plain, 3)
+    assert ahead.state_dict() == plain.state_dict()  # what was loaded ahead does not count
+    again = ShardedLoader(numbers(30), 4, seed=0, num_workers=workers)
+    again.load_state_dict(ahead.state_dict())
+    assert taken(again) == taken(plain)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert taken(again) == taken(plain)

@@ -18,6 +18,8 @@ from zoo.engine.state import (
     check_fits,
     engine_meta,
     load_buffers,
+    load_own_buffers,
+    own_buffers,
     random_state,
     restore_meta,
     restore_options,
@@ -77,13 +79,15 @@ class Checkpoints:
         meta = {"engine": engine_meta(self._engine), "client": dict(client_state or {})}
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         scalars = optimizer.state_scalars()
-        return str(save(directory, tag, slices, scalars, meta, self.comm, rank_state=random_state()))
+        mine = {**random_state(), **own_buffers(self.module, self.comm)}
+        return str(save(directory, tag, slices, scalars, meta, self.comm, rank_state=mine))
 
     def load_checkpoint(self, directory: str | os.PathLike[str], tag: str | None = None) -> tuple[str, dict[str, Any]]:
         """Continue from a checkpoint, written at any world size and stage. A collective.
 
-        At the world size that it was written at, everything goes on as if it had never stopped. At another one the
-        random number generators stay as they are, and the data goes on at the same sample. An engine that only
+        At the world size that it was written at, everything goes on as if it had never stopped: generators of random
+        numbers (torch's, Python's, numpy's) and buffers of each rank too. At another one the generators stay as they
+        are, buffers are those of rank 0, and the data goes on at the same sample. An engine that only
         evaluates takes parameters and buffers. Gradients of a step that has begun are dropped.
 
         Args:
@@ -112,7 +116,9 @@ class Checkpoints:
         load_buffers(self.module, found)
         restore_meta(self._engine, found)
         if found.world_size == self.comm.size:
-            set_random_state(found.rank_state(self.comm.rank))
+            mine = found.rank_state(self.comm.rank)
+            load_own_buffers(self.module, mine)
+            set_random_state(mine)
         client = found.meta.get("client", {})
         return str(found.path), dict(client)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from torch.utils.data import Dataset, IterableDataset, default_collate
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 T = TypeVar("T")
 _ROUNDS = 6
@@ -54,6 +55,12 @@ class ShardedLoader(Generic[T]):
         seed: of the shuffles.
         collate_fn: list of samples → batch; torch's ``default_collate`` if not given.
         shuffle: False for the data set's own order in every epoch.
+        num_workers: processes that load ahead; 0: the samples are loaded when they are asked for.
+        prefetch_factor: micro-batches that each of them is ahead.
+        pin_memory: batches lie in page-locked memory, for GPUs.
+
+    The position counts what was handed out, not what workers have loaded, so resuming is exact with them too. Workers
+    draw their random numbers anew each time that they start.
     """
 
     def __init__(
@@ -66,6 +73,9 @@ class ShardedLoader(Generic[T]):
         seed: int = 0,
         collate_fn: Callable[[list[Any]], T] | None = None,
         shuffle: bool = True,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -76,6 +86,7 @@ class ShardedLoader(Generic[T]):
         self.dataset, self.micro_batch_size = dataset, micro_batch_size
         self.rank, self.size, self.seed, self.shuffle = rank, size, seed, shuffle
         self.collate_fn: Callable[[list[Any]], T] = collate_fn if collate_fn is not None else default_collate
+        self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
         self.num_samples = len(dataset)
         self.epoch = 0
         self.position = 0
@@ -92,12 +103,34 @@ class ShardedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         stride = self.micro_batch_size * self.size
+        batches = self._loaded()
         while self.position + stride <= self.num_samples:
-            first = self.position + self.rank * self.micro_batch_size
+            batch = next(batches)
             self.position += stride
-            yield self.collate_fn([self.dataset[self._where(first + i)] for i in range(self.micro_batch_size)])
+            yield batch
         self.epoch += 1
         self.position = 0
+
+    def _loaded(self) -> Iterator[T]:
+        """The micro-batches from here to the end of the epoch."""
+        chosen = self._chosen(self.position)
+        if not self.num_workers and not self.pin_memory:
+            return (self.collate_fn([self.dataset[index] for index in indices]) for indices in chosen)
+        ahead = {"prefetch_factor": self.prefetch_factor} if self.num_workers else {}
+        loader: DataLoader[T] = DataLoader(
+            self.dataset, batch_sampler=chosen, collate_fn=self.collate_fn, num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator().manual_seed(_mix(self.epoch, self.seed) >> 1),  # torch's own stays as it is
+            **ahead,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return iter(loader)
+
+    def _chosen(self, position: int) -> Iterator[list[int]]:
+        stride = self.micro_batch_size * self.size
+        while position + stride <= self.num_samples:
+            first = position + self.rank * self.micro_batch_size
+            yield [self._where(first + i) for i in range(self.micro_batch_size)]
+            position += stride
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; the same on all ranks."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from zoo.engine.engine import Engine
 
 BUFFER = "buffer"
+_BUFFER_OF_RANK = "buffer|"
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _log = logging.getLogger("zoo.engine")
 
@@ -183,16 +186,49 @@ def _like(old: Any, new: Any) -> Any:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """The states of torch's random number generators on this rank."""
-    state = {"rng_cpu": torch.get_rng_state()}
+    """The states of this rank's random number generators: torch's, Python's and numpy's."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "rng_cpu": torch.get_rng_state(),
+        "rng_python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "rng_python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    if name == "MT19937":  # numpy knows no other one here; somebody may have put one in its place
+        state["rng_numpy"] = torch.tensor([*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64)
+        state["rng_numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
     if torch.cuda.is_available():
         state["rng_cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """The reverse of :func:`random_state`."""
+    """The reverse of :func:`random_state`; a generator that has no state there stays as it is."""
     if "rng_cpu" in state:
         torch.set_rng_state(state["rng_cpu"])
+    if "rng_python" in state:
+        version, *numbers = state["rng_python"].tolist()
+        gauss = state["rng_python_gauss"].tolist()
+        random.setstate((version, tuple(numbers), gauss[0] if gauss else None))
+    if "rng_numpy" in state:
+        *keys, position, has_gauss = state["rng_numpy"].tolist()
+        cached = float(state["rng_numpy_gauss"])
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     if "rng_cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["rng_cuda"])
+
+
+def own_buffers(module: nn.Module, comm: Communicator) -> dict[str, torch.Tensor]:
+    """The buffers of a rank other than 0, as this rank's own state: each rank's forwards keep theirs."""
+    if comm.rank == 0:
+        return {}
+    return {_BUFFER_OF_RANK + name: b.detach().cpu() for name, b in persistent_buffers(module).items()}
+
+
+def load_own_buffers(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Those buffers that :func:`own_buffers` gave; the others stay as they are."""
+    with torch.no_grad():
+        for name, buffer in persistent_buffers(module).items():
+            found = state.get(_BUFFER_OF_RANK + name)
+            if found is not None and found.shape == buffer.shape:
+                buffer.copy_(found)
