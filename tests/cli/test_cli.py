@@ -60,7 +60,17 @@ def test_it_trains_validates_compares_and_saves(config: Path) -> None:
     assert "validation loss" in result.output
     assert "byte bigram" in result.output
     out = config.parent / "out"
-    names = {"config.json", "log.jsonl", "log.csv", "loss.png", "result.json", "sample.txt", "checkpoints"}
+    names = {
+        "config.json",
+        "log.jsonl",
+        "log.csv",
+        "loss.png",
+        "result.json",
+        "sample.txt",
+        "checkpoints",
+        "model",
+        "run.json",
+    }
     assert {p.name for p in out.iterdir()} == names
     assert {p.name for p in (out / "checkpoints").iterdir()} == {"latest", "step_00000003", "step_00000006"}
     found = json.loads((out / "result.json").read_text())

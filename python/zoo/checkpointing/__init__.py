@@ -3,12 +3,14 @@
 * :func:`save`: all ranks write their slices; either the whole checkpoint is there afterwards, or none of it counts.
 * :func:`load`: opens a checkpoint after checking it; :class:`Checkpoint` reads any run of elements of any tensor.
 * :func:`latest_tag`: which checkpoint a directory's ``latest`` names.
+* :func:`prune`: remove all but the newest.
 * :class:`TensorFile`: one safetensors file, tensor by tensor, whole or not at all.
 * :func:`together`: run something on every rank; if it fails on one, it fails on all, by name.
 """
 
 from zoo.checkpointing.errors import CheckpointError, MissingStateError, together
 from zoo.checkpointing.names import StateSlice, latest_tag
+from zoo.checkpointing.pruning import prune
 from zoo.checkpointing.reading import Checkpoint, load
 from zoo.checkpointing.tensors import TensorFile
 from zoo.checkpointing.writing import save
@@ -21,6 +23,7 @@ __all__ = [
     "TensorFile",
     "latest_tag",
     "load",
+    "prune",
     "save",
     "together",
 ]

@@ -43,6 +43,11 @@ def file_of(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+def is_rank_file(name: str) -> bool:
+    """Whether :func:`file_of` makes such names."""
+    return bool(_FILE.fullmatch(name))
+
+
 def check_file(name: object) -> str:
     """``name`` if it is one that :func:`file_of` makes; a manifest can name nothing outside of its directory."""
     if not isinstance(name, str) or not _FILE.fullmatch(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +25,12 @@ Path_ = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json, .yaml or
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Another value for a key, such as optimizer.params.lr=0.001."),
+]
+
+
+Task = Annotated[
+    str | None,
+    typer.Option("--task", metavar="MODULE:FUNCTION", help="A task of your own, in the place of train.task.type."),
 ]
 
 
@@ -59,24 +66,63 @@ def train(
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="the configuration's")] = None,
     out: Annotated[str | None, typer.Option(help="Output directory.", show_default="the configuration's")] = None,
+    task: Task = None,
     set_: Set = None,
 ) -> None:
-    """Train what CONFIG describes; under torchrun, on all of its ranks."""
+    """Train what CONFIG describes; under torchrun, on all of its ranks.
+
+    SIGTERM and SIGINT (Ctrl-C) let the step end, save a checkpoint and end with exit code 75; --resume goes on.
+    """
     overrides = [*(set_ or ())]
     for key, value in (("zero_optimization.stage", stage), ("train.steps", steps)):
         if value is not None:
             overrides.append(f"{key}={value}")
     if out is not None:
         overrides.append(f"train.out={json.dumps(out)}")
-    with one_sentence(shared=True):
-        from zoo.train import read_config  # torch takes a second to import: not for --help
+    with contextlib.ExitStack() as stack:
+        with one_sentence(shared=True):
+            from zoo.train import read_config  # torch takes a second to import: not for --help
+            from zoo.train.tasks import with_task
 
-        loaded = read_config(config, overrides)
+            loaded = read_config(config, [*overrides, *stack.enter_context(with_task(task))])
+        with one_sentence(shared=False):
+            from zoo.train import STOPPED, StoppedError
+            from zoo.train import train as run
+
+            stopped = False
+            try:
+                run(loaded, resume=resume)
+            except StoppedError:
+                stopped = True
+            _leave()
+            if stopped:
+                raise SystemExit(STOPPED)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
+    step: Annotated[int, typer.Option(min=1, help="Which step; 1 is the first.")],
+    task: Task = None,
+    set_: Set = None,
+) -> None:
+    """Run a step of RUN again and compare it bit by bit with its log and checkpoints.
+
+    Exit code 1 if something differs. With as many ranks as the run had, under torchrun.
+    """
     with one_sentence(shared=False):
-        from zoo.train import train as run
+        from zoo.train import replay as again
+        from zoo.train.tasks import with_task
 
-        run(loaded, resume=resume)
+        with with_task(task) as more:
+            found = again(run, step, overrides=(*(set_ or ()), *more), say=typer.echo)
+        if rank_of_launch() in (None, 0):
+            for text in found.differences[1:]:
+                typer.echo(f"  {text}")
+            typer.echo(found.verdict())
         _leave()
+        if found.differences:
+            raise SystemExit(1)
 
 
 def _leave() -> None:

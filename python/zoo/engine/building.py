@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -139,8 +139,9 @@ def build_schedule(config: Config, optimizer: ZeroOptimizer | None, given: Any, 
 
 
 def build_loader(
-    config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None, environment: Environment, parts: Any
-) -> Any:
+    config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None, environment: Environment, parts: Any,
+    more: Mapping[str, Any],
+) -> Any:  # fmt: skip
     """A loader of this rank's micro-batches: ours over a map-style data set, or what a part makes of it; anything that
     is a loader already is taken as it is."""
     if data is None:
@@ -158,7 +159,7 @@ def build_loader(
         if collate_fn is not None:
             raise ValueError(f"collate_fn with training_data that is a loader, a {type(data).__name__}; give it that.")
         return data
-    return parts.make_loader(data, **how) or ShardedLoader(data, **how)
+    return parts.make_loader(data, **how) or ShardedLoader(data, **how, **more)
 
 
 def build_mesh(config: Config, mesh: Any, device: torch.device) -> Any:

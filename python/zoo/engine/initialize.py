@@ -30,6 +30,7 @@ def initialize(
     training_data: Any = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    loader: Mapping[str, Any] | None = None,
     dist_init_required: bool | None = None,
     mesh: Any = None,
     group: Any = None,
@@ -53,6 +54,7 @@ def initialize(
         lr_scheduler: instead of the one that the configuration names: a schedule, or a callable ``optimizer →
             schedule``.
         collate_fn: list of samples → batch.
+        loader: further arguments of :class:`~zoo.engine.ShardedLoader`, such as ``num_workers``.
         dist_init_required: False: the process group is there already, or there is none. True: it has to be joined now.
             None: it is joined where a launcher such as torchrun has set up one and this was not done before.
         mesh: a DeviceMesh with names for all axes of the job; the section ``mesh`` says what they mean, or their names
@@ -92,7 +94,7 @@ def initialize(
         mesh=mesh, batch_ranks=environment.batch_ranks, input_dtype=building.input_dtype(config),
         autocast_dtype=building.autocast_dtype(config),
     )  # fmt: skip
-    engine.dataloader = building.build_loader(config, training_data, collate_fn, environment, attached)
+    engine.dataloader = building.build_loader(config, training_data, collate_fn, environment, attached, loader or {})
     engine.lr_scheduler = building.build_schedule(config, zero, lr_scheduler, registry)
     return engine, zero, engine.dataloader, engine.lr_scheduler
 

@@ -19,14 +19,17 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _log = logging.getLogger("zoo.engine")
 
 
-def save_model(module: nn.Module, sharded: ShardedModel, folder: Path, filename: str, *, exclude_frozen: bool) -> bool:
-    """See :meth:`~zoo.engine.Engine.save_16bit_model`."""
+def save_model(
+    module: nn.Module, sharded: ShardedModel, folder: Path, filename: str, *, exclude_frozen: bool = False,
+    always: bool = False,
+) -> bool:  # fmt: skip
+    """See :meth:`~zoo.engine.Engine.save_16bit_model`; with ``always`` at stage 3 whatever the option says."""
     comm, config = sharded.comm, sharded.config
     _check_name(filename)
     device = sharded.buckets[0].device
     comm.agree("save_16bit_model with filename and exclude_frozen_parameters", repr((filename, exclude_frozen)), device)
     first = comm.rank == 0
-    if config.stage == 3 and not config.gather_16bit_weights_on_model_save:
+    if config.stage == 3 and not (always or config.gather_16bit_weights_on_model_save):
         if first:
             _log.warning(
                 "save_16bit_model() saved nothing: at stage 3 the parameters are split over the ranks, and "

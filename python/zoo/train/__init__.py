@@ -1,14 +1,31 @@
 """The training job: a task, an engine, logs, validation, checkpoints, a picture, and a verdict.
 
 * :class:`TrainConfig`: the section ``train`` of a configuration; :func:`read_config` reads a whole one.
-* :func:`train`: run it. :class:`Result`: what came out.
+* :func:`train`: run it. :class:`Result`: what came out. :class:`NotFiniteError`, :class:`StoppedError`: what ends it
+  early; ``STOPPED``: the exit code of ``zoo train`` then.
+* :func:`replay`: a step of a run once more, compared bit by bit. :class:`Replay`: what came out.
 * :func:`forecast`: what it will hold and move on each rank, without running it.
 * :class:`Task`: what a training task has to offer (kind "task" in the registry).
 """
 
 from zoo.train.config import TrainConfig, read_config
 from zoo.train.forecasting import forecast
-from zoo.train.job import Result, train
+from zoo.train.job import NotFiniteError, StoppedError, train
+from zoo.train.replay import Replay, replay
+from zoo.train.report import Result
+from zoo.train.stopping import STOPPED
 from zoo.train.task import Task
 
-__all__ = ["Result", "Task", "TrainConfig", "forecast", "read_config", "train"]
+__all__ = [
+    "STOPPED",
+    "NotFiniteError",
+    "Replay",
+    "Result",
+    "StoppedError",
+    "Task",
+    "TrainConfig",
+    "forecast",
+    "read_config",
+    "replay",
+    "train",
+]

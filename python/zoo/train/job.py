@@ -6,64 +6,48 @@ import json
 import math
 import platform
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from zoo.checkpointing import latest_tag
-from zoo.comm import init_distributed
+from zoo.checkpointing import latest_tag, prune
+from zoo.comm import Communicator, init_distributed
 from zoo.config import Config
 from zoo.engine import Engine, initialize
+from zoo.engine.saving import save_model
+from zoo.parts import StepRecord
 from zoo.registry import DEFAULT, Registry
+from zoo.train import report
 from zoo.train.console import Watcher
+from zoo.train.diagnosis import Recorder, find
 from zoo.train.history import History
 from zoo.train.machine import peak_bytes, resident_bytes, set_threads
-from zoo.train.picture import draw
+from zoo.train.output import Output, choose
+from zoo.train.report import Result
+from zoo.train.stopping import Signals
 from zoo.train.task import Task
+from zoo.train.warm_start import warm_start
+
+CHECKPOINTS = "checkpoints"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a run came to; ``result.json``. Losses in nats per unit of the task. Lists have one entry a rank."""
+class NotFiniteError(ValueError):
+    """The loss, or the norm of the gradient, is infinite or NaN: the run stopped before anything was saved."""
 
-    validation_loss: float
-    bits: float
-    unit: str
-    baseline: str | None
-    baseline_loss: float | None
-    beats_baseline: bool | None
-    steps: int
-    tokens: int
-    train_s: float
-    tokens_per_s: float
-    total_s: float
-    world_size: int
-    stage: int
-    num_parameters: int
-    peak_resident_bytes: list[int]
-    state_bytes: list[int]
-    python: str
-    torch: str
+    everywhere = True
 
-    def verdict(self) -> str:
-        """One line: the loss beside the baseline's."""
-        text = f"validation loss {self.validation_loss:.4f} nats = {self.bits:.4f} bits per {self.unit}"
-        if self.baseline is None or self.baseline_loss is None:
-            return text
-        gap = self.baseline_loss - self.validation_loss
-        word = f"beats it by {gap:.4f} nats" if self.beats_baseline else f"does not beat it ({-gap:.4f} nats above)"
-        other = f"{self.baseline} {self.baseline_loss:.4f} nats = {self.baseline_loss / math.log(2):.4f} bits"
-        return f"{text}; {other}: the model {word}"
+
+class StoppedError(Exception):
+    """The run was asked to end; it has saved, and can be resumed."""
 
 
 def train(config: Config, *, resume: bool = False, registry: Registry = DEFAULT) -> Result:
     """Run the job that a configuration describes. A collective of all ranks that a launcher started.
 
     Writes into ``train.out``: ``log.jsonl``, ``log.csv``, ``loss.png``, ``result.json``, ``sample.txt``,
-    ``config.json`` and ``checkpoints/``.
+    ``config.json``, ``checkpoints/`` and ``model/``. SIGTERM and SIGINT let the step end, save, and end the run.
 
     Args:
         config: from :func:`zoo.train.read_config`.
@@ -72,83 +56,125 @@ def train(config: Config, *, resume: bool = False, registry: Registry = DEFAULT)
 
     Raises:
         ValueError: what the user can fix.
+        NotFiniteError: see there; the sentence names the first unit whose output is not finite.
+        StoppedError: a signal has ended the run.
     """
-    return _Job(config, registry).run(resume)
+    job = Job(config, registry)
+    return job.run(choose(job.section, resume=resume, comm=job.world))
 
 
-class _Job:
-    def __init__(self, config: Config, registry: Registry) -> None:
+class Job:
+    """A task and an engine.
+
+    Args:
+        quiet: say nothing, on rank 0 either.
+    """
+
+    def __init__(self, config: Config, registry: Registry, *, quiet: bool = False) -> None:
         self.began = time.perf_counter()
         self.config, self.section = config, config.train
         if self.section is None:
             raise ValueError("the configuration has no train section; add one (see zoo.train.TrainConfig).")
         if config.optimizer is None:
             raise ValueError('the configuration has no optimizer section; add one, such as {"type": "AdamW"}.')
-        self.out = Path(self.section.out)
         self.rank, self.size = init_distributed(timeout_s=config.comm.timeout_s)
-        threads = set_threads(self.section.threads)
-        self.watcher = Watcher(silent=self.rank != 0, total=self.section.steps, every=config.steps_per_print)
+        self.world = Communicator()
+        self.threads = set_threads(self.section.threads)
+        self.watcher = Watcher(silent=quiet or self.rank != 0, total=self.section.steps, every=config.steps_per_print)
         choice = self.section.task
         self.task: Task = registry.build("task", choice.type, choice.params, seed=config.seed)
-        self.watcher.line(
-            f"{self.size} rank{'s' if self.size > 1 else ''} with {threads} thread{'s' if threads > 1 else ''} each, "
-            f"ZeRO stage "
-            f"{config.zero_optimization.stage}, torch {torch.__version__}, Python {platform.python_version()}"
-        )
-        if self.rank == 0:
-            for text in self.task.describe():
-                self.watcher.line(text)
+        self._introduce()
         model = self.task.model()
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        if self.section.warm_start is not None:
+            for text in warm_start(model, self.section.warm_start, self.world):
+                self.watcher.line(text)
         torch.manual_seed(config.seed * 100_003 + self.rank)
-        self.engine: Engine = initialize(config, model, training_data=self.task.training_data(), registry=registry)[0]
+        self.engine: Engine = initialize(
+            config, model, training_data=self.task.training_data(), loader=dict(self.section.loader), registry=registry
+        )[0]
         self.validation = self.task.validation_data()
         self.watcher.line(
             f"{self.num_parameters:,} parameters; {self.section.steps} steps of {config.train_batch_size} samples of "
             f"{self.task.units_per_sample} {self.task.unit}s"
         )
+        self.out: Path | None = None
         self.saved_at = -1
+        self.recorder = Recorder(self.engine)
 
-    def run(self, resume: bool) -> Result:
+    def _introduce(self) -> None:
+        plural = "s" if self.threads > 1 else ""
+        self.watcher.line(
+            f"{self.size} rank{'s' if self.size > 1 else ''} with {self.threads} thread{plural} each, ZeRO stage "
+            f"{self.config.zero_optimization.stage}, torch {torch.__version__}, Python {platform.python_version()}"
+        )
         if self.rank == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-        resumed = self._resume() if resume else None
+            for text in self.task.describe():
+                self.watcher.line(text)
+
+    def run(self, output: Output) -> Result:
+        """Train, and leave everything in ``output``."""
+        self.out = output.path
+        resumed = self.load(self.out) if output.resumes else None
         history = History(self.out if self.rank == 0 else None, resumed)
         if self.rank == 0:
-            (self.out / "config.json").write_text(json.dumps(self.config.to_dict(), indent=1) + "\n", encoding="utf-8")
+            values = self.config.to_dict()
+            values["train"] |= {"threads": self.threads, "out": str(self.out)}
+            facts = {"world_size": self.size, "torch": torch.__version__, "python": platform.python_version()}
+            for name, content in (("config.json", values), ("run.json", facts)):
+                (self.out / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         try:
             self.watcher.begin(self.engine.global_steps)
-            train_s, tokens = self._loop(history)
+            with Signals(self.engine.request_stop) as signals:
+                train_s, tokens = self._loop(history, signals)
             self._save()
         finally:
             self.watcher.end()
             history.close()
+            self.engine.feed.close()
         return self._finish(history, train_s, tokens)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def _loop(self, history: History) -> tuple[float, int]:
+    def step(self) -> StepRecord:
+        """One step; its record.
+
+        Raises:
+            NotFiniteError: nothing of it may be saved.
+        """
+        self.engine.train_batch()
+        record = self.engine.record
+        if record is None:
+            raise AssertionError(f"rank {self.rank}: a step has ended without a record.")
+        scaled = self.engine.optimizer.scaler is not None  # then a norm that is not finite is a step of another scale
+        bad_norm = not scaled and record.grad_norm is not None and not math.isfinite(record.grad_norm)
+        if bad_norm or record.loss is None or not math.isfinite(record.loss):
+            raise NotFiniteError(self._not_finite(record))
+        return record
+
+    def _not_finite(self, record: StepRecord) -> str:
+        what = f"the loss is {record.loss} and the gradient's norm {record.grad_norm} at step {record.step}"
+        changed = "" if record.skipped else " The update was made before that was known."
+        why = find(self.recorder, self.engine)
+        return (
+            f"{what}; the run has stopped, and nothing of the step was saved.{changed} {why} Look at that unit and "
+            f"batch (zoo replay runs a step again), lower the learning rate, or clip gradients (gradient_clipping)."
+        )
+
+    def _loop(self, history: History, signals: Signals) -> tuple[float, int]:
         engine, section = self.engine, self.section
-        tokens_a_step = self.config.train_batch_size * self.task.units_per_sample
-        train_s, recent_s, first = 0.0, 0.0, engine.global_steps
+        train_s, recent_s, tokens, smoothed = 0.0, 0.0, 0, 0.0
         while engine.global_steps < section.steps:
-            lr = engine.get_lr()[0]
             start = time.perf_counter()
-            loss = float(engine.train_batch())
+            done = self.step()
             step_s = time.perf_counter() - start
             train_s += step_s
             recent_s = step_s if not recent_s else 0.9 * recent_s + 0.1 * step_s
-            step = engine.global_steps
-            if not math.isfinite(loss):
-                raise ValueError(
-                    f"the loss is {loss} at step {step}; lower the learning rate, clip gradients (gradient_clipping) "
-                    f"or, under "
-                    "fp16, look at the loss scale."
-                )
-            record: dict[str, Any] = {
-                "step": step, "loss": loss, "lr": lr, "grad_norm": engine.optimizer.grad_norm,
-                "skipped": bool(engine.optimizer.skipped), "tokens_per_s": tokens_a_step / recent_s,
-                "elapsed_s": time.perf_counter() - self.began,
+            step, counted = done.step, done.samples * self.task.units_per_sample
+            tokens += counted
+            smoothed = counted if not smoothed else 0.9 * smoothed + 0.1 * counted
+            record = self.line_of(done) | {
+                "tokens_per_s": smoothed / recent_s, "elapsed_s": time.perf_counter() - self.began,
             }  # fmt: skip
             last = step == section.steps
             if self._due(step, self.config.steps_per_print) or last:
@@ -160,34 +186,52 @@ class _Job:
             self.watcher.step(record)
             if "validation_loss" in record:
                 self.watcher.line(f"step {step:>5}/{section.steps}  validation loss {record['validation_loss']:.4f}")
+            if done.stop and not last:
+                self._save()
+                self.watcher.line(
+                    f"stopped after step {step} of {section.steps} "
+                    f"({signals.received.name if signals.received else 'a signal on another rank'}); the checkpoint is "
+                    f"written, --resume goes on."
+                )
+                raise StoppedError
             if self._due(step, section.checkpoint_every):
                 self._save()
-        return train_s, (engine.global_steps - first) * tokens_a_step
+        return train_s, tokens
+
+    @staticmethod
+    def line_of(done: StepRecord) -> dict[str, Any]:
+        """What the log keeps of a record, and what a replay is compared with."""
+        return {
+            "step": done.step, "loss": done.loss, "lr": done.lr[0], "grad_norm": done.grad_norm,
+            "skipped": done.skipped, **done.metrics,
+        }  # fmt: skip
 
     @staticmethod
     def _due(step: int, every: int | None) -> bool:
         return every is not None and step % every == 0
 
     def _of_ranks(self, value: int) -> list[int]:
-        everyone = torch.empty(self.size, dtype=torch.int64, device=self.engine.device)
-        self.engine.comm.all_gather(everyone, everyone.new_tensor([value])).wait()
+        everyone = torch.empty(self.world.size, dtype=torch.int64, device=self.engine.device)
+        self.world.all_gather(everyone, everyone.new_tensor([value])).wait()
         return [int(v) for v in everyone]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         step = self.engine.global_steps
-        if step != self.saved_at:
-            self.engine.save_checkpoint(self.out / "checkpoints", f"step_{step:08d}")
-            self.saved_at = step
+        if step == self.saved_at or self.out is None:
+            return
+        self.engine.save_checkpoint(self.out / CHECKPOINTS, tag_of(step))
+        self.saved_at = step
+        if self.rank == 0 and self.section.keep_checkpoints is not None:
+            prune(self.out / CHECKPOINTS, self.section.keep_checkpoints)
 
-    def _resume(self) -> int | None:
-        if latest_tag(self.out / "checkpoints") is None:
-            self.watcher.line(
-                f"there is no checkpoint in {self.out / 'checkpoints'} to resume from: beginning at step 0"
-            )
+    def load(self, out: Path, tag: str | None = None) -> int | None:
+        """Go on from a checkpoint of a run, the latest if no tag is given; its step, None where there is none."""
+        if tag is None and latest_tag(out / CHECKPOINTS) is None:
+            self.watcher.line(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: beginning at step 0")
             return None
-        path, _ = self.engine.load_checkpoint(self.out / "checkpoints")
+        path, _ = self.engine.load_checkpoint(out / CHECKPOINTS, tag)
         self.saved_at = self.engine.global_steps
         self.watcher.line(f"resumed from {path}")
         return self.engine.global_steps
@@ -198,6 +242,7 @@ class _Job:
         _, losses = history.series("validation_loss")
         loss = losses[-1] if losses else validate(self.engine, self.validation)
         sample = self._sample()
+        model_lines = self._leave_model()
         peaks = self._of_ranks(peak_bytes())
         states = self._of_ranks(self.engine.optimizer.memory()["total"])
         baseline = self.task.baseline() if self.rank == 0 else None
@@ -209,9 +254,12 @@ class _Job:
             tokens_per_s=tokens / train_s if train_s else 0.0, total_s=time.perf_counter() - self.began,
             world_size=self.size, stage=self.config.zero_optimization.stage, num_parameters=self.num_parameters,
             peak_resident_bytes=peaks, state_bytes=states, python=platform.python_version(), torch=torch.__version__,
+            out=str(self.out), model=str(Path("model", "model.safetensors")) if self.section.save_model else None,
         )  # fmt: skip
         if self.rank == 0:
-            self._report(history, result, sample, baseline)
+            ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+            title = f"{self.section.task.type}: {self.num_parameters:,} parameters, ZeRO stage {result.stage}, {ranks}"
+            report.write(result, history, self.watcher, title=title, sample=sample, model_lines=model_lines)
         return result
 
     def _sample(self) -> str:
@@ -221,34 +269,31 @@ class _Job:
         module.train()
         return text
 
-    def _report(self, history: History, result: Result, sample: str, baseline: tuple[str, float] | None) -> None:
-        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
-        title = f"{self.section.task.type}: {self.num_parameters:,} parameters, ZeRO stage {result.stage}, {ranks}"
-        draw(history, self.out / "loss.png", unit=result.unit, baseline=baseline, title=title)
-        (self.out / "result.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-        if sample:
-            (self.out / "sample.txt").write_text(sample, encoding="utf-8")
-            self.watcher.line("a sample of the model's own text:")
-            self.watcher.line("\n".join("  | " + line for line in sample.splitlines()))
-        memory = ", ".join(
-            f"rank {rank}: {peak / 2**20:.0f} MiB resident at most, {state / 2**20:.1f} MiB of model states"
-            for rank, (peak, state) in enumerate(zip(result.peak_resident_bytes, result.state_bytes, strict=True))
-        )
-        self.watcher.line(f"memory: {memory}")
-        self.watcher.line(
-            f"{result.tokens:,} tokens in {result.train_s:.1f} s: {result.tokens_per_s:,.0f} tokens/s; "
-            f"{result.total_s:.1f} s "
-            "in all"
-        )
-        self.watcher.line(f"log, picture and checkpoints are in {self.out}")
-        self.watcher.line(result.verdict())
+    def _leave_model(self) -> list[str]:
+        """The weights, for whoever uses the model without zoo, and what to say of them."""
+        if not self.section.save_model or self.out is None:
+            return []
+        folder = self.out / "model"
+        save_model(self.engine.module, self.engine.sharded, folder, "model.safetensors", always=True)
+        if self.rank != 0:
+            return []
+        export = getattr(self.task, "export", None)
+        how = export(folder) if export is not None else None
+        how = how or f'model.load_state_dict(safetensors.torch.load_file("{folder / "model.safetensors"}"))'
+        return [f"the model is in {folder}; load it with: {how}"]
+
+
+def tag_of(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step_{step:08d}"
 
 
 def validate(engine: Engine, dataset: Dataset[Any]) -> float:
     """Mean loss over a whole data set, the same on all ranks. A collective.
 
     Batches of the size of a micro-batch are dealt to the ranks in turn. A rank whose turn comes after the last batch
-    runs the first once more and does not count it, because at stage 3 a forward needs all ranks.
+    runs the first once more and does not count it, because at stage 3 a forward needs all ranks. Losses stay on the
+    device until the end.
     """
     count, size = len(dataset), engine.config.train_micro_batch_size_per_gpu  # type: ignore[arg-type]
     num_batches = -(-count // size)
@@ -260,6 +305,7 @@ def validate(engine: Engine, dataset: Dataset[Any]) -> float:
         samples = [dataset[i] for i in range(first, min(first + size, count))]
         loss = engine.eval_batch(default_collate(samples))
         if real:
-            totals += totals.new_tensor([float(loss) * len(samples), len(samples)])
+            totals[0] += loss.detach().reshape(()) * len(samples)
+            totals[1] += len(samples)
     engine.comm.all_reduce(totals).wait()
     return float(totals[0] / totals[1])

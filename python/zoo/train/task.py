@@ -14,6 +14,9 @@ class Task(Protocol):
     Built on every rank as ``registry.build("task", name, params, seed=seed)``; every method must give the same on all
     ranks (the job shards the data). Batches of the data sets, given to the model as ``zoo.engine`` unpacks them, must
     make it return its mean loss in nats.
+
+    A task may have ``export(folder: Path) -> str`` as well: on rank 0 it writes beside the weights,
+    ``folder/model.safetensors``, what others need to load the model, and returns how they do it.
     """
 
     @property
