@@ -30,6 +30,7 @@ def job(config: Path, folder: Path, *args: str) -> list[Any]:
     shared |= {"CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": str(RANKS)}
     started = []
     for rank in range(RANKS):
+        (folder / f"pid_{rank}").unlink(missing_ok=True)  # of the launch before
         with open(folder / f"said_{rank}", "w") as said:
             env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             words = [folder / f"pid_{rank}", "train", config, *args]
@@ -46,7 +47,6 @@ def numbers(folder: Path) -> list[int]:
             assert time.monotonic() < end
             time.sleep(0.002)
         found.append(int(path.read_text()))
-        path.unlink()
     return found
 
 
@@ -78,9 +78,11 @@ def disturb(tmp_path: Path, kills: int, seed: int) -> dict[str, int]:
         path.write_text(json.dumps({**written, "train": {**written["train"], "out": str(tmp_path / out)}}))
         return path
 
-    began = time.monotonic()
-    assert end(job(configured("whole"), tmp_path)) == [0, 0], (tmp_path / "said_0").read_text()
-    takes = time.monotonic() - began
+    takes = 0.0
+    for out in ("first", "whole"):  # the first one starts the server of processes, too
+        began = time.monotonic()
+        assert end(job(configured(out), tmp_path)) == [0, 0], (tmp_path / "said_0").read_text()
+        takes = time.monotonic() - began
     expected = curve(tmp_path / "whole")
     found = {"stopped": 0, "killed": 0, "finished": 0}
     done = run = 0
@@ -112,7 +114,8 @@ def disturb(tmp_path: Path, kills: int, seed: int) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_drawn_share(tmp_path: Path) -> None:
-    assert sum(disturb(tmp_path, 4, seed=random.SystemRandom().randrange(2**30)).values()) >= 4
+    found = disturb(tmp_path, 6, seed=random.SystemRandom().randrange(2**30))
+    assert found["stopped"] + found["killed"] > 0  # otherwise nothing is shown
 
 
 @pytest.mark.campaign
