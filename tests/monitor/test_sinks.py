@@ -183,6 +183,21 @@ def test_what_a_resumed_run_repeats_replaces_what_tensorboard_shows(tmp_path: Pa
     assert shown == [(8, "1.0"), (16, "1.0"), (24, "1.0"), *((x, "4.0") for x in (32, 40, 48, 56))]
 
 
+def test_the_newest_event_file_is_read_last_whatever_clock_and_process_say(tmp_path: Path) -> None:
+    sink = build("tensorboard", tmp_path)
+    sink.write(plain(1))
+    sink.write(plain(2))
+    sink.close()
+    (first,) = (tmp_path / "job").iterdir()
+    first.rename(first.with_name("events.out.tfevents.9000000000.zzz.999.0"))  # by a host whose clock is ahead
+    sink = build("tensorboard", tmp_path)
+    sink.write(plain(2, metrics={"user/run": 2.0}))
+    sink.close()
+    shown = by_name(read_tensorboard(tmp_path / "job"))
+    assert shown["user/run"] == [(16, "2.0")]
+    assert [x for x, _ in shown["Train/Samples/step"]] == [8, 16]
+
+
 def test_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     import subprocess
 
