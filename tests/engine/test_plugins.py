@@ -1,9 +1,14 @@
-"""An optimizer and a schedule of another distribution, built and used by their names; one is CONTRIBUTING's example."""
+"""An optimizer, a schedule and a sink of another distribution, built and used by their names.
+
+Optimizer, sink and entry points are CONTRIBUTING's example.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,27 +37,32 @@ class Halving(Schedule):
 """
 
 
-def example() -> str:
-    """The component that CONTRIBUTING.md shows."""
-    found = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    return textwrap.dedent("   " + found[1].lstrip(" "))
+def example(language: str) -> str:
+    """What CONTRIBUTING.md shows of the package in a language."""
+    found = re.findall(rf"```{language}\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return "\n".join(textwrap.dedent("   " + block.lstrip(" ")) for block in found)
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     monkeypatch.syspath_prepend(str(tmp_path))
-    points = {"optimizer.SignSGD": "zoo_test_sign:SignSGD", "lr_schedule.Halving": "zoo_test_halving:Halving"}
-    install(tmp_path, "signs", points, zoo_test_sign=example(), zoo_test_halving=HALVING)
-    return Registry(CORE, discover=installed)
+    points = dict(re.findall(r'^"(.*)" = "(.*)"$', example("toml"), re.MULTILINE))
+    assert set(points) == {"optimizer.SignSGD", "config_section.prints", "sink.prints"}
+    points["lr_schedule.Halving"] = "zoo_test_halving:Halving"
+    install(tmp_path, "signs", points, my_package=example("python"), zoo_test_halving=HALVING)
+    yield Registry(CORE, discover=installed)
+    for module in ("my_package", "zoo_test_halving"):
+        sys.modules.pop(module, None)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_they_train_by_name(registry: Registry, stage: int) -> None:
+def test_they_train_by_name(registry: Registry, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "train_batch_size": 8, "zero_optimization": {"stage": stage},
         "optimizer": {"type": "signsgd", "params": {"lr": 0.25}},
         "scheduler": {"type": "halving", "params": {"every": 1}},
+        "prints": {"enabled": True, "every": 1},
     }  # fmt: skip
 
     def batch(rank: int, step: int) -> torch.Tensor:
@@ -65,18 +75,24 @@ def test_they_train_by_name(registry: Registry, stage: int) -> None:
         for step in range(3):
             engine.backward(engine(batch(rank, step)).square().mean())
             engine.step()
+        engine.feed.flush()
         return engine.optimizer.consolidated_parameters()["weight"]
 
     torch.manual_seed(0)
-    twin = nn.Linear(3, 1)
+    twin, losses = nn.Linear(3, 1), []
     for step in range(3):
-        torch.cat([twin(batch(rank, step)).square() for rank in range(2)]).mean().backward()
+        loss = torch.cat([twin(batch(rank, step)).square() for rank in range(2)]).mean()
+        loss.backward()
+        losses.append(loss.item())
         for p in twin.parameters():
             assert p.grad is not None
             p.data -= 0.25 * 0.5**step * p.grad.sign()
             p.grad = None
     for weight in sim.run(2, fn):
         assert torch.allclose(weight, twin.weight, atol=1e-6)
+    printed = re.findall(r"step (\d): loss (\d+\.\d+)", capsys.readouterr().out)  # by rank 0 alone
+    assert [int(step) for step, _ in printed] == [1, 2, 3]
+    assert [float(loss) for _, loss in printed] == pytest.approx(losses, abs=1e-3)
 
 
 def test_its_options_are_checked_where_it_is_given_as_a_class(registry: Registry) -> None:

@@ -86,6 +86,24 @@ def test_a_sink_that_fails_is_switched_off_once_and_the_others_go_on(caplog: pyt
     assert "the monitor bad failed in write() and is switched off: OSError: disk full" in caplog.text
 
 
+def test_one_that_fails_when_it_is_closed_for_failing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Keeps):
+        def write(self, record: StepRecord) -> None:
+            raise OSError("disk full")
+
+        def close(self) -> None:
+            super().close()
+            raise OSError("still full")
+
+    bad = Fails()
+    feed = Feed({"bad": bad})
+    feed.put(record(0))
+    feed.close()
+    assert bad.closed == 1
+    assert feed.failed == {"bad": "OSError: disk full"}
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
 def test_without_sinks_there_is_no_thread() -> None:
     before = threading.active_count()
     feed = Feed({})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from zoo.comm import Communicator, together
 from zoo.config import Config, ConfigError
 from zoo.parts import Clock, Environment, Sink, StepRecord, in_order
 from zoo.registry import Registry
@@ -16,39 +18,63 @@ PART, SINK = "engine_part", "sink"
 
 def build(
     config: Config, environment: Environment, registry: Registry, *,
-    parts: Mapping[str, Any] | None = None, sinks: Mapping[str, Sink] | None = None,
+    parts: Mapping[str, Any] | None = None, sinks: Mapping[str, Sink] | None = None, group: Any = None,
 ) -> tuple[Parts, dict[str, Sink]]:  # fmt: skip
     """The parts and sinks of all sections that the document asks for, and those that the user brings.
 
+    Sinks of sections are built on rank 0 only, unless the section has ``ranks`` = "all". A collective on ``group``
+    where there are some: what keeps one from being built is raised on all ranks.
+
     Raises:
         ConfigError: a section that is asked for, and that nobody carries out.
-        ValueError: a part of the user has the name of one from the configuration; or they cannot be ordered.
+        ValueError: a part of the user has the name of one from the configuration; or they cannot be ordered; or a sink
+            cannot be built.
     """
-    found: dict[str, Any] = {}
-    writers: dict[str, Sink] = {}
-    for kind, into in ((PART, found), (SINK, writers)):
-        for name in registry.names(kind):
-            if config.asks_for(name):
-                into[name] = registry.get(kind, name)(getattr(config, name), environment)
+    asked = {kind: [name for name in registry.names(kind) if config.asks_for(name)] for kind in (PART, SINK)}
     idle = [
         f"{name}: asked for, and nobody carries it out: neither an engine part nor a sink is registered under this "
         "name. Remove the section, or install the package that has it."
         for name, section in config.package_sections.items()
-        if config.asks_for(name) and not section.carried_by and name not in found and name not in writers
+        if config.asks_for(name) and not section.carried_by and not any(name in names for names in asked.values())
     ]
     if idle:
         raise ConfigError(idle)
-    mine: tuple[tuple[str, dict[str, Any], Mapping[str, Any] | None], ...] = (
-        ("parts", found, parts), ("sinks", writers, sinks)
-    )  # fmt: skip
-    for what, into, given in mine:
-        for name, item in (given or {}).items():
-            if name in into:
+    for what, kind, given in (("parts", PART, parts), ("sinks", SINK, sinks)):
+        for name in given or {}:
+            if name in asked[kind]:
                 raise ValueError(
                     f"initialize got {what}={{{name!r}: ...}}, and the configuration has one of that name."
                 )
-            into[name] = item
-    return Parts(found), writers
+    found = {name: registry.get(PART, name)(getattr(config, name), environment) for name in asked[PART]}
+    ordered = Parts({**found, **(parts or {})})
+    return ordered, {**_sinks(asked[SINK], config, environment, registry, group), **(sinks or {})}
+
+
+def _sinks(
+    names: list[str], config: Config, environment: Environment, registry: Registry, group: Any
+) -> dict[str, Sink]:  # fmt: skip
+    """Those of this rank; all or, on every rank, none."""
+    made: dict[str, Sink] = {}
+
+    def make() -> None:
+        for name in names:
+            section = getattr(config, name)
+            if environment.rank == 0 or getattr(section, "ranks", "first") == "all":
+                made[name] = registry.get(SINK, name)(section, environment)
+
+    try:
+        if names and environment.world_size > 1:
+            # A disk or a log-in may fail on some ranks only.
+            comm = Communicator(group if environment.mesh is None else None)
+            together(comm, "building monitors", make, error=lambda text, _: ValueError(text), plain=ValueError)
+        else:
+            make()
+    except BaseException:
+        for sink in made.values():
+            with contextlib.suppress(Exception):  # the error at hand is the news
+                sink.close()
+        raise
+    return made
 
 
 class Parts:

@@ -80,7 +80,7 @@ def initialize(
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)
-    attached, writers = attachments.build(config, environment, registry, parts=parts, sinks=sinks)
+    attached, writers = attachments.build(config, environment, registry, parts=parts, sinks=sinks, group=group)
     model = attached.prepare(model, mesh)
     dtype = building.compute_dtype(config)
     if dtype is not None:

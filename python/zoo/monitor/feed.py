@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from zoo.parts import Sink, StepRecord
 
@@ -17,8 +19,9 @@ class Feed:
 
     Records wait in a queue of bounded length. Where sinks are slower than training for so long that it is full, the
     oldest waiting record is dropped and counted. A sink that raises is closed and gets no more; the log says so once.
-    The thread begins with the first record and ends with :meth:`close`; a process that ends without closing loses what
-    waits.
+    The thread begins with the first record and ends with :meth:`close`. A process that ends without closing is closed
+    at its exit, which takes 10 seconds at most; one that is killed loses what waits, usually nothing and ``capacity``
+    records at most.
 
     Args:
         sinks: by name.
@@ -37,6 +40,7 @@ class Feed:
         self._changed = threading.Condition()
         self._busy = self._ended = False
         self._thread: threading.Thread | None = None
+        self._at_exit: Callable[[], None] | None = None
         self.num_dropped = 0
         self.failed: dict[str, str] = {}
 
@@ -67,6 +71,7 @@ class Feed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="zoo-monitor", daemon=True)
                 self._thread.start()
+                self._at_exit = _close_at_exit(self)
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -80,6 +85,8 @@ class Feed:
             self._ended = True
             self._changed.notify_all()
         thread, self._thread = self._thread, None
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
         if thread is not None:
             thread.join(timeout_s)
             if thread.is_alive():
@@ -110,9 +117,25 @@ class Feed:
         try:
             getattr(sink, what)(*arguments)
         except Exception as error:  # a monitor must not end a run
-            self.failed[name] = f"{type(error).__name__}: {error}"
-            _log.warning("the monitor %s failed in %s() and is switched off: %s", name, what, self.failed[name])
+            if name in self.failed:  # it failed before, and again while it was closed: that is known
+                _log.debug("the monitor %s, which failed, failed in %s() too: %s", name, what, error)
+            else:
+                self.failed[name] = f"{type(error).__name__}: {error}"
+                _log.warning("the monitor %s failed in %s() and is switched off: %s", name, what, self.failed[name])
             if what != "close":
                 self._guarded(name, "close")
         if what == "close" or name in self.failed:
             self._sinks.pop(name, None)
+
+
+def _close_at_exit(feed: Feed) -> Callable[[], None]:
+    """Most scripts end without ``engine.destroy()``."""
+    found = weakref.ref(feed)
+
+    def close() -> None:
+        feed = found()
+        if feed is not None:
+            feed.close(timeout_s=10.0)
+
+    atexit.register(close)
+    return close

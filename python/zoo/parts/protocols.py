@@ -134,7 +134,10 @@ class Runner(Protocol):
 
 
 class Sink(Protocol):
-    """Gets the record of each step, on a thread of its own, in order. What it raises switches it off."""
+    """Gets the record of each step, on a thread of its own, in order. What it raises switches it off.
+
+    Built as ``sink(section, environment)`` by ``initialize``, on rank 0 only unless ``section.ranks`` is "all".
+    """
 
     def write(self, record: StepRecord) -> None:
         """Take a record."""

@@ -11,7 +11,12 @@ __all__ = ["CORE"]
 CORE: dict[str, dict[str, str]] = {
     "config_section": {
         "aio": "zoo.io.config:AioConfig",
+        "comet": "zoo.monitor.comet:CometSection",
+        "csv_monitor": "zoo.monitor.csv_monitor:CsvSection",
+        "jsonl_monitor": "zoo.monitor.jsonl_monitor:JsonlSection",
+        "tensorboard": "zoo.monitor.tensorboard:TensorBoardSection",
         "train": "zoo.train.config:TrainConfig",
+        "wandb": "zoo.monitor.wandb:WandbSection",
         "zero_optimization": "zoo.zero.config:ZeroConfig",
     },
     "engine_part": {},
@@ -47,7 +52,13 @@ CORE: dict[str, dict[str, str]] = {
     "runner": {
         "plain": "zoo.engine.plain:PlainRunner",
     },
-    "sink": {},
+    "sink": {
+        "comet": "zoo.monitor.comet:CometMonitor",
+        "csv_monitor": "zoo.monitor.csv_monitor:CsvMonitor",
+        "jsonl_monitor": "zoo.monitor.jsonl_monitor:JsonlMonitor",
+        "tensorboard": "zoo.monitor.tensorboard:TensorBoardMonitor",
+        "wandb": "zoo.monitor.wandb:WandbMonitor",
+    },
     "task": {
         "byte_lm": "zoo.examples.byte_lm:ByteTask",
     },
