@@ -21,14 +21,14 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc kernels-check sanitize \
-	bench bench-gpu bench-rust schema clean again
+.PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts wheels \
+	try-wheels nvcc kernels-check sanitize bench bench-gpu bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc kernels-check"
-	@echo "      sanitize bench bench-gpu bench-rust schema clean"
+	@echo "also: setup test-rust test-python test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
+	@echo "      kernels-check sanitize bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
