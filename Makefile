@@ -21,13 +21,14 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts kernels-check sanitize bench bench-gpu \
-	bench-rust schema clean again
+.PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts wheels \
+	try-wheels nvcc kernels-check sanitize bench bench-gpu bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-slow laws campaign mutants lint format types contracts kernels-check sanitize bench bench-gpu bench-rust schema clean"
+	@echo "also: setup test-rust test-python test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
+	@echo "      kernels-check sanitize bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -95,6 +96,17 @@ types: setup
 
 contracts: setup
 	@$(BIN)/lint-imports
+
+# Wheels and source archives of all distributions, into dist/; and a training with nothing but them in an empty environment.
+wheels: setup
+	@$(BIN)/python scripts/wheels.py build
+
+try-wheels: wheels
+	@$(BIN)/python scripts/wheels.py try
+
+# For machines without a CUDA toolkit: nvcc as wheels, 113 MB to download, 308 MB on the disk.
+nvcc: setup
+	@$(call FIND_PYTHON,nvcc)
 
 kernels-check: setup
 	@$(BIN)/python scripts/kernels_check.py

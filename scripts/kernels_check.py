@@ -2,6 +2,7 @@
 
 What did not change is not compiled again. After loading, every operation must have a kernel for CUDA. Where torch is
 built without CUDA, or for another major version than nvcc, the sources are compiled and a line says why it stops there.
+Where there is no toolkit `make nvcc` installs the compiler.
 """
 
 import sys
@@ -20,8 +21,11 @@ def main() -> None:
 
     began = time.monotonic()
     try:
-        made = build_cuda()
         nvcc, _ = find_nvcc()
+    except BuildError as error:
+        sys.exit(f"zoo: kernels-check: {error} Here `make nvcc` does the latter.")
+    try:
+        made = build_cuda()
     except BuildError as error:
         sys.exit(f"zoo: kernels-check: {error}")
     new = sum(compiled for _, compiled in made)

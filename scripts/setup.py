@@ -4,6 +4,7 @@
     python3 scripts/setup.py check     is everything here that zoo cannot install itself?
     python3 scripts/setup.py install   .venv, torch unless there is one to share, requirements-dev.txt
     python3 scripts/setup.py native    build the Rust extension again
+    python3 scripts/setup.py nvcc      the compiler of CUDA as wheels, for machines without a toolkit
 
 Standard library only, and in the syntax of old Pythons, so that an old Python can read it and say that it is too old.
 """
@@ -20,7 +21,6 @@ BIN = os.path.join(VENV, "bin")
 VENV_PYTHON = os.path.join(BIN, "python")
 OLDEST, NEWEST = (3, 10), (3, 13)
 OLDEST_TORCH = (2, 11)
-OLDEST_CARGO = (1, 85)
 
 
 def stop(sentence):
@@ -39,8 +39,8 @@ def output(*command):
         return None
 
 
-def numbers(text):
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+def numbers(text, parts=2):
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:parts])
 
 
 def dotted(version):
@@ -90,15 +90,20 @@ def check_compiler():
         )
 
 
+def needed_cargo():
+    """The rust-version of Cargo.toml, as it stands there."""
+    with open(os.path.join(ROOT, "Cargo.toml")) as file:
+        return re.search(r'^rust-version = "([^"]+)"', file.read(), re.MULTILINE).group(1)
+
+
 def check_cargo():
+    needed = needed_cargo()
     text = output("cargo", "--version")
+    what = "the Rust extension zoo.io._native needs Rust %s or newer; " % needed
     if text is None:
-        stop(
-            "cargo is missing (it builds the Rust extension zoo.io._native); install Rust %s or newer."
-            % dotted(OLDEST_CARGO)
-        )
-    if numbers(text) < OLDEST_CARGO:
-        stop("%s is too old; zoo needs Rust %s or newer." % (text, dotted(OLDEST_CARGO)))
+        stop("cargo is missing: " + what + "https://rustup.rs installs it.")
+    if numbers(text, 3) < numbers(needed, 3):
+        stop("%s is too old: %s`rustup update stable` brings it, or https://rustup.rs installs it." % (text, what))
 
 
 def check():
@@ -216,8 +221,13 @@ def native():
     uv("--no-deps", "--reinstall-package", "zoo-core", "-e", ".")
 
 
+def nvcc():
+    say("installing nvcc into .venv (the extra nvcc of zoo-kernels)")
+    uv("-e", "./cuda[nvcc]")
+
+
 if __name__ == "__main__":
-    actions = {"check": check, "install": install, "native": native}
+    actions = {"check": check, "install": install, "native": native, "nvcc": nvcc}
     if len(sys.argv) != 2 or sys.argv[1] not in actions:
         sys.exit(__doc__)
     actions[sys.argv[1]]()

@@ -114,6 +114,23 @@ def test_options_change_the_configuration(config: Path) -> None:
     assert used["scheduler"]["params"]["total_num_steps"] == 2
 
 
+def test_an_example_that_comes_with_zoo_goes_by_its_name_unless_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        zoo("config", "explain", "byte_lm").stdout
+        == zoo("config", "explain", ROOT / "python/zoo/examples/byte_lm/config.json").stdout
+    )
+    assert (ROOT / "examples/bytes/config.json").samefile(ROOT / "python/zoo/examples/byte_lm/config.json")
+    Path("byte_lm").mkdir()
+    assert "train.steps = 1200" in zoo("config", "explain", "byte_lm").stdout
+    Path("byte_lm").rmdir()
+    Path("byte_lm").write_text("{")
+    assert zoo("config", "explain", "byte_lm").exit_code == 2
+    assert zoo("config", "explain", "bite_lm").exit_code == 2
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "unknown key": (
         ["--set", "gradient_cliping=1"],

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT"]
 
-__version__ = "0.1.0"
-
 ABOUT: Subpackage
 """What the registry tells about this distribution, under the kind "subpackage"."""
 
@@ -19,11 +17,13 @@ def __getattr__(name: str) -> Subpackage:
     # Made when it is asked for: the operations need torch and a compiler, and not what the registry is built on.
     if name != "ABOUT":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
     from zoo.registry import Subpackage
 
     return Subpackage(
         name="kernels",
-        version=__version__,
+        version=version("zoo-kernels"),
         summary=(
             "Native operations, one folder each: the maths in a shared header, CPU C++, CUDA and a pure-torch "
             "reference; compiled on first use."

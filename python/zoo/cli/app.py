@@ -21,7 +21,22 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 app.add_typer(io_app, name="io")
 
-Path_ = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json, .yaml or .yml file.")]
+
+def _file_or_example(given: Path) -> Path:
+    """The file itself, or that of the example of this name where there is no such file."""
+    from zoo import examples
+
+    return given if given.is_file() or str(given) not in examples.names() else examples.configuration(str(given))
+
+
+Path_ = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        callback=_file_or_example,
+        help="A .json, .yaml or .yml file, or the name of an example that comes with zoo, such as byte_lm.",
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Another value for a key, such as optimizer.params.lr=0.001."),

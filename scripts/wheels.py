@@ -1,0 +1,235 @@
+"""Wheels of all distributions, and a training with nothing but them in an empty environment.
+
+    python scripts/wheels.py build    a source archive of each distribution and, made from that, its wheel, into dist/
+    python scripts/wheels.py try      install them into a new environment and train with the defaults
+
+A commit gives the same bytes each time on one machine: files have the time of the commit, and the Rust extension is
+compiled in one place, build/wheels. torch and the other packages come from where uv gets them, its cache first.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+UV = str(VENV / "bin/uv")
+DIST = ROOT / "dist"
+FOLDERS = {"zoo-core": ".", "zoo-kernels": "cuda", "zoo-moe": "moe", "zoo-compression": "compression"}
+# Nobody asked for these, and a machine without a GPU has no use for them.
+UNWANTED = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "deepspeed")
+
+
+def stop(sentence: str) -> None:
+    sys.exit(f"zoo: wheels: {sentence}")
+
+
+def say(sentence: str) -> None:
+    print(f"zoo: {sentence}", flush=True)
+
+
+def run(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """What a command prints, both streams; stops with all of it where the command fails."""
+    words = [str(word) for word in command]
+    result = subprocess.run(words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode != 0:
+        stop(f"`{' '.join(words)}` failed with {result.returncode}:\n{result.stdout}")
+    return result.stdout
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def build() -> list[Path]:
+    """The wheels, in dist/, with the source archives that they were made from."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    work = ROOT / "build/wheels"
+    environment = {
+        **os.environ,
+        "SOURCE_DATE_EPOCH": time_of_commit(),
+        # What `make setup` has compiled of other people's crates is used again.
+        "CARGO_TARGET_DIR": str(ROOT / "target"),
+    }
+    wheels = []
+    for name, folder in FOLDERS.items():
+        build_one = (UV, "build", "--quiet", "--python", VENV / "bin/python", "--out-dir", DIST)
+        run(*build_one, "--sdist", ROOT / folder, env=environment)
+        (archive,) = DIST.glob(f"{name.replace('-', '_')}-*.tar.gz")
+        # Always the same folder, because rustc writes where a crate lies into what it makes.
+        unpacked = unpack(archive, work / name)
+        run(*build_one, "--wheel", unpacked, env=environment)
+        (wheel,) = DIST.glob(f"{name.replace('-', '_')}-*.whl")
+        check_contents(name, wheel, ROOT / folder)
+        wheels.append(wheel)
+    (DIST / ".gitignore").unlink(missing_ok=True)
+    return wheels
+
+
+def time_of_commit() -> str:
+    """Seconds since 1970; of a source tree without git, the beginning of 2020."""
+    if (ROOT / ".git").exists():
+        return run("git", "log", "-1", "--format=%ct").strip()
+    return "1577836800"
+
+
+def unpack(archive: Path, into: Path) -> Path:
+    shutil.rmtree(into, ignore_errors=True)
+    with tarfile.open(archive) as file:
+        file.extractall(into, filter="data")
+    (folder,) = into.iterdir()
+    for path in folder.rglob("*"):
+        os.utime(path)  # cargo compiles what is newer than its product, and the archive has the time of the commit
+    return folder
+
+
+def check_contents(name: str, wheel: Path, folder: Path) -> None:
+    """Stop where a wheel lacks a file of its packages (sources that are compiled later, data, marks) or its licence."""
+    with zipfile.ZipFile(wheel) as file:
+        there = set(file.namelist())
+    sources = folder / "python" if name == "zoo-core" else folder
+    asked = run("git", "ls-files", "zoo", cwd=sources).split() if (ROOT / ".git").exists() else []
+    missing = sorted({*asked} - there)
+    packages = {Path(path).parts[1] for path in there if path.startswith("zoo/")}
+    missing += [f"zoo/{package}/py.typed" for package in packages if f"zoo/{package}/py.typed" not in there]
+    if not any(path.endswith("licenses/LICENSE") for path in there):
+        missing.append("LICENSE")
+    if name == "zoo-core" and not any(path.startswith("zoo/io/_native") and path.endswith(".so") for path in there):
+        missing.append("the Rust extension")
+    if missing:
+        stop(f"{wheel.name} lacks {', '.join(missing)}.")
+    say(f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(there)} files")
+
+
+# -- trying -----------------------------------------------------------------------------------------------------------
+
+
+def try_them() -> None:
+    """Install zoo-core by itself into an empty environment, train, add the plug-ins, look at what there is."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="zoo-wheels-") as name:
+        home = Path(name)
+        python = make_environment(home)
+        environment = {
+            "HOME": str(home),
+            # Neither .venv nor this folder: what is found is what the wheels have brought.
+            "PATH": os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(str(ROOT))),
+            "ZOO_CACHE_DIR": str(home / "cache"),
+        }
+        try_training(home, python, environment)
+        try_readme(home, python, environment)
+        try_without_compiler(home, python, environment)
+        try_plugins(home, python, environment)
+    say(f"the wheels train in an empty environment ({time.monotonic() - began:.0f} s)")
+
+
+def make_environment(home: Path) -> Path:
+    """An environment with zoo-core and what it asks for; torch is that of .venv, shared where .venv shares it."""
+    run(UV, "venv", "--quiet", "--python", VENV / "bin/python", home / "venv")
+    python = home / "venv/bin/python"
+    (home / "constraints.txt").write_text(
+        re.sub(r"(?m)^(zoo-|-e ).*\n", "", run(UV, "pip", "freeze", "--python", VENV / "bin/python"))
+    )
+    extra = ["--constraint", home / "constraints.txt"]
+    shared = next(VENV.glob("lib/*/site-packages/zoo-shared-torch.pth"), None)
+    if shared is not None:
+        (target,) = (home / "venv").glob("lib/*/site-packages")
+        shutil.copy(shared, target)
+        extra += ["--override", VENV / "overrides.txt"]
+    install(python, *extra, *DIST.glob("zoo_core-*.whl"))
+    installed = set(re.findall(r"^([\w-]+)", run(UV, "pip", "freeze", "--python", python).lower(), re.MULTILINE))
+    if "zoo-kernels" not in installed:
+        stop("installing zoo-core did not bring zoo-kernels.")
+    if unwanted := sorted(installed.intersection(UNWANTED)):
+        stop(f"installing zoo-core brought {', '.join(unwanted)}, which nobody asked for.")
+    return python
+
+
+def install(python: Path, *what: object) -> None:
+    """From dist/ what is there, the rest from where uv finds it."""
+    # uv keeps wheels by name and version, and these have those of the last time.
+    again = [word for name in FOLDERS for word in ("--refresh-package", name)]
+    run(UV, "pip", "install", "--quiet", "--python", python, "--find-links", DIST, *again, *what)
+    for wheel in DIST.glob("*.whl"):
+        check_installed(wheel, python)
+
+
+def check_installed(wheel: Path, python: Path) -> None:
+    """Stop where a distribution is installed and is not, file by file, that of dist/."""
+    (site,) = python.parent.parent.glob("lib/*/site-packages")
+    with zipfile.ZipFile(wheel) as file:
+        if not (site / file.namelist()[0]).exists():
+            return
+        for name in file.namelist():
+            if name.startswith("zoo/") and (site / name).read_bytes() != file.read(name):
+                stop(f"{name} was installed from elsewhere than {wheel.name}.")
+
+
+def try_training(home: Path, python: Path, environment: dict[str, str]) -> None:
+    """The packaged example under its defaults, which compiles the native operations first."""
+    zoo = python.parent / "zoo"
+    said = run(zoo, "train", "byte_lm", "--steps", 20, "--set", "steps_per_print=10", cwd=home, env=environment)
+    built = re.findall(r"zoo: building .*? from (\S+)", said)
+    if len(built) != 1 or not built[0].startswith(str(home / "venv")):
+        stop(f"the native operations were to be compiled once, from the wheel, and were from {built}:\n{said}")
+    if not re.search(r"step +20/20", said) or not (home / "runs/bytes/loss.png").exists():
+        stop(f"the example did not train:\n{said}")
+    say("`zoo train byte_lm` compiled the native operations from the wheel and trained")
+
+
+def try_readme(home: Path, python: Path, environment: dict[str, str]) -> None:
+    """The first Python example of README.md, as it stands, in a folder with nothing of zoo."""
+    (example, *_) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    where = "import zoo\nfrom zoo.kernels import loading\n"
+    where += f"assert all(path.startswith({str(home)!r}) for path in zoo.__path__), zoo.__path__\n"
+    where += "assert loading.native(), loading.why_not()\n"
+    (home / "example.py").write_text(example + where)
+    run(python, "example.py", cwd=home, env={**environment, "ZOO_KERNELS": "native"})
+    say("the example of README.md ran")
+
+
+def try_without_compiler(home: Path, python: Path, environment: dict[str, str]) -> None:
+    """Where nothing can be compiled the references run, which is said once."""
+    program = """
+import torch
+from zoo.optim import AdamW, Lion
+for kind in (AdamW, Lion):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = kind([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.max() < 1
+"""
+    nothing = {**environment, "PATH": str(python.parent), "ZOO_CACHE_DIR": str(home / "empty")}
+    said = run(python, "-c", program, cwd=home, env=nothing)
+    if said.count("cannot be used") != 1:
+        stop(f"without a compiler one sentence was to say that the references run instead:\n{said}")
+    say("without a compiler the references ran, and said so once")
+
+
+def try_plugins(home: Path, python: Path, environment: dict[str, str]) -> None:
+    """The other distributions tell about themselves through their entry points, in one version."""
+    install(python, "--no-deps", *DIST.glob("zoo_moe-*.whl"), *DIST.glob("zoo_compression-*.whl"))
+    program = """
+from importlib.metadata import version
+from zoo import registry
+names = ("kernels", "moe", "compression")
+print(*{version("zoo-core"), *(registry.get("subpackage", name).version for name in names)}, len(registry.problems()))
+"""
+    said = run(python, "-c", program, cwd=home, env=environment).split()
+    if len(said) != 2 or said[1] != "0":
+        stop(f"the distributions were to have one version and no problem, and said {' '.join(said)}.")
+    say(f"all four distributions are of version {said[0]}")
+
+
+if __name__ == "__main__":
+    actions = {"build": build, "try": try_them}
+    if len(sys.argv) != 2 or sys.argv[1] not in actions:
+        sys.exit(__doc__)
+    actions[sys.argv[1]]()

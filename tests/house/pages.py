@@ -1,0 +1,200 @@
+"""What the claims of pages are made of: their blocks, and what a reader of each page has at hand already.
+
+An example on a page runs as it stands. Names that it uses and that neither it nor an earlier one of the page defines (a
+model, a batch) are given here, and so are folders in the place of devices (``/nvme``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+_FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[str]:
+    """Every page that a user reads, from the root; generated campaign pages and results tell of runs that were."""
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for top in ("python", "cuda", "moe", "compression", "crates", "examples", "benchmarks"):
+        found += sorted((ROOT / top).rglob("README.md"))
+    return [str(page.relative_to(ROOT)) for page in found if "target" not in page.parts]
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page that are marked with this language ("" for unmarked ones)."""
+    return [textwrap.dedent(body) for _, mark, body in _FENCED.findall(text(page)) if mark == language]
+
+
+def shown(page: str, number: int) -> str | None:
+    """What the page shows that its Python example of this number prints: the unmarked block right below it."""
+    if "print(" not in blocks(page, "python")[number]:
+        return None
+    found = list(_FENCED.finditer(text(page)))
+    at = [i for i, match in enumerate(found) if match[2] == "python"][number]
+    if at + 1 < len(found) and not found[at + 1][2] and not text(page)[found[at].end() : found[at + 1].start()].strip():
+        return found[at + 1][3]
+    return None
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page: lines of unmarked blocks and what stands between backquotes."""
+    unfenced = _FENCED.sub("", text(page))
+    spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", unfenced)]
+    lines = [line.split("  ")[0].strip() for mark in ("", "bash", "sh") for body in blocks(page, mark)
+             for line in body.splitlines()]  # fmt: skip
+    name = re.compile(r"(\w+=\S+ )*(make|zoo|python|torchrun|pip|pre-commit)( |$)|\.ci/|scripts/\w+\.")
+    return [found for found in (*spans, *lines) if name.match(found) and found not in ("zoo", "pre-commit")]
+
+
+# -- what a reader has at hand ----------------------------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    """Two units of 32 numbers on each of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 4, bias=False)
+        self.second = nn.Linear(4, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.linear(x), y)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.expert(self.dense(x))
+        return out
+
+
+def _readme(_: str) -> dict[str, Any]:
+    return {"batches": [(torch.randn(4, 256), torch.randn(4, 256)) for _ in range(2)]}
+
+
+def _checkpointing(_: str) -> dict[str, Any]:
+    from zoo.zero import Stage3Optimizer
+
+    return {"opt": Stage3Optimizer(nn.Linear(4, 4), lr=0.1)}
+
+
+def _config(_: str) -> dict[str, Any]:
+    Path("config.json").write_text(json.dumps({"train_batch_size": 8, "model": {"width": 3}}))
+    return {}
+
+
+def _engine(_: str) -> dict[str, Any]:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    Path("config.json").write_text(json.dumps(config))
+    samples = [(torch.ones(2) * i, torch.ones(2)) for i in range(4)]
+    return {"model": WithLoss(), "samples": samples, "steps": 2, "module": WithLoss()}
+
+
+def _lr_schedules(_: str) -> dict[str, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.9)
+    return {"optimizer": optimizer, "loader": range(2000), "train": lambda batch: optimizer.step()}
+
+
+def _nn(_: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return {
+        "mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("sequence",)),
+        "model": nn.Sequential(nn.Linear(2, 2)),
+    }
+
+
+def _optim(_: str) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().mul(8.0).backward()
+    return {"model": model, "loss_scale": 8.0}
+
+
+def _registry(_: str) -> dict[str, Any]:
+    return {"model": nn.Linear(2, 2), "MyAdamW": type("MyAdamW", (torch.optim.AdamW,), {})}
+
+
+def _zero(example: str) -> dict[str, Any]:
+    from zoo.zero import Stage3Optimizer
+
+    if "optimizer.sharded" in example:
+        model = TwoLayers()
+        optimizer = Stage3Optimizer(
+            model, lr=0.1, reduce_bucket_size=64, param_persistence_threshold=0, max_live_parameters=0
+        )
+        x = torch.randn(2, 16)
+        return {"model": model, "optimizer": optimizer, "x": x, "x0": x, "x1": x + 1}
+    experts = Experts()
+    module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    model = experts if "expert" in example else nn.Linear(4, 4)
+    return {"model": model, "expert": experts.expert, "batch": torch.randn(2, 4), "module": module,
+            "tokens": torch.arange(4)}  # fmt: skip
+
+
+def _init(_: str) -> dict[str, Any]:
+    return {"MyLargeModel": TwoLayers}
+
+
+def _comm(_: str) -> dict[str, Any]:
+    return {"full": torch.zeros(8), "shard": torch.ones(4)}
+
+
+AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
+    "README.md": _readme,
+    "python/zoo/checkpointing/README.md": _checkpointing,
+    "python/zoo/comm/README.md": _comm,
+    "python/zoo/config/README.md": _config,
+    "python/zoo/engine/README.md": _engine,
+    "python/zoo/lr_schedules/README.md": _lr_schedules,
+    "python/zoo/nn/README.md": _nn,
+    "python/zoo/optim/README.md": _optim,
+    "python/zoo/registry/README.md": _registry,
+    "python/zoo/zero/README.md": _zero,
+    "python/zoo/zero/init/README.md": _init,
+}
+"""For each page the names that a reader has before an example; called on each rank, in an empty folder."""
+
+APART = {"README.md", "python/zoo/zero/README.md"}
+"""Pages whose examples stand each for itself, with the imports of those before; elsewhere one goes on from another."""
+
+RANKS = {
+    "README.md": 2,
+    "python/zoo/comm/README.md": 2,
+    "python/zoo/nn/README.md": 2,
+    "python/zoo/zero/README.md": 2,
+    "python/zoo/zero/init/README.md": 2,
+}
+"""Simulated ranks; one elsewhere. Eight for an example with a mesh of eight."""
+
+SLOW = {"python/zoo/train/README.md"}
+"""Pages whose examples take more than a second or two."""
