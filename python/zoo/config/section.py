@@ -7,7 +7,7 @@ A subpackage describes its options as one frozen class::
         prefetch_bucket_size: int = Field(default=50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
 
 An alias is a second spelling of a key: either may be used, both at once are an error. Keys of former times, and keys
-that ask for nothing here, are not fields: `Section.translate` takes them.
+that this design does not need, are not fields: the table `Section.fates` has them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from zoo.config.fates import Fate, fates_of, schema_of
+
 if TYPE_CHECKING:
     from zoo.config.core import Config
 
-__all__ = ["Section", "allows_auto", "fields_by_key", "section_of"]
+__all__ = ["Section", "allows_auto", "allows_none", "fields_by_key", "section_of"]
 
 
 def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -34,8 +36,8 @@ def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
             if name in properties:
                 properties[alias] = {**properties[name], "description": f"Another name of {name}."}
     if issubclass(model, Section):
-        for key, described in model.translated_keys().items():
-            properties.setdefault(key, dict(described))
+        for key, fate in fates_of(model).items():
+            properties.setdefault(key, schema_of(fate))
 
 
 class Section(BaseModel):
@@ -59,22 +61,21 @@ class Section(BaseModel):
         """Sentences about values that are fine alone and wrong together; `load` calls it with the whole tree."""
         return ()
 
+    fates: ClassVar[Mapping[str, Fate]] = {}
+    """Documented keys that are no fields, and what becomes of them (``zoo.config.fates``)."""
+
     @classmethod
     def translate(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """What a document says, in keys that the section has, and a sentence for each change that users should know.
+        """What a table of fates cannot say: keys in the words of today, and a sentence for each change that users
+        should know.
 
-        Reading calls it before keys are checked; unknown keys are to be left as they are. The sentences become warnings
-        and lines of ``explain``.
+        Reading calls it after ``fates``, before keys are checked; unknown keys are to be left as they are. The
+        sentences become warnings and lines of ``explain``.
 
         Raises:
             ValueError: keys that contradict each other; the sentence becomes a problem of the document.
         """
         return raw, ()
-
-    @classmethod
-    def translated_keys(cls) -> Mapping[str, Mapping[str, Any]]:
-        """JSON schema of every key that :meth:`translate` takes beside the fields, for editors."""
-        return {}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -114,6 +115,11 @@ def allows_auto(annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return "auto" in get_args(annotation)
     return any(allows_auto(part) for part in get_args(annotation))
+
+
+def allows_none(annotation: Any) -> bool:
+    """Is null one of the values?"""
+    return types.NoneType in _leaf_types(annotation)
 
 
 def _aliases(field: FieldInfo) -> Iterator[str]:
