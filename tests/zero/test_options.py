@@ -201,4 +201,4 @@ def test_editors_accept_the_keys_too() -> None:
         assert all(key in properties for key in (name, *aliases))
     assert properties["cpu_offload"]["deprecated"] is True
     assert properties["cpu_offload"]["description"] == "Now offload_optimizer.device."
-    assert {"type": "number"} in properties["max_reuse_distance"]["anyOf"]
+    assert properties["max_reuse_distance"]["$ref"] == "#/$defs/optional.number"

@@ -17,6 +17,7 @@ from zoo.config.core import Bf16, Comm, Config, DataTypes, Fp16, Optimizer, Sche
 from zoo.config.document import Document, read, read_section
 from zoo.config.errors import ConfigError
 from zoo.config.mesh import Mesh
+from zoo.config.schema import finish
 from zoo.config.section import Section
 from zoo.config.tree import ROOT_KIND, SECTION_KIND, Tree
 from zoo.registry import DEFAULT, Registry
@@ -87,4 +88,4 @@ def json_schema(sections: Mapping[str, type[Section]] | None = None, *, registry
     Both spellings of aliased keys are in it, and the names and options of all components that a document may choose.
     """
     root = Tree.of(Config, registry, sections).whole().root
-    return describe_choices(root.model_json_schema(by_alias=False), registry)
+    return describe_choices(finish(root.model_json_schema(by_alias=False)), registry)

@@ -47,6 +47,9 @@ class Scheduler(ComponentChoice):
 
     kind: ClassVar[str] = "lr_schedule"
     runtime: ClassVar[tuple[str, ...]] = ("optimizer",)
+    options: ClassVar[Mapping[str, Fate]] = {
+        "last_batch_iteration": refused("a schedule begins with the run, or where the checkpoint ended", -1),
+    }
 
 
 class Fp16(Section):

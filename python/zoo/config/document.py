@@ -157,7 +157,9 @@ def read(
     return document.override(overrides) if overrides else document
 
 
-def read_section(name: str, source: str | Path | Mapping[str, Any], *, registry: Registry = DEFAULT) -> Any:
+def read_section(
+    name: str, source: str | Path | Mapping[str, Any], *, where: str | None = None, registry: Registry = DEFAULT
+) -> Any:
     """One section of a document alone: what is "auto" has its default for the time being, and no other key counts.
 
     For what has to know a section before the whole can be known, such as ``zoo.zero.Init``. Contradictions with other
@@ -166,6 +168,7 @@ def read_section(name: str, source: str | Path | Mapping[str, Any], *, registry:
     Args:
         name: of the section, by any of its spellings.
         source: path of a .json, .yaml or .yml file, or a mapping: the whole document.
+        where: what errors call it.
         registry: where the packages' sections come from.
 
     Returns:
@@ -174,7 +177,8 @@ def read_section(name: str, source: str | Path | Mapping[str, Any], *, registry:
     Raises:
         ConfigError: there is no such section, or something is wrong with it; all of it, with paths.
     """
-    raw, where = read_source(source)
+    raw, called = read_source(source)
+    where = where or called
     tree, missing = Tree.of(Config, registry).opened([name])
     if missing:
         raise ConfigError([f"{key}: {why}" for key, why in missing.items()], where)

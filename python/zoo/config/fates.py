@@ -28,10 +28,11 @@ __all__ = [
     "Fate",
     "Setting",
     "Settled",
+    "allowed",
     "fates_of",
+    "judge",
     "of_today",
     "refused",
-    "schema_of",
     "sentence",
     "setting",
     "settle",
@@ -201,8 +202,23 @@ def settle(section: type[Section], raw: Mapping[str, Any]) -> Settled:
     """What a document says, by keys that the section has: its table, then `Section.translate`."""
     from zoo.config.section import fields_by_key
 
-    fields = fields_by_key(section)
-    table = {key: fate for key, fate in fates_of(section).items() if key not in fields}
+    spellings = fields_by_key(section)
+    table = {key: fate for key, fate in fates_of(section).items() if key not in spellings}
+    settled = judge(table, raw, spellings)
+    if settled.problems:
+        return settled
+    try:
+        given, sentences = section.translate(settled.values)
+    except ConfigError as error:
+        return Settled({}, settled.notes, error.problems)
+    except ValueError as error:
+        return Settled({}, settled.notes, [str(error)])
+    return Settled(dict(given), [*settled.notes, *sentences], [])
+
+
+def judge(table: Mapping[str, Fate], raw: Mapping[str, Any], spellings: Mapping[str, str]) -> Settled:
+    """What a table says about keys; those that it does not have stay. ``spellings``: key → name of what they may be
+    translated to."""
     values: dict[str, Any] = {key: value for key, value in raw.items() if key not in table}
     notes: list[str] = []
     problems: list[str] = []
@@ -215,16 +231,10 @@ def settle(section: type[Section], raw: Mapping[str, Any]) -> Settled:
         if other != key:
             problems.append(f"{key}: given twice, as {other!r} and as {key!r}; they are one option, remove one")
         elif fate.what == "translated":
-            _translate(section, values, fate, key, value, notes, problems)
+            _translate(spellings, values, fate, key, value, notes, problems)
         else:
             problems += _judge(fate, key, value, notes, judged=True)
-    if problems:
-        return Settled(values, notes, problems)
-    try:
-        given, sentences = section.translate(values)
-    except ValueError as error:
-        return Settled({}, notes, [*problems, str(error)])
-    return Settled(dict(given), [*notes, *sentences], problems)
+    return Settled(values, notes, problems)
 
 
 def _judge(fate: Fate, path: str, value: Any, notes: list[str], *, judged: bool) -> Iterator[str]:
@@ -281,7 +291,7 @@ def unknown(path: str, key: str, keys: Iterable[str], shown: Iterable[str] | Non
 
 
 def _translate(
-    section: type[Section], values: dict[str, Any], fate: Fate, key: str, value: Any, notes: list[str],
+    spellings: Mapping[str, str], values: dict[str, Any], fate: Fate, key: str, value: Any, notes: list[str],
     problems: list[str],
 ) -> None:  # fmt: skip
     if value is None or value == "auto":
@@ -295,7 +305,7 @@ def _translate(
         if meant is None or value in meant
     }
     for path, meant in said.items():
-        clash = _write(section, values, path, meant)
+        clash = _write(spellings, values, path, meant)
         if clash is not None:
             problems.append(f"{key}={value!r} and {clash} contradict each other; remove the former, it is deprecated")
             return
@@ -304,12 +314,9 @@ def _translate(
         notes.append(f"{key} is deprecated: {key}={value!r} was read as {listed}.")
 
 
-def _write(section: type[Section], values: dict[str, Any], path: str, value: Any) -> str | None:
+def _write(spellings: Mapping[str, str], values: dict[str, Any], path: str, value: Any) -> str | None:
     """Set a dotted path; where something else is there, say what."""
-    from zoo.config.section import fields_by_key
-
     head, _, leaf = path.partition(".")
-    spellings = fields_by_key(section)
     name = next((key for key in values if spellings.get(key) == head), head)
     if not leaf:
         node, last = values, name
@@ -350,29 +357,12 @@ def _same(value: Any, other: Any) -> bool:
 _WORDS: dict[Any, str] = {
     bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a mapping",
 }  # fmt: skip
-_SCHEMA: dict[Any, str] = {
-    bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
-}  # fmt: skip
 
 
 def allowed(kind: Kind) -> str:
     """A kind in words."""
     one = kind if isinstance(kind, tuple) else (kind,)
     return " or ".join(_WORDS[value] if isinstance(value, type) else repr(value) for value in one)
-
-
-def schema_of(fate: Fate) -> dict[str, Any]:
-    """JSON schema of a key's values, for editors: what it may be, whether or not it may ask for something."""
-    kinds = fate.kind if isinstance(fate.kind, tuple) else (fate.kind,)
-    options: list[dict[str, Any]] = [{"type": _SCHEMA[kind]} for kind in kinds if isinstance(kind, type)]
-    values = [kind for kind in kinds if not isinstance(kind, type)]
-    if values:
-        options.append({"enum": values})
-    if fate.keys:
-        named = {key: schema_of(inner) for name, inner in fate.keys.items() for key in (name, *inner.aliases)}
-        options[0] |= {"properties": named, "additionalProperties": fate.open}
-    allowed = [*options, {"enum": ["auto", None]}]
-    return {"anyOf": allowed, "description": sentence(fate), "deprecated": fate.what == "translated"}
 
 
 def sentence(fate: Fate) -> str:

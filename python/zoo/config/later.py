@@ -33,9 +33,9 @@ KEYS: dict[str, Fate] = {
     ),
     "gradient_allreduce_op": refused("gradients are averaged", "mean", ("mean", "sum")),
     "disable_allgather": unnecessary("a bucket is gathered by one all-gather; there are no broadcasts", False),
-    "dump_state": unnecessary("print(engine.config.explain()) shows the configuration", False),
+    "dump_state": unnecessary("the configuration is printed by print(engine.config.explain())", False),
     "memory_breakdown": unnecessary(
-        "engine.record.memory_bytes has the memory of model states after a step, where it is measured", False
+        "the memory of model states after a step is memory_bytes of its record, where it is measured", False
     ),
     "dataloader_drop_last": unnecessary(
         "what is left of an epoch and does not fill a micro-batch on every rank is always dropped", False,
@@ -100,7 +100,7 @@ SECTIONS: dict[str, Fate] = {
         },
     ),
     "amp": _switched(
-        'apex is no longer developed; use "bf16", "fp16" or "torch_autocast"', refused,
+        'Apex is no longer developed; use "bf16", "fp16" or "torch_autocast"', refused,
         opt_level="O1", cast_model_type=PATH, patch_torch_functions=setting(None, bool),
         keep_batchnorm_fp32=setting(None, (bool, str)), master_weights=setting(None, bool),
         loss_scale=setting(None, (float, str)), cast_model_outputs=PATH, num_losses=1, verbosity=1,
@@ -117,8 +117,9 @@ SECTIONS: dict[str, Fate] = {
         "checkpoints do this in another way",
         keys={
             "tag_validation": unnecessary(
-                "ranks that save under other tags are an error", "Warn", ("Ignore", "Warn", "Fail", "IGNORE", "WARN",
-                "FAIL", "ignore", "warn", "fail"), asks=False,
+                "a save in which ranks give other tags fails on all of them", "Warn",
+                tuple(spelled(word) for word in ("Ignore", "Warn", "Fail") for spelled in (str, str.upper, str.lower)),
+                asks=False,
             ),
             "load_universal": unnecessary(
                 "every checkpoint can be read at any world size and stage", False, nothing=(True,)
@@ -131,7 +132,7 @@ SECTIONS: dict[str, Fate] = {
                 "every rank writes its own slices at the same time",
                 keys={"pipeline_stage": setting(False, nothing=(True,))},
             ),
-            "writer": unnecessary("files are written by zoo.io; see the section aio", {}, open=True),
+            "writer": unnecessary("every rank writes one safetensors file", {}, open=True),
         },
     ),
     "comet": _switched(

@@ -20,22 +20,24 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from zoo.config.fates import Fate, fates_of, schema_of
+from zoo.config.fates import Fate, fates_of
+from zoo.config.schema import or_auto, schema_of
 
 if TYPE_CHECKING:
     from zoo.config.core import Config
 
-__all__ = ["Section", "allows_auto", "allows_none", "fields_by_key", "section_of"]
+__all__ = ["Section", "aliases_of", "allows_auto", "allows_none", "fields_by_key", "section_of"]
 
 
 def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """An editor must accept the second spelling too."""
     properties = schema.get("properties", {})
     for name, field in model.model_fields.items():
-        for alias in _aliases(field):
+        for alias in aliases_of(field):
             if name in properties:
                 properties[alias] = {**properties[name], "description": f"Another name of {name}."}
     if issubclass(model, Section):
+        properties |= or_auto(properties)
         for key, fate in fates_of(model).items():
             properties.setdefault(key, schema_of(fate))
 
@@ -99,7 +101,7 @@ def fields_by_key(section: type[BaseModel]) -> dict[str, str]:
     """Every spelling of every key of a section → the field's name."""
     keys = {name: name for name in section.model_fields}
     for name, field in section.model_fields.items():
-        for alias in _aliases(field):
+        for alias in aliases_of(field):
             keys.setdefault(alias, name)
     return keys
 
@@ -122,7 +124,8 @@ def allows_none(annotation: Any) -> bool:
     return types.NoneType in _leaf_types(annotation)
 
 
-def _aliases(field: FieldInfo) -> Iterator[str]:
+def aliases_of(field: FieldInfo) -> Iterator[str]:
+    """Second spellings of a field's key."""
     seen = set()
     for alias in (field.alias, field.validation_alias):
         spellings = alias.choices if isinstance(alias, AliasChoices) else [alias]

@@ -16,7 +16,7 @@ class AioConfig(Section):
 
     carried_by: ClassVar[str] = "zoo.zero"
     fates: ClassVar[Mapping[str, Fate]] = {
-        "use_gds": refused("zoo has no GPUDirect Storage, transfers go through pinned memory", False),
+        "use_gds": refused("there is no GPUDirect Storage here; transfers go through pinned memory", False),
     }
 
     block_size: int = Field(default=1 << 20, ge=4096, le=1 << 30, multiple_of=4096)

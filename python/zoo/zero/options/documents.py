@@ -71,7 +71,7 @@ FATES: Mapping[str, Fate] = {
         "with states on NVMe all of them are there; offload_optimizer.ratio keeps a part on the device", False
     ),
     "zeropp_loco_param": refused(
-        "quantized_gradients_feedback is the error feedback of quantised gradients", None, dict
+        "the error feedback of quantised gradients is quantized_gradients_feedback", None, dict
     ),
     "leaf_module": refused(
         "a unit is a module with parameters of its own; divergent=True is for modules that not every rank runs", None,
