@@ -101,10 +101,8 @@ def test_it_is_frozen_and_survives_pickle(registry: Registry) -> None:
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled: given 'yes' (str); allowed: bool"),
         ({"optimizer": {}}, "optimizer.type: required and not given"),
         ({"comm": {"timeout_s": 0}}, "comm.timeout_s: given 0 (int); allowed: greater than 0"),
-        ({"communication_data_type": "int8"}, "communication_data_type: given 'int8'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
         ({"fp16": {"initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale = 8 is above the first scale"),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "gradient_predivide_factor = 2 has no effect"),
         ({"comms_logger": {"debug": True}}, "comms_logger.debug: given True; not supported: the table of collectives"),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
@@ -132,9 +130,8 @@ def test_whole_floats_are_integers_and_infinity_is_never(registry: Registry) -> 
 
 
 def test_other_spellings(registry: Registry) -> None:
-    config = go(registry, {"bfloat16": {"enabled": True}, "communication_data_type": "bfp16"})
+    config = go(registry, {"bfloat16": {"enabled": True}})
     assert config.bf16.enabled
-    assert config.communication_data_type == "bf16"
     assert config.source("bf16.enabled") == "dict, alias 'bfloat16'"
 
 

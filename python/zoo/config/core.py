@@ -170,12 +170,6 @@ class Config(Section):
     """Optimizer steps between progress lines; null for none."""
     gradient_clipping: float = Field(default=0.0, ge=0)
     """Largest allowed norm of all gradients; 0 for no clipping."""
-    prescale_gradients: bool = False
-    """Whether gradients are divided by the number of ranks before they are added up, not after."""
-    gradient_predivide_factor: float = Field(default=1.0, ge=1)
-    """Divide by this before adding up and by the rest after."""
-    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    """Type in which gradients travel; null for the type they have."""
     wall_clock_breakdown: bool = False
     """Whether the seconds of forward, backward and update are measured: metrics "time/..." of each step."""
     seed: int = Field(default=1234, ge=0)
@@ -221,19 +215,9 @@ class Config(Section):
         # Other tools switch the progress line off by writing infinity.
         return None if isinstance(value, float) and math.isinf(value) and value > 0 else value
 
-    @field_validator("communication_data_type", mode="before")
-    @classmethod
-    def _spelling(cls, value: Any) -> Any:
-        return "bf16" if value in ("bfp16", "bfloat16") else value
-
     def contradictions(self, config: Config) -> Iterable[str]:
         for root in self._tree.roots:
             yield from root.contradictions(self, config)
-        if self.prescale_gradients and self.gradient_predivide_factor != 1:
-            yield (
-                f"gradient_predivide_factor = {self.gradient_predivide_factor:g} has no effect while "
-                "prescale_gradients is true (all of the division happens before); remove one of the two"
-            )
 
     @property
     def world_size(self) -> int:

@@ -116,7 +116,7 @@ class Document:
             if values.get(key, 1) is None:
                 del values[key]
         whole = all(
-            type(value) in (int, float) and 0 < value < float("inf") and value == int(value) for value in given.values()
+            type(value) in (int, float) and 0 < value < 2**63 and value == int(value) for value in given.values()
         )
         if not whole:
             return values, sources  # validation says which one is wrong
@@ -239,7 +239,7 @@ def _normalise(
     sources: dict[str, str] = {}
     spelled: dict[str, str] = {}
     for key, value in settled.values.items():
-        here = f"{path}{key}"
+        here = f"{path}{key if key != '' else repr(key)}"
         name = keys.get(key)
         if name is None:
             shown = {*keys.values(), *others}
@@ -336,9 +336,11 @@ def _sentences(error: ValidationError, schema: type[BaseModel], values: Any, pat
             said = "required and not given"
         elif item["type"] == "extra_forbidden":
             said = "unknown key"
+        elif item["type"] in ("value_error", "assertion_error"):
+            said = item["msg"].removeprefix("Value error, ")  # a validator's own sentence
         else:
             given[where] = f"given {_shown(item['input'])} ({type(item['input']).__name__}); allowed: "
-            said = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            said = item["msg"].removeprefix("Input should be ")
         said = " ".join(said.split())
         if said not in found.setdefault(where, []):
             found[where].append(said)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zoo.config.fates import Fate, refused, setting, translated, unnecessary, waits
+from zoo.config.fates import Fate, refused, setting, unnecessary, waits
 
 __all__ = ["KEYS", "SECTIONS"]
 
@@ -17,22 +17,9 @@ PATH = setting(None, str)
 NUMBER = setting(None, int)
 
 KEYS: dict[str, Fate] = {
-    "zero_allow_untested_optimizer": unnecessary(
-        "every optimizer works under every ZeRO stage", False, nothing=(True,)
-    ),
-    "zero_force_ds_cpu_optimizer": unnecessary(
-        "every optimizer works on offloaded states", True, nothing=(False,)
-    ),
     "sparse_gradients": refused(
         "gradients travel dense; leave sparse=True of torch.nn.Embedding out as well", False
     ),
-    "fp32_allreduce": translated({"communication_data_type": {True: "fp32"}}),
-    "seq_parallel_communication_data_type": refused(
-        "gradients are reduced over all data axes of the mesh in one type, communication_data_type", "fp32",
-        ("fp32", "fp16", "bf16", "bfp16"),
-    ),
-    "gradient_allreduce_op": refused("gradients are averaged", "mean", ("mean", "sum")),
-    "disable_allgather": unnecessary("a bucket is gathered by one all-gather; there are no broadcasts", False),
     "dump_state": unnecessary("the configuration is printed by print(engine.config.explain())", False),
     "memory_breakdown": unnecessary(
         "the memory of model states after a step is memory_bytes of its record, where it is measured", False
