@@ -38,9 +38,13 @@ def test_lr_schedules() -> None:
 def test_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"train_batch_size": 8, "model": {"width": 3}}))
     monkeypatch.chdir(tmp_path)
-    load_it, gate = blocks("python/zoo/config/README.md")
+    load_it, lamp, gate = blocks("python/zoo/config/README.md")
     at_hand: dict[str, Any] = {"ClassVar": ClassVar, "__name__": __name__}
     exec(load_it, at_hand)
     assert "zero_optimization.stage = 1" in capsys.readouterr().out
+    exec(lamp, at_hand)
+    document = {"train_batch_size": 8, "lamp": {"dimmer": {"enabled": True}, "warm_up": False}}
+    with pytest.raises(ValueError, match=r"lamp\.dimmer\.enabled: given True; it waits for"):
+        at_hand["load"](document, sections={"lamp": at_hand["Lamp"]})
     exec("from zoo.config import ComponentChoice\n" + gate, at_hand)
     assert at_hand["Gate"].model_validate({"type": "TopK"}).kind == "gate"
