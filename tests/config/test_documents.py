@@ -18,7 +18,7 @@ from tests.config.documented import (
     ZERO,
 )
 
-from zoo.config import Config, ConfigError, load, read_section
+from zoo.config import Config, ConfigError, json_schema, load, read, read_section
 from zoo.config.fates import Fate, spread
 from zoo.config.page import Row, rows
 from zoo.registry import DEFAULT
@@ -110,7 +110,7 @@ def test_what_asks_for_nothing_is_taken_without_a_word() -> None:
             assert load(document(path, value)) == plain, path
     for path, fate in FATES.items():
         if fate.keys:
-            assert load(document(path, {})) == load(document(path, None)) == plain
+            assert load(document(path, {})) == load(document(path, None)) == load(document(path, False)) == plain
 
 
 @pytest.mark.parametrize("top", sorted({path.split(".")[0] for path in PLAIN}))
@@ -199,6 +199,20 @@ def test_a_section_is_read_alone_while_others_are_to_be_chosen() -> None:
     assert read_section("optimizer", HUGGING_FACE).params == {}
 
 
+def test_editors_take_what_is_read() -> None:
+    from jsonschema import Draft202012Validator
+
+    validator = Draft202012Validator(json_schema())
+    chosen = {
+        **HUGGING_FACE, "steps_per_print": 5, "tensor_parallel": {"autotp_size": 1}, "comms_logger": None,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "last_batch_iteration": -1}},
+    }  # fmt: skip
+    assert [error.message for error in validator.iter_errors(chosen)] == []
+    read(chosen)
+    for wrong in ({"fp16": {"enabled": "yes"}}, {"amp": {"opt": 1}}, {"zero_optimization": {"legacy_stage1": 1}}):
+        assert list(validator.iter_errors({**chosen, **wrong}))
+
+
 def test_what_is_wrong_with_a_section_alone() -> None:
     with pytest.raises(ConfigError) as caught:
         read_section("zero_optimization", {"zero_optimization": {"stage": "3", "offload_param": {"devise": "cpu"}}})
@@ -214,8 +228,6 @@ def test_what_is_wrong_with_a_section_alone() -> None:
 
 
 def test_the_rest_is_read_when_it_is_known() -> None:
-    from zoo.config import read
-
     document = read(HUGGING_FACE)
     values = dict.fromkeys(document.auto_paths(), 1) | {
         "optimizer.params.betas": [0.9, 0.999], "fp16.enabled": False, "bf16.enabled": True,

@@ -12,13 +12,13 @@ from pydantic_core import CoreSchema
 
 from zoo.config.errors import ConfigError
 from zoo.config.fates import Fate, judge
-from zoo.config.schema import or_auto
+from zoo.config.schema import or_auto, schema_of
 from zoo.config.section import Section
 from zoo.registry import Registry, RegistryError, adapter_of, argument_types, config_class, keywords, known_keys
 
 __all__ = ["ComponentChoice", "check_choices", "describe_choices"]
 
-_KIND = "x-component-kind"
+_KIND, _OPTIONS = "x-component-kind", "x-component-options"
 
 
 class ComponentChoice(Section):
@@ -62,6 +62,7 @@ class ComponentChoice(Section):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema[_KIND] = [cls.kind, *cls.runtime]
+        schema[_OPTIONS] = {key: schema_of(fate) for key, fate in cls.options.items()}
         return schema
 
 
@@ -74,6 +75,7 @@ def describe_choices(schema: dict[str, Any], registry: Registry) -> dict[str, An
         if _KIND not in choice:
             continue
         kind, *runtime = choice.pop(_KIND)
+        everywhere = choice.pop(_OPTIONS)
         names = registry.names(kind)
         choice["properties"]["type"] |= {"anyOf": [{"enum": names}, {"type": "string"}]}
         choice["properties"]["type"].pop("type", None)
@@ -84,6 +86,7 @@ def describe_choices(schema: dict[str, Any], registry: Registry) -> dict[str, An
             definitions |= new
             waiting += new.values()
             if options is not None:
+                options["properties"] = {**everywhere, **options.get("properties", {})}
                 named = {"properties": {"type": {"const": name}}, "required": ["type"]}
                 needed = {"required": ["params"]} if options.get("required") else {}
                 choice["allOf"].append({"if": named, "then": {"properties": {"params": options}, **needed}})

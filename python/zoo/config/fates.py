@@ -54,7 +54,7 @@ class Fate:
     Attributes:
         text: why it is unnecessary or refused; what a translated one is now; which feature it waits for.
         kind: bool, int, float, str, list, dict, or a tuple of the values that are allowed.
-        default: the documented default. It asks for nothing, and so do null and "auto".
+        default: the documented default. It asks for nothing, and so do null, "auto", and false for a mapping.
         nothing: other values that ask for nothing.
         aliases: other spellings.
         to: of a translated key, path → its own value → the value there, or None for the same value; a value that is
@@ -239,7 +239,7 @@ def judge(table: Mapping[str, Fate], raw: Mapping[str, Any], spellings: Mapping[
 
 def _judge(fate: Fate, path: str, value: Any, notes: list[str], *, judged: bool) -> Iterator[str]:
     """A sentence for everything that is wrong with a value; ``judged``: nothing above it is switched off."""
-    if value is None or value == "auto":
+    if value is None or value == "auto" or (value is False and fate.kind is dict):
         return
     if not _is_of(value, fate.kind):
         yield f"{path}: given {value!r} ({type(value).__name__}); allowed: {allowed(fate.kind)}"

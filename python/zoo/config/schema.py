@@ -14,6 +14,7 @@ _SCHEMA: dict[Any, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
 }  # fmt: skip
 _NOTHING = [{"enum": ["auto", None]}]
+_NO_SECTION = [{"enum": ["auto", None, False]}]
 
 _OPTIONAL = "x-optional"
 
@@ -21,7 +22,8 @@ _OPTIONAL = "x-optional"
 def finish(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema with what most keys of tables may be among its definitions, written once."""
     words = sorted(_SCHEMA.values())
-    schema["$defs"] |= {f"optional.{word}": {"anyOf": [{"type": word}, *_NOTHING]} for word in words}
+    nothing = {"object": _NO_SECTION}
+    schema["$defs"] |= {f"optional.{word}": {"anyOf": [{"type": word}, *nothing.get(word, _NOTHING)]} for word in words}
     waiting: list[Any] = [schema]
     while waiting:
         node = waiting.pop()
@@ -69,7 +71,7 @@ def schema_of(fate: Fate, *, inside: bool = False) -> dict[str, Any]:
             key: schema_of(inner, inside=True) for name, inner in fate.keys.items() for key in (name, *inner.aliases)
         }
         mapping = {"type": "object", "properties": named, "additionalProperties": fate.open}
-        return {**about, "anyOf": [mapping, *_NOTHING]}
+        return {**about, "anyOf": [mapping, *_NO_SECTION]}
     if values or len(words) > 1:
         enum = [{"enum": [*sorted({*values, "auto"}, key=json.dumps), None]}]
         return {**about, "anyOf": [*({"type": word} for word in words), *enum]}
