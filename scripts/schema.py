@@ -1,20 +1,27 @@
-"""Write docs/config.schema.json, with which editors complete and check ds_config documents; --check only compares."""
+"""Write docs/config.schema.json, with which editors complete and check ds_config documents, and docs/config.md, the
+table of all keys; --check only compares."""
 
 import json
 import sys
 from pathlib import Path
 
 from zoo.config import json_schema
+from zoo.config.page import page
 
-TARGET = Path(__file__).parent.parent / "docs" / "config.schema.json"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main() -> None:
-    text = json.dumps(json_schema(), indent=2, sort_keys=True) + "\n"
-    if "--check" not in sys.argv:
-        TARGET.write_text(text, encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != text:
-        sys.exit("docs/config.schema.json is not what the sections say now; `make schema` writes it again")
+    texts = {
+        "config.schema.json": json.dumps(json_schema(), indent=2, sort_keys=True) + "\n",
+        "config.md": page(),
+    }
+    for name, text in texts.items():
+        target = DOCS / name
+        if "--check" not in sys.argv:
+            target.write_text(text, encoding="utf-8")
+        elif not target.exists() or target.read_text(encoding="utf-8") != text:
+            sys.exit(f"docs/{name} is not what the sections say now; `make schema` writes it again")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field
 
 from zoo.config import Config, ConfigError, Section, json_schema, load, read, register_section
+from zoo.config.fates import Fate, translated
 from zoo.registry import Registry
 
 
@@ -99,11 +101,13 @@ def test_it_is_frozen_and_survives_pickle(registry: Registry) -> None:
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled: given 'yes' (str); allowed: bool"),
         ({"optimizer": {}}, "optimizer.type: required and not given"),
         ({"comm": {"timeout_s": 0}}, "comm.timeout_s: given 0 (int); allowed: greater than 0"),
-        ({"communication_data_type": "int8"}, "communication_data_type: given 'int8'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
         ({"fp16": {"initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale = 8 is above the first scale"),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "gradient_predivide_factor = 2 has no effect"),
-        ({"comms_logger": {"prof_ops": ["all_reduce"]}}, "comms_logger.prof_ops"),
+        ({"comms_logger": {"debug": True}}, "comms_logger.debug: given True; not supported: the table of collectives"),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "data_types.grad_accum_dtype = fp32, and gradients have the type bf16",
+        ),
         ({"sharding": {"offload": {}}}, "sharding.offload needs sharding.stage 1"),
     ],
 )
@@ -126,9 +130,8 @@ def test_whole_floats_are_integers_and_infinity_is_never(registry: Registry) -> 
 
 
 def test_other_spellings(registry: Registry) -> None:
-    config = go(registry, {"bfloat16": {"enabled": True}, "communication_data_type": "bfp16"})
+    config = go(registry, {"bfloat16": {"enabled": True}})
     assert config.bf16.enabled
-    assert config.communication_data_type == "bf16"
     assert config.source("bf16.enabled") == "dict, alias 'bfloat16'"
 
 
@@ -202,19 +205,9 @@ class Renamed(Section):
     size: int = 1
     inner: Offload = Offload()
 
-    @classmethod
-    def translate(cls, raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        values = dict(raw)
-        if "old_size" not in values:
-            return values, []
-        old = values.pop("old_size")
-        if "size" in values:
-            raise ValueError(f"old_size={old} and size={values['size']} are one option")
-        return values | {"size": old, "inner": {"device": "cpu"}}, [f"old_size={old} is size now"]
-
-    @classmethod
-    def translated_keys(cls) -> dict[str, dict[str, Any]]:
-        return {"old_size": {"type": "integer"}}
+    fates: ClassVar[Mapping[str, Fate]] = {
+        "old_size": translated({"size": None, "inner.device": {4: "cpu", 6: "cpu"}}, int),
+    }
 
 
 class Outer(Section):
@@ -224,8 +217,8 @@ class Outer(Section):
 def test_sections_translate_keys_of_former_times() -> None:
     registry = Registry()
     register_section("outer", Outer, registry=registry)
-    note = "outer.renamed.old_size=4 is size now"
-    with pytest.warns(UserWarning, match=note):
+    note = "outer.renamed.old_size is deprecated: old_size=4 was read as size=4 and inner.device='cpu'."
+    with pytest.warns(UserWarning, match=re.escape(note)):
         config = go(registry, {"outer": {"renamed": {"old_size": 4}}})
     assert (config.outer.renamed.size, config.outer.renamed.inner.device) == (4, "cpu")
     assert config.source("outer.renamed.size") == config.source("outer.renamed.inner.device") == "dict, translated"
@@ -233,11 +226,13 @@ def test_sections_translate_keys_of_former_times() -> None:
     assert config.explain().splitlines()[-1] == note
     again = pickle.loads(pickle.dumps(config))
     assert (again, again.notes) == (config, config.notes)
-    with pytest.warns(UserWarning, match="size=6 is size now"):
+    with pytest.warns(UserWarning, match="read as size=6"):
         changed = go(registry, {"outer": {"renamed": {"size": 2}}}, overrides=["outer.renamed.old_size=6"])
     assert changed.outer.renamed.size == 6
     both = {"outer": {"renamed": {"old_size": 4, "size": 5, "nonsense": 1}}}
-    assert problems(registry, both) == ["outer.renamed.old_size=4 and size=5 are one option"]
+    clash, unknown = problems(registry, both)
+    assert clash == "outer.renamed.old_size=4 and size=5 contradict each other; remove the former, it is deprecated"
+    assert unknown.startswith("outer.renamed.nonsense: unknown key")
     assert "old_size" in json_schema(registry=registry)["$defs"]["Renamed"]["properties"]
 
 

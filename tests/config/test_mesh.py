@@ -57,7 +57,7 @@ def test_what_axes_are_for_may_be_said() -> None:
         ({"axes": {"data": -1}, "data": ["date"]}, "mesh.data: date: no such axis; mesh.axes has data"),
         ({"axes": {"data": 2, "pipe": 2}, "layers": ["data"]}, "mesh: data is in data and in layers"),
         ({"axes": {"data": 2, "tensor": 2}, "batch": ["tensor"]}, "mesh.batch: tensor is no data axis (data)"),
-        ({"axes": {"data": "2"}}, "mesh.axes: given '2' (str); allowed: a valid integer"),
+        ({"axes": {"data": "2"}}, "mesh.axes.data: given '2' (str); allowed: a valid integer"),
     ],
 )
 def test_mistakes_are_told(section: dict[str, Any], said: str) -> None:

@@ -98,24 +98,11 @@ def test_what_examples_come_to(empty_folder: Path) -> None:
     names, printed = after("python/zoo/config/README.md")
     assert "zero_optimization.stage = 1" in printed[0]
     assert names["Gate"].model_validate({"type": "TopK"}).kind == "gate"
+    document = {"train_batch_size": 8, "lamp": {"dimmer": {"enabled": True}, "warm_up": False}}
+    with pytest.raises(ValueError, match=r"lamp\.dimmer\.enabled: given True; it waits for"):
+        load(document, sections={"lamp": names["Lamp"]})
     names, printed = after("python/zoo/monitor/README.md")
     assert printed[0] == "1 2.5\n"
-
-
-def test_the_component_of_contributing_goes_by_its_name(empty_folder: Path) -> None:
-    names, _ = execute("CONTRIBUTING.md", [0])
-    (entry_point,) = blocks("CONTRIBUTING.md", "toml")
-    ((key, _),) = tomllib.loads(entry_point)["project"]["entry-points"]["zoo.components"].items()
-    kind, name = key.split(".")
-    (document,) = (span for span in re.findall(r"`(\{.*?\})`", text("CONTRIBUTING.md")) if '"optimizer"' in span)
-    weight = torch.nn.Parameter(torch.zeros(2))
-    with registry.scope():
-        registry.register(kind, name, names[name])
-        chosen = load({"train_batch_size": 1, **json.loads(document)}).optimizer
-        optimizer = registry.build(kind, chosen.type.lower(), chosen.params, params=[weight])
-        weight.grad = torch.tensor([3.0, -2.0])
-        optimizer.step()
-    assert weight.tolist() == pytest.approx([-0.01, 0.01])
 
 
 # -- documents --------------------------------------------------------------------------------------------------------

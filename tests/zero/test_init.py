@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -403,6 +404,38 @@ def test_nested_contexts_partition_with_the_inner_ones_options() -> None:
 def test_bad_options_say_what_is_wrong(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Init(**options)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_document_with_sizes_to_be_chosen_is_enough(tmp_path: Path) -> None:
+    # Hugging Face builds the model before it knows its sizes, and writes them into the document afterwards.
+    document = {
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto", "offload_param": {"device": "cpu", "pin_memory": False},
+        },
+        "bf16": {"enabled": True}, "fp16": {"enabled": "auto"}, "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True, "flops_profiler": {"enabled": True},
+    }  # fmt: skip
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(document))
+    for config in (document, path, str(path)):
+        with Init(config_dict_or_path=config):
+            model = nn.Linear(4, 4)
+        assert model.weight.dtype == torch.bfloat16
+        optimizer = Stage3Optimizer(model, lr=0.1, param_persistence_threshold=1, reduce_bucket_size=7)
+        assert (optimizer.config.param_persistence_threshold, optimizer.config.bucket_size) == (1, 7)
+    with pytest.raises(
+        ValueError, match=r"ds_config.json: zero_optimization.stage: given 7 \(int\); allowed: less than"
+    ):
+        Init(config=_with(tmp_path, {"zero_optimization": {"stage": 7}}))
+
+
+def _with(folder: Path, document: dict[str, Any]) -> Path:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(document))
+    return path
 
 
 def test_the_configuration_gives_what_is_not_given() -> None:

@@ -74,7 +74,7 @@ def bench(
         text = measure.as_json(sweep, found)
         if json_ is not None:
             json_.write_text(text + "\n")
-        typer.echo('"aio": ' + measure.best(found).model_dump_json(exclude={"use_gds"}, indent=2))
+        typer.echo('"aio": ' + measure.best(found).model_dump_json(indent=2))
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:

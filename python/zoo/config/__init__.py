@@ -1,7 +1,8 @@
 """The typed configuration: a ds_config document in, a frozen tree of values out, with the origin of each.
 
-``read`` checks keys and keeps values that are still "auto"; ``load`` checks everything. A subpackage owns its section:
-it derives a class from `Section` and registers it (`register_section`), and the value is reached as an attribute.
+``read`` checks keys and keeps values that are still "auto"; ``load`` checks everything; ``read_section`` reads one
+section alone. A subpackage owns its section: it derives a class from `Section` and registers it (`register_section`),
+and the value is reached as an attribute.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from typing import Any
 
 from zoo.config.batch import BatchSizeError
 from zoo.config.choice import ComponentChoice, describe_choices
-from zoo.config.core import Bf16, Comm, CommsLogger, Config, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
-from zoo.config.core import config_class as _config_class
-from zoo.config.document import SECTION_KIND, Document, find_sections, read
+from zoo.config.core import Bf16, Comm, Config, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
+from zoo.config.document import Document, read, read_section
 from zoo.config.errors import ConfigError
 from zoo.config.mesh import Mesh
+from zoo.config.schema import finish
 from zoo.config.section import Section
+from zoo.config.tree import ROOT_KIND, SECTION_KIND, Tree
 from zoo.registry import DEFAULT, Registry
 
 __all__ = [
+    "ROOT_KIND",
     "SECTION_KIND",
     "BatchSizeError",
     "Bf16",
     "Comm",
-    "CommsLogger",
     "ComponentChoice",
     "Config",
     "ConfigError",
@@ -40,6 +42,7 @@ __all__ = [
     "json_schema",
     "load",
     "read",
+    "read_section",
     "register_section",
 ]
 
@@ -84,5 +87,5 @@ def json_schema(sections: Mapping[str, type[Section]] | None = None, *, registry
 
     Both spellings of aliased keys are in it, and the names and options of all components that a document may choose.
     """
-    found, _ = find_sections(registry, sections)
-    return describe_choices(_config_class(found).model_json_schema(by_alias=False), registry)
+    root = Tree.of(Config, registry, sections).whole().root
+    return describe_choices(finish(root.model_json_schema(by_alias=False)), registry)

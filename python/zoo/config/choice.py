@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic_core import CoreSchema
 
+from zoo.config.errors import ConfigError
+from zoo.config.fates import Fate, judge
+from zoo.config.schema import or_auto, schema_of
 from zoo.config.section import Section
 from zoo.registry import Registry, RegistryError, adapter_of, argument_types, config_class, keywords, known_keys
 
 __all__ = ["ComponentChoice", "check_choices", "describe_choices"]
 
-_KIND = "x-component-kind"
+_KIND, _OPTIONS = "x-component-kind", "x-component-options"
 
 
 class ComponentChoice(Section):
@@ -41,10 +44,25 @@ class ComponentChoice(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Its own options."""
 
+    options: ClassVar[Mapping[str, Fate]] = {}
+    """Documented keys of ``params`` that no component has, and what becomes of them."""
+
+    @classmethod
+    def translate(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """Takes ``options`` out of ``params``."""
+        params = raw.get("params")
+        if not cls.options or not isinstance(params, Mapping):
+            return raw, ()
+        settled = judge(cls.options, params, {})
+        if settled.problems:
+            raise ConfigError([f"params.{problem}" for problem in settled.problems])
+        return {**raw, "params": settled.values}, [f"params.{note}" for note in settled.notes]
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema[_KIND] = [cls.kind, *cls.runtime]
+        schema[_OPTIONS] = {key: schema_of(fate) for key, fate in cls.options.items()}
         return schema
 
 
@@ -57,6 +75,7 @@ def describe_choices(schema: dict[str, Any], registry: Registry) -> dict[str, An
         if _KIND not in choice:
             continue
         kind, *runtime = choice.pop(_KIND)
+        everywhere = choice.pop(_OPTIONS)
         names = registry.names(kind)
         choice["properties"]["type"] |= {"anyOf": [{"enum": names}, {"type": "string"}]}
         choice["properties"]["type"].pop("type", None)
@@ -67,6 +86,7 @@ def describe_choices(schema: dict[str, Any], registry: Registry) -> dict[str, An
             definitions |= new
             waiting += new.values()
             if options is not None:
+                options["properties"] = {**everywhere, **options.get("properties", {})}
                 named = {"properties": {"type": {"const": name}}, "required": ["type"]}
                 needed = {"required": ["params"]} if options.get("required") else {}
                 choice["allOf"].append({"if": named, "then": {"properties": {"params": options}, **needed}})
@@ -89,14 +109,14 @@ def _options_schema(
         types = argument_types(factory)
         properties = {key: _value_schema(types.get(key, Any)) for key in known}
         required = [key for key, needed in known.items() if needed]
-        return {"type": "object", "properties": _or_auto(properties), "required": required, **_CLOSED}, {}
+        return {"type": "object", "properties": or_auto(properties), "required": required, **_CLOSED}, {}
     try:
         found = TypeAdapter(config).json_schema(by_alias=False, ref_template=f"#/$defs/{kind}.{name}.{{model}}")
     except PydanticInvalidForJsonSchema:  # a value that JSON has no word for; its keys are known all the same
         keys = known_keys(config)
         return (None, {}) if keys is None else ({"properties": {key: {} for key in keys}, **_CLOSED}, {})
     inner = {f"{kind}.{name}.{key}": value for key, value in found.pop("$defs", {}).items()}
-    return {**found, "properties": _or_auto(found.get("properties", {})), **_CLOSED}, inner
+    return {**found, "properties": or_auto(found.get("properties", {})), **_CLOSED}, inner
 
 
 def _value_schema(annotation: Any) -> dict[str, Any]:
@@ -106,15 +126,6 @@ def _value_schema(annotation: Any) -> dict[str, Any]:
     except PydanticInvalidForJsonSchema:
         return {}
     return {} if "$defs" in found else found
-
-
-def _or_auto(properties: dict[str, Any]) -> dict[str, Any]:
-    """A number may be "auto" until it is resolved."""
-    plain = ("number", "integer", "boolean", "array")
-    return {
-        key: {"anyOf": [value, {"const": "auto"}]} if value.get("type") in plain or "anyOf" in value else value
-        for key, value in properties.items()
-    }
 
 
 _CLOSED = {"additionalProperties": False}

@@ -6,30 +6,33 @@ Names and defaults are those of a ds_config document.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, create_model, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
+from zoo.config import later
 from zoo.config.choice import ComponentChoice
 from zoo.config.explain import explain
+from zoo.config.fates import Fate, refused, unnecessary
 from zoo.config.mesh import Mesh
 from zoo.config.section import Section
+from zoo.config.tree import Tree
 
 __all__ = [
-    "CORE_SECTIONS",
     "Bf16",
     "Comm",
-    "CommsLogger",
     "Config",
     "DataTypes",
     "Fp16",
     "Optimizer",
     "Scheduler",
     "TorchAutocast",
-    "config_class",
+    "make_config",
 ]
+
+
+_MASTERS = "updates are made on float32 copies of the parameters"
 
 
 class Optimizer(ComponentChoice):
@@ -44,6 +47,9 @@ class Scheduler(ComponentChoice):
 
     kind: ClassVar[str] = "lr_schedule"
     runtime: ClassVar[tuple[str, ...]] = ("optimizer",)
+    options: ClassVar[Mapping[str, Fate]] = {
+        "last_batch_iteration": refused("a schedule begins with the run, or where the checkpoint ended", -1),
+    }
 
 
 class Fp16(Section):
@@ -65,6 +71,10 @@ class Fp16(Section):
     auto_cast: bool = False
     """Whether floating-point tensors among the model's arguments are cast to float16."""
 
+    fates: ClassVar[Mapping[str, Fate]] = {
+        "fp16_master_weights_and_grads": refused(_MASTERS, False),
+    }
+
     def contradictions(self, config: Config) -> Iterable[str]:
         if self.enabled and config.bf16.enabled:
             yield "fp16.enabled and bf16.enabled are both true; a model trains in one of the two, disable the other"
@@ -82,6 +92,15 @@ class Bf16(Section):
     auto_cast: bool = False
     """Whether floating-point tensors among the model's arguments are cast to bfloat16."""
 
+    fates: ClassVar[Mapping[str, Fate]] = {
+        "immediate_grad_update": unnecessary(
+            "gradients are added up as soon as they are there", False, nothing=(True,)
+        ),
+        "check_grad_overflow": unnecessary("the norm of every step is checked", False, nothing=(True,)),
+        "bf16_master_weights_and_grads": refused(_MASTERS, False),
+        "bf16_optimizer_states": refused("states are float32 under 16-bit parameters", False),
+    }
+
 
 class TorchAutocast(Section):
     """The model's forward runs under ``torch.autocast``; parameters and gradients stay in float32."""
@@ -89,6 +108,13 @@ class TorchAutocast(Section):
     enabled: bool = False
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """What operations compute in that autocast takes for safe."""
+
+    fates: ClassVar[Mapping[str, Fate]] = {
+        "lower_precision_safe_modules": refused(
+            "torch says what autocast casts, and communication_data_type in what type gradients travel", None, list,
+            nothing=([], [f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d")]),
+        ),
+    }  # fmt: skip
 
     def contradictions(self, config: Config) -> Iterable[str]:
         if self.enabled and (config.bf16.enabled or config.fp16.enabled):
@@ -104,25 +130,12 @@ class DataTypes(Section):
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which the micro-batches of a step are added up; null for the gradients' own."""
 
-
-class CommsLogger(Section):
-    """Counting and timing of collectives."""
-
-    enabled: bool = False
-    verbose: bool = False
-    """Whether every collective is logged when it happens."""
-    prof_all: bool = True
-    """Whether all operations are recorded; if not, those of prof_ops."""
-    debug: bool = False
-    """Whether the calling function stands beside each record."""
-    prof_ops: list[str] = Field(default_factory=list)
-    """Operations to record when prof_all is false."""
-
     def contradictions(self, config: Config) -> Iterable[str]:
-        if self.prof_all and self.prof_ops:
+        own = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+        if self.grad_accum_dtype not in (None, own):
             yield (
-                f"comms_logger.prof_ops = {self.prof_ops} has no effect while comms_logger.prof_all is true; "
-                "set prof_all to false or remove prof_ops"
+                f"data_types.grad_accum_dtype = {self.grad_accum_dtype}, and gradients have the type {own}, in which "
+                f'they are added up; remove it or set it to "{own}"'
             )
 
 
@@ -157,12 +170,6 @@ class Config(Section):
     """Optimizer steps between progress lines; null for none."""
     gradient_clipping: float = Field(default=0.0, ge=0)
     """Largest allowed norm of all gradients; 0 for no clipping."""
-    prescale_gradients: bool = False
-    """Whether gradients are divided by the number of ranks before they are added up, not after."""
-    gradient_predivide_factor: float = Field(default=1.0, ge=1)
-    """Divide by this before adding up and by the rest after."""
-    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    """Type in which gradients travel; null for the type they have."""
     wall_clock_breakdown: bool = False
     """Whether the seconds of forward, backward and update are measured: metrics "time/..." of each step."""
     seed: int = Field(default=1234, ge=0)
@@ -173,19 +180,34 @@ class Config(Section):
     bf16: Bf16 = Field(default_factory=Bf16, alias="bfloat16")
     torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast)
     data_types: DataTypes = Field(default_factory=DataTypes)
-    comms_logger: CommsLogger = Field(default_factory=CommsLogger)
     comm: Comm = Field(default_factory=Comm)
     mesh: Mesh = Field(default_factory=Mesh)
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _sections: dict[str, tuple[type[Section], bool]] = PrivateAttr(default_factory=dict)
+    _tree: Tree = PrivateAttr()
+    _unused: dict[str, Any] = PrivateAttr(default_factory=dict)
     _world_size: int = PrivateAttr(default=1)
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
-    if TYPE_CHECKING:
+    fates: ClassVar[Mapping[str, Fate]] = {**later.KEYS, **later.SECTIONS}
 
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        # A section that the document does not have is made of defaults when somebody asks for it.
+        if name.startswith("_"):
+            return super().__getattr__(name)  # type: ignore[misc]
+        if name not in self._unused:
+            self._unused[name] = self._tree.unused(name)
+        return self._unused[name]
+
+    @classmethod
+    def translate(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        notes: list[str] = []
+        for root in cls.__bases__[1:]:  # classes with keys of the root, see Tree.root
+            if issubclass(root, Section):
+                raw, more = root.translate(raw)
+                notes += more
+        return raw, notes
 
     @field_validator("steps_per_print", mode="before")
     @classmethod
@@ -193,17 +215,9 @@ class Config(Section):
         # Other tools switch the progress line off by writing infinity.
         return None if isinstance(value, float) and math.isinf(value) and value > 0 else value
 
-    @field_validator("communication_data_type", mode="before")
-    @classmethod
-    def _spelling(cls, value: Any) -> Any:
-        return "bf16" if value in ("bfp16", "bfloat16") else value
-
     def contradictions(self, config: Config) -> Iterable[str]:
-        if self.prescale_gradients and self.gradient_predivide_factor != 1:
-            yield (
-                f"gradient_predivide_factor = {self.gradient_predivide_factor:g} has no effect while "
-                "prescale_gradients is true (all of the division happens before); remove one of the two"
-            )
+        for root in self._tree.roots:
+            yield from root.contradictions(self, config)
 
     @property
     def world_size(self) -> int:
@@ -218,13 +232,18 @@ class Config(Section):
     def asks_for(self, name: str) -> bool:
         """Whether the document gives something for a section and does not switch it off."""
         given = any(path == name or path.startswith(f"{name}.") for path in self._sources)
-        section = getattr(self, name, None)
-        return given and section is not None and bool(getattr(section, "enabled", True))
+        section = getattr(self, name, None) if given else None
+        return section is not None and bool(getattr(section, "enabled", True))
 
     @property
     def package_sections(self) -> Mapping[str, type[Section]]:
-        """Sections that packages have registered, by name; not those of the application."""
-        return {name: section for name, (section, demanded) in self._sections.items() if not demanded}
+        """Sections of packages that the document has, by name; not those of the application."""
+        return {name: section for name, (section, demanded) in self._tree.sections.items() if not demanded}
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Every key of the root and its value; those that the document does not have too."""
+        whole = self._tree.whole().root
+        yield from ((name, getattr(self, name)) for name in whole.model_fields)
 
     def source(self, path: str) -> str:
         """Where the value at a dotted path came from: a file, a dict, an override, "derived …" or "default"."""
@@ -232,7 +251,7 @@ class Config(Section):
 
     def explain(self) -> str:
         """Every value with where it came from, one a line; then what was translated, one sentence a line."""
-        return "\n".join([explain(self, self._sources), *self._notes])
+        return "\n".join([explain(self.items(), self._sources), *self._notes])
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -241,49 +260,32 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """All values by their own names, ready for JSON."""
-        return self.model_dump(mode="json")
+        values = self.model_dump(mode="json")
+        for name, value in self.items():
+            if name not in values:
+                values[name] = value.model_dump(mode="json") if isinstance(value, Section) else value
+        return values
 
     def __eq__(self, other: object) -> bool:
         """Same sections and same values, wherever they came from."""
-        return type(self) is type(other) and self.__dict__ == other.__dict__
+        if not isinstance(other, Config):
+            return NotImplemented
+        return self.__dict__ == other.__dict__ or dict(self.items()) == dict(other.items())
 
     def __reduce__(self) -> tuple[Callable[..., Config], tuple[Any, ...]]:
         # The class is made for the sections at hand, so pickle has to make it again.
-        return make_config, (self._sections, self._given, self._sources, self._world_size, self._notes)
-
-
-CORE_SECTIONS = frozenset(Config.model_fields)
-"""Keys of the root that no other package may take."""
-
-
-def config_class(sections: Mapping[str, tuple[type[Section], bool]]) -> type[Config]:
-    """`Config` with further sections: name → (class, must it be given when it has keys without default?)."""
-    return _config_class(tuple(sections.items()))
-
-
-@lru_cache(maxsize=32)
-def _config_class(sections: tuple[tuple[str, tuple[type[Section], bool]], ...]) -> type[Config]:
-    # One class per set of sections: two configurations of the same kind compare equal.
-    fields: dict[str, Any] = {}
-    for name, (section, demanded) in sections:
-        if not any(field.is_required() for field in section.model_fields.values()):
-            fields[name] = (section, Field(default_factory=section))
-        elif demanded:
-            fields[name] = (section, ...)
-        else:
-            fields[name] = (section | None, None)
-    return create_model("Config", __base__=Config, __module__=__name__, **fields)
+        return make_config, (self._tree, self._given, self._sources, self._world_size, self._notes)
 
 
 def make_config(
-    sections: dict[str, tuple[type[Section], bool]],
+    tree: Tree,
     given: dict[str, Any],
     sources: dict[str, str],
     world_size: int,
     notes: tuple[str, ...] = (),
 ) -> Config:
     """Validate given values and remember where they came from; raises pydantic's ValidationError."""
-    config = config_class(sections).model_validate(given)
-    config._sections, config._given, config._sources, config._world_size = sections, given, sources, world_size
+    config: Config = tree.root.model_validate(given)
+    config._tree, config._given, config._sources, config._world_size = tree, given, sources, world_size
     config._notes = notes
     return config

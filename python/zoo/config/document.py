@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,66 +13,37 @@ from pydantic import BaseModel, ValidationError
 
 from zoo.config.batch import BATCH_KEYS, BatchSizeError, solve
 from zoo.config.choice import check_choices
-from zoo.config.core import CORE_SECTIONS, Config, config_class, make_config
+from zoo.config.core import Config, make_config
 from zoo.config.errors import ConfigError
+from zoo.config.fates import fates_of, settle, unknown
 from zoo.config.mesh import Mesh, MeshError
 from zoo.config.reading import nest, read_overrides, read_source
-from zoo.config.section import Section, allows_auto, fields_by_key, section_of
-from zoo.registry import DEFAULT, LoadError, Registry, nearest
+from zoo.config.section import Section, allows_auto, allows_none, fields_by_key, section_of
+from zoo.config.tree import SECTION_KIND, Tree, default_of
+from zoo.registry import DEFAULT, Registry, nearest
 
-__all__ = ["SECTION_KIND", "Document", "find_sections", "read"]
+__all__ = ["Document", "read", "read_section"]
 
-SECTION_KIND = "config_section"
 APPLICATION_SECTIONS = ("model", "data", "training")
-
-Sections = dict[str, tuple[type[Section], bool]]
-
-
-def find_sections(
-    registry: Registry = DEFAULT, application: Mapping[str, type[Section]] | None = None
-) -> tuple[Sections, dict[str, str]]:
-    """The sections beside the core's own: name → (class, demanded by the application?), name → why it cannot load.
-
-    Raises:
-        ConfigError: an application section that is no `Section` or takes a name that is taken.
-    """
-    found: Sections = {}
-    missing = {}
-    for name in registry.names(SECTION_KIND):
-        try:
-            found[name] = (registry.get(SECTION_KIND, name), False)
-        except LoadError as error:
-            missing[name] = str(error)
-    for name, section in (application or {}).items():
-        if name in CORE_SECTIONS or name in found:
-            raise ConfigError([f"{name}: the name of an application section is taken; choose another"], "sections")
-        given: Any = section
-        if not (isinstance(given, type) and issubclass(given, Section)):
-            raise ConfigError(
-                [f"{name}: given {section!r}; allowed is a class derived from zoo.config.Section"], "sections"
-            )
-        found[name] = (section, True)
-    return found, missing
 
 
 @dataclass(frozen=True)
 class Document:
     """Values by their fields' own names (``values``) and dotted path → where it came from (``sources``).
 
-    ``notes`` are the sentences of the sections about keys that they translated; ``registry`` is where the components
-    are looked up that the document names.
+    ``notes`` are the sentences of the sections about keys that they translated; ``tree`` has the classes of the
+    keys that are in the document.
     """
 
     values: dict[str, Any]
     sources: dict[str, str]
-    sections: Sections
+    tree: Tree
     where: str = "configuration"
     notes: tuple[str, ...] = ()
-    registry: Registry = DEFAULT
 
     def auto_paths(self) -> list[str]:
         """Dotted paths whose value is still ``"auto"``."""
-        return list(_auto_paths(self.values, config_class(self.sections), ""))
+        return list(_auto_paths(self.values, self.tree.root, ""))
 
     def resolve_auto(self, values: Mapping[str, Any]) -> Document:
         """Fill in what was left to be chosen: dotted path → value, for paths that are ``"auto"`` now; others stay.
@@ -82,11 +53,7 @@ class Document:
         Raises:
             ConfigError: a path that the schema does not have.
         """
-        root = config_class(self.sections)
-        problems: list[str] = []
-        layer = _normalise(nest(values.items(), "resolve_auto"), root, "resolved auto", problems, [])
-        if problems:
-            raise ConfigError(problems, "resolve_auto")
+        _, layer, _ = _layer(self.tree, nest(values.items(), "resolve_auto"), "resolved auto", "resolve_auto")
         wanted = set(self.auto_paths())
         result = self
         for path in layer[1]:
@@ -101,12 +68,8 @@ class Document:
         Raises:
             ConfigError: a path that the schema does not have.
         """
-        problems: list[str] = []
-        notes: list[str] = []
-        layer = _normalise(read_overrides(overrides), config_class(self.sections), "override", problems, notes)
-        if problems:
-            raise ConfigError(problems, "overrides")
-        return replace(self._put(*layer), notes=(*self.notes, *notes))
+        tree, layer, notes = _layer(self.tree, read_overrides(overrides), "override", "overrides")
+        return replace(self._put(*layer), tree=tree, notes=(*self.notes, *notes))
 
     def load(self, world_size: int | None = None) -> Config:
         """Validate and freeze.
@@ -126,11 +89,11 @@ class Document:
             raise ConfigError(problems, self.where)
         values, sources = self._with_batch_sizes(ranks, origin, problems)
         try:
-            config = make_config(self.sections, values, sources, ranks, self.notes)
+            config = make_config(self.tree, values, sources, ranks, self.notes)
         except ValidationError as error:
-            problems += [_sentence(item, config_class(self.sections)) for item in error.errors(include_url=False)]
+            problems += _sentences(error, self.tree.root, values)
             raise ConfigError(problems, self.where) from None
-        problems += [*_contradictions(config, config), *check_choices(config, self.registry, "")]
+        problems += [*_contradictions(config, config), *check_choices(config, self.tree.registry, "")]
         if problems:
             raise ConfigError(problems, self.where)
         for note in self.notes:
@@ -152,7 +115,9 @@ class Document:
         for key in BATCH_KEYS:
             if values.get(key, 1) is None:
                 del values[key]
-        whole = all(type(value) in (int, float) and value > 0 and value == int(value) for value in given.values())
+        whole = all(
+            type(value) in (int, float) and 0 < value < 2**63 and value == int(value) for value in given.values()
+        )
         if not whole:
             return values, sources  # validation says which one is wrong
         try:
@@ -187,41 +152,100 @@ def read(
         ConfigError: unknown keys with the nearest known one, keys given twice, syntax.
     """
     raw, where = read_source(source)
-    found, missing = find_sections(registry, sections)
-    problems = [f"{name}: {why}" for name, why in missing.items() if name in raw]
-    raw = {key: value for key, value in raw.items() if key not in missing}
-    notes: list[str] = []
-    values, sources = _normalise(raw, config_class(found), where, problems, notes)
-    if problems:
-        raise ConfigError(problems, where)
-    document = Document(values, sources, found, where, tuple(notes), registry)
+    tree, layer, notes = _layer(Tree.of(Config, registry, sections), raw, where, where)
+    document = Document(*layer, tree, where, tuple(notes))
     return document.override(overrides) if overrides else document
+
+
+def read_section(
+    name: str, source: str | Path | Mapping[str, Any], *, where: str | None = None, registry: Registry = DEFAULT
+) -> Any:
+    """One section of a document alone: what is "auto" has its default for the time being, and no other key counts.
+
+    For what has to know a section before the whole can be known, such as ``zoo.zero.Init``. Contradictions with other
+    sections are found by `load`.
+
+    Args:
+        name: of the section, by any of its spellings.
+        source: path of a .json, .yaml or .yml file, or a mapping: the whole document.
+        where: what errors call it.
+        registry: where the packages' sections come from.
+
+    Returns:
+        the section; None where the document has none and it cannot be without values.
+
+    Raises:
+        ConfigError: there is no such section, or something is wrong with it; all of it, with paths.
+    """
+    raw, called = read_source(source)
+    where = where or called
+    tree, missing = Tree.of(Config, registry).opened([name])
+    if missing:
+        raise ConfigError([f"{key}: {why}" for key, why in missing.items()], where)
+    keys = fields_by_key(tree.root)
+    field = tree.root.model_fields.get(keys.get(name, ""))
+    section = section_of(field.annotation) if field else None
+    if section is None:
+        known = [key for key, found in tree.root.model_fields.items() if section_of(found.annotation)]
+        raise ConfigError([f"{name}: no section; known: {', '.join([*known, *registry.names(SECTION_KIND)])}"], where)
+    given = {key: value for key, value in raw.items() if keys.get(key) == keys[name]}
+    _, (values, _), notes = _layer(tree, given, where, where)
+    inside = values.get(keys[name])
+    if inside is None:
+        return default_of(section)
+    if isinstance(inside, Mapping):
+        inside = _without_auto(inside, section)
+    try:
+        found = section.model_validate(inside)
+    except ValidationError as error:
+        raise ConfigError(_sentences(error, section, inside, keys[name]), where) from None
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return found
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
+def _layer(
+    tree: Tree, raw: Mapping[str, Any], origin: str, where: str
+) -> tuple[Tree, tuple[dict[str, Any], dict[str, str]], list[str]]:
+    """Values and sources of one source, notes, and the tree with what it uses; raises ConfigError for its keys."""
+    tree, missing = tree.opened(raw)
+    problems = [f"{name}: {why}" for name, why in missing.items()]
+    notes: list[str] = []
+    known = {key: value for key, value in raw.items() if key not in missing}
+    layer = _normalise(known, tree.root, origin, problems, notes, others=tree.names())
+    if problems:
+        raise ConfigError(problems, where)
+    return tree, layer, notes
+
+
 def _normalise(
-    raw: Mapping[str, Any], schema: type[Section], origin: str, problems: list[str], notes: list[str], path: str = ""
+    raw: Mapping[str, Any],
+    schema: type[Section],
+    origin: str,
+    problems: list[str],
+    notes: list[str],
+    path: str = "",
+    others: Iterable[str] = (),
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Keys → field names; what is unknown or given twice goes to ``problems``, what was translated to ``notes``."""
-    try:
-        given, sentences = schema.translate(raw)
-    except ValueError as error:
-        problems.append(f"{path}{error}")
-        return {}, {}
-    notes += [f"{path}{sentence}" for sentence in sentences]
+    settled = settle(schema, raw)
+    problems += [f"{path}{problem}" for problem in settled.problems]
+    notes += [f"{path}{note}" for note in settled.notes]
     keys = fields_by_key(schema)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     spelled: dict[str, str] = {}
-    for key, value in given.items():
-        here = f"{path}{key}"
+    for key, value in settled.values.items():
+        here = f"{path}{key if key != '' else repr(key)}"
         name = keys.get(key)
         if name is None:
-            problems.append(_unknown(here, str(key), keys, path))
+            shown = {*keys.values(), *others}
+            problems.append(_unknown(here, str(key), {*shown, *keys, *fates_of(schema)}, shown, path))
             continue
-        if name in values:
+        if name in values or name in spelled:
             problems.append(
                 f"{here}: given twice, as {spelled[name]!r} and as {key!r}; they are one option, remove one"
             )
@@ -230,7 +254,10 @@ def _normalise(
         said = origin if key == name else f"{origin}, alias {key!r}"
         if key not in raw or raw[key] is not value:
             said = f"{origin}, translated"
-        inner = section_of(schema.model_fields[name].annotation)
+        annotation = schema.model_fields[name].annotation
+        inner = section_of(annotation)
+        if inner is not None and value is None and not allows_none(annotation):
+            continue  # null asks for nothing
         if inner is not None and isinstance(value, Mapping):
             values[name], below = _normalise(value, inner, said, problems, notes, f"{path}{name}.")
             sources.update(below)
@@ -240,14 +267,27 @@ def _normalise(
     return values, sources
 
 
-def _unknown(here: str, key: str, keys: Mapping[str, str], path: str) -> str:
-    guess = nearest(key, keys)
-    if guess:
-        return f"{here}: unknown key; did you mean {guess!r}?"
-    if not path and key in APPLICATION_SECTIONS:
+def _unknown(here: str, key: str, keys: Collection[str], shown: Iterable[str], path: str) -> str:
+    if not path and key in APPLICATION_SECTIONS and not nearest(key, keys):
         how = f"load(..., sections={{{key!r}: ...}})"
         return f"{here}: unknown key; it is a section of the application, which passes its class: {how}"
-    return f"{here}: unknown key; known here: {', '.join(sorted(set(keys.values())))}"
+    return unknown(here, key, keys, shown)
+
+
+def _without_auto(values: Mapping[str, Any], schema: type[BaseModel] | None) -> dict[str, Any]:
+    """Without what is still to be chosen, which leaves it its default."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        field = schema.model_fields.get(key) if schema else None
+        if isinstance(value, Mapping):
+            kept[key] = _without_auto(value, section_of(field.annotation) if field else None)
+        elif not _is_auto(value, field):
+            kept[key] = value
+    return kept
+
+
+def _is_auto(value: Any, field: Any) -> bool:
+    return isinstance(value, str) and value == "auto" and not (field and allows_auto(field.annotation))
 
 
 def _leaf_paths(value: Any, path: str) -> Iterator[str]:
@@ -278,38 +318,56 @@ def _auto_paths(values: Mapping[str, Any], schema: type[BaseModel] | None, path:
         field = schema.model_fields.get(key) if schema else None
         if isinstance(value, Mapping):
             yield from _auto_paths(value, section_of(field.annotation) if field else None, f"{path}{key}.")
-        elif isinstance(value, str) and value == "auto" and not (field and allows_auto(field.annotation)):
+        elif _is_auto(value, field):
             yield f"{path}{key}"
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def _sentence(item: Any, schema: type[BaseModel]) -> str:
-    """One of pydantic's findings as: path, what was given, what is allowed."""
-    path = _path(item["loc"], schema) or "configuration"
-    if item["type"] == "missing":
-        return f"{path}: required and not given"
-    if item["type"] == "extra_forbidden":
-        return f"{path}: unknown key"
-    allowed = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{path}: given {item['input']!r} ({type(item['input']).__name__}); allowed: {allowed}"
+def _sentences(error: ValidationError, schema: type[BaseModel], values: Any, path: str = "") -> list[str]:
+    """Pydantic's findings as: path, what was given, what is allowed. Members of a union that one value fits neither of
+    are one finding."""
+    found: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        where = ".".join([*([path] if path else []), *_path(item, schema, values)]) or "configuration"
+        if item["type"] == "missing":
+            said = "required and not given"
+        elif item["type"] == "extra_forbidden":
+            said = "unknown key"
+        elif item["type"] in ("value_error", "assertion_error"):
+            said = item["msg"].removeprefix("Value error, ")  # a validator's own sentence
+        else:
+            given[where] = f"given {_shown(item['input'])} ({type(item['input']).__name__}); allowed: "
+            said = item["msg"].removeprefix("Input should be ")
+        said = " ".join(said.split())
+        if said not in found.setdefault(where, []):
+            found[where].append(said)
+    return [f"{where}: {given.get(where, '')}{' or '.join(texts)}" for where, texts in found.items()]
 
 
-def _path(location: tuple[int | str, ...], schema: type[BaseModel] | None) -> str:
-    """A dotted path; parts that pydantic adds to tell the members of a union apart are left out."""
-    parts = []
-    for position, part in enumerate(location):
-        field = schema.model_fields.get(fields_by_key(schema).get(str(part), "")) if schema else None
-        if field is None and schema is not None and not isinstance(part, int):
-            continue
-        parts.append(str(part))
-        schema = section_of(field.annotation) if field else None
-        if field is not None and schema is None:
-            # Below a plain value only list positions and keys of a mapping are the user's own.
-            parts += [str(rest) for rest in location[position + 1 :] if isinstance(rest, int)]
-            break
-    return ".".join(parts)
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _path(item: Any, schema: type[BaseModel] | None, values: Any) -> list[str]:
+    """Parts of a dotted path; those that pydantic adds to tell the members of a union apart are left out."""
+    parts: list[str] = []
+    for part in item["loc"]:
+        if schema is not None and isinstance(values, Mapping):
+            name = fields_by_key(schema).get(part) if isinstance(part, str) else None
+            if name is None:
+                continue
+            schema, values = section_of(schema.model_fields[name].annotation), values.get(name)
+            parts.append(name)
+        elif (isinstance(values, Mapping) and part in values) or (
+            isinstance(values, list | tuple) and type(part) is int
+        ):
+            schema, values = None, values[part]
+            parts.append(str(part))
+    return parts
 
 
 def _ranks_of_batch(mesh: Any, world_size: int, origin: str) -> tuple[int, str]:

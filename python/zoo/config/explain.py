@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,9 +10,10 @@ from pydantic import BaseModel
 __all__ = ["explain"]
 
 
-def explain(config: BaseModel, sources: Mapping[str, str]) -> str:
+def explain(items: Iterable[tuple[str, Any]], sources: Mapping[str, str]) -> str:
     """Lines ``path = value  (source)``; a path without a source has its default value."""
-    rows = [(f"{path} = {value!r}", sources.get(path, "default")) for path, value in _leaves(config, "")]
+    leaves = [leaf for name, item in items for leaf in _leaves(item, name)]
+    rows = [(f"{path} = {value!r}", sources.get(path, "default")) for path, value in leaves]
     width = min(max((len(text) for text, _ in rows), default=0), 64)
     return "\n".join(f"{text:<{width}}  ({source})" for text, source in rows)
 
@@ -26,4 +27,4 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for name, item in items:
-        yield from _leaves(item, f"{path}.{name}" if path else str(name))
+        yield from _leaves(item, f"{path}.{name}")

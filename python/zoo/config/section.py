@@ -7,7 +7,7 @@ A subpackage describes its options as one frozen class::
         prefetch_bucket_size: int = Field(default=50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
 
 An alias is a second spelling of a key: either may be used, both at once are an error. Keys of former times, and keys
-that ask for nothing here, are not fields: `Section.translate` takes them.
+that this design does not need, are not fields: the table `Section.fates` has them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from zoo.config.fates import Fate, fates_of
+from zoo.config.schema import or_auto, schema_of
+
 if TYPE_CHECKING:
     from zoo.config.core import Config
 
-__all__ = ["Section", "allows_auto", "fields_by_key", "section_of"]
+__all__ = ["Section", "aliases_of", "allows_auto", "allows_none", "fields_by_key", "section_of"]
 
 
 def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """An editor must accept the second spelling too."""
     properties = schema.get("properties", {})
     for name, field in model.model_fields.items():
-        for alias in _aliases(field):
+        for alias in aliases_of(field):
             if name in properties:
                 properties[alias] = {**properties[name], "description": f"Another name of {name}."}
     if issubclass(model, Section):
-        for key, described in model.translated_keys().items():
-            properties.setdefault(key, dict(described))
+        properties |= or_auto(properties)
+        for key, fate in fates_of(model).items():
+            properties.setdefault(key, schema_of(fate))
 
 
 class Section(BaseModel):
@@ -59,22 +63,21 @@ class Section(BaseModel):
         """Sentences about values that are fine alone and wrong together; `load` calls it with the whole tree."""
         return ()
 
+    fates: ClassVar[Mapping[str, Fate]] = {}
+    """Documented keys that are no fields, and what becomes of them (``zoo.config.fates``)."""
+
     @classmethod
     def translate(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """What a document says, in keys that the section has, and a sentence for each change that users should know.
+        """What a table of fates cannot say: keys in the words of today, and a sentence for each change that users
+        should know.
 
-        Reading calls it before keys are checked; unknown keys are to be left as they are. The sentences become warnings
-        and lines of ``explain``.
+        Reading calls it after ``fates``, before keys are checked; unknown keys are to be left as they are. The
+        sentences become warnings and lines of ``explain``.
 
         Raises:
             ValueError: keys that contradict each other; the sentence becomes a problem of the document.
         """
         return raw, ()
-
-    @classmethod
-    def translated_keys(cls) -> Mapping[str, Mapping[str, Any]]:
-        """JSON schema of every key that :meth:`translate` takes beside the fields, for editors."""
-        return {}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -98,7 +101,7 @@ def fields_by_key(section: type[BaseModel]) -> dict[str, str]:
     """Every spelling of every key of a section → the field's name."""
     keys = {name: name for name in section.model_fields}
     for name, field in section.model_fields.items():
-        for alias in _aliases(field):
+        for alias in aliases_of(field):
             keys.setdefault(alias, name)
     return keys
 
@@ -116,7 +119,13 @@ def allows_auto(annotation: Any) -> bool:
     return any(allows_auto(part) for part in get_args(annotation))
 
 
-def _aliases(field: FieldInfo) -> Iterator[str]:
+def allows_none(annotation: Any) -> bool:
+    """Is null one of the values?"""
+    return types.NoneType in _leaf_types(annotation)
+
+
+def aliases_of(field: FieldInfo) -> Iterator[str]:
+    """Second spellings of a field's key."""
     seen = set()
     for alias in (field.alias, field.validation_alias):
         spellings = alias.choices if isinstance(alias, AliasChoices) else [alias]

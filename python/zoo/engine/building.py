@@ -19,18 +19,6 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def check_supported(config: Config) -> None:
-    """Raise NotImplementedError for options that are read but not carried out by this engine."""
-    wrong = []
-    if config.comms_logger.verbose or config.comms_logger.debug or config.comms_logger.prof_ops:
-        wrong.append("comms_logger.verbose, debug and prof_ops (counts are always kept: engine.comm.log.table())")
-    accumulates = config.data_types.grad_accum_dtype
-    if accumulates is not None and DTYPES[accumulates] is not (compute_dtype(config) or torch.float32):
-        wrong.append(f"data_types.grad_accum_dtype = {accumulates} (gradients are added up in the parameters' type)")
-    if wrong:
-        raise NotImplementedError("the engine does not carry out: " + "; ".join(wrong) + ". Remove them.")
-
-
 def compute_dtype(config: Config) -> torch.dtype | None:
     """The 16-bit type of parameters; None for the type that they have."""
     return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None

@@ -70,13 +70,11 @@ def initialize(
 
     Raises:
         ValueError: what is wrong in the configuration, with the path of the key.
-        NotImplementedError: an option that is known but not carried out.
     """
     _join(config, dist_init_required, overrides, registry)
     if mesh is not None and group is not None:
         raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")
     config = _configuration(config, overrides, _size(mesh, group), mesh, registry)
-    building.check_supported(config)
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)

@@ -168,7 +168,7 @@ def best(measurements: Sequence[Measurement]) -> AioConfig:
 
 def as_json(sweep: Sweep, measurements: Sequence[Measurement]) -> str:
     """``aio``: the section of a configuration; ``measurements``: everything it was chosen from."""
-    section = best(measurements).model_dump(exclude={"use_gds"})
+    section = best(measurements).model_dump()
     facts = {"size": sweep.num_bytes, "memory": sweep.memory, "repeats": sweep.repeats}
     return json.dumps({"aio": section, "sweep": facts, "measurements": [asdict(m) for m in measurements]}, indent=2)
 

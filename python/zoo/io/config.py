@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from zoo.config import Section
+from zoo.config.fates import Fate, refused
 
 
 class AioConfig(Section):
     """How tensors travel to and from files; `Handle.from_config` makes a handle of it."""
 
     carried_by: ClassVar[str] = "zoo.zero"
+    fates: ClassVar[Mapping[str, Fate]] = {
+        "use_gds": refused("there is no GPUDirect Storage here; transfers go through pinned memory", False),
+    }
 
     block_size: int = Field(default=1 << 20, ge=4096, le=1 << 30, multiple_of=4096)
     """Largest transfer, in bytes."""
@@ -28,15 +33,3 @@ class AioConfig(Section):
 
     overlap_events: bool = True
     """Begin new transfers as others complete, instead of one full queue after the other."""
-
-    use_gds: bool = False
-    """GPUDirect Storage, which zoo does not have."""
-
-    @field_validator("use_gds")
-    @classmethod
-    def _no_gds(cls, value: bool) -> bool:
-        if value:
-            raise ValueError(
-                "use_gds = true; zoo has no GPUDirect Storage: leave it out, transfers go through pinned memory"
-            )
-        return value

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from zoo import optim
 from zoo.config import Section
+from zoo.config.fates import Fate, waits
 
 _log = logging.getLogger("zoo.optim")
 
@@ -332,9 +333,20 @@ class _Waits(Section):
     @model_validator(mode="after")
     def _not_yet(self) -> _Waits:
         raise ValueError(
-            f"{self._name} waits for compressed communication of optimizers, which is not there yet; "
+            f"{self._name} waits for {_LATER}, which is not there yet; "
             f"{self._instead} is the same update without compression."
         )
+
+
+_LATER = "compressed communication of optimizers"
+_ONE_BIT: dict[str, Any] = {
+    "lr": 1e-3, "bias_correction": True, "betas": [0.9, 0.999], "eps": 1e-8, "eps_inside_sqrt": False,
+    "weight_decay": 0.0, "max_grad_norm": 0.0, "amsgrad": False, "cuda_aware": False, "comm_backend_name": "nccl",
+}  # fmt: skip
+
+
+def _later(**options: Any) -> dict[str, Fate]:
+    return {name: waits(_LATER, default) for name, default in {**_ONE_BIT, **options}.items()}
 
 
 class OneBitAdam(ByName):
@@ -344,6 +356,7 @@ class OneBitAdam(ByName):
         """Waits for compressed communication."""
 
         _name, _instead = "OneBitAdam", "Adam"
+        fates: ClassVar[Mapping[str, Fate]] = _later(freeze_step=100_000)
 
 
 class ZeroOneAdam(ByName):
@@ -353,6 +366,9 @@ class ZeroOneAdam(ByName):
         """Waits for compressed communication."""
 
         _name, _instead = "ZeroOneAdam", "Adam"
+        fates: ClassVar[Mapping[str, Fate]] = _later(
+            var_freeze_step=100_000, var_update_scaler=16, local_step_scaler=32_678, local_step_clipper=16
+        )
 
 
 class OneBitLamb(ByName):
@@ -362,3 +378,7 @@ class OneBitLamb(ByName):
         """Waits for compressed communication."""
 
         _name, _instead = "OneBitLamb", "Lamb"
+        fates: ClassVar[Mapping[str, Fate]] = _later(
+            freeze_step=100_000, max_coeff=10.0, min_coeff=0.01, coeff_beta=0.9, factor_max=4.0, factor_min=0.5,
+            factor_threshold=0.1,
+        )  # fmt: skip

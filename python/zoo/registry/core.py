@@ -9,6 +9,20 @@ from __future__ import annotations
 __all__ = ["CORE"]
 
 CORE: dict[str, dict[str, str]] = {
+    "config_root": dict.fromkeys(
+        [
+            "communication_data_type",
+            "disable_allgather",
+            "fp32_allreduce",
+            "gradient_allreduce_op",
+            "gradient_predivide_factor",
+            "prescale_gradients",
+            "seq_parallel_communication_data_type",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+        ],
+        "zoo.zero.options.root:ZeroRoot",
+    ),
     "config_section": {
         "aio": "zoo.io.config:AioConfig",
         "comet": "zoo.monitor.comet:CometSection",

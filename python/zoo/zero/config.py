@@ -8,15 +8,17 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-import zoo.zero.options.documents as options
 from zoo.config import Section
+from zoo.config.fates import Fate
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
+from zoo.zero.options.documents import FATES
 
 
 class ZeroConfig(Section):
     """Options of the ZeRO optimizers. Sizes are numbers of elements, as in ds_config files."""
 
     carried_by: ClassVar[str] = "zoo.zero"
+    fates: ClassVar[Mapping[str, Fate]] = FATES
 
     stage: int = Field(default=0, ge=0, le=3)
     """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
@@ -174,13 +176,8 @@ class ZeroConfig(Section):
 
     @classmethod
     def translate(cls, raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Deprecated keys in the words of today; see ``zoo.zero.options.documents``."""
-        return options.translate(raw, cls)
-
-    @classmethod
-    def translated_keys(cls) -> dict[str, dict[str, Any]]:
-        """The schema of keys that are only translated."""
-        return options.schema_of_translated(cls)
+        """The documented null of overlap_comm leaves it to the implementation."""
+        return {key: value for key, value in raw.items() if key != "overlap_comm" or value is not None}, []
 
     @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> ZeroConfig:

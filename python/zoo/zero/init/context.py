@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.config import ConfigError, read
+from zoo.config import read_section
+from zoo.config.reading import read_source
 from zoo.io import AioConfig, Handle
 from zoo.zero.config import ZeroConfig
 from zoo.zero.init import patching
@@ -59,7 +60,9 @@ class Init:
             with nvme_path in the configuration).
         pin_memory: page-lock parts in host memory (with a CUDA device).
         config_dict_or_path, config: a ds_config, its path, or a :class:`~zoo.zero.ZeroConfig`. It gives what is not
-            given here: remote_device and pin_memory (offload_param), dtype (bf16, fp16), override_module_apply.
+            given here: remote_device and pin_memory (offload_param), dtype (bf16, fp16), override_module_apply. Only
+            these sections of it are read, and what is "auto" in them has its default: nothing that is made here depends
+            on sizes, and whoever makes the optimizer reads the document again.
         enabled: False makes this do nothing.
         dtype: floating-point parameters are kept in it. A module's own initialisation runs in the dtype it is built in.
         mpu: an object with ``get_data_parallel_group()``, instead of data_parallel_group.
@@ -294,14 +297,10 @@ def _read_config(*given: Mapping[str, Any] | ZeroConfig | str | Path | None) -> 
     source = found[0]
     if isinstance(source, ZeroConfig):
         return source, None
-    document = read(source).values
+    document, where = read_source(source)
+    zero = read_section("zero_optimization", document, where=where)
     dtype = None
-    for key, meant in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        section = document.get(key)
-        if isinstance(section, Mapping) and section.get("enabled") is True:
+    for name, meant in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if read_section(name, document, where=where).enabled:
             dtype = meant
-    zero = {k: v for k, v in dict(document.get("zero_optimization") or {}).items() if v != "auto"}
-    try:
-        return ZeroConfig.model_validate(zero), dtype
-    except ValueError as error:
-        raise ConfigError([f"zero_optimization: {error}"]) from error
+    return zero, dtype

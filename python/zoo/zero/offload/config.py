@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from zoo.config import Section
+from zoo.config.fates import Fate
+from zoo.zero.options.documents import OFFLOAD_OPTIMIZER_FATES, OFFLOAD_PARAM_FATES
 
 Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadParamConfig(Section):
     """Where the partitioned parameters live while no unit uses them. Stage 3 only."""
+
+    fates: ClassVar[Mapping[str, Fate]] = OFFLOAD_PARAM_FATES
 
     device: Device = "none"
     """"cpu" keeps this rank's shards in host memory, "nvme" in a file under nvme_path."""
@@ -27,15 +32,11 @@ class OffloadParamConfig(Section):
     pin_memory: bool = False
     """Host memory is page-locked (with a CUDA device)."""
 
-    buffer_count: int = Field(default=5, ge=0)
-    """Accepted, without effect: parameters are read into the buffers that they are gathered in."""
-
-    buffer_size: int = Field(default=100_000_000, ge=0)
-    """Accepted, without effect: see buffer_count; no parameter is too large for a buffer."""
-
 
 class OffloadOptimizerConfig(Section):
     """Where optimizer states and reduced gradients live, and with them where the update runs. Stages 1 to 3."""
+
+    fates: ClassVar[Mapping[str, Fate]] = OFFLOAD_OPTIMIZER_FATES
 
     device: Device = "none"
     """"cpu" keeps states in host memory and updates on the CPU; "nvme" keeps them in a file under nvme_path."""
@@ -56,9 +57,3 @@ class OffloadOptimizerConfig(Section):
 
     pin_memory: bool = False
     """Host memory is page-locked (with a CUDA device)."""
-
-    fast_init: bool = False
-    """Accepted, without effect: states are made in the first step, so that there is nothing to write before it."""
-
-    buffer_count: int = Field(default=4, ge=0)
-    """Accepted, without effect: the number of buffers follows from the pipeline, their size from the model."""

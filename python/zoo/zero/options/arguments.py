@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zoo.config.fates import fates_of, of_today
+from zoo.config.section import fields_by_key
 from zoo.registry import ByKeywords, config_class, known_keys, make_config, near
 from zoo.zero.config import ZeroConfig
-from zoo.zero.options.documents import KEYS, name_of
 from zoo.zero.options.keywords import OptimizerArguments
 from zoo.zero.update import instances
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("zoo.zero")
+
+KEYS = frozenset(fields_by_key(ZeroConfig)) | frozenset(fates_of(ZeroConfig))
+"""Every name of an option of ``zero_optimization`` itself."""
 
 
 def check_kinds(group: Any, reduce_dtype: Any, *, name: str = "group") -> None:
@@ -44,7 +48,7 @@ def resolve_config(
     config: ZeroConfig | Mapping[str, Any] | None, stage: int | None, options: dict[str, Any]
 ) -> ZeroConfig:  # fmt: skip
     """Take the ZeRO options out of ``options``, by any of their documented names, and put them over ``config``."""
-    given = {key: options.pop(key) for key in list(options) if key in ZeroConfig.model_fields or key in KEYS}
+    given = {key: options.pop(key) for key in list(options) if key in KEYS}
     if config is not None and not isinstance(config, (ZeroConfig, Mapping)):
         raise ValueError(
             f"config={config!r} is a {type(config).__name__}; allowed are a zoo.zero.ZeroConfig or a mapping of its "
@@ -59,18 +63,16 @@ def resolve_config(
 
 def _of_today(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Options by the names of ``ZeroConfig``; what has no effect is said."""
-    older = {key: value for key, value in options.items() if key not in ZeroConfig.model_fields}
-    if not older:
-        return dict(options)
-    names: dict[str, str] = {}
+    names = fields_by_key(ZeroConfig)
+    spelled: dict[str, str] = {}
     for key in options:
-        if names.setdefault(name_of(key), key) != key:
-            raise ValueError(f"{where} have {names[name_of(key)]} and {key}, which are one option; leave one out.")
-    found, sentences = ZeroConfig.translate({key: v for key, v in options.items() if v is not None or key in older})
+        name = names.get(key, key)
+        if spelled.setdefault(name, key) != key:
+            raise ValueError(f"{where} have {spelled[name]} and {key}, which are one option; leave one out.")
+    found, sentences = of_today(ZeroConfig, options, where)
     for sentence in sentences:
         _log.warning("%s", sentence)
-    nothing = {key: None for key, value in options.items() if value is None and key not in older}
-    return {**nothing, **{name_of(key): value for key, value in found.items()}}
+    return {names.get(key, key): value for key, value in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,225 @@
+"""Root keys of a ds_config document that are no fields: sections of parts that are not there yet, and single keys.
+
+The keys, their kinds and defaults are those of the documented configuration. A section that a package registers takes
+the place of the one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zoo.config.fates import Fate, refused, setting, unnecessary, waits
+
+__all__ = ["KEYS", "SECTIONS"]
+
+PATH = setting(None, str)
+NUMBER = setting(None, int)
+
+KEYS: dict[str, Fate] = {
+    "sparse_gradients": refused(
+        "gradients travel dense; leave sparse=True of torch.nn.Embedding out as well", False
+    ),
+    "dump_state": unnecessary("the configuration is printed by print(engine.config.explain())", False),
+    "memory_breakdown": unnecessary(
+        "the memory of model states after a step is memory_bytes of its record, where it is measured", False
+    ),
+    "dataloader_drop_last": unnecessary(
+        "what is left of an epoch and does not fill a micro-batch on every rank is always dropped", False,
+        nothing=(True,),
+    ),
+    "disable_python_gc": refused("the engine leaves the garbage collector alone; call gc.disable() yourself", False),
+    "sequence_parallel_size": refused(
+        'name the axis in the mesh, {"mesh": {"axes": {"data": -1, "sequence": 2}}}, and give the model '
+        "zoo.nn.SequenceParallelAttention", 1,
+    ),
+    "comms_logger": unnecessary(
+        "every collective is counted: print(engine.comm.log.table())",
+        alone=False,
+        keys={
+            "enabled": setting(False, nothing=(True,)), "prof_all": True, "prof_ops": [],
+            "verbose": refused("collectives are counted and not printed one by one", False),
+            "debug": refused("the table of collectives has no callers", False),
+        },
+    ),
+    "use_data_before_expert_parallelism": waits("mixture of experts", False),
+    "graph_harvesting": waits("the compiler (CUDA graphs)", False),
+    "vocabulary_size": unnecessary("nothing depends on it", None, int),
+    "timers": unnecessary(
+        "the seconds of a step are in its record, and wall_clock_breakdown measures its parts",
+        keys={"throughput": {"enabled": setting(True, nothing=(False,)), "synchronized": setting(True, asks=False)}},
+    ),
+}  # fmt: skip
+"""Single keys."""
+
+
+def _switched(feature: str, what: Any = waits, **keys: Any) -> Fate:
+    """A section with ``enabled``, which alone asks for something."""
+    fate: Fate = what(feature, keys={"enabled": False, **keys})
+    return fate
+
+
+_SCHEDULE = {
+    "min_difficulty": NUMBER, "max_difficulty": NUMBER, "schedule_type": PATH, "schedule_config": {},
+}  # fmt: skip
+
+_TECHNIQUE: Mapping[str, Any] = {
+    "shared_parameters": setting(
+        {},
+        keys={
+            "enabled": False, "schedule_offset": 0, "schedule_offset_end": NUMBER,
+            "quantizer_kernel": False, "quantize_groups": 1, "quantize_verbose": False,
+            "quantization_type": "symmetric", "quantize_weight_in_forward": False, "rounding": "nearest",
+            "fp16_mixed_quantize": {}, "range_calibration": "dynamic", "method": "l1",
+            "num_heads": NUMBER, "block_pattern": "4x1", "dense_ratio": 0.1, "excluded_modules": [],
+        },
+    ),
+    "different_groups": {},
+}  # fmt: skip
+
+SECTIONS: dict[str, Fate] = {
+    "activation_checkpointing": waits(
+        "activation checkpointing",
+        keys={
+            "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
+            "number_checkpoints": setting(None, int, asks=False), "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        },
+    ),
+    "amp": _switched(
+        'Apex is no longer developed; use "bf16", "fp16" or "torch_autocast"', refused,
+        opt_level="O1", cast_model_type=PATH, patch_torch_functions=setting(None, bool),
+        keep_batchnorm_fp32=setting(None, (bool, str)), master_weights=setting(None, bool),
+        loss_scale=setting(None, (float, str)), cast_model_outputs=PATH, num_losses=1, verbosity=1,
+        min_loss_scale=setting(None, float), max_loss_scale=setting(None, float),
+    ),
+    "autotuning": _switched(
+        "the autotuner", results_dir="autotuning_results", exps_dir="autotuning_exps", overwrite=False,
+        metric="throughput", metric_path=PATH, start_profile_step=3, end_profile_step=5, fast=True,
+        max_train_batch_size=NUMBER, min_train_batch_size=1, max_train_micro_batch_size_per_gpu=NUMBER,
+        min_train_micro_batch_size_per_gpu=1, mp_size=1, num_tuning_micro_batch_sizes=3, tuner_type="model_based",
+        tuner_early_stopping=5, tuner_num_trials=50, arg_mappings={}, model_info={}, model_info_path=PATH,
+    ),
+    "checkpoint": refused(
+        "checkpoints do this in another way",
+        keys={
+            "tag_validation": unnecessary(
+                "a save in which ranks give other tags fails on all of them", "Warn",
+                tuple(spelled(word) for word in ("Ignore", "Warn", "Fail") for spelled in (str, str.upper, str.lower)),
+                asks=False,
+            ),
+            "load_universal": unnecessary(
+                "every checkpoint can be read at any world size and stage", False, nothing=(True,)
+            ),
+            "checkpoint_serialization": unnecessary("tensors are written as safetensors", True, nothing=(False,)),
+            "use_node_local_storage": refused(
+                "a checkpoint is one directory that all ranks see", False
+            ),
+            "parallel_write": unnecessary(
+                "every rank writes its own slices at the same time",
+                keys={"pipeline_stage": setting(False, nothing=(True,))},
+            ),
+            "writer": unnecessary("every rank writes one safetensors file", {}, open=True),
+        },
+    ),
+    "compile": waits(
+        "the compiler",
+        alone=False,
+        keys={
+            "enabled": False, "deepcompile": False, "passes": setting([], asks=False),
+            "backend": setting("inductor", asks=False),
+            "kwargs": setting({}, asks=False, open=True), "free_activation": setting(False, asks=False),
+            "offload_activation": setting(False, asks=False),
+            "offload_activation_pin_memory": setting(True, asks=False),
+            "offload_opt_states": setting(False, asks=False), "offload_parameters": setting(False, asks=False),
+            "double_buffer": setting(True, asks=False), "symmetric_memory": setting(False, asks=False),
+            "debug_log": setting(False, asks=False), "sync_before_reduce": setting(False, asks=False),
+            "sync_after_reduce": setting(False, asks=False), "sync_before_allgather": setting(False, asks=False),
+            "sync_after_allgather": setting(False, asks=False),
+            "keep_int_input_tensors": setting(True, asks=False),
+            "keep_all_input_tensors": setting(False, asks=False),
+        },
+    ),
+    "compression_training": waits(
+        "compression",
+        keys={
+            "weight_quantization": _TECHNIQUE, "activation_quantization": _TECHNIQUE, "sparse_pruning": _TECHNIQUE,
+            "row_pruning": _TECHNIQUE, "head_pruning": _TECHNIQUE, "channel_pruning": _TECHNIQUE,
+            "layer_reduction": {
+                "enabled": False, "keep_number_layer": NUMBER, "module_name_prefix": PATH,
+                "teacher_layer": setting(None, list), "other_module_name": setting(None, list),
+            },
+        },
+    ),
+    "curriculum_learning": _switched("data efficiency (curriculum learning)", curriculum_type=PATH, **_SCHEDULE),
+    "data_efficiency": _switched("data efficiency", seed=1234, data_routing={}, data_sampling={}),
+    "eigenvalue": _switched(
+        "quantisation during training", verbose=False, max_iter=100, tol=1e-2, stability=1e-6,
+        gas_boundary_resolution=1, layer_name="bert.encoder.layer", layer_num=0,
+    ),
+    "elasticity": _switched(
+        "elastic training", max_train_batch_size=2000, micro_batch_sizes=[2, 4, 6], min_gpus=1, max_gpus=10000,
+        min_time=0, version=0.2, prefer_larger_batch=True, ignore_non_elastic_batch_info=False,
+        num_gpus_per_node=1, model_parallel_size=1,
+    ),
+    "expert_parallel": _switched(
+        "mixture of experts", autoep_size=1, expert_tensor_parallel_size=1, async_split_plan=False, preset_model=PATH,
+        use_grouped_mm=True, disable_triton_grouped_mm=False, moe_layer_pattern=PATH, router_pattern=PATH,
+        expert_pattern=PATH, score_func="auto", score_apply="auto", combine_impl="auto",
+        route_norm=setting(None, bool), route_scale=1.0, top_k=setting("auto", (int, "auto")),
+        routed_scaling_factor=setting("auto", (float, "auto")), num_expert_groups=NUMBER, num_limited_groups=NUMBER,
+        load_balance_coeff=setting(None, float), expert_w1=PATH, expert_w2=PATH, expert_w3=PATH, num_experts_attr=PATH,
+        top_k_attr=PATH, has_shared_experts=setting(None, bool), shared_experts_pattern=PATH,
+    ),
+    "flops_profiler": _switched(
+        "the flops profiler", recompute_fwd_factor=0.0, profile_step=1, module_depth=-1, top_modules=1, detailed=True,
+        output_file=PATH,
+    ),
+    "hybrid_engine": _switched(
+        "inference between training steps", max_out_tokens=512, inference_tp_size=1, release_inference_cache=False,
+        pin_parameters=True, tp_gather_partition_size=8, enable_cuda_graph=False,
+    ),
+    "nebula": _switched(
+        "Nebula is a service of one cloud; zoo writes its checkpoints itself", refused, persistent_storage_path=PATH,
+        persistent_time_interval=100, num_of_version_in_retention=2, enable_nebula_load=True, load_path=PATH,
+    ),
+    "pipeline": waits(
+        "pipeline parallelism",
+        keys={
+            "stages": setting(None, (int, "auto"), nothing=(1,)), "partition": setting("best", asks=False),
+            "seed_layers": setting(False, asks=False), "activation_checkpoint_interval": 0,
+            "pipe_partitioned": setting(True, asks=False), "grad_partitioned": setting(True, asks=False),
+            "use_reentrant": setting(True, asks=False),
+        },
+    ),
+    "progressive_layer_drop": _switched("data efficiency (progressive layer dropping)", theta=1.0, gamma=0.001),
+    "quantize_training": _switched(
+        "quantisation during training", quantize_bits={}, quantize_schedule={}, quantize_groups=1, quantize_type={},
+        fp16_mixed_quantize={}, quantize_verbose=False, quantize_eigenvalue=False, quantize_algo={}, eigenvalue={},
+        quantize_rounding=PATH, quantizer_kernel=False,
+    ),
+    "sparse_attention": waits(
+        "sparse attention",
+        whole=True,
+        keys={
+            "mode": "fixed", "block": 16, "different_layout_per_head": False, "num_local_blocks": 4,
+            "num_global_blocks": 1, "attention": "bidirectional", "horizontal_global_attention": False,
+            "num_different_global_patterns": 1, "num_random_blocks": 0, "local_window_blocks": [4],
+            "global_block_indices": [0], "global_block_end_indices": setting(None, list),
+            "num_sliding_window_blocks": 3,
+        },
+    ),
+    "tensor_parallel": waits(
+        "tensor parallelism",
+        keys={
+            "autotp_size": setting(0, nothing=(1,)), "preset_model": setting(None, str, asks=False),
+            "tp_overlap_comm": setting(False, asks=False), "vocab_parallel_lm_head": setting(False, asks=False),
+            "partition_config": setting(None, dict, asks=False, open=True),
+            "tp": {"tp_size": 1, "tp_grain_size": setting(1, asks=False)},
+            "injection_policy_tuple": setting(None, list, asks=False),
+            "keep_module_on_host": setting(False, asks=False),
+            "replace_with_kernel_inject": setting(False, asks=False),
+        },
+    ),
+}  # fmt: skip
+"""Whole sections, by name."""

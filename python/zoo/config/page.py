@@ -1,0 +1,231 @@
+"""`docs/config.md`: every key of a document and what becomes of it, from the fields and tables of the sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from zoo.config.choice import ComponentChoice
+from zoo.config.core import Config
+from zoo.config.fates import Fate, allowed
+from zoo.config.section import Section, aliases_of, section_of
+from zoo.config.tree import Tree
+from zoo.registry import DEFAULT, LoadError, Registry, argument_types, config_class, keywords
+
+__all__ = ["Row", "page", "rows"]
+
+CARRIED_OUT = "carried out"
+_EFFECTLESS = {"Refused": "refused", "Taken, and without effect": "unnecessary"}
+"""How the docstring of a component's option begins that is not carried out."""
+
+HEAD = """# Configuration
+
+Every key of a ds_config document and what becomes of it. Written by `make schema` from the fields and tables of the
+sections; `zoo.config` says how documents are read.
+
+* **carried out**: the key is an option of zoo, with the default that is given here.
+* **unnecessary**: zoo does it anyway, or has nothing that it could choose. The key is taken; a value that asks for
+  something else gives a note.
+* **translated**: a key of former times, read as another one, with a note.
+* **refused**: a value that asks for it is an error. null, "auto" and the default are taken.
+* **waits**: the same, until the feature is there.
+
+A second spelling stands in brackets. Keys without a sentence have that of the section. Any value may be `"auto"` until
+it is resolved (`Document.resolve_auto`).
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key: its dotted path, other spellings, type, default, fate and a sentence. All but the path are text."""
+
+    path: str
+    aliases: tuple[str, ...]
+    type: str
+    default: str
+    fate: str
+    sentence: str
+
+
+def rows(registry: Registry = DEFAULT) -> dict[str, list[Row]]:
+    """Title of a table → its rows: the root, each section, and the options of each component of zoo."""
+    tables: dict[str, list[Row]] = {}
+    root = Tree.of(Config, registry).whole().root
+    _section_rows("", root, tables)
+    _fate_rows("", {key: fate for key, fate in _table(root).items() if key not in root.model_fields}, tables)
+    for kind, section in (("optimizer", "optimizer"), ("lr_schedule", "scheduler")):
+        choice = section_of(root.model_fields[section].annotation)
+        runtime = choice.runtime if choice is not None and issubclass(choice, ComponentChoice) else ()
+        for name in registry.names(kind):
+            found = list(_option_rows(registry, kind, name, f"{section}.params", runtime))
+            if found:
+                tables[f'{section} "{name}"'] = found
+        if isinstance(choice, type) and issubclass(choice, ComponentChoice):
+            _fate_rows(f"{section}.params.", choice.options, tables)
+    return tables
+
+
+def page(registry: Registry = DEFAULT) -> str:
+    """The page as Markdown."""
+    parts = [HEAD]
+    for title, found in rows(registry).items():
+        parts.append(f"## {f'`{title}`' if title and ' ' not in title else title or 'The root'}\n")
+        parts.append("| key | type | default | fate | |\n|---|---|---|---|---|")
+        parts += [_line(row) for row in found]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _line(row: Row) -> str:
+    key = row.path.rpartition(".")[2]
+    other = f" ({', '.join(f'`{alias}`' for alias in row.aliases)})" if row.aliases else ""
+    cells = (f"`{key}`{other}", row.type, f"`{row.default}`" if row.default else "", row.fate, row.sentence)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# -- fields and tables ------------------------------------------------------------------------------------------------
+
+
+def _table(section: type[Section]) -> dict[str, Fate]:
+    found: dict[str, Fate] = {}
+    for owner in reversed(section.__mro__):
+        found |= vars(owner).get("fates", {})
+    return found
+
+
+def _section_rows(path: str, section: type[Section], tables: dict[str, list[Row]]) -> None:
+    """Rows of a section under its path, then of the sections in it."""
+    own = tables.setdefault(path.rstrip("."), [])
+    inner: list[tuple[str, type[Section]]] = []
+    for name, field in section.model_fields.items():
+        below = section_of(field.annotation)
+        if below is None:
+            own.append(_field_row(path, name, field, CARRIED_OUT))
+        else:
+            inner.append((f"{path}{name}.", below))
+            text = _text(field.description) or _first(below.__doc__)
+            own.append(Row(f"{path}{name}", tuple(aliases_of(field)), "section", "", CARRIED_OUT, text))
+    if path:
+        _fate_rows(path, _table(section), tables)
+    for below_path, below in inner:
+        _section_rows(below_path, below, tables)
+    if not own:
+        del tables[path.rstrip(".")]
+
+
+def _fate_rows(path: str, table: Mapping[str, Fate], tables: dict[str, list[Row]], above: Fate | None = None) -> None:
+    own = tables.setdefault(path.rstrip("."), [])
+    inner = []
+    for name, fate in table.items():
+        if fate.keys:
+            inner.append((f"{path}{name}.", fate))
+        kind = "section" if fate.keys else allowed(fate.kind)
+        default = "" if fate.keys else _default(fate.default)
+        said = _meaning(fate) if above is None or fate.text != above.text else ""
+        own.append(Row(f"{path}{name}", fate.aliases, kind, default, fate.what, said))
+    for below, fate in inner:
+        _fate_rows(below, fate.keys, tables, fate)
+
+
+def _meaning(fate: Fate) -> str:
+    if fate.what == "translated":
+        return f"Now {' and '.join(f'`{path}`' for path in fate.to)}."
+    return f"Waits for {fate.text}." if fate.what == "waits" else f"{fate.text[0].upper()}{fate.text[1:]}."
+
+
+def _field_row(path: str, name: str, field: FieldInfo, fate: str) -> Row:
+    bounds = "".join(
+        f" {sign} {getattr(item, word)}" for item in field.metadata
+        for word, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")) if getattr(item, word, None) is not None
+    )  # fmt: skip
+    default = _default(field.default) if field.default is not PydanticUndefined else _made(field)
+    if field.json_schema_extra is not None and callable(field.json_schema_extra):
+        default = ""  # a value that is derived from others
+    text = _text(field.description)
+    return Row(f"{path}{name}", tuple(aliases_of(field)), _type(field.annotation) + bounds, default, fate, text)
+
+
+def _made(field: FieldInfo) -> str:
+    return "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
+
+
+# -- options of components --------------------------------------------------------------------------------------------
+
+
+def _option_rows(registry: Registry, kind: str, name: str, path: str, runtime: Iterable[str]) -> Iterator[Row]:
+    # What torch has is described by torch, and differs between its releases.
+    if not registry.entry(kind, name).where.startswith("zoo."):
+        return
+    try:
+        factory = registry.get(kind, name)
+    except LoadError:
+        return
+    config = config_class(factory)
+    if config is None:
+        needed, annotations = keywords(factory, runtime) or {}, argument_types(factory)
+        for key, required in needed.items():
+            yield Row(f"{path}.{key}", (), _type(annotations.get(key, Any)), "required" if required else "",
+                      CARRIED_OUT, f"See {factory.__module__}.{factory.__name__}.")  # fmt: skip
+    elif issubclass(config, BaseModel):
+        for key, field in config.model_fields.items():
+            row = _field_row(f"{path}.", key, field, CARRIED_OUT)
+            fate = next((fate for start, fate in _EFFECTLESS.items() if row.sentence.startswith(start)), CARRIED_OUT)
+            yield dataclasses.replace(row, fate=fate)
+        if issubclass(config, Section):
+            own: dict[str, list[Row]] = {}
+            _fate_rows(f"{path}.", _table(config), own)
+            yield from own[path]
+    elif dataclasses.is_dataclass(config):
+        annotations = argument_types(config)
+        for item in dataclasses.fields(config):
+            default = "required" if item.default is dataclasses.MISSING else _default(item.default)
+            yield Row(f"{path}.{item.name}", (), _type(annotations.get(item.name, Any)), default, CARRIED_OUT,
+                      f"See {factory.__module__}.{factory.__name__}.")  # fmt: skip
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false", int: "integer", float: "number", str: "string", types.NoneType: "null", list: "list",
+    tuple: "list", dict: "mapping", Mapping: "mapping", Path: "path", Any: "any value",
+}  # fmt: skip
+
+
+def _type(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type(get_args(annotation)[0])
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
+    if origin is Union or origin is types.UnionType:
+        return " or ".join(dict.fromkeys(_type(part) for part in get_args(annotation)))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    plain = origin or annotation
+    return _WORDS.get(plain, getattr(plain, "__name__", str(plain)))
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined or isinstance(value, BaseModel):
+        return ""
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _text(description: str | None) -> str:
+    return " ".join((description or "").split())
+
+
+def _first(doc: str | None) -> str:
+    return _text((doc or "").split("\n\n")[0])
