@@ -109,4 +109,4 @@ class ByteTask:
     def export(self, folder: Path) -> str:
         """The model's size beside ``folder/model.safetensors``, and how to load both; rank 0 calls it."""
         write_config(folder, self.size)
-        return f"load it with zoo.examples.byte_lm.load({str(folder)!r})"
+        return f"zoo.examples.byte_lm.load({str(folder)!r})"

@@ -180,6 +180,6 @@ class SmolLM2Task:
         """
         write_hub_files(folder, self.file, self.size)
         return (
-            f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r}) and "
-            f"AutoTokenizer.from_pretrained({str(folder)!r})"
+            f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}) and "
+            f"transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
         )
