@@ -75,6 +75,7 @@ CORE: dict[str, dict[str, str]] = {
     },
     "task": {
         "byte_lm": "zoo.examples.byte_lm:ByteTask",
+        "smollm2": "zoo.examples.smollm2:SmolLM2Task",
     },
 }
 """kind → name → ``"module:attribute"``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, Subset
 from zoo.examples.byte_lm.bigram import Bigram
 from zoo.examples.byte_lm.corpus import Corpus, file_text, standard_library_text
 from zoo.examples.byte_lm.model import ByteGPT, ModelConfig, generate
+from zoo.examples.byte_lm.saved import write_config
 from zoo.examples.byte_lm.windows import ByteWindows
 
 
@@ -103,3 +105,8 @@ class ByteTask:
             model, self.config.prompt.encode(), self.config.sample_bytes, context=self.config.context, seed=self.seed
         )
         return text.decode("utf-8", errors="replace")
+
+    def export(self, folder: Path) -> str:
+        """The model's size beside ``folder/model.safetensors``, and how to load both; rank 0 calls it."""
+        write_config(folder, self.size)
+        return f"zoo.examples.byte_lm.load({str(folder)!r})"
