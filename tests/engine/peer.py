@@ -20,7 +20,7 @@ def config(stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": 0.3,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True, "adam_w_mode": True}},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.02, "weight_decay": 0.1, "torch_adam": True}},
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {"warmup_num_steps": 5, "total_num_steps": STEPS + 5, "warmup_max_lr": 0.02},

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 from zoo.checkpointing import latest_tag, prune
 from zoo.comm import Communicator, init_distributed
+from zoo.comm.failures import together
 from zoo.config import Config
 from zoo.engine import Engine, initialize
 from zoo.engine.saving import save_model
@@ -275,11 +276,15 @@ class Job:
             return []
         folder = self.out / "model"
         save_model(self.engine.module, self.engine.sharded, folder, "model.safetensors", always=True)
-        if self.rank != 0:
-            return []
         export = getattr(self.task, "export", None)
-        how = export(folder) if export is not None else None
-        how = how or f'model.load_state_dict(safetensors.torch.load_file("{folder / "model.safetensors"}"))'
+        hows: list[str | None] = [None]
+        if export is not None:
+            hows = together(
+                self.world,
+                f"exporting the model to {str(folder)!r}",
+                lambda: export(folder) if self.rank == 0 else None,
+            )
+        how = hows[0] or f'model.load_state_dict(safetensors.torch.load_file("{folder / "model.safetensors"}"))'
         return [f"the model is in {folder}; load it with: {how}"]
 
 
