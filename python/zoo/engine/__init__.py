@@ -4,10 +4,38 @@
 * :class:`Engine`: forward, backward, step, accumulation, checkpoints.
 * :class:`ShardedLoader`: every rank its own part of a data set, in a fixed order, from any position;
   :class:`RepeatingLoader`: any loader, again and again.
+
+The engine stands on most of zoo. What is named here is imported when it is first asked for.
 """
 
-from zoo.engine.engine import Engine
-from zoo.engine.initialize import initialize
-from zoo.engine.loader import RepeatingLoader, ShardedLoader, shuffled
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zoo.engine.engine import Engine
+    from zoo.engine.entry import initialize
+    from zoo.engine.loader import RepeatingLoader, ShardedLoader, shuffled
+
+_HOMES = {
+    "Engine": "engine",
+    "RepeatingLoader": "loader",
+    "ShardedLoader": "loader",
+    "initialize": "entry",
+    "shuffled": "loader",
+}
 
 __all__ = ["Engine", "RepeatingLoader", "ShardedLoader", "initialize", "shuffled"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
