@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -202,8 +204,8 @@ def test_user_errors_say_what_is_allowed() -> None:
         comm.all_reduce(torch.zeros(1), "avg")
     with pytest.raises(ValueError, match="src=1"):
         comm.broadcast(torch.zeros(1), 1)
-    with pytest.raises(ValueError, match="timeout_s=0"):
-        init_distributed(timeout_s=0)
+    with pytest.raises(ValueError, match="a timeout of 0:00:00"):
+        init_distributed(timeout=timedelta(0))
 
 
 def every_collective(rank: int, world: int) -> bool:

@@ -2,30 +2,181 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+HALF_AN_HOUR = timedelta(minutes=30)
+_log = logging.getLogger("zoo.comm")
 
-def init_distributed(*, backend: str | None = None, timeout_s: float = 300.0) -> tuple[int, int]:
-    """Join the process group that torchrun's environment describes, if there is one and it is not joined yet.
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is in a job, as its launcher's variables say."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    launcher: str
+    address: str | None
+    """Host of rank 0, None where the launcher does not tell."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = HALF_AN_HOUR,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Mapping[str, Any] | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> tuple[int, int]:
+    """Join the process group of the job, if there is one and it is not joined yet.
+
+    Variables of torchrun (RANK, WORLD_SIZE) come first, then those of SLURM's ``srun``, then those of MPI launchers
+    (Open MPI, MPICH and its relatives, MVAPICH2). What SLURM and MPI say is written into torchrun's variables, where
+    other packages look for it.
 
     Args:
-        backend: "nccl", "gloo", …; by default nccl when CUDA is available, else gloo.
-        timeout_s: after this long without an answer from a peer an operation fails instead of waiting on.
+        dist_backend: "nccl", "gloo", …; by default nccl when CUDA is available, else gloo.
+        auto_mpi_discovery: look for the variables of SLURM and MPI too.
+        distributed_port: of rank 0, where the launcher names none.
+        verbose: say in the log (INFO) what was joined.
+        timeout: after this long without an answer from a peer an operation fails instead of waiting on.
+        init_method: a URL as of ``torch.distributed``: "env://", "tcp://host:port", "file:///path". By default env://.
+        dist_init_required: None: join if a launcher says that there are ranks. True: it has to be joined, and an error
+            says what is missing. False: it is joined already, or there is none.
+        config: a configuration whose ``comm.timeout_s`` is the timeout.
+        rank, world_size: by hand, as "tcp://" without a launcher needs them; -1: as the launcher says.
 
     Returns:
-        (rank, world size); (0, 1) when no launcher set RANK and WORLD_SIZE.
+        (rank, world size); (0, 1) without a job.
+
+    Raises:
+        ValueError: arguments, or variables, that contradict each other or are not enough.
     """
-    if timeout_s <= 0:
-        raise ValueError(f"init_distributed got timeout_s={timeout_s}; it must be a positive number of seconds.")
-    if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return 0, 1
-        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return dist.get_rank(), dist.get_world_size()
+    seconds = config.get("comm", {}).get("timeout_s") if config is not None else None
+    timeout = timedelta(seconds=seconds) if seconds is not None else timeout
+    if not timeout > timedelta(0):
+        raise ValueError(f"init_distributed got a timeout of {timeout}; it must be longer than nothing.")
+    if not dist.is_initialized() and dist_init_required is not False:
+        place = _place(rank, world_size, auto_mpi_discovery)
+        if place is not None:
+            _join(place, dist_backend, init_method, distributed_port, timeout)
+            if verbose:
+                _log.info("rank %d of %d (%s) joined over %s", *_ranks(), place.launcher, dist.get_backend())
+        elif dist_init_required:
+            raise ValueError(
+                "dist_init_required=True, and no launcher has set RANK and WORLD_SIZE; start the script with torchrun, "
+                "srun or mpirun, or give rank=, world_size= and init_method='tcp://host:port'."
+            )
+        elif init_method is not None:
+            raise ValueError(f"init_method={init_method!r} without a launcher needs rank= and world_size= as well.")
+    return _ranks()
+
+
+def _ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _place(rank: int, world_size: int, discovers: bool) -> Place | None:
+    if (rank < 0) != (world_size < 0) or (rank >= 0 and not rank < world_size):
+        raise ValueError(
+            f"init_distributed got rank={rank}, world_size={world_size}; give both, 0 <= rank < world_size."
+        )
+    if rank >= 0:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return Place(rank, world_size, local, None, "by hand", None)
+    return discover(os.environ, others=discovers)
+
+
+def discover(variables: Mapping[str, str], *, others: bool = True) -> Place | None:
+    """What launchers have said; None where no one has started several ranks, or one as a job.
+
+    Args:
+        others: than torchrun.
+
+    Raises:
+        ValueError: a variable is no number.
+    """
+    kinds: list[tuple[str, tuple[str, str, str, str]]] = [
+        ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    ]
+    if others:
+        kinds += [
+            ("srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")),
+            ("Open MPI", (
+                "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+            )),
+            ("MVAPICH2", (
+                "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+            )),
+            ("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+        ]  # fmt: skip
+    for launcher, (rank, size, local, local_size) in kinds:
+        if rank in variables and size in variables:
+            local_ranks = _number(variables, local_size) if local_size in variables else None
+            ranks = _number(variables, size)
+            return Place(
+                _number(variables, rank), ranks, _number(variables, local) if local in variables else 0, local_ranks,
+                launcher, _address(variables, ranks, local_ranks),
+            )  # fmt: skip
+    return None
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    try:
+        return int(variables[name])
+    except ValueError:
+        raise ValueError(f"the environment has {name}={variables[name]!r}; a launcher sets a number there.") from None
+
+
+def _address(variables: Mapping[str, str], ranks: int, local_ranks: int | None) -> str | None:
+    if "MASTER_ADDR" in variables:
+        return variables["MASTER_ADDR"]
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    if nodes:
+        return first_node(nodes)
+    return "127.0.0.1" if ranks == local_ranks else None
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a list as SLURM writes it: ``"a[03-07,9],b1"`` → ``"a03"``."""
+    found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
+    if found is None:
+        raise ValueError(f"SLURM's list of nodes, {nodes!r}, cannot be read; set MASTER_ADDR.")
+    return f"{found[1]}{found[2] or ''}{found[3] or ''}"
+
+
+def _join(place: Place, backend: str | None, init_method: str | None, port: int, timeout: timedelta) -> None:
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(place.local_rank)
+    if place.launcher not in ("torchrun", "by hand"):
+        said = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "LOCAL_RANK": place.local_rank}
+        said |= {} if place.local_world_size is None else {"LOCAL_WORLD_SIZE": place.local_world_size}
+        for name, value in said.items():
+            os.environ.setdefault(name, str(value))
+        if init_method is None and place.address is None and "MASTER_ADDR" not in os.environ:
+            raise ValueError(
+                f"{place.launcher} started {place.world_size} ranks on several hosts and does not tell where rank 0 "
+                "is; set MASTER_ADDR, such as `mpirun -x MASTER_ADDR=host0 ...`, or give init_method='tcp://host:port'."
+            )
+    if place.launcher != "torchrun" and init_method in (None, "env://"):
+        os.environ.setdefault("MASTER_ADDR", place.address or "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(port))
+    dist.init_process_group(
+        backend, init_method=init_method or "env://", timeout=timeout, rank=place.rank, world_size=place.world_size
+    )

@@ -4,6 +4,7 @@
 * :class:`Engine`: forward, backward, step, accumulation, checkpoints.
 * :class:`ShardedLoader`: every rank its own part of a data set, in a fixed order, from any position;
   :class:`RepeatingLoader`: any loader, again and again.
+* :func:`add_config_arguments`: for a script's command line.
 
 The engine stands on most of zoo. What is named here is imported when it is first asked for.
 """
@@ -14,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zoo.engine.arguments import add_config_arguments
     from zoo.engine.engine import Engine
     from zoo.engine.entry import initialize
     from zoo.engine.loader import RepeatingLoader, ShardedLoader, shuffled
@@ -22,11 +24,12 @@ _HOMES = {
     "Engine": "engine",
     "RepeatingLoader": "loader",
     "ShardedLoader": "loader",
+    "add_config_arguments": "arguments",
     "initialize": "entry",
     "shuffled": "loader",
 }
 
-__all__ = ["Engine", "RepeatingLoader", "ShardedLoader", "initialize", "shuffled"]
+__all__ = ["Engine", "RepeatingLoader", "ShardedLoader", "add_config_arguments", "initialize", "shuffled"]
 
 
 def __getattr__(name: str) -> Any:

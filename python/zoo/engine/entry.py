@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def initialize(
         collate_fn: list of samples → batch.
         loader: further arguments of :class:`~zoo.engine.ShardedLoader`, such as ``num_workers``.
         dist_init_required: False: the process group is there already, or there is none. True: it has to be joined now.
-            None: it is joined where a launcher such as torchrun has set up one and this was not done before.
+            None: it is joined where a launcher has set up one and this was not done before; see
+            :func:`zoo.comm.init_distributed`.
         mesh: a DeviceMesh with names for all axes of the job; the section ``mesh`` says what they mean, or their names
             do (:mod:`zoo.config.mesh`). By default what the section describes.
         group: instead of a mesh: the data-parallel process group; the default group if not given.
@@ -99,11 +101,7 @@ def initialize(
 
 def _join(source: Any, required: bool | None, overrides: Any, registry: Registry) -> None:
     """The process group is there after this, if there is one."""
-    if required is False:
-        return
-    if dist.is_initialized():
-        if required:
-            raise ValueError("dist_init_required=True, and torch.distributed is initialised already; leave it out.")
+    if required is False or dist.is_initialized():
         return
     if isinstance(source, Config):
         timeout_s = source.comm.timeout_s
@@ -111,11 +109,7 @@ def _join(source: Any, required: bool | None, overrides: Any, registry: Registry
         section = read(source, overrides=overrides, registry=registry).values.get("comm")
         given = section.get("timeout_s") if isinstance(section, Mapping) else None
         timeout_s = float(given) if isinstance(given, int | float) and given > 0 else 1800.0
-    init_distributed(timeout_s=timeout_s)
-    if required and not dist.is_initialized():
-        raise ValueError(
-            "dist_init_required=True, and no launcher has set RANK and WORLD_SIZE; start the script with torchrun."
-        )
+    init_distributed(timeout=timedelta(seconds=timeout_s), dist_init_required=required)
 
 
 def _size(mesh: Any, group: Any) -> int:

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Job:
             raise ValueError("the configuration has no train section; add one (see zoo.train.TrainConfig).")
         if config.optimizer is None:
             raise ValueError('the configuration has no optimizer section; add one, such as {"type": "AdamW"}.')
-        self.rank, self.size = init_distributed(timeout_s=config.comm.timeout_s)
+        self.rank, self.size = init_distributed(timeout=timedelta(seconds=config.comm.timeout_s))
         self.world = Communicator()
         self.threads = set_threads(self.section.threads)
         self.watcher = Watcher(silent=quiet or self.rank != 0, total=self.section.steps, every=config.steps_per_print)
