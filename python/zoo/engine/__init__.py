@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
     from zoo.engine.entry import initialize
-    from zoo.engine.loader import RepeatingLoader, ShardedLoader, shuffled
+    from zoo.engine.loader import RepeatingLoader, ShardedLoader
+    from zoo.parts import shuffled
 
 _HOMES = {
     "Engine": "engine",
