@@ -291,6 +291,6 @@ class DataEfficiencyConfig(Section):
 
     enabled: bool = False
     seed: int = Field(default=1234, ge=0)
-    """Of everything that is drawn here."""
+    """Of the tokens that layers drop. Samples are shuffled by the root's seed, as they are without this section."""
     data_sampling: DataSamplingConfig = Field(default_factory=DataSamplingConfig)
     data_routing: DataRoutingConfig = Field(default_factory=DataRoutingConfig)

@@ -41,8 +41,8 @@ class Growing:
         """The difficulty of a step; the first is 1."""
         if self._schedule is None:
             raise ValueError(
-                f'{self.where}.schedule_type is "custom", and no schedule is set; call '
-                f"engine.parts[{self.where.split('.')[0]!r}].set_schedule(function) before training."
+                f'{self.where}.schedule_type is "custom", and no schedule is set; call set_schedule() of '
+                f"engine.parts[{self.where.split('.')[0]!r}] before training."
             )
         value = self._schedule(step)
         return checked(value, self.low, self.high, step) if self.custom else value
