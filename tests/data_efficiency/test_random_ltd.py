@@ -16,9 +16,10 @@ from torch import nn
 
 from zoo import sim
 from zoo.config import ConfigError
+from zoo.data_efficiency.config import DataEfficiencyConfig
 from zoo.data_efficiency.random_ltd import RandomLTD, gathered
 from zoo.engine import Engine
-from zoo.parts import Clock
+from zoo.parts import Clock, Environment
 
 
 def section(low: int = 2, high: int = 8, steps: int = 6, multiple: int = 2, **more: Any) -> dict[str, Any]:
@@ -102,6 +103,21 @@ def test_every_token_is_kept_as_often_and_samples_differ() -> None:
     assert len(rows) > 100
     shared = ltd_of(start(section(per_sample=False))).positions(0, Clock(), 5, 10, 3)
     assert (shared == shared[0]).all()
+
+
+def test_ranks_along_other_axes_keep_the_same_tokens() -> None:
+    options = DataEfficiencyConfig.model_validate(section()["data_efficiency"]).data_routing.random_ltd
+
+    def part(rank: int, batch_rank: int) -> RandomLTD:
+        told = Environment(config=None, rank=rank, world_size=4, batch_rank=batch_rank, batch_ranks=2)
+        found = RandomLTD(options, told, seed=1)
+        found.prepare(Tiny(4), None)
+        return found
+
+    where = [part(rank, rank // 2).positions(0, Clock(3, 1), 4, 20, 6) for rank in range(4)]
+    assert torch.equal(where[0], where[1])
+    assert torch.equal(where[2], where[3])
+    assert not torch.equal(where[0], where[2])
 
 
 def test_a_masked_and_a_causal_model_agree() -> None:

@@ -158,6 +158,8 @@ class RandomLTD:
                 return gathered(value, where, tokens, shared=shared, is_mask=is_mask, batch_first=self._dim == 1)
             if isinstance(value, tuple) and not hasattr(value, "_fields"):
                 return tuple(change(item, name) for item in value)
+            if isinstance(value, dict):
+                return {key: change(item, key) for key, item in value.items()}
             return [change(item, name) for item in value] if isinstance(value, list) else value
 
         found = tuple(change(v, names[i] if i < len(names) else None) for i, v in enumerate(args))
