@@ -385,5 +385,30 @@ def test_batches_of_another_loader_are_refused() -> None:
     start(packed(lr_scaling_method="none"), training_data=Lines()).train_batch(iter([batch]))
     with pytest.raises(ConfigError, match="max_tokens is missing"):
         start(sampling(None, dynamic_batching={"enabled": True}))
-    with pytest.raises(ConfigError, match="num_workers = 2"):
+    with pytest.raises(ConfigError, match="no loader of this section reads samples"):
         start(sampling(None, num_workers=2))
+    with pytest.raises(ValueError, match="an engine part makes the loader"):
+        start(packed(), training_data=Lines(), loader={"num_workers": 1})
+
+
+@pytest.mark.parametrize("kind", ["metric", "packed"])
+def test_workers_that_read_ahead_change_nothing(kind: str, indexed: Path, tmp_path: Path) -> None:
+    def begin(workers: int) -> Engine:
+        changes = sampling({"first": metric(indexed)}) if kind == "metric" else packed()
+        changes["data_efficiency"]["data_sampling"]["num_workers"] = workers
+        return start(changes, model=Watch(), training_data=data(COUNT) if kind == "metric" else Lines(60))
+
+    plain, ahead = begin(0), begin(1)
+    for engine in (plain, ahead):
+        for _ in range(4):
+            engine.train_batch()
+    assert plain.dataloader.state_dict() == ahead.dataloader.state_dict()
+    assert plain.record is not None
+    assert ahead.record is not None
+    assert plain.record.lr == ahead.record.lr
+    ahead.save_checkpoint(tmp_path)
+    again = begin(1)
+    again.load_checkpoint(tmp_path)
+    for engine in (plain, again):
+        engine.train_batch()
+    assert torch.equal(plain.module.batches[-1], again.module.batches[-1])

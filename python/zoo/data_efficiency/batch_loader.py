@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from zoo.data_efficiency.ahead import loaded
 from zoo.data_efficiency.config import DynamicBatchingConfig
 from zoo.parts import mixed, shuffled
 
@@ -66,6 +67,7 @@ class PackedLoader:
         rank, size, seed, collate_fn: as of ``make_loader`` of an engine part. Without a collate_fn, tensors of other
             lengths are padded at the end of their first dimension: see :func:`pad`.
         num_epochs: after which nothing comes any more.
+        num_workers, pin_memory: see :func:`~zoo.data_efficiency.ahead.loaded`.
 
     Attributes:
         handed: samples in the latest micro-batches of all ranks together.
@@ -74,12 +76,14 @@ class PackedLoader:
     def __init__(
         self, dataset: Any, section: DynamicBatchingConfig, lengths: Any, *, rank: int, size: int, seed: int,
         collate_fn: Callable[[list[Any]], Any] | None = None, num_epochs: int = 1000,
+        num_workers: int = 0, pin_memory: bool = False,
     ) -> None:  # fmt: skip
         if section.max_tokens is None:
             raise AssertionError("a loader of packed micro-batches without max_tokens")
         self.dataset, self.section, self.lengths = dataset, section, lengths
         self.rank, self.size, self.seed, self.num_epochs = rank, size, seed, num_epochs
         self.collate_fn: Callable[[list[Any]], Any] = collate_fn if collate_fn is not None else pad
+        self.num_workers, self.pin_memory = num_workers, pin_memory
         self.epoch = self.position = self.handed = 0
         self._packed: tuple[int, Any, Any] | None = None
         if len(self) == 0:
@@ -126,18 +130,24 @@ class PackedLoader:
         return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
     def __iter__(self) -> Iterator[Any]:
-        while self.epoch < self.num_epochs:
-            order, edges = self._of_epoch()
-            if self.position + self.size > len(edges) - 1:
-                break
-            mine = self.position + self.rank
-            self.handed = int(edges[self.position + self.size] - edges[self.position])
-            self.position += self.size
-            numbers = order[edges[mine] : edges[mine + 1]]
-            yield self.collate_fn([self.dataset[int(number)] for number in numbers])
-        if self.position:
-            self.epoch += 1
+        if self.epoch < self.num_epochs:
+            found = loaded(
+                self.dataset, self._chosen(self.position), self.collate_fn, num_workers=self.num_workers,
+                pin_memory=self.pin_memory, seed=mixed(self.epoch, self.seed),
+            )  # fmt: skip
+            for batch, place in found:
+                self.position, self.handed = place
+                yield batch
+        self.epoch += self.position > 0
         self.position = 0
+
+    def _chosen(self, position: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
+        order, edges = self._of_epoch()
+        while position + self.size <= len(edges) - 1:
+            mine, first = position + self.rank, position
+            position += self.size
+            handed = int(edges[position] - edges[first])
+            yield [int(number) for number in order[edges[mine] : edges[mine + 1]]], (position, handed)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; the same on all ranks."""
@@ -159,8 +169,8 @@ class PackedLoader:
         if state["num_samples"] != len(self.lengths) or state.get("packing") != self._packing():
             raise ValueError(
                 f"the loader's state is of {state['num_samples']} samples packed by {state.get('packing')}; this "
-                f"loader has {len(self.lengths)} packed by {self._packing()} (max_tokens, min_batch_size, max_batch_size, "
-                "sequence_picking_order). Continue with the data set and the options of the checkpoint."
+                f"loader has {len(self.lengths)} packed by {self._packing()} (max_tokens, min_batch_size, "
+                "max_batch_size, sequence_picking_order). Continue with the data set and the options of the checkpoint."
             )
         self.epoch, self.position, self.seed = int(state["epoch"]), int(state["micro_batch"]), int(state["seed"])
         self._packed = None

@@ -170,27 +170,28 @@ class DataSamplingConfig(Section):
     num_epochs: int = Field(default=1000, ge=1)
     """Passes over the data after which the loader ends for good."""
     num_workers: int = Field(default=0, ge=0)
-    """Processes that read samples; only 0, because the training process reads them."""
+    """Processes that read samples ahead; 0: the training process reads them."""
     pin_memory: bool = False
-    """Whether batches lie in page-locked memory; only false."""
+    """Whether batches lie in page-locked memory, for GPUs."""
     curriculum_learning: MetricCurriculumConfig = Field(default_factory=MetricCurriculumConfig)
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
 
     @model_validator(mode="after")
-    def _possible(self) -> DataSamplingConfig:
-        if self.num_workers or self.pin_memory:
+    def _one_picks(self) -> DataSamplingConfig:
+        if not self.enabled:
+            return self
+        metrics = self.curriculum_learning.curriculum_metrics if self.curriculum_learning.enabled else {}
+        picks = [name for name, metric in metrics.items() if metric.clustering_type == "schedule_based"]
+        if (self.num_workers or self.pin_memory) and not picks and not self.dynamic_batching.enabled:
             raise ValueError(
-                f"num_workers = {self.num_workers} and pin_memory = {str(self.pin_memory).lower()}; samples are read "
-                "by the training process, into ordinary memory: set them to 0 and false"
+                "num_workers or pin_memory is set, and no loader of this section reads samples; remove them, or enable "
+                "a curriculum metric or dynamic_batching"
             )
-        if self.enabled and self.dynamic_batching.enabled:
-            metrics = self.curriculum_learning.curriculum_metrics if self.curriculum_learning.enabled else {}
-            picks = [name for name, metric in metrics.items() if metric.clustering_type == "schedule_based"]
-            if picks:
-                raise ValueError(
-                    f"dynamic_batching.enabled, and the curriculum metric {picks[0]!r} picks samples too; enable one "
-                    'of the two, or set its clustering_type to "single_cluster"'
-                )
+        if self.dynamic_batching.enabled and picks:
+            raise ValueError(
+                f"dynamic_batching.enabled, and the curriculum metric {picks[0]!r} picks samples too; enable one of the "
+                'two, or set its clustering_type to "single_cluster"'
+            )
         return self
 
 

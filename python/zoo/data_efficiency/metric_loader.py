@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import default_collate
 
+from zoo.data_efficiency.ahead import loaded
 from zoo.data_efficiency.config import CurriculumMetric
 from zoo.data_efficiency.curriculum import Growing
 from zoo.data_efficiency.index import SortedIndex
@@ -80,6 +82,24 @@ class Pool:
         return found
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a :class:`CurriculumLoader` stands."""
+
+    epoch: int = 0
+    """Shuffles that are over."""
+    position: int = 0
+    """Samples of this shuffle that are drawn, of all ranks."""
+    samples: int = 0
+    """Samples that are drawn since training began, of all ranks."""
+    difficulties: Mapping[str, int] = field(default_factory=dict)
+    """Those that the latest samples were drawn at."""
+    counts: Mapping[str, int] | None = None
+    """How many samples each metric allowed then."""
+    allowed: int = 0
+    """How many all of them allowed."""
+
+
 class CurriculumLoader:
     """Micro-batches of one rank, of samples that the curriculum allows.
 
@@ -96,12 +116,17 @@ class CurriculumLoader:
         samples_a_step: of all ranks: train_batch_size.
         micro_batch_size, rank, size, seed, collate_fn: as of ``make_loader`` of an engine part.
         num_epochs: shuffles after which nothing comes any more.
+        num_workers, pin_memory: see :func:`~zoo.data_efficiency.ahead.loaded`.
+
+    Attributes:
+        place: where it stands.
     """
 
     def __init__(
         self, dataset: Any, metrics: Mapping[str, CurriculumMetric], growing: Mapping[str, Growing], *,
         samples_a_step: int, micro_batch_size: int, rank: int, size: int, seed: int,
         collate_fn: Callable[[list[Any]], Any] | None = None, num_epochs: int = 1000,
+        num_workers: int = 0, pin_memory: bool = False,
     ) -> None:  # fmt: skip
         self.dataset, self.num_samples = dataset, len(dataset)
         self.pool = Pool(metrics, self.num_samples)
@@ -109,10 +134,8 @@ class CurriculumLoader:
         self.samples_a_step, self.micro_batch_size, self.rank, self.size = samples_a_step, micro_batch_size, rank, size
         self.seed, self.num_epochs = seed, num_epochs
         self.collate_fn: Callable[[list[Any]], Any] = collate_fn if collate_fn is not None else default_collate
-        self.epoch = self.position = self.samples = 0
-        self.difficulties: dict[str, int] = {}
-        self._counts: dict[str, int] | None = None  # what each metric allowed for the latest micro-batch
-        self._allowed: Any = None
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.place = Place(allowed=self.num_samples)
 
     def __len__(self) -> int:
         """Micro-batches of each rank in a shuffle of the whole data set."""
@@ -121,48 +144,56 @@ class CurriculumLoader:
     @property
     def allowed(self) -> int:
         """Samples in the pool that was drawn from last."""
-        return self.num_samples if self._allowed is None else len(self._allowed)
-
-    def _look(self) -> None:
-        """The pool of the step at hand."""
-        step = self.samples // self.samples_a_step + 1
-        found = {name: growing.at(step) for name, growing in self._growing.items()}
-        if found == self.difficulties and self._counts is not None:
-            return
-        counts = self.pool.counts(found)
-        if counts != self._counts:
-            self._allowed = self.pool.of(counts)
-            if self._counts is not None and self.position:
-                self.epoch += 1
-                self.position = 0
-        self.difficulties, self._counts = found, counts
+        return self.place.allowed
 
     def __iter__(self) -> Iterator[Any]:
-        stride = self.micro_batch_size * self.size
-        while self.epoch < self.num_epochs:
-            self._look()
-            count = self.allowed
-            wraps = count < stride  # a pool smaller than what ranks need at once is gone through several times
-            if self.position + stride > count and not (wraps and self.position == 0):
-                break
-            first = self.position + self.rank * self.micro_batch_size
-            numbers = [self._where((first + i) % count, count) for i in range(self.micro_batch_size)]
-            self.position += stride
-            self.samples += stride
-            yield self.collate_fn([self.dataset[number] for number in numbers])
-        if self.position:
-            self.epoch += 1
-        self.position = 0
+        found = loaded(
+            self.dataset, self._chosen(self.place), self.collate_fn, num_workers=self.num_workers,
+            pin_memory=self.pin_memory, seed=mixed(self.place.epoch, self.seed),
+        )  # fmt: skip
+        for batch, place in found:
+            self.place = place
+            yield batch
+        place = self.place
+        self.place = replace(place, epoch=place.epoch + (place.position > 0), position=0)
 
-    def _where(self, index: int, count: int) -> int:
-        place = shuffled(index, count, mixed(self.epoch, self.seed))
-        return place if self._allowed is None else int(self._allowed[place])
+    def _chosen(self, place: Place) -> Iterator[tuple[list[int], Place]]:
+        """This rank's samples of each micro-batch to the end of the shuffle, and where the loader stands after it."""
+        stride = self.micro_batch_size * self.size
+        pool = self.pool.of(place.counts) if place.counts is not None else None
+        while place.epoch < self.num_epochs:
+            place, pool = self._looked(place, pool)
+            count = place.allowed
+            wraps = count < stride  # a pool smaller than what ranks need at once is gone through several times
+            if place.position + stride > count and not (wraps and place.position == 0):
+                return
+            first = place.position + self.rank * self.micro_batch_size
+            seed = mixed(place.epoch, self.seed)
+            found = [shuffled((first + i) % count, count, seed) for i in range(self.micro_batch_size)]
+            place = replace(place, position=place.position + stride, samples=place.samples + stride)
+            yield (found if pool is None else [int(pool[where]) for where in found]), place
+
+    def _looked(self, place: Place, pool: Any) -> tuple[Place, Any]:
+        """With the pool of the step at hand."""
+        step = place.samples // self.samples_a_step + 1
+        difficulties = {name: growing.at(step) for name, growing in self._growing.items()}
+        if difficulties == place.difficulties and place.counts is not None:
+            return place, pool
+        counts = self.pool.counts(difficulties)
+        if counts == place.counts:
+            return replace(place, difficulties=difficulties), pool
+        if place.counts is not None and place.position:
+            place = replace(place, epoch=place.epoch + 1, position=0)
+        pool = self.pool.of(counts)
+        allowed = self.num_samples if pool is None else len(pool)
+        return replace(place, difficulties=difficulties, counts=counts, allowed=allowed), pool
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; the same on all ranks."""
+        place = self.place
         return {
-            "epoch": self.epoch, "position": self.position, "samples": self.samples, "num_samples": self.num_samples,
-            "seed": self.seed, "difficulties": dict(self.difficulties),
+            "epoch": place.epoch, "position": place.position, "samples": place.samples, "num_samples": self.num_samples,
+            "seed": self.seed, "difficulties": dict(place.difficulties),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,10 +208,12 @@ class CurriculumLoader:
                 f"the loader's state is of a data set of {state['num_samples']} samples; this one has "
                 f"{self.num_samples}. Continue with the data set that the checkpoint was made with."
             )
-        self.epoch, self.position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
-        self.samples = int(state.get("samples", self.epoch * self.num_samples + self.position))
+        self.seed, epoch, position = int(state["seed"]), int(state["epoch"]), int(state["position"])
+        samples = int(state.get("samples", epoch * self.num_samples + position))
+        self.place = Place(epoch, position, samples, allowed=self.num_samples)
         saved = {str(name): int(value) for name, value in state.get("difficulties", {}).items()}
-        self._counts = self._allowed = None
         if saved and set(saved) == set(self._growing):
-            self.difficulties, self._counts = saved, self.pool.counts(saved)
-            self._allowed = self.pool.of(self._counts)
+            counts = self.pool.counts(saved)
+            pool = self.pool.of(counts)
+            allowed = self.num_samples if pool is None else len(pool)
+            self.place = replace(self.place, difficulties=saved, counts=counts, allowed=allowed)

@@ -72,16 +72,19 @@ class DataEfficiency:
         """The loader that the section asks for; None for the engine's own. Its shuffles are drawn from the engine's
         seed, as those of the engine's loader are."""
         sampling = self.section.data_sampling
+        more: dict[str, Any] = {
+            "num_epochs": sampling.num_epochs, "num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory,
+        }  # fmt: skip
         if self._picks:
             self.loader = CurriculumLoader(
                 dataset, self._metrics, self._growing, micro_batch_size=micro_batch_size, rank=rank, size=size,
                 samples_a_step=int(self.environment.config.train_batch_size), seed=seed, collate_fn=collate_fn,
-                num_epochs=sampling.num_epochs,
+                **more,
             )  # fmt: skip
         elif self._packs:
             self.loader = PackedLoader(
                 dataset, sampling.dynamic_batching, self._lengths(dataset), rank=rank, size=size, seed=seed,
-                collate_fn=collate_fn, num_epochs=sampling.num_epochs,
+                collate_fn=collate_fn, **more,
             )  # fmt: skip
         return self.loader
 

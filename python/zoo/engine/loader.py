@@ -94,7 +94,7 @@ class ShardedLoader(Generic[T]):
         loader: DataLoader[T] = DataLoader(
             self.dataset, batch_sampler=chosen, collate_fn=self.collate_fn, num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            generator=torch.Generator().manual_seed(_mix(self.epoch, self.seed) >> 1),  # torch's own stays as it is
+            generator=torch.Generator().manual_seed(mixed(self.epoch, self.seed) >> 1),  # torch's own stays as it is
             **ahead,  # type: ignore[arg-type]
         )  # fmt: skip
         return iter(loader)
