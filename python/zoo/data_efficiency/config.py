@@ -189,8 +189,8 @@ class DataSamplingConfig(Section):
             )
         if self.dynamic_batching.enabled and picks:
             raise ValueError(
-                f"dynamic_batching.enabled, and the curriculum metric {picks[0]!r} picks samples too; enable one of the "
-                'two, or set its clustering_type to "single_cluster"'
+                f"dynamic_batching.enabled, and the curriculum metric {picks[0]!r} picks samples too; enable one of "
+                'the two, or set its clustering_type to "single_cluster"'
             )
         return self
 
