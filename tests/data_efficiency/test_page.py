@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from tests.data_efficiency.tiny import BASE, start
 
-PAGE = Path(__file__).parents[2] / "python/zoo/data_efficiency/README.md"
+from zoo.config import load
+
+ROOT = Path(__file__).parents[2]
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def block(language: str, page: str = "python/zoo/data_efficiency/README.md") -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return str(found)
 
 
@@ -34,3 +37,11 @@ def test_the_analyser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_hand: dict[str, Any] = {}
     exec(block("python"), at_hand)
     assert at_hand["order"].about["metric"] == "seqlen"
+
+
+def test_the_sections_of_the_table() -> None:
+    sections = json.loads(block("json", "docs/data_efficiency.md"))
+    for section in sections:
+        config = load({**BASE, **section})
+        assert all(config.asks_for(name) for name in section)
+    assert len(sections) == 5
