@@ -194,6 +194,12 @@ EFFECTS: dict[str, str] = {
     "csv_monitor": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "comet": "tests/monitor/test_sinks.py::test_comet_gets_what_the_section_says_and_values_at_intervals",
     "jsonl_monitor": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
+    "curriculum_learning.enabled":
+        "tests/data_efficiency/test_curriculum.py::test_the_model_sees_the_lengths_of_the_schedule",
+    "progressive_layer_drop.enabled":
+        "tests/data_efficiency/test_layer_drop.py::test_the_blocks_that_run_are_those_that_were_drawn",
+    "data_efficiency.enabled":
+        "tests/data_efficiency/test_random_ltd.py::test_each_block_sees_the_tokens_of_the_schedule",
     "train_batch_size": "tests/engine/test_steps.py::test_another_batch_size",
     "train_micro_batch_size_per_gpu": "tests/engine/test_loader.py::test_an_epoch_is_dealt_out_once",
     "gradient_accumulation_steps":

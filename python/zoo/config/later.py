@@ -59,10 +59,6 @@ def _switched(feature: str, what: Any = waits, **keys: Any) -> Fate:
     return fate
 
 
-_SCHEDULE = {
-    "min_difficulty": NUMBER, "max_difficulty": NUMBER, "schedule_type": PATH, "schedule_config": {},
-}  # fmt: skip
-
 _TECHNIQUE: Mapping[str, Any] = {
     "shared_parameters": setting(
         {},
@@ -151,8 +147,6 @@ SECTIONS: dict[str, Fate] = {
             },
         },
     ),
-    "curriculum_learning": _switched("data efficiency (curriculum learning)", curriculum_type=PATH, **_SCHEDULE),
-    "data_efficiency": _switched("data efficiency", seed=1234, data_routing={}, data_sampling={}),
     "eigenvalue": _switched(
         "quantisation during training", verbose=False, max_iter=100, tol=1e-2, stability=1e-6,
         gas_boundary_resolution=1, layer_name="bert.encoder.layer", layer_num=0,
@@ -192,7 +186,6 @@ SECTIONS: dict[str, Fate] = {
             "use_reentrant": setting(True, asks=False),
         },
     ),
-    "progressive_layer_drop": _switched("data efficiency (progressive layer dropping)", theta=1.0, gamma=0.001),
     "quantize_training": _switched(
         "quantisation during training", quantize_bits={}, quantize_schedule={}, quantize_groups=1, quantize_type={},
         fp16_mixed_quantize={}, quantize_verbose=False, quantize_eigenvalue=False, quantize_algo={}, eigenvalue={},

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from zoo.engine.arguments import add_config_arguments
     from zoo.engine.engine import Engine
     from zoo.engine.entry import initialize
-    from zoo.engine.loader import RepeatingLoader, ShardedLoader, shuffled
+    from zoo.engine.loader import RepeatingLoader, ShardedLoader
+    from zoo.parts import shuffled
 
 _HOMES = {
     "Engine": "engine",

@@ -147,7 +147,16 @@ def build_loader(
         if collate_fn is not None:
             raise ValueError(f"collate_fn with training_data that is a loader, a {type(data).__name__}; give it that.")
         return data
-    return parts.make_loader(data, **how) or ShardedLoader(data, **how, **more)
+    made = parts.make_loader(data, **how)
+    if made is None:
+        return ShardedLoader(data, **how, **more)
+    idle = sorted(name for name in ("num_workers", "pin_memory") if more.get(name))
+    if idle:
+        raise ValueError(
+            f"{' and '.join(idle)} of the engine's own loader: an engine part makes the loader, and its own section "
+            "says so, such as data_efficiency.data_sampling.num_workers."
+        )
+    return made
 
 
 def build_mesh(config: Config, mesh: Any, device: torch.device) -> Any:

@@ -8,35 +8,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from zoo.parts import mixed, shuffled
+
 T = TypeVar("T")
-_ROUNDS = 6
-_MASK = (1 << 64) - 1
-
-
-def shuffled(index: int, size: int, seed: int) -> int:
-    """Where a shuffle of ``size`` elements puts ``index``: a permutation of 0..size-1, without storing it.
-
-    A Feistel network over the smallest even number of bits that holds ``size``; results outside are sent through it
-    again until one falls inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains",
-    section 5). Depends on the arguments only, so it is the same on every rank, Python and torch.
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & low
-        for number in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right + (number << 56), seed) & low)
-        index = (left << half) | right
-        if index < size:
-            return index
-
-
-def _mix(value: int, seed: int) -> int:
-    # The finaliser of splitmix64.
-    z = (value + (seed + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
 
 
 class ShardedLoader(Generic[T]):
@@ -120,7 +94,7 @@ class ShardedLoader(Generic[T]):
         loader: DataLoader[T] = DataLoader(
             self.dataset, batch_sampler=chosen, collate_fn=self.collate_fn, num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            generator=torch.Generator().manual_seed(_mix(self.epoch, self.seed) >> 1),  # torch's own stays as it is
+            generator=torch.Generator().manual_seed(mixed(self.epoch, self.seed) >> 1),  # torch's own stays as it is
             **ahead,  # type: ignore[arg-type]
         )  # fmt: skip
         return iter(loader)
@@ -152,7 +126,7 @@ class ShardedLoader(Generic[T]):
 
     def _where(self, index: int) -> int:
         # The seed of an epoch must not be that of a neighbouring seed's neighbouring epoch.
-        return shuffled(index, self.num_samples, _mix(self.epoch, self.seed)) if self.shuffle else index
+        return shuffled(index, self.num_samples, mixed(self.epoch, self.seed)) if self.shuffle else index
 
 
 class RepeatingLoader:

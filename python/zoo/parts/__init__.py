@@ -8,6 +8,7 @@
 * :class:`Clock`: where training stands. :class:`StepRecord`: what a step came to. :class:`Environment`: what the engine
   tells its parts of the job.
 * :func:`in_order`: the order in which parts are called.
+* :func:`shuffled`, :func:`uniform`, :func:`drawn`, :func:`mixed`: random numbers of a seed and counters, with no state.
 """
 
 from zoo.parts.clock import Clock
@@ -28,6 +29,7 @@ from zoo.parts.protocols import (
     Sink,
 )
 from zoo.parts.record import StepRecord
+from zoo.parts.shuffling import drawn, mixed, shuffled, uniform
 
 __all__ = [
     "AfterUpdate",
@@ -45,5 +47,9 @@ __all__ = [
     "ScalesLr",
     "Sink",
     "StepRecord",
+    "drawn",
     "in_order",
+    "mixed",
+    "shuffled",
+    "uniform",
 ]

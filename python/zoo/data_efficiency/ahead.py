@@ -1,0 +1,42 @@
+"""Micro-batches in the order in which they were chosen, each with where the loader stands after it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+Place = TypeVar("Place")
+
+
+def loaded(
+    dataset: Any, chosen: Iterator[tuple[list[int], Place]], collate_fn: Callable[[list[Any]], Any], *,
+    num_workers: int, pin_memory: bool, seed: int,
+) -> Iterator[tuple[Any, Place]]:  # fmt: skip
+    """(micro-batch, place) for each (numbers of samples, place).
+
+    Args:
+        num_workers: processes that read ahead; the places are those of what is handed out all the same.
+        pin_memory: batches lie in page-locked memory.
+        seed: of the workers' random numbers; torch's own generator stays as it is.
+    """
+    if not num_workers and not pin_memory:
+        for numbers, place in chosen:
+            yield collate_fn([dataset[number] for number in numbers]), place
+        return
+    places: deque[Place] = deque()
+
+    def sampler() -> Iterator[list[int]]:
+        for numbers, place in chosen:
+            places.append(place)
+            yield numbers
+
+    found: Any = DataLoader(
+        dataset, batch_sampler=sampler(), collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed >> 1),
+    )  # fmt: skip
+    for batch in found:
+        yield batch, places.popleft()
