@@ -111,7 +111,9 @@ def test_what_examples_come_to(empty_folder: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in pages() if blocks(page, "json")])
 def test_documents_are_configurations(page: str) -> None:
     for block in blocks(page, "json"):
-        load({"train_batch_size": 16, **json.loads(block)}, world_size=16)
+        found = json.loads(block)
+        for document in found if isinstance(found, list) else [found]:
+            load({"train_batch_size": 16, **document}, world_size=16)
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if blocks(page, "toml")])
