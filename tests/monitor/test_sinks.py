@@ -329,10 +329,10 @@ def test_comets_defaults_leave_everything_to_its_own_configuration(comet: list[F
 
 
 def test_comets_key_is_shown_nowhere(tmp_path: Path) -> None:
-    config = load({"train_batch_size": 1, "comet": {"enabled": True, "api_key": "hidden"}}, world_size=1)
-    assert config.comet.api_key.get_secret_value() == "hidden"
+    config = load({"train_batch_size": 1, "comet": {"enabled": True, "api_key": "hush-hush"}}, world_size=1)
+    assert config.comet.api_key.get_secret_value() == "hush-hush"
     for text in (config.explain(), json.dumps(config.to_dict()), repr(config), str(config)):
-        assert "hidden" not in text
+        assert "hush-hush" not in text
 
 
 def test_a_sink_of_another_package_is_built_on_rank_0_unless_its_section_asks() -> None:

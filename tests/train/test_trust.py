@@ -47,11 +47,16 @@ def test_a_run_that_is_there_is_refused_resumed_or_numbered(
     assert run(out, if_exists="number", steps=4).out == f"{out}-3"
     assert run(out, if_exists="resume", steps=8).steps == 8
     assert [line["step"] for line in lines(out)] == list(range(1, 9))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    assert run(out, if_exists="number", steps=4).out == f"{out}-4"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert run(out, steps=10).out == str(out)
-    assert run(out, if_exists="number", steps=10).out == f"{out}-3"
-    assert len(lines(tmp_path / "out-3")) == 10
-    assert len(lines(tmp_path / "out-2")) == 4
+    assert run(out, if_exists="number", steps=10).out == f"{out}-4"
+    assert run(tmp_path / "out-4", steps=12).out == f"{out}-4"
+    assert [len(lines(tmp_path / name)) for name in ("out", "out-2", "out-3", "out-4")] == [8, 4, 4, 12]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one that was refused, or died before it wrote")
+    with pytest.raises(ValueError, match="already"):
+        run(out, steps=10)
+    assert run(out, if_exists="number", steps=4).out == f"{out}-5"
 
 
 def test_an_empty_folder_is_no_run_and_a_file_is_no_folder(tmp_path: Path) -> None:
@@ -124,7 +129,7 @@ def test_a_bad_batch_and_a_bad_parameter_are_told_apart(tmp_path: Path) -> None:
 
     own.register("task", "bad", Tiny)
     with pytest.raises(NotFiniteError, match=r"the parameter last.bias is not finite"):
-        train(config(tmp_path / "a"), registry=_as(own, "tiny", Tiny))
+        train(config(tmp_path / "a"), registry=_as(None, "tiny", Tiny))
 
     class Data(task):  # type: ignore[misc, valid-type]
         def training_data(self) -> Any:
@@ -133,7 +138,7 @@ def test_a_bad_batch_and_a_bad_parameter_are_told_apart(tmp_path: Path) -> None:
             return found
 
     with pytest.raises(NotFiniteError, match="micro-batch 1 of 2: the batch itself has values that are not finite"):
-        train(config(tmp_path / "b"), registry=_as(own, "tiny", Data))
+        train(config(tmp_path / "b"), registry=_as(None, "tiny", Data))
 
 
 def _as(registry_: Any, name: str, factory: Any) -> Any:
@@ -171,8 +176,8 @@ def test_what_cannot_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="is no directory of a run"):
         replay(tmp_path, 1)
     run(tmp_path / "out", steps=2)
-    with pytest.raises(ValueError, match=r"replay of step 3: the log of .* has 1 to 2"):
-        replay(tmp_path / "out", 3, registry=registry())
+    with pytest.raises(ValueError, match=r"replay of step 4: the log of .* has 1 to 2"):
+        replay(tmp_path / "out", 4, registry=registry())
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="had 1 ranks, and there are 2 here; start with torchrun"):
         replay(tmp_path / "out", 1, registry=registry())
@@ -206,7 +211,7 @@ def test_a_signal_saves_and_ends_and_resuming_is_never_having_stopped(tmp_path: 
 
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(StoppedError):
-        train(config(tmp_path / "out"), registry=_as(own, "tiny", Sends))
+        train(config(tmp_path / "out"), registry=_as(None, "tiny", Sends))
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
     assert latest_tag(tmp_path / "out" / "checkpoints") == "step_00000006"
     run(tmp_path / "out", resume=True)
@@ -281,3 +286,116 @@ def test_a_partial_warm_start(tmp_path: Path) -> None:
     run(tmp_path / "out", warm_start=start, steps=1)
     found = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert 6.9 < float(found["last.bias"]) < 7.1
+
+
+# -- what a reader found ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_finished_run_can_be_resumed(tmp_path: Path, stage: int) -> None:
+    changes = {"zero_optimization.stage": stage}
+    first = sim.run(2, lambda rank: train(config(tmp_path, 2, changes, steps=4), registry=registry()))
+    again = sim.run(2, lambda rank: train(config(tmp_path, 2, changes, steps=4), resume=True, registry=registry()))
+    assert [result.validation_loss for result in again] == [result.validation_loss for result in first]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_ranks_bad_batch_hangs_nobody(tmp_path: Path, stage: int) -> None:
+    task = registry().get("task", "tiny")
+
+    class Data(task):  # type: ignore[misc, valid-type]
+        def training_data(self) -> Any:
+            found = super().training_data()
+            found.tensors[0][11] = float("nan")
+            return found
+
+    def job(rank: int) -> str:
+        with pytest.raises(NotFiniteError) as caught:
+            train(config(tmp_path, 2, {"zero_optimization.stage": stage}), registry=_as(None, "tiny", Data))
+        return str(caught.value)
+
+    first, second = sim.run(2, job)
+    assert first == second
+    assert "the batch itself has values that are not finite" in first
+
+
+def test_a_signal_in_the_last_save_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.train.job import Job
+
+    save = Job._save
+
+    def interrupted(self: Job) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(self)
+
+    monkeypatch.setattr(Job, "_save", interrupted)
+    run(tmp_path, steps=3, checkpoint_every=None)
+    assert latest_tag(tmp_path / "checkpoints") == "step_00000003"
+    assert (tmp_path / "result.json").exists()
+
+
+def test_the_step_that_ended_a_run_can_be_run_again(tmp_path: Path) -> None:
+    task = {"type": "tiny", "params": {"bad": 20}}
+    with pytest.raises(NotFiniteError):
+        train(config(tmp_path, task=task, steps=50, checkpoint_every=1), registry=registry())
+    with pytest.raises(NotFiniteError, match="'log'"):
+        replay(tmp_path, len(lines(tmp_path)) + 1, registry=registry())
+
+
+def test_a_replay_writes_into_no_monitor_and_takes_nan_for_nan(tmp_path: Path) -> None:
+    changes = {
+        "fp16.enabled": "true", "fp16.auto_cast": "true", "fp16.initial_scale_power": 40, "fp16.hysteresis": 1,
+        "jsonl_monitor.enabled": "true", "jsonl_monitor.output_path": str(tmp_path / "monitor"),
+    }  # fmt: skip
+    train(config(tmp_path / "out", changes=changes, steps=3), registry=registry())
+    written = {p: p.read_bytes() for p in (tmp_path / "monitor").rglob("*") if p.is_file()}
+    assert written
+    assert any(line["skipped"] for line in lines(tmp_path / "out"))
+    assert replay(tmp_path / "out", 3, registry=registry()).differences == ()
+    assert {p: p.read_bytes() for p in (tmp_path / "monitor").rglob("*") if p.is_file()} == written
+
+
+def test_pythons_and_numpys_random_numbers_come_from_the_seed(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    task = registry().get("task", "tiny")
+
+    class Data(task):  # type: ignore[misc, valid-type]
+        def training_data(self) -> Any:
+            data = super().training_data()
+
+            class Noisy(torch.utils.data.Dataset[Any]):
+                def __len__(self) -> int:
+                    return len(data)
+
+                def __getitem__(self, index: int) -> Any:
+                    x, y = data[index]
+                    return x + random.random() + np.random.rand(), y
+
+            return Noisy()
+
+    own = _as(None, "tiny", Data)
+    train(config(tmp_path / "a"), registry=own)
+    train(config(tmp_path / "b"), registry=own)
+    assert curve(tmp_path / "a") == curve(tmp_path / "b")
+    for step in (3, 7):
+        assert replay(tmp_path / "a", step, registry=own).differences == ()
+
+
+def test_steps_of_another_number_of_ranks_are_told(tmp_path: Path) -> None:
+    sim.run(2, lambda rank: train(config(tmp_path, 2, steps=4), registry=registry()))
+    run(tmp_path, steps=12, resume=True)
+    assert replay(tmp_path, 7, registry=registry()).differences == ()
+    with pytest.raises(ValueError, match="had 2 ranks, and there are 1 here"):
+        replay(tmp_path, 3, registry=registry())
+
+
+def test_a_broken_line_of_the_log_loses_no_other(tmp_path: Path) -> None:
+    run(tmp_path, steps=8)
+    log = tmp_path / "log.jsonl"
+    kept = log.read_text().splitlines()
+    log.write_text("\n".join([kept[0], kept[1][:9], *kept[2:]]) + "\n")
+    run(tmp_path, steps=12, resume=True)
+    assert [line["step"] for line in lines(tmp_path)] == [1, *range(3, 13)]

@@ -19,6 +19,7 @@ PART, SINK = "engine_part", "sink"
 def build(
     config: Config, environment: Environment, registry: Registry, *,
     parts: Mapping[str, Any] | None = None, sinks: Mapping[str, Sink] | None = None, group: Any = None,
+    monitors: bool = True,
 ) -> tuple[Parts, dict[str, Sink]]:  # fmt: skip
     """The parts and sinks of all sections that the document asks for, and those that the user brings.
 
@@ -47,7 +48,8 @@ def build(
                 )
     found = {name: registry.get(PART, name)(getattr(config, name), environment) for name in asked[PART]}
     ordered = Parts({**found, **(parts or {})})
-    return ordered, {**_sinks(asked[SINK], config, environment, registry, group), **(sinks or {})}
+    wanted = asked[SINK] if monitors else []
+    return ordered, {**_sinks(wanted, config, environment, registry, group), **(sinks or {})}
 
 
 def _sinks(
@@ -146,8 +148,15 @@ class Parts:
         for _, call in self._after:
             call(record)
 
-    def close(self) -> None:
-        """Each part that has something to close, the last first."""
-        for part in reversed(self.all.values()):
-            if hasattr(part, "close"):
-                part.close()
+    def closers(self) -> list[Callable[[], None]]:
+        """What closes each part that has something to close, in the order of the parts."""
+        return [part.close for part in self.all.values() if hasattr(part, "close")]
+
+    def check_updates(self, in_backward: bool) -> None:
+        """Raise ValueError for parts that do something before an update, where updates are made in backward."""
+        names = sorted({name for name, _ in (*self._before, *self._factors)})
+        if in_backward and names:
+            raise ValueError(
+                f"zero_optimization.update_in_backward with the engine part {', '.join(names)}, which has to do "
+                "something before each update; those are made in backward. Leave one of the two out."
+            )

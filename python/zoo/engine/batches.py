@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module has its own mode again."""
+    before = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in before:
+            child.training = training
 
 
 def placed(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

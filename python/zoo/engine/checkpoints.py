@@ -15,7 +15,8 @@ from zoo.comm import Communicator
 from zoo.engine.saving import save_model
 from zoo.engine.state import (
     buffer_slices,
-    check_fits,
+    check_engine,
+    check_model,
     engine_meta,
     load_buffers,
     load_own_buffers,
@@ -76,8 +77,10 @@ class Checkpoints:
         self.check_between_steps("save_checkpoint()")
         optimizer = self.training("save_checkpoint()")
         slices: list[StateSlice] = [*optimizer.state_slices(), *buffer_slices(self.module, self.comm)]
-        meta = {"engine": engine_meta(self._engine), "client": dict(client_state or {})}
         tag = tag if tag is not None else f"global_step{self.global_steps}"
+        meta: dict[str, Any] = {"client": dict(client_state or {})}
+        # What belongs to parts and users may raise, on one rank alone too.
+        together(self.comm, f"saving the checkpoint {tag!r}", lambda: meta.update(engine=engine_meta(self._engine)))
         scalars = optimizer.state_scalars()
         mine = {**random_state(), **own_buffers(self.module, self.comm)}
         return str(save(directory, tag, slices, scalars, meta, self.comm, rank_state=mine))
@@ -104,13 +107,15 @@ class Checkpoints:
         what = f"loading the checkpoint {found.tag!r} into this model"
         if self._optimizer is None:
             buckets = self.sharded.buckets
-            together(self.comm, what, lambda: check_fits(found, slices_of([], {}, buckets, owned=False)))
+            together(self.comm, what, lambda: check_model(found, self.module, slices_of([], {}, buckets, owned=False)))
             fill_frozen(buckets, found.read)
             self.sharded.runtime.updated()
             load_buffers(self.module, found)
             return str(found.path), dict(found.meta.get("client", {}))
         optimizer = self.training("load_checkpoint()")
-        together(self.comm, what, lambda: check_fits(found, optimizer.state_slices()))
+        together(self.comm, what, lambda: check_engine(self._engine, found, optimizer.state_slices()))
+        if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
+            self._engine.zero_grad()
         restore_options(self._engine, found)
         optimizer.load_state(found.read, found.scalars)
         load_buffers(self.module, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from torch import nn
 from zoo.config import Config
 from zoo.engine import direct
 from zoo.engine.attachments import Parts
-from zoo.engine.batches import count, placed
+from zoo.engine.batches import count, evaluating, placed
 from zoo.engine.checkpoints import Checkpoints
 from zoo.engine.loader import RepeatingLoader
 from zoo.engine.plain import kind_of
@@ -77,13 +78,17 @@ class Engine(Checkpoints):
         self._plain_task = -1, 1.0  # of the latest loss that went backward without us, and its factor
         self._losses: list[torch.Tensor] = []
         self._counts = [0, 0]  # samples and tokens of this step on this rank
+        self._latest = (0, 0)  # those of the latest forward, which count when its micro-batch is over
+        self.accumulation_was_set = False
         self._reported: dict[str, float] = {}
         self._began: float | None = None
         self._sent = 0
         self._input_dtype, self._autocast_dtype = input_dtype, autocast_dtype
         self._watch = Stopwatch() if config.wall_clock_breakdown else None
+        self._asked: tuple[Any, ...] = ()  # the latest schedule and names of arguments that its step takes
         self._discard = False  # an exception has left gradients of a step behind
         self._batches: Iterator[Any] | None = None
+        self._serial: int | None = None
         first = next(module.parameters(), None)
         self.device = first.device if first is not None else torch.device("cpu")
         name = getattr(module, "engine_runner", "plain")
@@ -109,15 +114,15 @@ class Engine(Checkpoints):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; tensors come to its device. They keep their dtype, but where ``auto_cast`` is on."""
-        trains = self.module.training and torch.is_grad_enabled() and self._optimizer is not None
+        trains = torch.is_grad_enabled() and self._optimizer is not None
         if trains:
+            if self._discard:
+                self.zero_grad()
             if self._began is None:
                 self._began = time.perf_counter()
-            if self._parts.changes_batches:
+            if self._parts.changes_batches and self.module.training:
                 args, kwargs = self._parts.on_batch(args, kwargs, self.clock)
-            samples, tokens = count(args, kwargs)
-            self._counts[0] += samples
-            self._counts[1] += tokens
+            self._latest = count(args, kwargs)
         args, kwargs = placed((args, kwargs), self.device, self._input_dtype)
         divides = trains and self._accumulation > 1
         if not divides:
@@ -177,7 +182,8 @@ class Engine(Checkpoints):
         optimizer = self.training("backward")
         if self._parts.changes_loss:
             loss = self._parts.on_loss(loss, self.clock)
-        local = self.config.zero_optimization.stage <= 1 and not last and not self._locally
+        section = self.config.zero_optimization
+        local = (section.stage <= 1 or section.update_in_backward) and not last and not self._locally
         self._dividing = True
         try:
             with optimizer.no_sync() if local else _NOTHING, self._timed("backward"):
@@ -191,16 +197,21 @@ class Engine(Checkpoints):
         """For runners: a micro-batch is over, and its step is not; the clock moves."""
         self._in_step += 1
         self.micro_steps += 1
+        self._count()
+
+    def _count(self) -> None:
+        self._counts = [before + here for before, here in zip(self._counts, self._latest, strict=True)]
+        self._latest = (0, 0)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside communicate at no stage; :meth:`step` is for afterwards."""
         with self.training("no_sync()").no_sync():
-            self._locally = True
+            outside, self._locally = self._locally, True
             try:
                 yield
             finally:
-                self._locally = False
+                self._locally = outside
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count the micro-batch; at the boundary, move the parameters and the learning rate, and clear the
@@ -213,8 +224,8 @@ class Engine(Checkpoints):
         if self._locally:
             raise ValueError("step() inside of no_sync(): the gradients are this rank's alone. Call it afterwards.")
         if self.is_gradient_accumulation_boundary():
-            self._update(lr_kwargs or {})
-            self.micro_steps += 1
+            self._count()
+            self._update(lr_kwargs or {}, micro_steps=1)
         else:
             self.count_micro_batch()
 
@@ -236,7 +247,8 @@ class Engine(Checkpoints):
         if self._discard:
             self.zero_grad()
         self.check_between_steps("train_batch()")
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         n = self._accumulation
         batches = self._own_batches() if iterator is None else iterator
         try:
@@ -253,13 +265,8 @@ class Engine(Checkpoints):
 
         At stage 3 a collective: all ranks evaluate the same number of batches.
         """
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                return self._runner.evaluate(batch)
-        finally:
-            self.module.train(was_training)
+        with evaluating(self.module), torch.no_grad():
+            return self._runner.evaluate(batch)
 
     def train(self, mode: bool = True) -> Engine:
         """The model's training mode."""
@@ -272,9 +279,10 @@ class Engine(Checkpoints):
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
-    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+    def _update(self, lr_kwargs: Mapping[str, Any], *, micro_steps: int = 0) -> None:
         """Everything between the last backward of a step and the first forward of the next."""
         optimizer, clock = self.optimizer, self.clock
+        self._check_schedule(lr_kwargs)
         self._parts.before_update(clock)
         scale = optimizer.loss_scale
         with self._scaled_rates(self._parts.lr_factor(clock)), self._timed("update"):
@@ -283,7 +291,14 @@ class Engine(Checkpoints):
         optimizer.zero_grad()
         self._in_step = 0
         self.global_steps += 1
+        self.micro_steps += micro_steps
         self.record = self._recorded(rates, scale, list(optimizer.tallied))
+        try:  # whatever raises from here on: the step is over, and is told
+            self._after(optimizer, lr_kwargs)
+        finally:
+            self.feed.put(self.record)
+
+    def _after(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         if not optimizer.skipped:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -294,8 +309,23 @@ class Engine(Checkpoints):
                     "step %d was skipped: the norm of its gradient is %s. Nothing has changed.",
                     self.global_steps, optimizer.grad_norm,
                 )  # fmt: skip
-        self._parts.after_update(self.record)
-        self.feed.put(self.record)
+        if self.record is not None:
+            self._parts.after_update(self.record)
+
+    def _check_schedule(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError, before anything has changed, where the schedule's step needs what nobody gives."""
+        asked = self.lr_scheduler, tuple(given)
+        if self.lr_scheduler is None or asked == self._asked:
+            return
+        try:
+            inspect.signature(self.lr_scheduler.step).bind(**given)
+        except TypeError as error:
+            name = type(self.lr_scheduler).__name__
+            raise ValueError(
+                f"the step of the schedule {name} cannot be called with {dict(given)}: {error}. Give what it needs to "
+                "engine.step(lr_kwargs={...}), after engine(...) and engine.backward(loss)."
+            ) from None
+        self._asked = asked
 
     def _tally(self) -> torch.Tensor:
         """What ranks add up: losses, how many, samples, tokens, whether to stop."""
@@ -320,7 +350,9 @@ class Engine(Checkpoints):
     def _recorded(self, rates: tuple[float, ...], scale: float, sums: list[float]) -> StepRecord:
         """What the step came to; ``sums``: see :meth:`_tally`."""
         loss, losses, samples, tokens, stop = sums
-        samples = round(samples * self.batch_ranks / self.comm.size)  # some ranks see parts of the same samples
+        layers = self.sharded.layers.size if self.sharded.layers is not None else 1
+        samples = round(samples * self.batch_ranks / (self.comm.size * layers))  # some ranks see the same samples
+        tokens = round(tokens / layers)
         now, sent, every = time.perf_counter(), self.comm.log.wire_bytes, self.config.steps_per_print
         measured = every is not None and self.global_steps % every == 0
         self.global_samples += samples
@@ -372,7 +404,11 @@ class Engine(Checkpoints):
                 f"{self.config.train_micro_batch_size_per_gpu} on each of {self.batch_ranks} ranks."
             )
         self.check_between_steps("set_train_batch_size()")
-        self._accumulation = train_batch_size // unit
+        self.set_accumulation(train_batch_size // unit)
+
+    def set_accumulation(self, accumulation: int) -> None:
+        """Another number of micro-batches in a step than the configuration's; checkpoints keep it."""
+        self._accumulation, self.accumulation_was_set = accumulation, True
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -422,9 +458,11 @@ class Engine(Checkpoints):
         if self._destroyed:
             return
         self._destroyed = True
-        self.feed.close()
-        self._parts.close()
-        self.sharded.close()
+        with contextlib.ExitStack() as stack:  # all of it, whatever raises
+            stack.callback(self.sharded.close)
+            for close in self._parts.closers():
+                stack.callback(close)
+            stack.callback(self.feed.close)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -433,9 +471,16 @@ class Engine(Checkpoints):
             raise ValueError(
                 "train_batch() needs an iterator of batches, or data given to initialize(training_data=...)."
             )
-        if self._batches is None:
+        serial = getattr(self.dataloader, "serial", None)
+        if self._batches is None or serial != self._serial:  # somebody else has gone through it, or moved it
             self._batches = iter(RepeatingLoader(self.dataloader))
-        return self._batches
+        return self._numbered(self._batches)
+
+    def _numbered(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Batches, remembering which iteration of the loader they are of."""
+        for batch in batches:
+            self._serial = getattr(self.dataloader, "serial", None)
+            yield batch
 
     def forget_batches(self) -> None:
         """The loader was moved: the next step begins where it stands."""
@@ -444,4 +489,4 @@ class Engine(Checkpoints):
     def restart_counts(self) -> None:
         """A step begins, whatever was before."""
         self._in_step = 0
-        self._losses, self._counts, self._began = [], [0, 0], None
+        self._losses, self._counts, self._latest, self._began = [], [0, 0], (0, 0), None

@@ -37,6 +37,7 @@ def initialize(
     group: Any = None,
     parts: Mapping[str, Any] | None = None,
     sinks: Mapping[str, Sink] | None = None,
+    monitors: bool = True,
     overrides: Mapping[str, Any] | Iterable[str] = (),
     registry: Registry = DEFAULT,
 ) -> tuple[Engine, ZeroOptimizer | None, Any, Any]:
@@ -64,6 +65,7 @@ def initialize(
         group: instead of a mesh: the data-parallel process group; the default group if not given.
         parts: further engine parts by name (:mod:`zoo.parts`). sinks: what gets each step's record, by name, on this
             rank.
+        monitors: whether the sinks that the configuration asks for are built.
         overrides: as for ``zoo.config.load``; not with a configuration that is loaded already.
         registry: where optimizers, schedules, parts, sinks and runners are looked up.
 
@@ -80,7 +82,10 @@ def initialize(
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)
-    attached, writers = attachments.build(config, environment, registry, parts=parts, sinks=sinks, group=group)
+    attached, writers = attachments.build(
+        config, environment, registry, parts=parts, sinks=sinks, group=group, monitors=monitors
+    )
+    attached.check_updates(config.zero_optimization.update_in_backward)
     model = attached.prepare(model, mesh)
     dtype = building.compute_dtype(config)
     if dtype is not None:

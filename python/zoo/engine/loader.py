@@ -64,6 +64,7 @@ class ShardedLoader(Generic[T]):
         self.num_samples = len(dataset)
         self.epoch = 0
         self.position = 0
+        self.serial = 0  # of the newest iteration, to which the position belongs
         if len(self) == 0:
             raise ValueError(
                 f"the data set has {self.num_samples} samples, fewer than one micro-batch of {micro_batch_size} on "
@@ -77,13 +78,24 @@ class ShardedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         stride = self.micro_batch_size * self.size
-        batches = self._loaded()
-        while self.position + stride <= self.num_samples:
+        self.serial += 1
+        serial, position, batches = self.serial, self.position, self._loaded()
+        while position + stride <= self.num_samples:
             batch = next(batches)
-            self.position += stride
+            self._check_newest(serial)
+            position += stride
+            self.position = position
             yield batch
+            self._check_newest(serial)
         self.epoch += 1
         self.position = 0
+
+    def _check_newest(self, serial: int) -> None:
+        if serial != self.serial:
+            raise RuntimeError(
+                "this iteration of the loader is not the newest: another one has begun, or load_state_dict() has moved "
+                "the loader, and its position belongs to that. Begin a new one: iter(loader)."
+            )
 
     def _loaded(self) -> Iterator[T]:
         """The micro-batches from here to the end of the epoch."""
@@ -114,15 +126,20 @@ class ShardedLoader(Generic[T]):
         """Go on from there, at any number of ranks and any size of micro-batches.
 
         Raises:
-            ValueError: the state is of a data set of another length: its positions mean other samples.
+            ValueError: see :meth:`check_state`.
         """
+        self.check_state(state)
+        self.epoch, self.position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
+        self.serial += 1
+
+    def check_state(self, state: Mapping[str, int]) -> None:
+        """Raise ValueError for the state of a data set of another length: its positions mean other samples."""
         if state["num_samples"] != self.num_samples:
             raise ValueError(
                 f"the loader's state is of a data set of {state['num_samples']} samples; this one has "
                 f"{self.num_samples}. "
                 "Continue with the data set that the checkpoint was made with."
             )
-        self.epoch, self.position, self.seed = int(state["epoch"]), int(state["position"]), int(state["seed"])
 
     def _where(self, index: int) -> int:
         # The seed of an epoch must not be that of a neighbouring seed's neighbouring epoch.

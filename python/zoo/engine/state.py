@@ -53,12 +53,43 @@ def load_buffers(module: nn.Module, found: Checkpoint) -> None:
     """Every buffer of the module takes the checkpoint's value."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(module).items():
-            if found.shapes.get(name) != tuple(buffer.shape):
-                raise CheckpointError(
-                    f"the model's buffer {name!r} has shape {tuple(buffer.shape)}; checkpoint {found.tag!r} has "
-                    f"{found.shapes.get(name, 'no such buffer')}"
-                )
             buffer.copy_(found.tensor(name, BUFFER))
+
+
+def check_model(found: Checkpoint, module: nn.Module, slices: Iterable[StateSlice]) -> None:
+    """Raise CheckpointError unless parameters and buffers are in the checkpoint with the same shapes."""
+    check_fits(found, slices)
+    for name, buffer in persistent_buffers(module).items():
+        if found.shapes.get(name) != tuple(buffer.shape):
+            raise CheckpointError(
+                f"the model's buffer {name!r} has shape {tuple(buffer.shape)}; checkpoint {found.tag!r} has "
+                f"{found.shapes.get(name, 'no such buffer')}"
+            )
+
+
+def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice]) -> None:
+    """Raise before anything has changed what loading would refuse later.
+
+    Raises:
+        CheckpointError: it is of no engine or another model, or has another number of groups.
+        ValueError: it is of another data set.
+    """
+    check_model(found, engine.module, slices)
+    meta, groups = _meta_of(found), engine.optimizer.param_groups
+    if len(meta["param_groups"]) != len(groups):
+        raise CheckpointError(
+            f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer {len(groups)}"
+        )
+    check_loader = getattr(engine.dataloader, "check_state", None)
+    if check_loader is not None and meta["loader"] is not None:
+        check_loader(meta["loader"])
+
+
+def _meta_of(found: Checkpoint) -> dict[str, Any]:
+    meta = found.meta.get("engine")
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"checkpoint {found.tag!r} was not written by an engine: its meta has no part 'engine'")
+    return meta
 
 
 def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
@@ -90,6 +121,7 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
         "skipped_steps": engine.skipped_steps,
         "micro_steps": engine.micro_steps,
         "zero_stage": engine.config.zero_optimization.stage,
+        "accumulation": engine.accumulation if engine.accumulation_was_set else None,
         "samples": engine.global_samples,
         "tokens": engine.global_tokens,
         "loader": engine.dataloader.state_dict() if has_state(engine.dataloader) else None,
@@ -101,20 +133,8 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
 
 
 def restore_options(engine: Engine, found: Checkpoint) -> None:
-    """Give the parameter groups the options of a checkpoint; which states there are depends on them.
-
-    Raises:
-        CheckpointError: it is of no engine, or has another number of groups; nothing has changed.
-    """
-    meta = found.meta.get("engine")
-    if not isinstance(meta, dict):
-        raise CheckpointError(f"checkpoint {found.tag!r} was not written by an engine: its meta has no part 'engine'")
-    groups = engine.optimizer.param_groups
-    if len(meta["param_groups"]) != len(groups):
-        raise CheckpointError(
-            f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer {len(groups)}"
-        )
-    for group, saved in zip(groups, meta["param_groups"], strict=True):
+    """Give the parameter groups the options of a checkpoint; which states there are depends on them."""
+    for group, saved in zip(engine.optimizer.param_groups, _meta_of(found)["param_groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in saved.items()})
 
 
@@ -124,8 +144,15 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
     meta = found.meta["engine"]
     engine.global_steps, engine.skipped_steps = int(meta["global_steps"]), int(meta["skipped_steps"])
     engine.global_samples, engine.global_tokens = int(meta.get("samples", 0)), int(meta.get("tokens", 0))
+    if meta.get("accumulation") is not None:  # set by hand
+        engine.set_accumulation(int(meta["accumulation"]))
     engine.micro_steps = engine.global_steps * engine.accumulation
     engine.restart_counts()
+    if engine.dataloader is not None and not has_state(engine.dataloader):
+        _log.warning(
+            "the loader, a %s, has no state_dict and load_state_dict: it begins anew, and not at the checkpoint's "
+            "sample.", type(engine.dataloader).__name__,
+        )  # fmt: skip
     if has_state(engine.dataloader) and meta["loader"] is not None:
         engine.dataloader.load_state_dict(meta["loader"])
         engine.forget_batches()

@@ -116,7 +116,7 @@ class Feed:
         sink = self._sinks[name]
         try:
             getattr(sink, what)(*arguments)
-        except Exception as error:  # a monitor must not end a run
+        except BaseException as error:  # a monitor must not end a run, nor its thread
             if name in self.failed:  # it failed before, and again while it was closed: that is known
                 _log.debug("the monitor %s, which failed, failed in %s() too: %s", name, what, error)
             else:

@@ -79,9 +79,7 @@ def find(recorder: Recorder, engine: Engine) -> str:
 def _look(module: nn.Module, micro: Kept) -> str:
     """What is wrong first in a forward, "" if nothing is."""
     bad_inputs = [index for index, tensor in enumerate(tensors_in((micro.args, micro.kwargs))) if not _finite(tensor)]
-    if bad_inputs:
-        return f"the batch itself has values that are not finite (tensor {bad_inputs[0]})"
-    said: list[str] = []
+    said = [f"the batch itself has values that are not finite (tensor {bad_inputs[0]})"] if bad_inputs else []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
     def ahead(child: nn.Module, args: Any) -> None:  # parameters are whole now, at stage 3 too
@@ -98,7 +96,7 @@ def _look(module: nn.Module, micro: Kept) -> str:
     hooks += [child.register_forward_hook(after, with_kwargs=True) for child in names]
     try:
         with torch.no_grad():
-            module(*micro.args, **micro.kwargs)
+            module(*micro.args, **micro.kwargs)  # with a bad batch too: at stage 3 other ranks need this one
     finally:
         for hook in hooks:
             hook.remove()

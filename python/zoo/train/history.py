@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,13 +33,16 @@ class History:
         path = directory / "log.jsonl"
         if resume_from is not None and path.is_file():
             self.records = [r for r in _read(path) if r["step"] <= resume_from]
-        self._json = open(path, "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
-        self._csv = open(directory / "log.csv", "w", encoding="utf-8", newline="")  # noqa: SIM115
+        # Beside the old ones first: whatever ends this in the middle, no line is lost.
+        self._json = open(directory / "log.jsonl.new", "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        self._csv = open(directory / "log.csv.new", "w", encoding="utf-8", newline="")  # noqa: SIM115
         self._files = [self._json, self._csv]
         self._table = csv.DictWriter(self._csv, COLUMNS, extrasaction="ignore")
         self._table.writeheader()
         for record in self.records:
             self._write(record)
+        for name in ("log.jsonl", "log.csv"):
+            os.replace(directory / f"{name}.new", directory / name)
 
     def add(self, record: dict[str, Any]) -> None:
         """Keep a record and write it."""
@@ -64,12 +69,11 @@ class History:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    # A crash may have cut the last line; what follows a checkpoint is written again anyway.
+    # A crash may have cut the last line, a full disk one in the middle; what follows a checkpoint is written again.
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
             record = json.loads(line)
-        except ValueError:
-            break
-        records.append(record)
+            if isinstance(record, dict) and "step" in record:
+                records.append(record)
     return records

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import platform
+import random
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
@@ -18,21 +21,23 @@ from zoo.comm import Communicator, init_distributed
 from zoo.comm.failures import together
 from zoo.config import Config
 from zoo.engine import Engine, initialize
+from zoo.engine.batches import evaluating
 from zoo.engine.saving import save_model
 from zoo.parts import StepRecord
 from zoo.registry import DEFAULT, Registry
-from zoo.train import report
+from zoo.train import output, report
 from zoo.train.console import Watcher
 from zoo.train.diagnosis import Recorder, find
 from zoo.train.history import History
 from zoo.train.machine import peak_bytes, resident_bytes, set_threads
-from zoo.train.output import Output, choose
+from zoo.train.output import Output
 from zoo.train.report import Result
 from zoo.train.stopping import Signals
 from zoo.train.task import Task
 from zoo.train.warm_start import warm_start
 
 CHECKPOINTS = "checkpoints"
+T = TypeVar("T")
 
 
 class NotFiniteError(ValueError):
@@ -62,17 +67,17 @@ def train(config: Config, *, resume: bool = False, registry: Registry = DEFAULT)
         StoppedError: a signal has ended the run.
     """
     job = Job(config, registry)
-    return job.run(choose(job.section, resume=resume, comm=job.world))
+    return job.run(output.choose(job.section, resume=resume, comm=job.world))
 
 
 class Job:
     """A task and an engine.
 
     Args:
-        quiet: say nothing, on rank 0 either.
+        quiet: say nothing, on rank 0 either. monitors: build those of the configuration.
     """
 
-    def __init__(self, config: Config, registry: Registry, *, quiet: bool = False) -> None:
+    def __init__(self, config: Config, registry: Registry, *, quiet: bool = False, monitors: bool = True) -> None:
         self.began = time.perf_counter()
         self.config, self.section = config, config.train
         if self.section is None:
@@ -91,10 +96,14 @@ class Job:
         if self.section.warm_start is not None:
             for text in warm_start(model, self.section.warm_start, self.world):
                 self.watcher.line(text)
-        torch.manual_seed(config.seed * 100_003 + self.rank)
+        seed = (config.seed * 100_003 + self.rank) % 2**63
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         self.engine: Engine = initialize(
-            config, model, training_data=self.task.training_data(), loader=dict(self.section.loader), registry=registry
-        )[0]
+            config, model, training_data=self.task.training_data(), loader=dict(self.section.loader), registry=registry,
+            monitors=monitors,
+        )[0]  # fmt: skip
         self.validation = self.task.validation_data()
         self.watcher.line(
             f"{self.num_parameters:,} parameters; {self.section.steps} steps of {config.train_batch_size} samples of "
@@ -102,6 +111,7 @@ class Job:
         )
         self.out: Path | None = None
         self.saved_at = -1
+        self.validated: tuple[int, float] | None = None  # the step of the latest validation, and what it gave
         self.recorder = Recorder(self.engine)
 
     def _introduce(self) -> None:
@@ -114,27 +124,44 @@ class Job:
             for text in self.task.describe():
                 self.watcher.line(text)
 
-    def run(self, output: Output) -> Result:
-        """Train, and leave everything in ``output``."""
-        self.out = output.path
-        resumed = self.load(self.out) if output.resumes else None
-        history = History(self.out if self.rank == 0 else None, resumed)
-        if self.rank == 0:
-            values = self.config.to_dict()
-            values["train"] |= {"threads": self.threads, "out": str(self.out)}
-            facts = {"world_size": self.size, "torch": torch.__version__, "python": platform.python_version()}
-            for name, content in (("config.json", values), ("run.json", facts)):
-                (self.out / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        try:
-            self.watcher.begin(self.engine.global_steps)
-            with Signals(self.engine.request_stop) as signals:
+    def run(self, place: Output) -> Result:
+        """Train, and leave everything in ``place``."""
+        self.out = place.path
+        resumed = self.load(self.out) if place.resumes else None
+        history = self._on_rank_0("opening the log", lambda: self._begin(place.path, resumed)) or History(None)
+        with Signals(self.engine.request_stop) as signals:  # to the end: what is left is saved, and soon done
+            try:
+                self.watcher.begin(self.engine.global_steps)
                 train_s, tokens = self._loop(history, signals)
-            self._save()
-        finally:
-            self.watcher.end()
-            history.close()
-            self.engine.feed.close()
-        return self._finish(history, train_s, tokens)
+                self._save()
+            finally:
+                self.watcher.end()
+                history.close()
+                self.engine.feed.close()
+            return self._finish(history, train_s, tokens)
+
+    def _on_rank_0(self, what: str, work: Callable[[], T]) -> T | None:
+        """Run something on rank 0; what it raises is raised on all ranks. A collective."""
+        found: list[T] = []
+        together(self.world, what, lambda: found.append(work()) if self.rank == 0 else None, plain=ValueError)
+        return found[0] if found else None
+
+    def _begin(self, out: Path, resumed: int | None) -> History:
+        """The log, and what was asked for, on rank 0."""
+        before = output.facts_of(out).get("ranks") or [] if resumed else []
+        ranks = [part for part in before if part[0] < (resumed or 0)]
+        if not ranks or ranks[-1][1] != self.size:
+            ranks.append([resumed or 0, self.size])
+        values = self.config.to_dict()
+        values["train"] |= {"threads": self.threads, "out": str(out)}
+        facts = {
+            "launch": output.launch(), "world_size": self.size, "ranks": ranks, "torch": torch.__version__,
+            "python": platform.python_version(),
+        }  # fmt: skip
+        history = History(out, resumed)
+        for name, content in (("config.json", values), (output.FACTS, facts)):
+            (out / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return history
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +199,7 @@ class Job:
             step_s = time.perf_counter() - start
             train_s += step_s
             recent_s = step_s if not recent_s else 0.9 * recent_s + 0.1 * step_s
-            step, counted = done.step, done.samples * self.task.units_per_sample
+            step, counted = done.step, done.tokens or done.samples * self.task.units_per_sample
             tokens += counted
             smoothed = counted if not smoothed else 0.9 * smoothed + 0.1 * counted
             record = self.line_of(done) | {
@@ -183,7 +210,8 @@ class Job:
                 record["rss_bytes"] = self._of_ranks(resident_bytes())
                 record["state_bytes"] = self._of_ranks(engine.optimizer.memory()["total"])
             if self._due(step, section.validate_every) or last:
-                record["validation_loss"] = validate(engine, self.validation)
+                self.validated = step, validate(engine, self.validation)
+                record["validation_loss"] = self.validated[1]
             history.add(record)
             self.watcher.step(record)
             if "validation_loss" in record:
@@ -225,8 +253,9 @@ class Job:
             return
         self.engine.save_checkpoint(self.out / CHECKPOINTS, tag_of(step))
         self.saved_at = step
-        if self.rank == 0 and self.section.keep_checkpoints is not None:
-            prune(self.out / CHECKPOINTS, self.section.keep_checkpoints)
+        keep, folder = self.section.keep_checkpoints, self.out / CHECKPOINTS
+        if keep is not None:
+            self._on_rank_0("removing old checkpoints", lambda: prune(folder, keep))
 
     def load(self, out: Path, tag: str | None = None) -> int | None:
         """Go on from a checkpoint of a run, the latest if no tag is given; its step, None where there is none."""
@@ -241,13 +270,14 @@ class Job:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _finish(self, history: History, train_s: float, tokens: int) -> Result:
-        _, losses = history.series("validation_loss")
-        loss = losses[-1] if losses else validate(self.engine, self.validation)
+        now = self.engine.global_steps
+        known = self.validated is not None and self.validated[0] == now
+        loss = self.validated[1] if self.validated is not None and known else validate(self.engine, self.validation)
         sample = self._sample()
         model_lines = self._leave_model()
         peaks = self._of_ranks(peak_bytes())
         states = self._of_ranks(self.engine.optimizer.memory()["total"])
-        baseline = self.task.baseline() if self.rank == 0 else None
+        baseline = self._on_rank_0("the task's baseline", self.task.baseline)
         result = Result(
             validation_loss=loss, bits=loss / math.log(2), unit=self.task.unit,
             baseline=baseline[0] if baseline else None, baseline_loss=baseline[1] if baseline else None,
@@ -258,18 +288,16 @@ class Job:
             peak_resident_bytes=peaks, state_bytes=states, python=platform.python_version(), torch=torch.__version__,
             out=str(self.out), model=str(Path("model", "model.safetensors")) if self.section.save_model else None,
         )  # fmt: skip
-        if self.rank == 0:
-            ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
-            title = f"{self.section.task.type}: {self.num_parameters:,} parameters, ZeRO stage {result.stage}, {ranks}"
-            report.write(result, history, self.watcher, title=title, sample=sample, model_lines=model_lines)
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        title = f"{self.section.task.type}: {self.num_parameters:,} parameters, ZeRO stage {result.stage}, {ranks}"
+        self._on_rank_0("writing the result", lambda: report.write(
+            result, history, self.watcher, title=title, sample=sample, model_lines=model_lines
+        ))  # fmt: skip
         return result
 
     def _sample(self) -> str:
-        module = self.engine.module
-        module.eval()
-        text = self.task.sample(module)
-        module.train()
-        return text
+        with evaluating(self.engine.module):
+            return self.task.sample(self.engine.module)
 
     def _leave_model(self) -> list[str]:
         """The weights, for whoever uses the model without zoo, and what to say of them."""
@@ -278,14 +306,9 @@ class Job:
         folder = self.out / "model"
         save_model(self.engine.module, self.engine.sharded, folder, "model.safetensors", always=True)
         export = getattr(self.task, "export", None)
-        hows: list[str | None] = [None]
-        if export is not None:
-            hows = together(
-                self.world,
-                f"exporting the model to {str(folder)!r}",
-                lambda: export(folder) if self.rank == 0 else None,
-            )
-        how = hows[0] or f'model.load_state_dict(safetensors.torch.load_file("{folder / "model.safetensors"}"))'
+        what = f"exporting the model to {str(folder)!r}"
+        how: str | None = self._on_rank_0(what, lambda: export(folder)) if export is not None else None
+        how = how or f'model.load_state_dict(safetensors.torch.load_file("{folder / "model.safetensors"}"))'
         return [f"the model is in {folder}; load it with: {how}"]
 
 
@@ -302,6 +325,8 @@ def validate(engine: Engine, dataset: Dataset[Any]) -> float:
     device until the end.
     """
     count, size = len(dataset), engine.config.train_micro_batch_size_per_gpu  # type: ignore[arg-type]
+    if count == 0:
+        raise ValueError("the task's validation data is empty; there is no loss to tell.")
     num_batches = -(-count // size)
     totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for turn in range(-(-num_batches // engine.comm.size)):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zoo.comm import Communicator
 from zoo.train.config import TrainConfig
 
 MARKS = ("config.json", "log.jsonl", "result.json", "checkpoints")
 """What a directory has in which a run has written."""
+FACTS = "run.json"
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,7 @@ def is_run(path: Path) -> bool:
 def choose(section: TrainConfig, *, resume: bool, comm: Communicator) -> Output:
     """The same on all ranks; rank 0 looks, and makes the directory. A collective.
 
-    A launch that torchrun has restarted goes on where it wrote before: in the newest of the numbered directories that
-    it may have made.
+    A launch that torchrun has restarted goes on in the directory that it has made, if it came so far.
 
     Raises:
         ExistsError: there is a run, and it is to be refused; or the directory cannot be made.
@@ -38,7 +41,7 @@ def choose(section: TrainConfig, *, resume: bool, comm: Communicator) -> Output:
     found: tuple[str, bool] | str = ""
     if comm.rank == 0:
         try:
-            output = _choose(Path(section.out), section.if_exists, resume=resume or _restarted())
+            output = _choose(Path(section.out), section.if_exists, resume=resume)
             found = str(output.path), output.resumes
         except (OSError, ValueError) as error:
             found = str(error)
@@ -63,33 +66,53 @@ def _restarted() -> bool:
 def _choose(path: Path, if_exists: str, *, resume: bool) -> Output:
     if path.exists() and not path.is_dir():
         raise ValueError(f"train.out = {str(path)!r} is a file; name a directory.")
-    if resume and if_exists == "number" and _restarted():
-        path = _newest(path)
+    if _restarted():
+        for mine in (path, *_numbers(path)):
+            if mine.is_dir() and _launch_of(mine) == launch():
+                return Output(mine, True)
     if not is_run(path):
-        path.mkdir(parents=True, exist_ok=True)
-        return Output(path, resume)
+        return Output(_made(path), resume)
     if resume or if_exists == "resume":
         return Output(path, True)
     if if_exists == "number":
-        return Output(_numbered(path), False)
+        return Output(_made(next(p for p in _numbers(path) if not is_run(p))), False)
     raise ValueError(
         f'there is a run in {str(path)!r} already. Go on with it (--resume, or train.if_exists = "resume"), write '
         'beside it (train.if_exists = "number"), or choose another directory (--out).'
     )
 
 
-def _numbered(path: Path) -> Path:
+def _numbers(path: Path) -> Iterator[Path]:
+    """``<path>-2``, ``<path>-3``, … as far as there are some, and the first that is not there."""
     number = 2
     while True:
         candidate = path.with_name(f"{path.name}-{number}")
-        if not is_run(candidate):
-            candidate.mkdir(parents=True, exist_ok=True)
-            return candidate
+        yield candidate
+        if not candidate.exists():
+            return
         number += 1
 
 
-def _newest(path: Path) -> Path:
-    number, newest = 2, path
-    while is_run(candidate := path.with_name(f"{path.name}-{number}")):
-        newest, number = candidate, number + 1
-    return newest
+def _made(path: Path) -> Path:
+    """The directory is there, and says which launch made it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / FACTS).write_text(json.dumps({"launch": launch()}) + "\n", encoding="utf-8")
+    return path
+
+
+def launch() -> str:
+    """The same for a launch and its restarts by torchrun's agent, another one for each launch."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.getppid()}"
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """What ``run.json`` says; {} where it cannot be read."""
+    try:
+        found = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _launch_of(path: Path) -> Any:
+    return facts_of(path).get("launch")

@@ -15,6 +15,7 @@ from zoo.checkpointing import CheckpointError, load
 from zoo.registry import DEFAULT, Registry
 from zoo.train.config import read_config
 from zoo.train.job import CHECKPOINTS, Job, tag_of
+from zoo.train.output import facts_of
 
 COMPARED = ("loss", "lr", "grad_norm", "skipped")
 
@@ -63,13 +64,13 @@ def replay(
     """
     path = Path(run)
     log = read_log(path)
-    if step not in log:
+    if step not in log and step != max(log, default=0) + 1:  # the next one may be the one that ended the run
         known = f"{min(log)} to {max(log)}" if log else "no step"
         raise ValueError(f"replay of step {step}: the log of {str(path)!r} has {known}.")
-    _check_ranks(path)
-    config = read_config(path / "config.json", overrides, registry=registry)
-    job = Job(config, registry, quiet=True)
     began = nearest(path, step)
+    _check_ranks(path, began, step)
+    config = read_config(path / "config.json", overrides, registry=registry)
+    job = Job(config, registry, quiet=True, monitors=False)
     if began:
         job.load(path, tag_of(began))
     if say is not None and job.rank == 0:
@@ -77,23 +78,25 @@ def replay(
     differences: list[str] = []
     for _ in range(began, step):
         line = job.line_of(job.step())
-        differences += differ(line, log.get(line["step"]))
+        differences += differ(line, log[line["step"]]) if line["step"] in log else []
     states, wrong = _compare_states(job, path, step)
     found = Replay(
-        step=step, began_at=began, compared=step - began, differences=(*differences, *wrong), states_compared=states
+        step=step,
+        began_at=began,
+        compared=sum(began < s <= step for s in log),
+        differences=(*differences, *wrong),
+        states_compared=states,
     )
     job.engine.destroy()
     return found
 
 
-def differ(line: Mapping[str, Any], logged: Mapping[str, Any] | None) -> list[str]:
+def differ(line: Mapping[str, Any], logged: Mapping[str, Any]) -> list[str]:
     """A sentence for each number of a step that is not the one of the log."""
-    if logged is None:
-        return [f"step {line['step']} is not in the log"]
     return [
         f"step {line['step']}: {key} is {line[key]!r}, and {logged.get(key)!r} in the log"
         for key in COMPARED
-        if line[key] != logged.get(key)
+        if repr(line[key]) != repr(logged.get(key))  # NaN is NaN
     ]
 
 
@@ -123,13 +126,20 @@ def nearest(path: Path, step: int) -> int:
     return max((found for found in steps if found < step), default=0)
 
 
-def _check_ranks(path: Path) -> None:
-    file, ranks = path / "run.json", int(os.environ.get("WORLD_SIZE") or 1)
-    had = json.loads(file.read_text(encoding="utf-8")).get("world_size") if file.is_file() else ranks
-    if had != ranks:
+def _check_ranks(path: Path, began: int, step: int) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    parts = facts_of(path).get("ranks") or [[0, ranks]]  # [step before the first, ranks from then on], in order
+    now = [size for after, size in parts if after <= began][-1:]
+    had = [*now, *(size for after, size in parts if began < after < step)] or [ranks]
+    if len(set(had)) > 1:
         raise ValueError(
-            f"the run in {str(path)!r} had {had} ranks, and there are {ranks} here; start with "
-            f"torchrun --nproc-per-node={had}."
+            f"steps {began + 1} to {step} of the run in {str(path)!r} were run by {' and then '.join(map(str, had))} "
+            "ranks; there is no checkpoint between, so they cannot be run again as they were."
+        )
+    if had[0] != ranks:
+        raise ValueError(
+            f"the run in {str(path)!r} had {had[0]} ranks, and there are {ranks} here; start with "
+            f"torchrun --nproc-per-node={had[0]}."
         )
 
 

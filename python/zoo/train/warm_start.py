@@ -46,7 +46,12 @@ def warm_start(model: nn.Module, section: WarmStart, comm: Communicator) -> list
     for name, (shape, read) in _sources(Path(section.path), comm):
         mine = name
         for pattern, replacement in renames:
-            mine = pattern.sub(replacement, mine)
+            try:
+                mine = pattern.sub(replacement, mine)
+            except re.error as error:
+                raise WarmStartError(
+                    f"train.warm_start.key_map: {replacement!r} is no replacement for {pattern.pattern!r}: {error}"
+                ) from None
         if mine in seen:
             raise WarmStartError(f"train.warm_start.key_map makes {mine!r} of {seen[mine]!r} and of {name!r}.")
         seen[mine] = name
@@ -56,7 +61,7 @@ def warm_start(model: nn.Module, section: WarmStart, comm: Communicator) -> list
             continue
         if tuple(target.shape) == shape:
             target.copy_(read())
-        elif any(p.search(mine) for p in resized) and shape[1:] == tuple(target.shape[1:]):
+        elif any(p.search(mine) for p in resized) and shape and shape[1:] == tuple(target.shape[1:]) and target.dim():
             rows = min(shape[0], target.shape[0])
             target[:rows].copy_(read()[:rows])
             cut.append(f"{mine} has {target.shape[0]} rows, {shape[0]} in the file")

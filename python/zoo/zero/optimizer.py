@@ -235,7 +235,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the latest step that computed it, before clipping."""
+        """Of the latest step, before clipping; None where it is not computed, or there was nothing to step with."""
         return self.clipping.norm
 
     @property
@@ -324,6 +324,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
                 tally.read()
             return
         if not self._has_gradients():
+            self.clipping.norm = None
             if tally is not None:
                 tally.read()
             return
