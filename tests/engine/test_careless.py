@@ -1,0 +1,328 @@
+"""What careless scripts do with an engine: it computes what plain torch would, or is refused with a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.test_engine import BASE, data, net, stage, start
+from torch.utils.data import DataLoader
+
+from zoo import sim
+from zoo.engine import Engine, RepeatingLoader, ShardedLoader, initialize
+from zoo.monitor import Feed
+from zoo.parts import StepRecord
+
+GAS = {"gradient_accumulation_steps": 2, "train_batch_size": None, "train_micro_batch_size_per_gpu": 2}
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return engine.optimizer.consolidated_parameters()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def by_hand(engine: Engine, batches: list[Any]) -> None:
+    for batch in batches:
+        engine.backward(engine(*batch))
+        engine.step()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_loading_in_the_middle_of_a_step_drops_its_gradients(number: int, tmp_path: Path) -> None:
+    def job(rank: int) -> bool:
+        engine, twin = (start({**stage(number), **GAS, "scheduler": None}) for _ in range(2))
+        batches = list(engine.dataloader)
+        for one in (engine, twin):
+            by_hand(one, batches[:2])
+        engine.save_checkpoint(tmp_path)
+        engine.backward(engine(*batches[5]))
+        engine.step()
+        engine.load_checkpoint(tmp_path)
+        for one in (engine, twin):
+            by_hand(one, batches[2:4])
+        return same(weights(engine), weights(twin))
+
+    assert sim.run(2, job) == [True, True]
+
+
+def test_training_in_evaluation_mode_is_training() -> None:
+    engine, twin = start({**GAS, "scheduler": None}), start({**GAS, "scheduler": None})
+    batches = list(engine.dataloader)[:2]
+    for batch in batches:
+        engine.eval()(*batch).backward()
+        engine.step()
+        twin.backward(twin.eval()(*batch))
+        twin.step()
+    assert all(torch.allclose(weights(engine)[name], weights(twin)[name], atol=1e-6) for name in weights(twin))
+    assert engine.record is not None
+    assert engine.record.samples == 4
+
+
+def test_a_loaders_position_belongs_to_its_newest_iteration(tmp_path: Path) -> None:
+    engine = start()
+    engine.train_batch()
+    assert engine.dataloader is not None
+    for _ in engine.dataloader:  # a look through all of it
+        pass
+    for _ in range(9):  # over the end of an epoch
+        engine.train_batch()
+    next(iter(engine.dataloader))
+    engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    again = start()
+    again.load_checkpoint(tmp_path)
+    assert float(again.train_batch()) == float(engine.train_batch())
+    loader: ShardedLoader[Any] = engine.dataloader
+    old = iter(loader)
+    next(old)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="is not the newest: another one has begun"):
+        next(old)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_accumulation_with_updates_in_backward(number: int) -> None:
+    def job(rank: int) -> bool:
+        section = {"zero_optimization": {**stage(number)["zero_optimization"], "update_in_backward": True}}
+        plain = {**GAS, "gradient_clipping": 0.0}
+        one, other = start({**plain, **section}), start({**plain, **stage(number)})
+        for _ in range(3):
+            one.train_batch()
+            other.train_batch()
+        found, expected = weights(one), weights(other)
+        return all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+
+    assert sim.run(2, job) == [True, True]
+
+
+def test_parts_that_act_before_an_update_are_refused_where_it_is_in_backward() -> None:
+    class Halves:
+        def lr_factor(self, clock: Any) -> float:
+            return 0.5
+
+    section = {"stage": 2, "update_in_backward": True}
+    with pytest.raises(ValueError, match="update_in_backward with the engine part halves"):
+        initialize({**BASE, "gradient_clipping": 0.0, "zero_optimization": section}, net(), parts={"halves": Halves()})
+
+
+def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
+    engine = start()
+    for _ in range(2):
+        engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    other = initialize(BASE, net(), training_data=data(48))[0]
+    before, counts = weights(other), (other.global_steps, other.dataloader.state_dict())
+    with pytest.raises(ValueError, match="of a data set of 64 samples; this one has 48"):
+        other.load_checkpoint(tmp_path)
+    model = net()
+    model.register_buffer("extra", torch.zeros(3))
+    more = initialize(BASE, model, training_data=data())[0]
+    with pytest.raises(ValueError, match="the model's buffer 'extra'"):
+        more.load_checkpoint(tmp_path)
+    assert same(weights(other), before)
+    assert same(weights(more), before)
+    assert (other.global_steps, other.dataloader.state_dict()) == counts
+
+
+def test_after_a_failed_train_batch_steps_by_hand_begin_anew() -> None:
+    engine, twin = start({**GAS, "scheduler": None}), start({**GAS, "scheduler": None})
+    batches = list(engine.dataloader)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(batches[:1]))
+    by_hand(engine, batches[1:3])
+    by_hand(twin, batches[1:3])
+    assert engine.global_steps == 1
+    assert same(weights(engine), weights(twin))
+
+
+def test_a_schedule_that_raises_has_not_undone_the_step() -> None:
+    class Raises:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def step(self) -> None:
+            self.count += 1
+            if self.count == 2:
+                raise RuntimeError("no rate")
+
+    told: list[int] = []
+
+    class Keeps:
+        def write(self, record: StepRecord) -> None:
+            told.append(record.step)
+
+        def close(self) -> None: ...
+
+    changes = {**BASE, "scheduler": None}
+    engine = initialize(changes, net(), training_data=data(), lr_scheduler=Raises(), sinks={"keeps": Keeps()})[0]
+    engine.train_batch()
+    with pytest.raises(RuntimeError, match="no rate"):
+        engine.train_batch()
+    engine.train_batch()
+    assert (engine.global_steps, engine.micro_steps) == (3, 3)
+    engine.destroy()
+    assert told == [1, 2, 3]
+
+
+def test_a_schedule_that_needs_more_is_told_before_anything_changes() -> None:
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    engine = initialize({**BASE, "scheduler": None}, net(), training_data=data(), lr_scheduler=plateau)[0]
+    before = weights(engine)
+    with pytest.raises(ValueError, match="the step of the schedule ReduceLROnPlateau cannot be called"):
+        engine.train_batch()
+    assert same(weights(engine), before)
+    engine.zero_grad()
+    batch = next(iter(engine.dataloader))
+    engine.backward(engine(*batch))
+    engine.step(lr_kwargs={"metrics": 1.0})
+    assert engine.global_steps == 1
+
+
+def test_a_step_without_gradients_has_no_norm() -> None:
+    engine = start()
+    engine.train_batch()
+    before = weights(engine)
+    engine.step()
+    assert engine.record is not None
+    assert (engine.record.loss, engine.record.grad_norm, engine.record.skipped) == (None, None, False)
+    assert same(weights(engine), before)
+
+
+def test_destroying_goes_on_when_a_part_cannot_close() -> None:
+    closed: list[str] = []
+
+    class Bad:
+        def close(self) -> None:
+            raise RuntimeError("stuck")
+
+    class Good:
+        def close(self) -> None:
+            closed.append("good")
+
+    engine = initialize({**BASE, **stage(3)}, net(), parts={"a": Good(), "b": Bad()})[0]
+    with pytest.raises(RuntimeError, match="stuck"):
+        engine.destroy()
+    assert closed == ["good"]
+    assert all(p.numel() for p in engine.module.parameters())
+
+
+def test_a_state_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    class Fails:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.rank == 1:
+                raise KeyError("lost")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def job(rank: int) -> None:
+        engine = start(stage(2))
+        engine.register_state("mine", Fails(rank))
+        with pytest.raises(Exception, match="lost"):
+            engine.save_checkpoint(tmp_path)
+
+    sim.run(2, job)
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
+def test_evaluation_gives_each_module_its_own_mode_back() -> None:
+    engine = start()
+    engine.module.norm.eval()
+    engine.eval_batch(next(iter(engine.dataloader)))
+    engine.train_batch()
+    assert engine.module.training
+    assert not engine.module.norm.training
+
+
+def test_a_loader_without_a_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = initialize(BASE, net(), training_data=DataLoader(data(), batch_size=8))[0]
+    engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert "the loader, a DataLoader, has no state_dict and load_state_dict: it begins anew" in caplog.text
+
+
+def test_a_batch_size_set_by_hand_is_kept(tmp_path: Path) -> None:
+    engine = start(GAS)
+    engine.set_train_batch_size(6)
+    engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    again = start(GAS)
+    again.load_checkpoint(tmp_path)
+    assert again.train_batch_size == 6
+    assert float(again.train_batch()) == float(engine.train_batch())
+    other = start({**GAS, "gradient_accumulation_steps": 4})  # what a configuration says is the configuration's
+    start(GAS).save_checkpoint(tmp_path / "plain")
+    other.load_checkpoint(tmp_path / "plain")
+    assert other.train_batch_size == 8
+
+
+def test_forwards_that_came_to_nothing_do_not_count() -> None:
+    engine = start()
+    batch = next(iter(engine.dataloader))
+    engine(*batch)
+    with pytest.raises(RuntimeError):
+        engine(batch[0][:, :2], batch[1])
+    engine.backward(engine(*batch))
+    engine.step()
+    assert engine.record is not None
+    assert engine.record.samples == 8
+
+
+def test_no_sync_within_no_sync() -> None:
+    engine = start()
+    with engine.no_sync():
+        with engine.no_sync():
+            engine.backward(engine(*next(iter(engine.dataloader))))
+        with pytest.raises(ValueError, match=r"step\(\) inside of no_sync"):
+            engine.step()
+
+
+def test_stages_of_a_pipeline_count_samples_once() -> None:
+    def job(rank: int) -> int:
+        engine = start({"mesh": {"axes": {"pipe": 2, "data": 1}}, "train_batch_size": 8})
+        engine.train_batch()
+        assert engine.record is not None
+        return engine.record.samples
+
+    assert sim.run(2, job) == [8, 8]
+
+
+def test_a_sink_that_leaves_the_thread_is_switched_off() -> None:
+    class Leaves:
+        def write(self, record: StepRecord) -> None:
+            raise SystemExit
+
+        def close(self) -> None: ...
+
+    told: list[int] = []
+
+    class Keeps(Leaves):
+        def write(self, record: StepRecord) -> None:
+            told.append(record.step)
+
+    feed = Feed({"leaves": Leaves(), "keeps": Keeps()})
+    for step in range(3):
+        feed.put(StepRecord(step=step, loss=None, lr=(), grad_norm=None))
+    assert feed.flush(10)
+    feed.close()
+    assert told == [0, 1, 2]
+    assert "SystemExit" in feed.failed["leaves"]
+
+
+def test_two_loaders_in_turn() -> None:
+    engine = start()
+    mine = iter(RepeatingLoader(ShardedLoader(data(), 8, seed=9)))
+    losses = [float(engine.train_batch(mine if i % 2 else None)) for i in range(4)]
+    assert len(set(losses)) == 4
+    assert engine.dataloader.position == 16
