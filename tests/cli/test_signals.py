@@ -65,7 +65,7 @@ def end(ranks: list[Any]) -> list[int]:
 
 
 def disturb(tmp_path: Path, kills: int, seed: int) -> dict[str, int]:
-    """As many launches are killed, at moments drawn over what a launch takes; what became of them."""
+    """As many launches are ended, by SIGTERM at moments drawn over what a launch takes; what became of all launches."""
     dice = random.Random(seed)
     written = {
         **TINY,
@@ -99,7 +99,6 @@ def disturb(tmp_path: Path, kills: int, seed: int) -> dict[str, int]:
                         os.kill(victim, signal.SIGTERM)
                     except ProcessLookupError:
                         continue
-                done += 1
             codes = end(ranks)
             said = (tmp_path / "said_0").read_text() + (tmp_path / "said_1").read_text()
             finished = codes == [0, 0]
@@ -108,19 +107,20 @@ def disturb(tmp_path: Path, kills: int, seed: int) -> dict[str, int]:
             assert kind != "killed" or all(code in (-15, 143, 1, STOPPED) for code in codes), (codes, said)
             assert kind != "stopped" or "the checkpoint is written, --resume goes on" in said
             found[kind] += 1
+            done += not finished  # a signal that came too late does not count
         assert curve(tmp_path / f"out{run}") == expected
     return found
 
 
 @pytest.mark.slow
 def test_a_drawn_share(tmp_path: Path) -> None:
-    found = disturb(tmp_path, 6, seed=random.SystemRandom().randrange(2**30))
-    assert found["stopped"] + found["killed"] > 0  # otherwise nothing is shown
+    found = disturb(tmp_path, 3, seed=random.SystemRandom().randrange(2**30))
+    assert found["stopped"] + found["killed"] == 3
 
 
 @pytest.mark.campaign
 def test_fifty_times(tmp_path: Path) -> None:
     found = disturb(tmp_path, 50, seed=random.SystemRandom().randrange(2**30))
     print(f"launches: {found}")
-    assert found["stopped"] > 5
-    assert found["finished"] >= 1
+    assert found["stopped"] + found["killed"] == 50
+    assert found["stopped"] > 10
