@@ -102,7 +102,7 @@ def printed(call: Callable[[], object]) -> str:
 def read_wandb(folder: Path) -> list[Row]:
     from wandb.cli.leet import leet  # `wandb leet`, without a new interpreter, which would take most of the time
 
-    rows = []
+    rows: list[Row] = []
     for path in sorted(folder.glob("wandb/offline-run-*")):
         text = printed(lambda path=path: leet.main(["inspect", "--json", str(path)]))
         for line in map(json.loads, text.splitlines()):
