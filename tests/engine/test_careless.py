@@ -284,8 +284,9 @@ def test_no_sync_within_no_sync() -> None:
     with engine.no_sync():
         with engine.no_sync():
             engine.backward(engine(*next(iter(engine.dataloader))))
-        with pytest.raises(ValueError, match=r"step\(\) inside of no_sync"):
-            engine.step()
+        for call in (engine.step, engine.train_batch):
+            with pytest.raises(ValueError, match=r"\(\) inside of no_sync"):
+                call()
 
 
 def test_stages_of_a_pipeline_count_samples_once() -> None:

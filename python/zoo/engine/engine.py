@@ -221,8 +221,7 @@ class Engine(Checkpoints):
             lr_kwargs: arguments of the schedule's ``step``.
         """
         self.training("step()")
-        if self._locally:
-            raise ValueError("step() inside of no_sync(): the gradients are this rank's alone. Call it afterwards.")
+        self._check_synchronous("step()")
         if self.is_gradient_accumulation_boundary():
             self._count()
             self._update(lr_kwargs or {}, micro_steps=1)
@@ -244,6 +243,7 @@ class Engine(Checkpoints):
             collective.
         """
         self.training("train_batch()")
+        self._check_synchronous("train_batch()")
         if self._discard:
             self.zero_grad()
         self.check_between_steps("train_batch()")
@@ -259,6 +259,10 @@ class Engine(Checkpoints):
             raise
         loss = self.record.loss if self.record is not None else None
         return torch.tensor(float("nan") if loss is None else loss, dtype=torch.float32, device=self.device)
+
+    def _check_synchronous(self, what: str) -> None:
+        if self._locally:
+            raise ValueError(f"{what} inside of no_sync(): the gradients are this rank's alone. Call it afterwards.")
 
     def eval_batch(self, batch: Any) -> Any:
         """The model's output for one batch, in evaluation mode and without gradients; nothing is averaged over ranks.

@@ -302,10 +302,10 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
         self.clipping.skipped = False
         counts = Tally(tally, self.comm, self.sharded.layers) if tally is not None else None
-        try:
-            self._step(counts)
-        finally:
-            self.tallied = counts.sums if counts is not None else []
+        self.tallied = ()
+        self._step(counts)
+        if counts is not None:
+            self.tallied = counts.read()
         return loss
 
     def _step(self, tally: Tally | None) -> None:
@@ -320,13 +320,9 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
-            if tally is not None:
-                tally.read()
             return
         if not self._has_gradients():
             self.clipping.norm = None
-            if tally is not None:
-                tally.read()
             return
         try:
             factor = self.clipping.factor(tally)

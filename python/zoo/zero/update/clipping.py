@@ -71,7 +71,7 @@ class Clipping:
     def factor(self, tally: Tally | None = None) -> float | None:
         """What takes the loss scale off the gradients; None for no update. ``clipped`` is what clips them. Collective.
 
-        ``tally`` is added up too.
+        ``tally`` travels with the norm, if that is measured.
 
         Raises:
             NonFiniteGradientsError: the norm is not finite, and steps are not to be skipped.
@@ -79,8 +79,6 @@ class Clipping:
         self.skipped, self.clipped = False, 1.0
         factor = 1.0 / self._scaler.scale if self._scaler is not None else 1.0
         if not (self.measures or self._suspect):
-            if tally is not None:
-                tally.read()
             return factor
         self._suspect = False
         norm = self.measure(tally=tally)

@@ -42,9 +42,7 @@ def global_norm(
     if layers is not None:
         powers = _joined(_of_all(layers, powers.reshape(1)), p)
     norm = powers.sqrt() if p == 2.0 else powers if math.isinf(p) else powers.pow(1.0 / p)
-    if tally is None:
-        return float(norm)
-    return tally.read(norm)
+    return float(norm) if tally is None else tally.read_with(norm)
 
 
 class Tally:
@@ -53,14 +51,11 @@ class Tally:
     Args:
         mine: (k,) of this rank.
         comm: all ranks that have numbers; layers: those with other layers of the model, None for none.
-
-    Attributes:
-        sums: k numbers, once they are known.
     """
 
     def __init__(self, mine: torch.Tensor, comm: Communicator, layers: Communicator | None) -> None:
         self.mine, self.comm, self._layers = mine.double(), comm, layers
-        self.sums: list[float] = []
+        self._sums: list[float] | None = None
         self._everyone: torch.Tensor | None = None
 
     def ride(self, comm: Communicator, others: torch.Tensor) -> torch.Tensor | None:
@@ -71,18 +66,24 @@ class Tally:
         self._everyone = both[:, others.numel() :]
         return both[:, : others.numel()].reshape(-1)
 
-    def read(self, norm: torch.Tensor | None = None) -> float:
+    def read_with(self, norm: torch.Tensor) -> float:
         """Add up, and copy everything to the host at once; returns the norm. Collective unless it was ridden."""
+        found, *self._sums = torch.cat([norm.reshape(1).double(), self._added()]).tolist()
+        return float(found)
+
+    def read(self) -> list[float]:
+        """The k sums. Collective, unless they are known."""
+        if self._sums is None:
+            self._sums = self._added().tolist()
+        return self._sums
+
+    def _added(self) -> torch.Tensor:
         if self._everyone is None:
             self._everyone = _of_all(self.comm, self.mine).view(self.comm.size, -1)
         sums = self._everyone.sum(0)
-        if self._layers is not None:
-            sums = _of_all(self._layers, sums).view(self._layers.size, -1).sum(0)
-        if norm is None:
-            self.sums = sums.tolist()
-            return 0.0
-        first, *self.sums = torch.cat([norm.reshape(1).to(sums), sums]).tolist()
-        return float(first)
+        if self._layers is None:
+            return sums
+        return _of_all(self._layers, sums).view(self._layers.size, -1).sum(0)
 
 
 def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
