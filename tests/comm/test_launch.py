@@ -140,6 +140,7 @@ def _over_a_file(rank: int, path: str) -> tuple[int, int]:
     dist.destroy_process_group()
     found = init_distributed("gloo", init_method=f"file://{path}", rank=rank, world_size=2, verbose=False)
     assert init_distributed(dist_init_required=True) == found  # once is enough
+    dist.barrier()  # a rank that ends while the other still connects breaks that connection
     return found
 
 
