@@ -264,12 +264,14 @@ def _two_ranks(config: Path, plugin: Path, *args: str) -> tuple[list[int], list[
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # As srun would start them.
+    shared = {**os.environ, "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"PYTHONPATH": f"{plugin}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         ranks = [
-            pool.submit(processes.run, CLI, "train", config, *args, env={**shared, "RANK": str(r)}) for r in (0, 1)
+            pool.submit(processes.run, CLI, "train", config, *args, env={**shared, "SLURM_PROCID": rank})
+            for rank in "01"
         ]
         done = [rank.result() for rank in ranks]
     return [rank.returncode for rank in done], [rank.stderr for rank in done], time.monotonic() - began

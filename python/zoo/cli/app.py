@@ -84,7 +84,7 @@ def train(
     task: Task = None,
     set_: Set = None,
 ) -> None:
-    """Train what CONFIG describes; under torchrun, on all of its ranks.
+    """Train what CONFIG describes; under torchrun, srun or mpirun, on all of its ranks.
 
     SIGTERM and SIGINT (Ctrl-C) let the step end, save a checkpoint and end with exit code 75; --resume goes on.
     """
@@ -96,9 +96,11 @@ def train(
         overrides.append(f"train.out={json.dumps(out)}")
     with contextlib.ExitStack() as stack:
         with one_sentence(shared=True):
-            from zoo.train import read_config  # torch takes a second to import: not for --help
+            from zoo.comm import speak_as_torchrun  # torch takes a second to import: not for --help
+            from zoo.train import read_config
             from zoo.train.tasks import with_task
 
+            speak_as_torchrun()
             loaded = read_config(config, [*overrides, *stack.enter_context(with_task(task))])
         with one_sentence(shared=False):
             from zoo.train import STOPPED, StoppedError
@@ -123,12 +125,14 @@ def replay(
 ) -> None:
     """Run a step of RUN again and compare it bit by bit with its log and checkpoints.
 
-    Exit code 1 if something differs. With as many ranks as the run had, under torchrun.
+    Exit code 1 if something differs. With as many ranks as the run had, under torchrun, srun or mpirun.
     """
     with one_sentence(shared=False):
+        from zoo.comm import speak_as_torchrun
         from zoo.train import replay as again
         from zoo.train.tasks import with_task
 
+        speak_as_torchrun()
         with with_task(task) as more:
             found = again(run, step, overrides=(*(set_ or ()), *more), say=typer.echo)
         if rank_of_launch() in (None, 0):

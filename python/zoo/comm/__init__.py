@@ -16,7 +16,7 @@ from zoo.comm.communicator import Communicator
 from zoo.comm.exchange import exchange
 from zoo.comm.failures import RankFailedError, report_uncaught, together
 from zoo.comm.handles import DONE, Handle
-from zoo.comm.launch import init_distributed
+from zoo.comm.launch import init_distributed, speak_as_torchrun
 from zoo.comm.log import CommsLog, OpStats
 from zoo.comm.messages import Recv, Send
 from zoo.comm.recovery import Recovery
@@ -35,5 +35,6 @@ __all__ = [
     "exchange",
     "init_distributed",
     "report_uncaught",
+    "speak_as_torchrun",
     "together",
 ]

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 HALF_AN_HOUR = timedelta(minutes=30)
+PORT = 29500
+"""Of rank 0, where nobody says another."""
 _log = logging.getLogger("zoo.comm")
 
 
@@ -33,7 +35,7 @@ class Place:
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int = PORT,
     verbose: bool = True,
     timeout: timedelta = HALF_AN_HOUR,
     init_method: str | None = None,
@@ -164,6 +166,27 @@ def _join(place: Place, backend: str | None, init_method: str | None, port: int,
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":
         torch.cuda.set_device(place.local_rank)
+    _tell(place, init_method, port)
+    dist.init_process_group(
+        backend, init_method=init_method or "env://", timeout=timeout, rank=place.rank, world_size=place.world_size
+    )
+
+
+def speak_as_torchrun(port: int = PORT) -> None:
+    """Set the variables that torchrun would (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) from those of srun or MPI.
+
+    For programs that ask for the number of ranks before they join. Those that are set stay; without a launcher, or
+    under torchrun, nothing changes.
+
+    Raises:
+        ValueError: a variable is no number, or nobody tells where rank 0 is.
+    """
+    place = discover(os.environ)
+    if place is not None and place.launcher != "torchrun":
+        _tell(place, None, port)
+
+
+def _tell(place: Place, init_method: str | None, port: int) -> None:
     if place.launcher not in ("torchrun", "by hand"):
         said = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "LOCAL_RANK": place.local_rank}
         said |= {} if place.local_world_size is None else {"LOCAL_WORLD_SIZE": place.local_world_size}
@@ -177,6 +200,3 @@ def _join(place: Place, backend: str | None, init_method: str | None, port: int,
     if place.launcher != "torchrun" and init_method in (None, "env://"):
         os.environ.setdefault("MASTER_ADDR", place.address or "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(port))
-    dist.init_process_group(
-        backend, init_method=init_method or "env://", timeout=timeout, rank=place.rank, world_size=place.world_size
-    )
