@@ -10,7 +10,7 @@ from torch import nn
 
 from zoo.comm import Communicator, together
 from zoo.config import Config, ConfigError
-from zoo.parts import Clock, Environment, Sink, StepRecord, in_order
+from zoo.parts import Clock, Environment, Sink, StepRecord, in_order, parts_of
 from zoo.registry import Registry
 
 PART, SINK = "engine_part", "sink"
@@ -19,9 +19,9 @@ PART, SINK = "engine_part", "sink"
 def build(
     config: Config, environment: Environment, registry: Registry, *,
     parts: Mapping[str, Any] | None = None, sinks: Mapping[str, Sink] | None = None, group: Any = None,
-    monitors: bool = True,
+    monitors: bool = True, model: nn.Module | None = None,
 ) -> tuple[Parts, dict[str, Sink]]:  # fmt: skip
-    """The parts and sinks of all sections that the document asks for, and those that the user brings.
+    """The parts and sinks of all sections that the document asks for, and those that the user or the model brings.
 
     Sinks of sections are built on rank 0 only, unless the section has ``ranks`` = "all". A collective on ``group``
     where there are some: what keeps one from being built is raised on all ranks.
@@ -47,6 +47,9 @@ def build(
                     f"initialize got {what}={{{name!r}: ...}}, and the configuration has one of that name."
                 )
     found = {name: registry.get(PART, name)(getattr(config, name), environment) for name in asked[PART]}
+    brought = parts_of(model) if model is not None else {}
+    for name in brought.keys() - found.keys() - (parts or {}).keys():
+        found[name] = brought[name](model, environment)
     ordered = Parts({**found, **(parts or {})})
     wanted = asked[SINK] if monitors else []
     return ordered, {**_sinks(wanted, config, environment, registry, group), **(sinks or {})}

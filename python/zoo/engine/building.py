@@ -11,6 +11,7 @@ from torch import nn
 
 from zoo.config import Config
 from zoo.engine.loader import ShardedLoader
+from zoo.layout import axes_of
 from zoo.parts import Environment
 from zoo.registry import Registry
 from zoo.zero import LossScaler, ShardedModel, ZeroOptimizer
@@ -159,6 +160,23 @@ def build_loader(
     return made
 
 
+def with_axes(config: Config, model: nn.Module) -> Config:
+    """The configuration with the mesh axes that layers of the model and sections need, where it names none itself.
+
+    Consecutive ranks are along the axes that are needed, and all others along "data". They are data axes, so that the
+    batch is cut as without a mesh.
+    """
+    needed = axes_of(model)
+    for name in config.package_sections:
+        if config.asks_for(name):
+            needed.update(getattr(getattr(config, name), "mesh_axes", {}))
+    needed = {name: size for name, size in needed.items() if size > 1}
+    if not needed or config.mesh.axes or not dist.is_initialized():
+        return config
+    mesh = config.mesh.model_copy(update={"axes": {"data": -1, **needed}})
+    return config.model_copy(update={"mesh": mesh})
+
+
 def build_mesh(config: Config, mesh: Any, device: torch.device) -> Any:
     """The DeviceMesh of the job: the one given, or that of the section; None where all ranks are data-parallel.
 
@@ -195,7 +213,7 @@ def make_environment(config: Config, mesh: Any, group: Any) -> Environment:
     if mesh is None:
         group = group.get_group() if hasattr(group, "mesh") else getattr(group, "group", group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return Environment(config=config, rank=rank, world_size=size, batch_rank=rank, batch_ranks=size)
+        return Environment(config=config, rank=rank, world_size=size, batch_rank=rank, batch_ranks=size, group=group)
     place = 0
     for axis in config.mesh.batch_axes:
         place = place * mesh.size(mesh.mesh_dim_names.index(axis)) + mesh.get_local_rank(axis)

@@ -79,12 +79,14 @@ def initialize(
     if mesh is not None and group is not None:
         raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")
     config = _configuration(config, overrides, _size(mesh, group), mesh, registry)
+    if mesh is None and group is None:
+        config = building.with_axes(config, model)
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)
     attached, writers = attachments.build(
-        config, environment, registry, parts=parts, sinks=sinks, group=group, monitors=monitors
-    )
+        config, environment, registry, parts=parts, sinks=sinks, group=group, monitors=monitors, model=model,
+    )  # fmt: skip
     attached.check_updates(config.zero_optimization.update_in_backward)
     model = attached.prepare(model, mesh)
     dtype = building.compute_dtype(config)

@@ -8,12 +8,26 @@
 * :class:`Slice` and :class:`Piece`: what is found somewhere in a flat buffer: a run of one parameter's row-major order,
   and a box of the whole tensor. Checkpoints and resharding speak of them.
 * :func:`declare_split`, :func:`declare_first`: what a layer says of its parameters: along which mesh axes they are
-  parts, and which number its children have in the whole model.
+  parts, and which number its children have in the whole model. :func:`declare_partial`: where
+  its gradient is a sum. :func:`declare_unit`, :func:`declare_axis`: what it needs: to be gathered as a whole, a mesh
+  axis. :func:`axes_of`, :func:`enter_mesh`: for whoever makes the mesh, and has it.
 * :func:`reshard`: the copies that turn any placement into any other, at any world size.
 """
 
 from zoo.layout.boxes import Box
-from zoo.layout.declared import Split, declare_first, declare_split, logical_name, split_of
+from zoo.layout.declared import (
+    Split,
+    axes_of,
+    declare_axis,
+    declare_first,
+    declare_partial,
+    declare_split,
+    declare_unit,
+    enter_mesh,
+    is_unit,
+    logical_name,
+    split_of,
+)
 from zoo.layout.flat import FlatLayout, LogicalTensor, Piece, Slice
 from zoo.layout.mesh import Mesh, Sharding
 from zoo.layout.reshard import Copy, Held, Intervals, Placed, reshard, runs_of
@@ -31,8 +45,14 @@ __all__ = [
     "Sharding",
     "Slice",
     "Split",
+    "axes_of",
+    "declare_axis",
     "declare_first",
+    "declare_partial",
     "declare_split",
+    "declare_unit",
+    "enter_mesh",
+    "is_unit",
     "logical_name",
     "reshard",
     "runs_of",

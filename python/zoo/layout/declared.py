@@ -5,8 +5,11 @@ those who split training state over ranks, and they know nothing of it; it leave
 modules, and they read it:
 
 * :func:`declare_split`: along these mesh axes every rank has another part of the tensor;
+* :func:`declare_partial`: along these axes every rank has the same tensor and a part of its gradient, whose sum counts;
 * :func:`declare_first`: the children of this module are numbered from ``first`` in the whole model, so that names are
-  global: expert 3 is ``experts.3`` wherever it lives.
+  global: expert 3 is ``experts.3`` wherever it lives;
+* :func:`declare_unit`: this module is needed as a whole, even if its forward calls only some of its children;
+* :func:`declare_axis`: this module needs a mesh axis; it is told of the mesh by its method ``enter_mesh``.
 
 Nothing here needs torch: a declaration is an attribute.
 """
@@ -14,12 +17,12 @@ Nothing here needs torch: a declaration is an attribute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zoo.layout.boxes import Box
 
-_SPLIT, _FIRST = "_zoo_split", "_zoo_first"
+_SPLIT, _FIRST, _UNIT, _AXIS = "_zoo_split", "_zoo_first", "_zoo_unit", "_zoo_axis"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +33,13 @@ class Split:
         axes: mesh axes along which the ranks have different parts; along all others they have the same.
         shape: of the whole tensor; None where each part is a tensor of its own (an expert with a name of its own).
         box: this rank's part of it.
+        partial: mesh axes along which ranks have the same tensor, and each a summand of its gradient.
     """
 
     axes: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
     box: Box | None = None
+    partial: tuple[str, ...] = ()
 
 
 WHOLE = Split()
@@ -63,7 +68,13 @@ def declare_split(
                 f"declare_split got a part of shape {tuple(parameter.shape)} at {tuple(offsets)}, which is not inside "
                 f"of a tensor of shape {whole}."
             )
-    parameter.__dict__[_SPLIT] = Split(axes=tuple(axes), shape=whole, box=box)
+    parameter.__dict__[_SPLIT] = Split(axes=tuple(axes), shape=whole, box=box, partial=split_of(parameter).partial)
+
+
+def declare_partial(parameter: Any, axes: Sequence[str]) -> None:
+    """Say that along each of ``axes``, which are no data axes, ranks see other samples' share of the work of
+    ``parameter``: its gradient is the sum of theirs."""
+    parameter.__dict__[_SPLIT] = replace(split_of(parameter), partial=tuple(axes))
 
 
 def split_of(parameter: Any) -> Split:
@@ -88,3 +99,56 @@ def logical_name(model: Any, path: str) -> str:
         found.append(str(int(part) + first) if first and part.isdigit() else part)
         module = getattr(module, "_modules", {}).get(part)
     return ".".join(found)
+
+
+def declare_unit(module: Any) -> None:
+    """Say that the parameters of ``module`` and of everything in it are gathered together, and nothing of it alone.
+
+    For a module of which the data decide what is used: ranks that use different children would wait for each other.
+    """
+    module.__dict__[_UNIT] = True
+
+
+def is_unit(module: Any) -> bool:
+    """Whether that was declared."""
+    return bool(getattr(module, "__dict__", {}).get(_UNIT, False))
+
+
+def declare_axis(module: Any, name: str, size: int) -> None:
+    """Say that ``module`` needs the ranks along a mesh axis of this name and size, along which samples differ.
+
+    Raises:
+        ValueError: the size is not positive, or the module has no method ``enter_mesh(mesh)``.
+    """
+    if size < 1 or not callable(getattr(module, "enter_mesh", None)):
+        raise ValueError(
+            f"declare_axis({type(module).__name__}, {name!r}, {size}); the size is positive, and the module has a "
+            "method enter_mesh(mesh)."
+        )
+    module.__dict__[_AXIS] = (name, size)
+
+
+def axes_of(model: Any) -> dict[str, int]:
+    """Name and size of the axes that modules of ``model`` need.
+
+    Raises:
+        ValueError: two of them need different sizes of one axis.
+    """
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        name, size = module.__dict__.get(_AXIS, (None, 1))
+        if name is not None and found.setdefault(name, size) != size:
+            raise ValueError(
+                f"{path} needs a mesh axis {name!r} of size {size}, and another module one of {found[name]}: a model "
+                "has one size for each axis."
+            )
+    return found
+
+
+def enter_mesh(model: Any, mesh: Any) -> None:
+    """Tell each module of ``model`` that has a method ``enter_mesh`` of the mesh; ``model`` itself is the last.
+    Collective over the mesh, with the same modules in the same order on all ranks."""
+    for module in reversed(list(model.modules())):
+        enter = getattr(type(module), "enter_mesh", None)
+        if callable(enter):
+            enter(module, mesh)

@@ -7,11 +7,13 @@
 * A :class:`Sink` gets the record of each step: monitors, progress, the run's log.
 * :class:`Clock`: where training stands. :class:`StepRecord`: what a step came to. :class:`Environment`: what the engine
   tells its parts of the job.
+* :func:`declare_part`: a layer says which part its training needs; :func:`parts_of` what a model's layers have said.
 * :func:`in_order`: the order in which parts are called.
 * :func:`shuffled`, :func:`uniform`, :func:`drawn`, :func:`mixed`: random numbers of a seed and counters, with no state.
 """
 
 from zoo.parts.clock import Clock
+from zoo.parts.declared import declare_part, parts_of
 from zoo.parts.ordering import in_order
 from zoo.parts.protocols import (
     AfterUpdate,
@@ -47,9 +49,11 @@ __all__ = [
     "ScalesLr",
     "Sink",
     "StepRecord",
+    "declare_part",
     "drawn",
     "in_order",
     "mixed",
+    "parts_of",
     "shuffled",
     "uniform",
 ]

@@ -32,6 +32,8 @@ class Environment:
     """Into how many shares a batch is cut."""
     mesh: Any = None
     """A DeviceMesh with named axes; None where all ranks are data-parallel."""
+    group: Any = None
+    """Of the data-parallel ranks where there is no mesh; None for the default group."""
 
 
 class Prepares(Protocol):

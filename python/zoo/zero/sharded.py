@@ -21,7 +21,7 @@ from torch import nn
 
 from zoo.comm import Communicator, Recovery, report_uncaught
 from zoo.io import AioConfig, Handle
-from zoo.layout import logical_name
+from zoo.layout import enter_mesh, logical_name
 from zoo.plan import Actions
 from zoo.zero.collectives.choice import choose_routes
 from zoo.zero.collectives.routes import Hop
@@ -138,6 +138,7 @@ class ShardedModel:
             raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
         if mesh is not None:
             self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
+            enter_mesh(module, mesh)
         elif layer_axes or data_axes:
             given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
             raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")

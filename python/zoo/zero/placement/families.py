@@ -9,6 +9,10 @@ S have come to an expert by its own all-to-all, so the gradient it sees is alrea
 of S have other parts, which count together in the norm; ranks along axes in neither D nor S have the same parameter
 and the same gradient, and one of them counts in checkpoints.
 
+A parameter may also be the same along an axis that is no data axis, with a part of its gradient on each rank
+(``zoo.layout.declare_partial``: experts where tensor-parallel ranks have sent shares of the same tokens). Such an axis
+is written with a plus in S, ("+tensor", "expert"), and counts as one over which the family is summed and split.
+
 Along the *layer axes* (pipeline stages) ranks have other layers altogether: nothing travels between them but the sum
 for the norm. Families differ from stage to stage then, and the groups of all of them are made by all ranks.
 """
@@ -92,7 +96,7 @@ def make_families(
     here = {axis: place for axis, place in places.items() if axis not in layer_axes}
     found: dict[Family, Axes] = {(): replace(dense, counts=_counts(here, data_axes, ()))}
     for family in others:
-        unknown = [axis for axis in family if axis not in here]
+        unknown = [axis for axis in map(_plain, family) if axis not in here]
         if unknown:
             besides = f" besides the layer_axes {tuple(layer_axes)}" if layer_axes else ""
             raise ValueError(
@@ -110,19 +114,26 @@ def make_families(
 
 def family_of(parameter: Any) -> Family:
     """Of one parameter."""
-    return tuple(sorted(split_of(parameter).axes))
+    split = split_of(parameter)
+    return tuple(sorted([*split.axes, *(f"+{axis}" for axis in split.partial)]))
+
+
+def _plain(axis: str) -> str:
+    return axis.removeprefix("+")
 
 
 def _family(comm: Communicator, mesh: Any, data_axes: Sequence[str], family: Family, here: Mapping[str, int]) -> Axes:
-    within = [axis for axis in data_axes if axis not in family]
+    apart = [axis for axis in family if not axis.startswith("+")]
+    added = [_plain(axis) for axis in family if axis.startswith("+")]
+    within = [axis for axis in mesh.mesh_dim_names if (axis in data_axes and axis not in apart) or axis in added]
     world = comm
-    if len(within) < len(data_axes):
+    if within != list(data_axes):
         world = (
             Communicator.of_axes(mesh, within, log=comm.log, check=comm.check)
             if within else comm.partition([[rank] for rank in range(comm.size)], name="alone")
         )  # fmt: skip
     alone = world.partition([[rank] for rank in range(world.size)], name="alone")
-    parts = Communicator.of_axes(mesh, family, log=comm.log, check=comm.check)
+    parts = Communicator.of_axes(mesh, apart, log=comm.log, check=comm.check) if apart else None
     return Axes(
         world=world, shard=world, replicas=alone, local=alone, across=world, divisor=comm.size, parts=parts,
         counts=_counts(here, data_axes, family),
@@ -130,7 +141,8 @@ def _family(comm: Communicator, mesh: Any, data_axes: Sequence[str], family: Fam
 
 
 def _counts(here: Mapping[str, int], data_axes: Sequence[str], family: Family) -> bool:
-    return all(place == 0 for axis, place in here.items() if axis not in data_axes and axis not in family)
+    of_family = {_plain(axis) for axis in family}
+    return all(place == 0 for axis, place in here.items() if axis not in data_axes and axis not in of_family)
 
 
 def _check_options(name: str, config: ZeroConfig) -> None:

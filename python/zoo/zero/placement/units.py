@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.layout import is_unit
 from zoo.nn import UnitList
 from zoo.zero.sharding.dtensors import is_dtensor
 
@@ -40,7 +41,8 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
             blocks (children of a container of which there are at least two of one class), and outside of them every
             module that holds parameters directly.
 
-    The elements of a :class:`UnitList` are units in any case.
+    The elements of a :class:`UnitList`, and modules that declare it (:func:`zoo.layout.declare_unit`), are units in any
+    case; nothing inside of the latter is.
 
     Every parameter is owned by exactly one unit; units that own nothing are left out, except the model itself, whose
     forward marks where a pass begins and ends.
@@ -52,6 +54,9 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
     for path, module in model.named_modules():
         if isinstance(module, UnitList):
             chosen |= {f"{path}.{name}" if path else name for name, _ in module.named_children()}
+    for path, module in model.named_modules():
+        if path and is_unit(module):
+            chosen = {name for name in chosen if not name.startswith(f"{path}.")} | {path}
     units = {name: UnitSpec(name, module) for name, module in model.named_modules() if name == "" or name in chosen}
     for name, (parameter, holders) in _holders(model).items():
         units[_owner(holders, units)].parameters[name] = parameter
