@@ -1,0 +1,59 @@
+"""Experts that are modules of any kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from zoo.layout import declare_first
+from zoo.moe.experts.base import Experts
+
+Tensor = torch.Tensor
+
+
+class ModuleExperts(Experts):
+    """Expert e is ``modules[e - first]``, called with its (rows, D) and giving as much back.
+
+    It has to know how many rows each expert has, which on a GPU is one readback. Experts without rows are not called.
+
+    Args:
+        modules: this rank's experts.
+        num_experts: of the layer. ep_size, ep_rank: see :class:`Experts`.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], num_experts: int | None = None, *, ep_size: int = 1, ep_rank: int = 0
+    ) -> None:
+        modules = list(modules)
+        super().__init__(num_experts or len(modules) * ep_size, ep_size=ep_size, ep_rank=ep_rank)
+        if len(modules) != self.num_local:
+            raise ValueError(
+                f"{len(modules)} experts were given for one of {ep_size} ranks with {self.num_experts} in all; "
+                f"{self.num_local} are expected."
+            )
+        self.list = nn.ModuleList(modules)
+        declare_first(self.list, self.first)
+        self._declare(list(self.parameters()), whole=False)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """See :class:`Experts`."""
+        return _run(list(self.list), x, counts)
+
+    def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """See :class:`Experts`."""
+        size = self.num_local // chunks
+        return functools.partial(_run, list(self.list)[chunk * size : (chunk + 1) * size])
+
+
+def _run(experts: Sequence[nn.Module], x: Tensor, counts: Tensor) -> Tensor:
+    found, end = [], 0
+    for expert, count in zip(experts, counts.tolist(), strict=True):
+        if count:
+            found.append(expert(x[end : end + count]))
+        end += count
+    if end < len(x):
+        found.append(x[end:] * 0)
+    return torch.cat(found) if found else x

@@ -1,0 +1,1 @@
+"""Gates, one a file: which experts a token goes to."""

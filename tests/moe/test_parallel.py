@@ -1,0 +1,231 @@
+"""Law 2 with expert axes: any ep_size, stage and routing equals one process that runs each rank's micro-batch alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from zoo import sim
+from zoo.moe import (
+    Capacity,
+    ExpertChoiceGate,
+    Gate,
+    GroupedExperts,
+    GroupLimitedGate,
+    LossFreeGate,
+    MixtureOfExperts,
+    ModuleExperts,
+    Top1Gate,
+    Top2Gate,
+    TopKGate,
+    commit_balance,
+)
+from zoo.zero import ZeroOptimizer
+
+WIDTH, HIDDEN = 4, 6
+RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    data: int = 1
+    expert: int = 2
+    tensor: int = 1
+    experts: int = 4
+    gate: str = "top2"
+    k: int = 2
+    capacity: float | None = 1.0
+    grouped: bool = True
+    shared: str = "none"
+    chunks: int = 1
+    stage: int = 3
+    clip_norm: float = 0.0
+    accumulation: int = 1
+    checkpointing: bool = False
+    tokens: tuple[int, ...] = (5, 3)
+    seed: int = 0
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    data, expert, tensor = draw(st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 1, 1), (1, 2, 2)]))
+    experts = draw(st.sampled_from([4, 8]))
+    return Case(
+        data=data,
+        expert=expert,
+        tensor=tensor,
+        experts=experts,
+        gate=draw(st.sampled_from(["top1", "top2", "topk", "expert_choice", "loss_free", "group_limited"])),
+        k=draw(st.integers(1, experts // 2)),
+        capacity=draw(st.sampled_from([None, 0.5, 1.0, 2.0])),
+        grouped=draw(st.booleans()),
+        shared=draw(st.sampled_from(["none", "shared", "residual"])),
+        chunks=draw(st.sampled_from([c for c in (1, 2) if not experts // expert % c])),
+        stage=draw(st.integers(0, 3)),
+        clip_norm=draw(st.sampled_from([0.0, 0.01])),
+        accumulation=draw(st.integers(1, 2)),
+        checkpointing=draw(st.booleans()),
+        tokens=tuple(draw(st.sampled_from([0, 1, 3, 5])) for _ in range(data * expert)),
+        seed=draw(st.integers(0, 10**6)),
+    )
+
+
+def gate_of(case: Case) -> Gate:
+    size = WIDTH, case.experts
+    if case.gate == "top1":
+        return Top1Gate(*size, random_tokens=True, noise="Jitter")
+    if case.gate == "top2":
+        return Top2Gate(*size)
+    if case.gate == "topk":
+        return TopKGate(*size, k=case.k, noise="RSample")
+    if case.gate == "expert_choice":
+        return ExpertChoiceGate(*size, k=case.k)
+    if case.gate == "loss_free":
+        return LossFreeGate(*size, k=case.k, speed=0.1)
+    return GroupLimitedGate(*size, k=case.k, num_groups=2, top_groups=1, of_group=1, speed=0.1, scale=2.5)
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case, ep_size: int, ep_rank: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, WIDTH)
+        mine = case.experts // ep_size
+        experts: Any
+        if case.grouped:
+            experts = GroupedExperts(
+                case.experts, WIDTH, HIDDEN, activation="gelu_tanh", bias=True, ep_size=ep_size, ep_rank=ep_rank
+            )
+        else:
+            made = [nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH)) for _ in range(mine)]
+            experts = ModuleExperts(made, case.experts, ep_size=ep_size, ep_rank=ep_rank)
+        self.moe = MixtureOfExperts(
+            gate_of(case), experts, capacity=None if case.capacity is None else Capacity(factor=case.capacity),
+            shared=nn.Linear(WIDTH, WIDTH) if case.shared != "none" else None, residual=case.shared == "residual",
+            chunks=case.chunks if ep_size > 1 else 1,
+        )  # fmt: skip
+        self.last = nn.Linear(WIDTH, 2)
+        self.case = case
+        self.double()
+        self.fill(ep_rank * mine)
+
+    @torch.no_grad()
+    def fill(self, first: int) -> None:
+        """Values by the parameter's name in the whole model."""
+        for name, parameter in self.named_parameters():
+            words = name.split(".")
+            if "list" in words:
+                at = words.index("list") + 1
+                words[at] = str(int(words[at]) + first)
+            if name.startswith("moe.experts.") and self.case.grouped:
+                for e, part in enumerate(parameter):
+                    part.copy_(values(f"{name} {first + e}", tuple(part.shape)))
+            else:
+                parameter.copy_(values(".".join(words), tuple(parameter.shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.case.checkpointing:
+            mixed, balance, z = torch.utils.checkpoint.checkpoint(self.mixed, x, use_reentrant=False)
+        else:
+            mixed, balance, z = self.mixed(x)
+        # A sum: a rank without tokens has a loss too.
+        return self.last(x + mixed).square().sum() + 0.1 * balance + 0.01 * z
+
+    def mixed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = self.moe(x)
+        return found.output, found.balance, found.z_loss
+
+
+def values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(31**i * ord(c) for i, c in enumerate(name)) % 2**31)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.7
+
+
+def tokens(case: Case, replica: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * case.seed + 10 * step + replica)
+    return torch.randn(case.tokens[replica], 3, generator=generator, dtype=torch.float64)
+
+
+def draw(model: Model, case: Case, replica: int, step: int) -> None:
+    model.moe.gate.noise_key = torch.tensor(case.seed + 100 * step + replica)
+
+
+def build(case: Case, rank: int, **options: Any) -> tuple[Model, ZeroOptimizer, int]:
+    mesh = init_device_mesh("cpu", (case.data, case.expert, case.tensor), mesh_dim_names=("data", "expert", "tensor"))
+    model = Model(case, case.expert, mesh.get_local_rank("expert"))
+    given = {"optimizer": torch.optim.SGD, "lr": RATE, "momentum": 0.9, **options}
+    optimizer = ZeroOptimizer(
+        model, stage=case.stage, mesh=mesh, data_axes=("data", "expert"), clip_norm=case.clip_norm,
+        reduce_bucket_size=30, param_persistence_threshold=0, **given,
+    )  # fmt: skip
+    return model, optimizer, rank // case.tensor
+
+
+def train(model: Model, optimizer: ZeroOptimizer, case: Case, replica: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(case.accumulation):
+            draw(model, case, replica, 2 * step + micro)
+            loss = model(tokens(case, replica, 2 * step + micro))
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        commit_balance(model, optimizer.comm)
+    return losses
+
+
+def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+    """One process: the micro-batch of each rank by itself, the mean of their losses."""
+    model = Model(case, 1, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    num = case.data * case.expert
+    losses: list[list[float]] = [[] for _ in range(num)]
+    for step in range(steps):
+        for micro in range(case.accumulation):
+            for replica in range(num):
+                draw(model, case, replica, 2 * step + micro)
+                loss = model(tokens(case, replica, 2 * step + micro))
+                (loss / num).backward()
+                losses[replica].append(float(loss.detach()))
+        for parameter in model.parameters():  # an expert without tokens has a gradient of zero
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if case.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        commit_balance(model)
+    kept = {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    return kept, losses
+
+
+@given(case=cases())
+def test_any_split_equals_one_process(case: Case) -> None:
+    def fn(rank: int) -> Any:
+        model, optimizer, replica = build(case, rank)
+        losses = train(model, optimizer, case, replica, range(3))
+        optimizer.close()
+        return losses, {n: v.detach().clone() for n, v in [*model.named_parameters(), *model.named_buffers()]}
+
+    ranks = sim.run(case.data * case.expert * case.tensor, fn, seed=case.seed)
+    expected, losses = reference(case, 3)
+    mine = case.experts // case.expert
+    for rank, (got, found) in enumerate(ranks):
+        torch.testing.assert_close(got, losses[rank // case.tensor], rtol=1e-9, atol=1e-9)
+        first = rank // case.tensor % case.expert * mine
+        for name, value in found.items():
+            words = name.split(".")
+            if "list" in words:
+                at = words.index("list") + 1
+                words[at] = str(int(words[at]) + first)
+            wanted = expected[".".join(words)]
+            if name.startswith("moe.experts.") and case.grouped:
+                wanted = wanted[first : first + mine]
+            torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
