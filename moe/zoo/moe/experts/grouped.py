@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zoo.moe.experts import grouped_mlp
 from zoo.moe.experts.base import Experts
 from zoo.moe.experts.grouped_linear import grouped_linear
 
@@ -48,7 +49,7 @@ class GroupedExperts(Experts):
         super().__init__(num_experts, ep_size=ep_size, ep_rank=ep_rank)
         if isinstance(activation, str) and activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r}; allowed are {', '.join(ACTIVATIONS)}, or a function.")
-        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.activation = activation
         self.gated = gated
         wide = 2 * intermediate_size if gated else intermediate_size
         n = self.num_local
@@ -63,7 +64,7 @@ class GroupedExperts(Experts):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """See :class:`Experts`."""
-        return self._run(x, counts, slice(None))
+        return self._run(x, counts, None)
 
     def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
         """See :class:`Experts`."""
@@ -71,13 +72,22 @@ class GroupedExperts(Experts):
         mine = slice(chunk * size, (chunk + 1) * size)
         return lambda x, counts: self._run(x, counts, mine)
 
-    def _run(self, x: Tensor, counts: Tensor, which: slice) -> Tensor:
-        up, down = self.up[which].to(x.dtype), self.down[which].to(x.dtype)
-        up_bias, down_bias = (None if b is None else b[which].to(x.dtype) for b in (self.up_bias, self.down_bias))
+    def _run(self, x: Tensor, counts: Tensor, which: slice | None) -> Tensor:
+        def of_chunk(weight: Tensor) -> Tensor:
+            # A slice of all would copy its gradient once more.
+            return (weight if which is None else weight[which]).to(x.dtype)
+
+        up, down = of_chunk(self.up), of_chunk(self.down)
+        up_bias, down_bias = (None if b is None else of_chunk(b) for b in (self.up_bias, self.down_bias))
+        if isinstance(self.activation, str) and grouped_mlp.runs(x, self.activation):
+            return grouped_mlp.grouped_mlp(
+                x, up, down, counts, up_bias, down_bias, activation=self.activation, gated=self.gated
+            )
+        activation = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         h = grouped_linear(x, up, counts, up_bias)
         if self.gated:
             g, u = h.chunk(2, -1)
-            h = self.activation(g) * u
+            h = activation(g) * u
         else:
-            h = self.activation(h)
+            h = activation(h)
         return grouped_linear(h, down, counts, down_bias)

@@ -37,7 +37,7 @@ def _grouped_linear(x: Tensor, w: Tensor, counts: Tensor, bias: Tensor | None) -
             y = y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[which]
         return torch.where((which < counts.numel()).unsqueeze(1), y, 0)  # after the last group memory is as it was
     y = x.new_empty(x.shape[0], w.shape[2])
-    for e, begin, end in _segments(counts):
+    for e, begin, end in segments(counts):
         if bias is None:
             torch.mm(x[begin:end], w[e], out=y[begin:end])
         else:
@@ -46,7 +46,7 @@ def _grouped_linear(x: Tensor, w: Tensor, counts: Tensor, bias: Tensor | None) -
     return y
 
 
-def _segments(counts: Tensor) -> list[tuple[int, int, int]]:
+def segments(counts: Tensor) -> list[tuple[int, int, int]]:
     """(group, begin, end) of each group with rows."""
     found, end = [], 0
     for e, count in enumerate(counts.tolist()):
@@ -66,9 +66,12 @@ def _grouped_weight_grad(x: Tensor, dy: Tensor, counts: Tensor) -> Tensor:
     """dw_e = x_e^T dy_e, 0 for groups without rows; (E, D, H)."""
     if x.is_cuda and _grouped_mm_takes(x, dy):
         return F.grouped_mm(x.t(), dy, offs=counts.cumsum(0, dtype=torch.int32))
-    dw = x.new_zeros(counts.numel(), x.shape[1], dy.shape[1])
-    for e, begin, end in _segments(counts):
+    dw = x.new_empty(counts.numel(), x.shape[1], dy.shape[1])
+    segments = segments(counts)
+    for e, begin, end in segments:
         torch.mm(x[begin:end].t(), dy[begin:end], out=dw[e])
+    for e in set(range(len(dw))) - {e for e, _, _ in segments}:
+        dw[e].zero_()
     return dw
 
 
@@ -79,7 +82,7 @@ def _grouped_sum(dy: Tensor, counts: Tensor) -> Tensor:
         which = _group_of_rows(counts, dy.shape[0])
         return dy.new_zeros(counts.numel() + 1, dy.shape[1]).index_add_(0, which, dy)[:-1].clone()
     db = dy.new_zeros(counts.numel(), dy.shape[1])
-    for e, begin, end in _segments(counts):
+    for e, begin, end in segments(counts):
         torch.sum(dy[begin:end], 0, out=db[e])
     return db
 

@@ -1,0 +1,1 @@
+"""Experts, one kind a file: what runs on rows that are sorted by expert."""
