@@ -168,7 +168,8 @@ class DataSamplingConfig(Section):
 
     enabled: bool = False
     num_epochs: int = Field(default=1000, ge=1)
-    """Passes over the data after which the loader ends for good."""
+    """Passes over the data after which the loader ends for good; under a curriculum, as many samples as so many passes
+    have."""
     num_workers: int = Field(default=0, ge=0)
     """Processes that read samples ahead; 0: the training process reads them."""
     pin_memory: bool = False

@@ -115,7 +115,8 @@ class CurriculumLoader:
         growing: name → difficulty by step, for each metric that picks samples.
         samples_a_step: of all ranks: train_batch_size.
         micro_batch_size, rank, size, seed, collate_fn: as of ``make_loader`` of an engine part.
-        num_epochs: shuffles after which nothing comes any more.
+        num_epochs: nothing comes any more when as many samples were drawn as so many passes over the data set have.
+            Shuffles do not count: while the pool is small or grows there are many of them.
         num_workers, pin_memory: see :func:`~zoo.data_efficiency.ahead.loaded`.
 
     Attributes:
@@ -161,7 +162,7 @@ class CurriculumLoader:
         """This rank's samples of each micro-batch to the end of the shuffle, and where the loader stands after it."""
         stride = self.micro_batch_size * self.size
         pool = self.pool.of(place.counts) if place.counts is not None else None
-        while place.epoch < self.num_epochs:
+        while place.samples < self.num_epochs * self.num_samples:
             place, pool = self._looked(place, pool)
             count = place.allowed
             wraps = count < stride  # a pool smaller than what ranks need at once is gone through several times
