@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.data_efficiency.tiny import start, weights
 
 from zoo.data_efficiency import DataAnalyzer
-from zoo.data_efficiency.config import CurriculumMetric
+from zoo.data_efficiency.batch_loader import PackedLoader
+from zoo.data_efficiency.config import CurriculumMetric, DynamicBatchingConfig
 from zoo.data_efficiency.curriculum import Growing
 from zoo.data_efficiency.metric_loader import CurriculumLoader
+from zoo.engine import ShardedLoader
 
 COUNT = 60
 NUMBERS = [torch.tensor([i]) for i in range(COUNT)]
@@ -45,3 +49,82 @@ def test_passes_are_counted_by_samples_and_not_by_shuffles(index: Path, low: int
         drawn += here
     assert 4 * COUNT <= drawn < 4 * COUNT + batch
     assert loader.place.epoch > 4
+
+
+def packing(**more: Any) -> PackedLoader:
+    section = DynamicBatchingConfig(enabled=True, max_tokens=2, **more)
+    return PackedLoader(NUMBERS, section, np.ones(COUNT, dtype=np.int64), rank=0, size=1, seed=1)
+
+
+@pytest.fixture(params=["curriculum", "packed", "workers"])
+def loader(request: pytest.FixtureRequest, index: Path) -> Any:
+    if request.param == "packed":
+        return packing()
+    return growing(index, low=COUNT - 1, steps=1, num_workers=1 if request.param == "workers" else 0)
+
+
+def test_an_iteration_that_is_not_the_newest_is_refused(loader: Any) -> None:
+    one, seen = iter(loader), []
+    seen.append(next(one))
+    other = iter(loader)
+    seen.append(next(other))
+    with pytest.raises(RuntimeError, match="not the newest"):
+        next(one)
+    state = loader.state_dict()
+    seen.append(next(other))
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="not the newest"):
+        next(other)
+    assert torch.equal(next(iter(loader)), seen[2])
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_the_engine_goes_on_after_a_look_into_its_loader(index: Path) -> None:
+    def run(look: bool) -> list[int]:
+        metrics = {
+            "number": {
+                "index_to_sample_path": str(index / "index_to_sample.safetensors"), "difficulty_type": "percentile",
+                "min_difficulty": 100, "max_difficulty": 100,
+                "schedule_config": {"total_curriculum_step": 1, "difficulty_step": 1},
+            }
+        }  # fmt: skip
+        inner = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics}}
+        pairs = [(torch.full((8,), i % 16), torch.full((8,), i % 16)) for i in range(COUNT)]
+        changes = {"data_efficiency": {"enabled": True, "data_sampling": inner}}
+        engine = start(changes, training_data=pairs, layers=1)
+        found = []
+        for step in range(4):
+            if look and step == 2:
+                next(iter(engine.dataloader))
+            engine.train_batch()
+            found.append(engine.dataloader.place.samples)
+        return found
+
+    assert run(look=False) == [4, 8, 12, 16]
+    assert run(look=True) == [4, 8, 16, 20]
+
+
+def test_states_of_other_loaders_are_refused_before_anything_has_changed(index: Path, tmp_path: Path) -> None:
+    packed, sharded, curriculum = packing(), ShardedLoader(NUMBERS, 2), growing(index, low=5, steps=9)  # type: ignore[arg-type]
+    for mine, other in ((sharded, packed), (curriculum, packed), (packed, sharded), (packed, curriculum)):
+        with pytest.raises(ValueError, match="Continue with"):
+            mine.check_state(other.state_dict())
+        with pytest.raises(ValueError, match="Continue with"):
+            mine.load_state_dict(other.state_dict())
+    curriculum.check_state(sharded.state_dict())
+    for mine in (sharded, packed, curriculum):
+        with pytest.raises(ValueError, match="the loader's state"):
+            mine.check_state({"of": "a loader of the user's own"})
+
+    pairs = [(torch.full((8,), i % 16), torch.full((8,), i % 16)) for i in range(COUNT)]
+    inner = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 32}}
+    engine = start({"data_efficiency": {"enabled": True, "data_sampling": inner}}, training_data=pairs, layers=1)
+    engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    for changes, count in (({}, COUNT), ({"data_efficiency": {"enabled": True, "data_sampling": inner}}, COUNT - 1)):
+        again = start(changes, training_data=pairs[:count], layers=1)
+        before = weights(again)
+        with pytest.raises(ValueError, match="Continue with"):
+            again.load_checkpoint(tmp_path)
+        assert again.global_steps == 0
+        assert all(torch.equal(before[name], now) for name, now in weights(again).items())

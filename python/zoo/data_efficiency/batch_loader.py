@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from zoo.data_efficiency.ahead import loaded
+from zoo.data_efficiency.ahead import Newest, loaded
 from zoo.data_efficiency.config import DynamicBatchingConfig
 from zoo.parts import mixed, shuffled
 
@@ -53,7 +53,7 @@ def pack(lengths: Any, order: Any, *, max_tokens: int, smallest: int = 1, larges
     return np.array(edges, dtype=np.int64)
 
 
-class PackedLoader:
+class PackedLoader(Newest):
     """Micro-batches of one rank, each of at most ``max_tokens`` tokens.
 
     An epoch's samples are packed into micro-batches, the same on all ranks and at any number of ranks. Position p of an
@@ -130,14 +130,17 @@ class PackedLoader:
         return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
     def __iter__(self) -> Iterator[Any]:
+        serial = self.begin()
         if self.epoch < self.num_epochs:
             found = loaded(
                 self.dataset, self._chosen(self.position), self.collate_fn, num_workers=self.num_workers,
                 pin_memory=self.pin_memory, seed=mixed(self.epoch, self.seed),
             )  # fmt: skip
             for batch, place in found:
+                self.check_newest(serial)
                 self.position, self.handed = place
                 yield batch
+                self.check_newest(serial)
         self.epoch += self.position > 0
         self.position = 0
 
@@ -164,16 +167,21 @@ class PackedLoader:
         """Go on from there, at any number of ranks.
 
         Raises:
-            ValueError: the state is of a data set of another length, or of other micro-batches.
+            ValueError: see :meth:`check_state`.
         """
-        if state["num_samples"] != len(self.lengths) or state.get("packing") != self._packing():
-            raise ValueError(
-                f"the loader's state is of {state['num_samples']} samples packed by {state.get('packing')}; this "
-                f"loader has {len(self.lengths)} packed by {self._packing()} (max_tokens, min_batch_size, "
-                "max_batch_size, sequence_picking_order). Continue with the data set and the options of the checkpoint."
-            )
+        self.check_state(state)
+        self.begin()
         self.epoch, self.position, self.seed = int(state["epoch"]), int(state["micro_batch"]), int(state["seed"])
         self._packed = None
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for the state of another data set, or of other micro-batches."""
+        if state.get("num_samples") != len(self.lengths) or state.get("packing") != self._packing():
+            raise ValueError(
+                f"the loader's state is of {state.get('num_samples', 'no')} samples packed by {state.get('packing')}; "
+                f"this loader has {len(self.lengths)} packed by {self._packing()} (max_tokens, min_batch_size, "
+                "max_batch_size, sequence_picking_order). Continue with the data set and the options of the checkpoint."
+            )
 
 
 def length_of_sample(sample: Any) -> int:
