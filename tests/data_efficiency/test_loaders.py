@@ -11,7 +11,7 @@ import torch
 from tests.data_efficiency.tiny import start, weights
 
 from zoo.data_efficiency import DataAnalyzer
-from zoo.data_efficiency.batch_loader import PackedLoader
+from zoo.data_efficiency.batch_loader import PackedLoader, length_of_sample, pad
 from zoo.data_efficiency.config import CurriculumMetric, DynamicBatchingConfig
 from zoo.data_efficiency.curriculum import Growing
 from zoo.data_efficiency.metric_loader import CurriculumLoader
@@ -128,3 +128,56 @@ def test_states_of_other_loaders_are_refused_before_anything_has_changed(index: 
             again.load_checkpoint(tmp_path)
         assert again.global_steps == 0
         assert all(torch.equal(before[name], now) for name, now in weights(again).items())
+
+
+@pytest.mark.parametrize(
+    ("sample", "length"),
+    [
+        ([3, 1, 2], 3), (([3, 1, 2], "a"), 3), (("a text", [3, 1]), 2), ({"text": "four", "ids": [1, 2, 3]}, 3),
+        ({"attention_mask": [1, 1, 0], "input_ids": [5, 6]}, 2), ((torch.tensor(4), np.zeros((5, 2))), 5),
+        ({"label": 1, "x": torch.zeros(3)}, 3), ([np.int64(1), np.int64(2)], 2), ([], 0), (([], "a"), 0),
+    ],
+)  # fmt: skip
+def test_the_length_of_a_sample_is_that_of_numbers(sample: Any, length: int) -> None:
+    assert length_of_sample(sample) == length
+
+
+@pytest.mark.parametrize("sample", ["a text", {"text": "a text"}, ("a", "b"), 5, {}, torch.tensor(1), None])
+def test_text_has_no_length(sample: Any) -> None:
+    with pytest.raises(ValueError, match="cannot tell how many tokens"):
+        length_of_sample(sample)
+
+
+def test_padding_loses_nothing_of_lists_and_arrays() -> None:
+    for kind in (list, np.array, torch.tensor):
+        for lengths in ((2, 3), (3, 2), (3, 3), (1, 3)):
+            rows: list[Any] = [list(range(1, length + 1)) for length in lengths]
+            padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
+            labels = [row + [-100] * (max(lengths) - len(row)) for row in rows]
+            found = pad([{"input_ids": kind(row), "labels": kind(row), "n": len(row)} for row in rows])
+            assert found["input_ids"].tolist() == padded
+            assert found["labels"].tolist() == labels
+            assert found["n"].tolist() == list(lengths)
+            x, y = pad([(kind(row), 7) for row in rows])
+            assert (x.tolist(), y.tolist()) == (padded, [7, 7])
+    for rows in ([[1], []], [[], [1]]):
+        assert torch.equal(pad(rows), torch.tensor([row or [0] for row in rows]))
+    assert [part.tolist() for part in pad([(1, 2), (3, 4)])] == [[1, 3], [2, 4]]
+    with pytest.raises(ValueError, match="a tuple of 2 parts and one of 3"):
+        pad([(1, 2), (3, 4, 5)])
+
+
+def test_data_that_makes_no_micro_batch_is_refused() -> None:
+    section = {"enabled": True, "max_tokens": 9, "min_batch_size": 3}
+    for order in ("dataloader", "random", "seqlen"):
+        options = DynamicBatchingConfig(**section, sequence_picking_order=order)
+        with pytest.raises(ValueError, match="makes 0 micro-batches of at most 9 tokens"):
+            PackedLoader(NUMBERS[:2], options, np.ones(2, dtype=np.int64), rank=0, size=1, seed=1)
+
+    class Endless:
+        def __getitem__(self, index: int) -> Any:
+            return torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+
+    inner = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 32}}
+    with pytest.raises(ValueError, match="Endless without __len__"):
+        start({"data_efficiency": {"enabled": True, "data_sampling": inner}}, training_data=Endless())

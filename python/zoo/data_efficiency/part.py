@@ -72,6 +72,11 @@ class DataEfficiency:
         """The loader that the section asks for; None for the engine's own. Its shuffles are drawn from the engine's
         seed, as those of the engine's loader are."""
         sampling = self.section.data_sampling
+        if (self._picks or self._packs) and not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"training_data is a {type(dataset).__name__} without __len__; data_efficiency.data_sampling picks "
+                "samples by their numbers and needs to know how many there are. Give a data set with __len__."
+            )
         more: dict[str, Any] = {
             "num_epochs": sampling.num_epochs, "num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory,
         }  # fmt: skip
