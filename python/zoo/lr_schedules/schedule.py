@@ -129,6 +129,11 @@ class Schedule:
             ValueError: the state is of an optimizer with another number of groups, or of another kind of schedule.
         """
         if set(state) == {"last_batch_iteration"}:
+            if type(state["last_batch_iteration"]) is not int or state["last_batch_iteration"] < -1:
+                raise ValueError(
+                    f"{type(self).__name__} got a state with last_batch_iteration={state['last_batch_iteration']!r}; "
+                    "it is -1 or more."
+                )
             state = {"last_step": state["last_batch_iteration"] + 1, "base_rates": self.base_rates}
         if set(state) != {"last_step", "base_rates"}:
             raise ValueError(
