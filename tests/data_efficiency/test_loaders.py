@@ -19,6 +19,7 @@ from zoo.engine import ShardedLoader
 
 COUNT = 60
 NUMBERS = [torch.tensor([i]) for i in range(COUNT)]
+PAIRS = [(torch.full((8,), i % 16), torch.full((8,), i % 16)) for i in range(COUNT)]
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +80,35 @@ def test_an_iteration_that_is_not_the_newest_is_refused(loader: Any) -> None:
     assert not torch.equal(seen[0], seen[1])
 
 
+def percentiles(index: Path, low: int, steps: int) -> dict[str, Any]:
+    """From ``low`` to 100 per cent of the samples in so many steps."""
+    metrics = {
+        "number": {
+            "index_to_sample_path": str(index / "index_to_sample.safetensors"), "difficulty_type": "percentile",
+            "min_difficulty": low, "max_difficulty": 100,
+            "schedule_config": {"total_curriculum_step": steps, "difficulty_step": 1},
+        }
+    }  # fmt: skip
+    inner = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics}}
+    return {"data_efficiency": {"enabled": True, "data_sampling": inner}}
+
+
+def test_the_record_has_the_difficulty_that_samples_were_drawn_at(index: Path) -> None:
+    engine = start(percentiles(index, 10, 40), training_data=PAIRS, layers=1)
+    seen = []
+    for size in (4, 4, 8, 8, 8):
+        engine.set_train_batch_size(size)
+        engine.train_batch()
+        assert engine.record is not None
+        found = engine.record.metrics
+        seen.append(found["data_efficiency/number"])
+        assert found["data_efficiency/allowed_samples"] == -(-COUNT * seen[-1] // 100)
+    assert seen == [12, 14, 19, 23, 28]  # of the steps 1, 2, 4, 6, 8: in samples over train_batch_size
+
+
 def test_the_engine_goes_on_after_a_look_into_its_loader(index: Path) -> None:
     def run(look: bool) -> list[int]:
-        metrics = {
-            "number": {
-                "index_to_sample_path": str(index / "index_to_sample.safetensors"), "difficulty_type": "percentile",
-                "min_difficulty": 100, "max_difficulty": 100,
-                "schedule_config": {"total_curriculum_step": 1, "difficulty_step": 1},
-            }
-        }  # fmt: skip
-        inner = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics}}
-        pairs = [(torch.full((8,), i % 16), torch.full((8,), i % 16)) for i in range(COUNT)]
-        changes = {"data_efficiency": {"enabled": True, "data_sampling": inner}}
-        engine = start(changes, training_data=pairs, layers=1)
+        engine = start(percentiles(index, 100, 1), training_data=PAIRS, layers=1)
         found = []
         for step in range(4):
             if look and step == 2:
@@ -116,13 +133,12 @@ def test_states_of_other_loaders_are_refused_before_anything_has_changed(index: 
         with pytest.raises(ValueError, match="the loader's state"):
             mine.check_state({"of": "a loader of the user's own"})
 
-    pairs = [(torch.full((8,), i % 16), torch.full((8,), i % 16)) for i in range(COUNT)]
     inner = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 32}}
-    engine = start({"data_efficiency": {"enabled": True, "data_sampling": inner}}, training_data=pairs, layers=1)
+    engine = start({"data_efficiency": {"enabled": True, "data_sampling": inner}}, training_data=PAIRS, layers=1)
     engine.train_batch()
     engine.save_checkpoint(tmp_path)
     for changes, count in (({}, COUNT), ({"data_efficiency": {"enabled": True, "data_sampling": inner}}, COUNT - 1)):
-        again = start(changes, training_data=pairs[:count], layers=1)
+        again = start(changes, training_data=PAIRS[:count], layers=1)
         before = weights(again)
         with pytest.raises(ValueError, match="Continue with"):
             again.load_checkpoint(tmp_path)

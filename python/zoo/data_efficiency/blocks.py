@@ -148,7 +148,9 @@ class Scope:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._saved.append(self.clock)
-        self.clock, self._told = self._told, None
+        # What was told of a forward that then did not come, because something before it raised, is of no evaluation.
+        trains = module.training and torch.is_grad_enabled()
+        self.clock, self._told = self._told if trains else None, None
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         before = self._saved.pop() if self._saved else None

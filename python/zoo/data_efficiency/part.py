@@ -152,9 +152,11 @@ class DataEfficiency:
             self.random_ltd.before_update()
 
     def metrics(self) -> dict[str, float]:
-        """Difficulties, samples that are allowed, samples of the step, tokens that layers keep."""
+        """Difficulties (of metrics that pick samples: those that the latest were drawn at), samples that are allowed,
+        samples of the step, tokens that layers keep."""
         found = {name: float(value) for name, value in self._difficulties.items()}
         if isinstance(self.loader, CurriculumLoader):
+            found.update({name: float(value) for name, value in self.loader.place.difficulties.items()})
             found["allowed_samples"] = float(self.loader.allowed)
         if self._packs:
             found["batch_size"] = float(self._batch_size)
