@@ -192,6 +192,15 @@ def check_total(name: str, total_num_steps: int) -> None:
         raise ValueError(f"{name} got total_num_steps={total_num_steps}; it must be at least 1.")
 
 
+def check_numbers(name: str, config: Any) -> None:
+    """Raise ValueError for an option that is not finite: every parameter would be lost in one step."""
+    for option in dataclasses.fields(config):
+        value = getattr(config, option.name)
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{name} got {option.name}={value}; it takes finite numbers.")
+
+
 def check_groups(name: str, key: str, value: float | Sequence[float], num_groups: int) -> None:
     """Raise ValueError for a list of values that is not one per parameter group."""
     if not isinstance(value, (int, float)) and len(value) != num_groups:
