@@ -148,7 +148,8 @@ def checked(value: Any, low: int, high: int, step: int) -> int:
 
 def _whole(key: str, value: Any, kind: type) -> Any:
     def number(item: Any) -> int:
-        if isinstance(item, bool) or not isinstance(item, int | float) or item != int(item):
+        is_number = isinstance(item, int | float) and not isinstance(item, bool)
+        if not is_number or not math.isfinite(item) or item != int(item):
             raise ValueError(f"schedule_config.{key} = {value!r}; it takes whole numbers.")
         return int(item)
 
