@@ -301,6 +301,19 @@ def test_copies_and_closed_engines_have_plain_blocks() -> None:
     assert all("_call_impl" not in block.__dict__ for block in original.blocks)
 
 
+def test_one_module_that_is_several_layers_is_refused() -> None:
+    model = Tiny()
+    first: Any = model.blocks[0]
+    model.blocks = nn.ModuleList([first] * 4)
+    for names in (None, ["blocks"]):
+        changes = {"progressive_layer_drop": {**PLD["progressive_layer_drop"], "blocks": names}}
+        with pytest.raises(ValueError, match="progressive_layer_drop: blocks holds one module several times"):
+            start(changes, model=model)
+    model = Tiny()
+    model.activations = nn.Sequential(*[nn.GELU()] * 6)  # no blocks
+    start(PLD, model=model)
+
+
 def test_blocks_that_nobody_calls_are_told() -> None:
     class Aside(nn.Module):
         def __init__(self) -> None:

@@ -6,7 +6,7 @@ Keys and defaults are the documented ones; those that are zoo's own say so.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,9 +49,9 @@ class CurriculumConfig(Difficulty):
     that name, else truncate."""
     sequence_dim: int = Field(default=1, ge=1)
     """Own key. The dimension of token ids, (B, T), along which the sequence lies."""
-    tensors: dict[str, list[int]] | None = None
+    tensors: dict[str, list[Annotated[int, Field(ge=1)]]] | None = None
     """Own key. Which tensors are cut along which dimensions: {"0": [1], "attention_mask": [2, 3]}, by position or name
-    of the model's argument. null: those whose shape says so (README)."""
+    of the model's argument; dimension 0 is that of samples. null: those whose shape says so (README)."""
 
     @model_validator(mode="after")
     def _complete(self) -> CurriculumConfig:
