@@ -175,6 +175,12 @@ def metric(**options: Any) -> dict[str, Any]:
     return found
 
 
+def test_what_is_switched_off_with_all_that_is_in_it_is_taken() -> None:
+    inner = {"enabled": False, "dynamic_batching": {"enabled": True, "max_tokens": 3}}
+    for outer in (True, False):
+        load({**BASE, "data_efficiency": {"enabled": outer, "data_sampling": inner}}, world_size=4)
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -208,6 +214,19 @@ def metric(**options: Any) -> dict[str, Any]:
         (
             metric(schedule_config={"total_curriculum_step": math.nan}),
             f"{METRIC}: schedule_config.total_curriculum_step = ",
+        ),
+        (
+            {"data_efficiency": {"data_routing": {"enabled": True}}},
+            "data_efficiency: data_routing.enabled is true in a section without enabled, which is false by default",
+        ),
+        (
+            {
+                "data_efficiency": {
+                    "enabled": True,
+                    "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 3}},
+                }
+            },
+            "data_efficiency: dynamic_batching.enabled is true in a section without enabled",
         ),
         (metric(min_dificulty=1), f"{METRIC}.min_dificulty: unknown key; did you mean 'min_difficulty'?"),
         (metric(min_difficulty="auto"), f'{METRIC}.min_difficulty: still "auto"'),

@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 
 
+class Switched(Section):
+    """A section with ``enabled`` around others that have it too."""
+
+    enabled: bool = False
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        if "enabled" in self.model_fields_set:
+            return  # switched off on purpose, with all that is in it
+        for name in type(self).model_fields:
+            if getattr(getattr(self, name), "enabled", False):
+                yield (
+                    f"data_efficiency: {name}.enabled is true in a section without enabled, which is false by default, "
+                    f"so that nothing would come of it; give enabled beside {name}"
+                )
+
+
 class Difficulty(Section):
     """A difficulty that grows with steps."""
 
@@ -163,7 +179,7 @@ class DynamicBatchingConfig(Section):
         return self
 
 
-class DataSamplingConfig(Section):
+class DataSamplingConfig(Switched):
     """Which samples a micro-batch has."""
 
     enabled: bool = False
@@ -281,14 +297,14 @@ class RandomLtdConfig(Section):
         return self
 
 
-class DataRoutingConfig(Section):
+class DataRoutingConfig(Switched):
     """Which tokens a layer sees."""
 
     enabled: bool = False
     random_ltd: RandomLtdConfig = Field(default_factory=RandomLtdConfig)
 
 
-class DataEfficiencyConfig(Section):
+class DataEfficiencyConfig(Switched):
     """Which samples a micro-batch has, and which tokens a layer sees."""
 
     enabled: bool = False
