@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from click.testing import Result
 from tests import processes
 from typer.testing import CliRunner
 
-from zoo.cli import app
+from zoo.cli import app, failure
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
@@ -310,3 +311,11 @@ def test_build_prints_the_library_that_the_cache_has(monkeypatch: pytest.MonkeyP
     assert zoo("build", "--cuda-arch", "80,90").output == "library for (80, 90)\n"
     assert zoo("build", "--cpu", "--cuda-arch", "100").output == "built zoo_kernels_cpu\nlibrary for (100,)\n"
     assert zoo("build", "--cuda-arch", "nonsense").exit_code == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_takes_no_more_is_one_sentence(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, failure.one_sentence(shared=True):
+        raise OSError(number, os.strerror(number), "runs/log.jsonl")
+    assert ended.value.code == failure.USER_ERROR
+    assert capsys.readouterr().err == f"zoo: runs/log.jsonl: {os.strerror(number)}\n"

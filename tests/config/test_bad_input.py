@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -163,6 +164,23 @@ def test_overrides_of_any_kind(overrides: dict[str, Any]) -> None:
     assert all(len(problem.splitlines()) == 1 for problem in found)
 
 
+METRIC = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.words"
+
+
+def metric(**options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"clustering_type": "single_cluster", "schedule_type": "fixed_linear", **options}
+    found["schedule_config"] = {"total_curriculum_step": 4, "difficulty_step": 1, **options.get("schedule_config", {})}
+    for key in reversed(METRIC.split(".")):
+        found = {key: found}
+    return found
+
+
+def test_what_is_switched_off_with_all_that_is_in_it_is_taken() -> None:
+    inner = {"enabled": False, "dynamic_batching": {"enabled": True, "max_tokens": 3}}
+    for outer in (True, False):
+        load({**BASE, "data_efficiency": {"enabled": outer, "data_sampling": inner}}, world_size=4)
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -181,6 +199,38 @@ def test_overrides_of_any_kind(overrides: dict[str, Any]) -> None:
         ({"train": {"task": {"type": "byte_lm", "params": {"width": "x"}}, "steps": 1}}, "train.task.params.width: "),
         ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size = train_micro_batch_size_per_gpu × "),
         ({3: 1}, "3: unknown key; known here: "),
+        ({"comm": {"timeout_s": math.inf}}, "comm.timeout_s: given inf (float); allowed: a finite number"),
+        ({"fp16": {"loss_scale": math.inf}}, "fp16.loss_scale: given inf (float); allowed: a finite number"),
+        ({"gradient_clipping": math.nan}, "gradient_clipping: given nan (float); allowed: a finite number"),
+        (
+            {"progressive_layer_drop": {"gamma": math.inf}},
+            "progressive_layer_drop.gamma: given inf (float); allowed: a fi",
+        ),
+        ({"optimizer": {"type": "Lamb", "params": {"max_coeff": math.inf}}}, "optimizer.params.max_coeff: "),
+        (
+            metric(schedule_config={"total_curriculum_step": math.inf}),
+            f"{METRIC}: schedule_config.total_curriculum_step = ",
+        ),
+        (
+            metric(schedule_config={"total_curriculum_step": math.nan}),
+            f"{METRIC}: schedule_config.total_curriculum_step = ",
+        ),
+        (
+            {"data_efficiency": {"data_routing": {"enabled": True}}},
+            "data_efficiency: data_routing.enabled is true in a section without enabled, which is false by default",
+        ),
+        (
+            {
+                "data_efficiency": {
+                    "enabled": True,
+                    "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 3}},
+                }
+            },
+            "data_efficiency: dynamic_batching.enabled is true in a section without enabled",
+        ),
+        (metric(min_dificulty=1), f"{METRIC}.min_dificulty: unknown key; did you mean 'min_difficulty'?"),
+        (metric(min_difficulty="auto"), f'{METRIC}.min_difficulty: still "auto"'),
+        (metric(min_difficulty="1"), f"{METRIC}.min_difficulty: given '1' (str); allowed: int"),
         ({"fp16": {None: 1}}, "fp16.None: unknown key; known here: "),
     ],
 )

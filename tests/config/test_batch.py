@@ -68,6 +68,11 @@ def test_world_size_comes_from_the_environment_of_torchrun(monkeypatch: pytest.M
         load({T: 8}, world_size=0)
 
 
+def test_the_triangle_holds_for_any_size() -> None:
+    config = load({T: 3 * 2**70, G: 3}, world_size=2)
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (3 * 2**70, 2**69)
+
+
 @pytest.mark.parametrize("bad", ["8", 0, -1, 1.5, True])
 def test_sizes_that_are_no_sizes(bad: object) -> None:
     with pytest.raises(ConfigError, match=f"{M}: given"):

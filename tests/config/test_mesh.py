@@ -57,6 +57,8 @@ def test_what_axes_are_for_may_be_said() -> None:
         ({"axes": {"data": -1}, "data": ["date"]}, "mesh.data: date: no such axis; mesh.axes has data"),
         ({"axes": {"data": 2, "pipe": 2}, "layers": ["data"]}, "mesh: data is in data and in layers"),
         ({"axes": {"data": 2, "tensor": 2}, "batch": ["tensor"]}, "mesh.batch: tensor is no data axis (data)"),
+        ({"axes": {"data": 2, "b": 2}, "batch": ["data", "data"]}, "mesh.batch: data, data: name each axis once"),
+        ({"axes": {"data": 2, "b": 2}, "data": ["b", "b"]}, "mesh.data: b, b: name each axis once"),
         ({"axes": {"data": "2"}}, "mesh.axes.data: given '2' (str); allowed: a valid integer"),
     ],
 )

@@ -34,12 +34,25 @@ def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
         ("a.yaml", "a: [", "file a.yaml: while parsing"),
         ("a.json", "[1]", "the document is list"),
         ("a.toml", "", "allowed are .json, .yaml and .yml"),
+        ("a.json", '{"a":' * 100_000, "a.json is nested too deeply to be a configuration"),
+        ("a.yaml", "[" * 3000, "a.yaml is nested too deeply to be a configuration"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, name, text))
     assert said in str(caught.value)
+
+
+def test_encodings(tmp_path: Path) -> None:
+    for name, text in (("a.json", '{"seed": 3, "train_batch_size": 1}'), ("a.yaml", "seed: 3\ntrain_batch_size: 1\n")):
+        path = tmp_path / name
+        path.write_bytes(text.encode("utf-8-sig"))
+        assert load(path).seed == 3
+        for other in ("utf-16", "cp1252"):
+            path.write_bytes(text.replace("3", "3 é").encode(other))
+            with pytest.raises(ConfigError, match=f"{name} is not UTF-8 "):
+                load(path)
 
 
 def test_a_missing_file_and_a_wrong_source(tmp_path: Path) -> None:

@@ -182,3 +182,11 @@ def test_how_many_a_difficulty_allows(tmp_path: Path) -> None:
     for difficulty in range(-1, 11):
         assert index.up_to(difficulty) == sum(v <= difficulty for v in data.values)
     assert [index.percentile(p) for p in (1, 50, 99, 100)] == [1, 29, 57, 57]
+
+
+def test_a_directory_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "second").write_text("a file in the place of a directory")
+    analyser = DataAnalyzer([[1, 2], [3]], {"first": len, "second": len}, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"second/.*' cannot be written \(File exists\); give another directory"):
+        analyser.run()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["second"]

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.config import ConfigError
-from zoo.data_efficiency.schedules import build_schedule
+from zoo.data_efficiency.schedules import build_schedule, checked
 from zoo.data_efficiency.sequence import Cutter, sequence_dims
 
 LINEAR: dict[str, Any] = {
@@ -126,6 +127,11 @@ def test_tensors_may_be_named() -> None:
     assert (args[0].shape, args[1].shape, kwargs["square"].shape) == ((2, 4), (2, 6), (2, 4, 4))
     with pytest.raises(ValueError, match="names 'sqare'"):
         Cutter(tensors={"sqare": [1]}).truncate((ids,), {}, 4)
+    with pytest.raises(ValueError, match=r"names dimension 2 of a tensor \(2, 6\); give dimensions from 1 to 1"):
+        Cutter(tensors={"0": [1, 2]}).truncate((ids,), {}, 4)
+    for dim in (0, -1):  # dimension 0 is that of samples
+        with pytest.raises(ConfigError, match=r"curriculum_learning\.tensors"):
+            start({"curriculum_learning": {**LINEAR, "tensors": {"0": [dim]}}})
 
 
 # -- in training ------------------------------------------------------------------------------------------------------
@@ -210,6 +216,18 @@ def test_a_model_may_cut_itself() -> None:
     for _ in range(3):
         engine.train_batch()
     assert engine.module.told == engine.module.model.lengths == [2, 4, 4]
+
+
+@pytest.mark.parametrize("value", [np.int64(4), torch.tensor(4), 4])
+def test_a_custom_schedule_returns_whole_numbers_of_any_kind(value: Any) -> None:
+    assert type(checked(value, 2, 8, 1)) is int
+    assert checked(value, 2, 8, 1) == 4
+
+
+@pytest.mark.parametrize("value", [4.0, np.float64(4), True, None, "4", 9, np.int64(1), torch.tensor(4.0)])
+def test_and_nothing_else(value: Any) -> None:
+    with pytest.raises(ValueError, match="it returns a whole number between min_difficulty 2 and max_difficulty 8"):
+        checked(value, 2, 8, 1)
 
 
 def test_a_custom_schedule() -> None:

@@ -301,6 +301,19 @@ def test_copies_and_closed_engines_have_plain_blocks() -> None:
     assert all("_call_impl" not in block.__dict__ for block in original.blocks)
 
 
+def test_one_module_that_is_several_layers_is_refused() -> None:
+    model = Tiny()
+    first: Any = model.blocks[0]
+    model.blocks = nn.ModuleList([first] * 4)
+    for names in (None, ["blocks"]):
+        changes = {"progressive_layer_drop": {**PLD["progressive_layer_drop"], "blocks": names}}
+        with pytest.raises(ValueError, match="progressive_layer_drop: blocks holds one module several times"):
+            start(changes, model=model)
+    model = Tiny()
+    model.activations = nn.Sequential(*[nn.GELU()] * 6)  # no blocks
+    start(PLD, model=model)
+
+
 def test_blocks_that_nobody_calls_are_told() -> None:
     class Aside(nn.Module):
         def __init__(self) -> None:
@@ -321,3 +334,42 @@ def test_unused_parameters_must_be_allowed() -> None:
     section = {"zero_optimization": {"stage": 1, "ignore_unused_parameters": False}}
     with pytest.raises(ConfigError, match="a block that is skipped has no gradient"):
         start({**PLD, **section})
+
+
+class Refuses:
+    """A part that raises while a batch goes in."""
+
+    after = ("progressive_layer_drop", "data_efficiency")
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def on_batch(self, args: Any, kwargs: Any, clock: Any) -> Any:
+        if self.now:
+            raise ValueError("not this batch")
+        return args, kwargs
+
+
+@pytest.mark.parametrize("method", ["layer_drop", "random_ltd"])
+def test_an_evaluation_after_a_forward_that_did_not_come_sees_everything(method: str) -> None:
+    routing = {"min_value": 2, "max_value": 8, "schedule_config": {"require_steps": 1000, "seq_per_step": 1}}
+    changes: dict[str, Any] = {
+        "layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.01, "gamma": 10.0}},
+        "random_ltd": {
+            "data_efficiency": {
+                "enabled": True,
+                "data_routing": {"enabled": True, "random_ltd": {"enabled": True, "random_ltd_schedule": routing}},
+            }
+        },
+    }[method]
+    part = Refuses()
+    engine = start(changes, parts={"refuses": part})
+    engine.train_batch()
+    batch = tuple(data()[:4])
+    expected = engine.eval_batch(batch)
+    for evaluate in (engine.eval_batch, torch.no_grad()(lambda batch: engine(*batch))):
+        part.now = True
+        with pytest.raises(ValueError, match="not this batch"):
+            engine(*batch)
+        part.now = False
+        assert torch.equal(evaluate(batch), expected)

@@ -92,10 +92,19 @@ def test_the_commands(folder: Path) -> None:
     assert config.aio == AioConfig(block_size=65_536, queue_depth=4)
     assert Handle.from_config(config.aio).config == config.aio
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    for wrong, words in ((["--size", "1X"], "'1X' is no size"), (["--operation", "fly"], "allowed are read, write")):
-        result = CliRunner().invoke(app, ["io", "bench", str(folder), *wrong])
+    for what, wrong, words in (
+        ("bench", ["--size", "1X"], "'1X' is no size"), ("bench", ["--operation", "fly"], "allowed are read, write"),
+        ("bench", ["--block-size", "1000"], "block_size = 1000; allowed is"),
+        ("bench", ["--queue-depth", "0"], "queue_depth = 0; allowed is"),
+        ("bench", ["--threads", "65"], "threads = 65; allowed is"),
+        ("verify", ["--transfers", "-1"], "transfers = -1; allowed is"),
+        ("verify", ["--size", "0"], "size = 0; allowed is"),
+    ):  # fmt: skip
+        result = CliRunner().invoke(app, ["io", what, str(folder), *wrong])
         assert result.exit_code == 2
         assert words in result.output
+        assert "right" not in result.output
+        assert "pydantic" not in result.output
 
 
 def test_the_section_of_a_configuration() -> None:

@@ -278,6 +278,20 @@ def test_a_value_for_each_group() -> None:
         ("LRRangeTest", {"lr_range_test_min_lr": [0.1, 0.2]}, "2 values for lr_range_test_min_lr"),
         ("OneCycle", {"cycle_second_step_size": 0}, "cycle_second_step_size=0"),
         ("OneCycle", {"cycle_max_mom": [0.1, 0.2]}, "2 values for cycle_max_mom"),
+        ("OneCycle", {"decay_lr_rate": -1.0}, "decay_lr_rate=-1.0; it must be at least 0"),
+        ("WarmupCosineLR", {"warmup_min_ratio": [0.1, 0.2]}, "2 values for warmup_min_ratio"),
+        ("WarmupCosineLR", {"warmup_min_ratio": [1.5]}, "warmup_min_ratio=[1.5]; it lies between 0 and 1"),
+        *(
+            (name, {option: value}, f"{name} got {option}={value}; it takes finite numbers")
+            for name, option in {
+                "WarmupLR": "warmup_max_lr",
+                "WarmupDecayLR": "warmup_min_lr",
+                "WarmupCosineLR": "cos_min_ratio",
+                "LRRangeTest": "lr_range_test_step_rate",
+                "OneCycle": "cycle_max_lr",
+            }.items()
+            for value in (math.nan, math.inf, -math.inf, *([[math.nan]] if option.endswith("lr") else []))
+        ),
     ],
 )
 def test_errors_name_what_is_wrong(name: str, changes: dict[str, object], said: str) -> None:
@@ -295,3 +309,13 @@ def test_a_state_of_other_groups_is_refused() -> None:
     state = _make("WarmupLR", _optimizer(0.5, 0.5)).state_dict()
     with pytest.raises(ValueError, match="2 parameter groups"):
         _make("WarmupLR", _optimizer()).load_state_dict(state)
+
+
+def test_a_ratio_for_each_group() -> None:
+    optimizer = _optimizer(0.5, 0.5)
+    schedule = _make("WarmupCosineLR", optimizer, warmup_min_ratio=[0.2, 0.4], warmup_num_steps=4)
+    schedule.step()
+    assert schedule.get_lr() == schedule.get_last_lr() == [0.5 * 0.2, 0.5 * 0.4]
+    for _ in range(4):
+        schedule.step()
+    assert schedule.get_lr()[0] == schedule.get_lr()[1]

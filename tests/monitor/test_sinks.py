@@ -125,6 +125,56 @@ def test_csv_names_are_safe_distinct_and_as_documented(tmp_path: Path) -> None:
     assert sorted(values) == sorted(metrics.values())
 
 
+@pytest.mark.parametrize("names", [("user/a b", "user/a_b"), ("user/Loss", "user/loss"), ("a/b/c", "a_b/c")])
+def test_csv_files_of_colliding_names_are_continued_in_any_order(tmp_path: Path, names: tuple[str, str]) -> None:
+    for step, order in ((1, names), (2, names[::-1]), (3, names[1:]), (4, names)):
+        sink = build("csv_monitor", tmp_path)
+        sink.write(plain(step, metrics={name: float(names.index(name)) for name in order}))
+        sink.close()
+    files = [path for path in (tmp_path / "job").iterdir() if not path.name.startswith("Train_")]
+    read = sorted(path.read_text().split("\n", 1)[1].split() for path in files)
+    assert read == [["8,0.0", "16,0.0", "32,0.0"], ["8,1.0", "16,1.0", "24,1.0", "32,1.0"]]
+
+
+@pytest.mark.parametrize("name", ["csv_monitor", "jsonl_monitor", "tensorboard"])
+def test_files_stay_where_the_script_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "begun")
+    engine = initialize({**BASE, name: {"enabled": True, "output_path": "logs"}}, net(), training_data=data())[0]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    engine.train_batch()
+    engine.destroy()
+    assert engine.feed.failed == {}
+    assert list((tmp_path / "begun" / "logs" / "DeepSpeedJobName").iterdir())
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", ["csv_monitor", "jsonl_monitor"])
+def test_two_engines_with_one_file_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    place = {name: {"enabled": True, "output_path": str(tmp_path)}}
+    engines = [initialize({**BASE, **place}, net(), training_data=data())[0] for _ in range(2)]
+    for _ in range(2):
+        for engine in engines:
+            engine.train_batch()
+            engine.feed.flush()
+    assert "as well, and what they write mixes there" in caplog.text
+    assert len([r for r in caplog.records if "mixes there" in r.message]) == 1
+    for engine in engines:
+        engine.destroy()
+    caplog.clear()
+    again = initialize({**BASE, **place}, net(), training_data=data())[0]
+    again.train_batch()
+    again.destroy()
+    assert caplog.text == ""
+
+
+def test_a_home_that_is_not_there_is_one_sentence() -> None:
+    place = {"enabled": True, "output_path": "~nobody-of-this-name/runs"}
+    with pytest.raises(ValueError, match=r"csv_monitor\.output_path = '~nobody-of-this-name/runs': .*whole path"):
+        initialize({**BASE, "csv_monitor": place}, net(), training_data=data())
+
+
 def test_more_csv_files_than_may_be_open(tmp_path: Path) -> None:
     metrics = {f"layer/{n}": float(n) for n in range(3 * OPEN_FILES)}
     sink = build("csv_monitor", tmp_path)
@@ -181,6 +231,15 @@ def test_what_a_resumed_run_repeats_replaces_what_tensorboard_shows(tmp_path: Pa
         sink.close()
     shown = by_name(read_tensorboard(tmp_path / "job"))["user/run"]
     assert shown == [(8, "1.0"), (16, "1.0"), (24, "1.0"), *((x, "4.0") for x in (32, 40, 48, 56))]
+
+
+def test_training_that_goes_back_replaces_what_tensorboard_shows(tmp_path: Path) -> None:
+    sink = build("tensorboard", tmp_path)
+    for number, step in enumerate((1, 2, 3, 2, 3, 4, 4)):
+        sink.write(plain(step, metrics={"user/number": float(number)}))
+    sink.close()
+    shown = by_name(read_tensorboard(tmp_path / "job"))["user/number"]
+    assert shown == [(8, "0.0"), (16, "3.0"), (24, "4.0"), (32, "5.0"), (32, "6.0")]
 
 
 def test_the_newest_event_file_is_read_last_whatever_clock_and_process_say(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from tests.train.tiny import Net, config, registry
 
 from zoo import sim
 from zoo.checkpointing import latest_tag, prune
-from zoo.train import NotFiniteError, StoppedError, replay, train
+from zoo.train import DataEndError, NotFiniteError, StoppedError, replay, train
 from zoo.train.stopping import Signals
 
 
@@ -88,6 +89,28 @@ def test_what_is_pruned_is_never_the_latest_nor_half_there(tmp_path: Path) -> No
     assert sorted(p.name for p in root.iterdir()) == ["latest", "notes", "step_00000012"]
     with pytest.raises(ValueError, match="keep=0"):
         prune(root, 0)
+
+
+# -- the end of the data ----------------------------------------------------------------------------------------------
+
+
+def test_data_that_ends_for_good_ends_the_run_with_what_was_trained(tmp_path: Path) -> None:
+    packed = {"enabled": True, "max_tokens": 12, "lr_scaling_method": "none"}  # 4 samples of 3: 16 micro-batches
+
+    def job(rank: int, epochs: int, resume: bool) -> str:
+        sampling = json.dumps({"enabled": True, "num_epochs": epochs, "dynamic_batching": packed})
+        changes = {"data_efficiency.enabled": "true", "data_efficiency.data_sampling": sampling}
+        made = config(tmp_path, 2, {**changes, "gradient_accumulation_steps": 3, "train_batch_size": 24}, steps=20)
+        with pytest.raises(DataEndError) as caught:
+            train(made, resume=resume, registry=registry())
+        return str(caught.value)
+
+    for epochs, steps, resume in ((1, 2, False), (1, 2, True), (3, 7, True)):
+        texts = sim.run(2, functools.partial(job, epochs=epochs, resume=resume))
+        assert texts[0] == texts[1]
+        assert f"ended for good after step {steps} of 20; the checkpoint is written." in texts[0]
+        assert latest_tag(tmp_path / "checkpoints") == f"step_{steps:08d}"
+        assert [line["step"] for line in lines(tmp_path)] == list(range(1, steps + 1))
 
 
 # -- numbers that are not finite --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 USER_ERROR = 2
 """Exit code for what the user can fix."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR)  # what a disk or a path cannot take
 FAILURE = 1
 """Exit code for everything else."""
 
@@ -50,6 +52,8 @@ def one_sentence(*, shared: bool) -> Iterator[None]:
 
 def is_user_error(error: Exception) -> bool:
     """Whether the sentence alone tells what to do: no traceback needed."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
     return isinstance(error, (ValueError, NotImplementedError, FileNotFoundError, IsADirectoryError, PermissionError))
 
 

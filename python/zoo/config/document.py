@@ -18,7 +18,7 @@ from zoo.config.errors import ConfigError
 from zoo.config.fates import fates_of, settle, unknown
 from zoo.config.mesh import Mesh, MeshError
 from zoo.config.reading import nest, read_overrides, read_source
-from zoo.config.section import Section, allows_auto, allows_none, fields_by_key, section_of
+from zoo.config.section import Section, allows_auto, allows_none, fields_by_key, section_of, section_of_items
 from zoo.config.tree import SECTION_KIND, Tree, default_of
 from zoo.registry import DEFAULT, Registry, nearest
 
@@ -116,7 +116,8 @@ class Document:
             if values.get(key, 1) is None:
                 del values[key]
         whole = all(
-            type(value) in (int, float) and 0 < value < 2**63 and value == int(value) for value in given.values()
+            (type(value) is int and value > 0) or (type(value) is float and 0 < value < 2**63 and value == int(value))
+            for value in given.values()
         )
         if not whole:
             return values, sources  # validation says which one is wrong
@@ -261,6 +262,15 @@ def _normalise(
         if inner is not None and isinstance(value, Mapping):
             values[name], below = _normalise(value, inner, said, problems, notes, f"{path}{name}.")
             sources.update(below)
+        elif (each := section_of_items(annotation)) is not None and isinstance(value, Mapping):
+            values[name] = {}
+            for item_key, item in value.items():
+                where = f"{path}{name}.{item_key}"
+                if isinstance(item, Mapping):
+                    values[name][item_key], below = _normalise(item, each, said, problems, notes, f"{where}.")
+                    sources.update(below)
+                else:
+                    values[name][item_key], sources[where] = item, said
         else:
             values[name] = value
             sources.update(dict.fromkeys(_leaf_paths(value, f"{path}{name}"), said))

@@ -49,6 +49,8 @@ class Mesh(Section):
             unknown = [name for name in given if name not in names]
             if unknown:
                 yield f"mesh.{key}: {', '.join(unknown)}: no such axis; mesh.axes has {', '.join(names) or 'none'}"
+            if len(set(given)) < len(given):
+                yield f"mesh.{key}: {', '.join(given)}: name each axis once"
         both = sorted(set(self.data_axes) & set(self.layer_axes))
         if both:
             yield f"mesh: {', '.join(both)} is in data and in layers; an axis is for one of them"

@@ -28,9 +28,13 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     name = f"file {path.name}"
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError([f"{path} ends in {path.suffix or 'nothing'!r}; allowed are .json, .yaml and .yml"])
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         value = _json(text) if path.suffix == ".json" else _yaml(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path} is not UTF-8 ({error}); convert it"], name) from None
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply to be a configuration"], name) from None
     except (json.JSONDecodeError, DocumentError) as error:
         raise ConfigError([" ".join(str(error).split())], name) from None
     if not isinstance(value, dict):

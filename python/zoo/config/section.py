@@ -26,7 +26,7 @@ from zoo.config.schema import or_auto, schema_of
 if TYPE_CHECKING:
     from zoo.config.core import Config
 
-__all__ = ["Section", "aliases_of", "allows_auto", "allows_none", "fields_by_key", "section_of"]
+__all__ = ["Section", "aliases_of", "allows_auto", "allows_none", "fields_by_key", "section_of", "section_of_items"]
 
 
 def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -51,6 +51,7 @@ class Section(BaseModel):
         populate_by_name=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
         defer_build=True,  # most sections of an import are never validated
         json_schema_extra=_add_aliases,
     )
@@ -110,6 +111,12 @@ def section_of(annotation: Any) -> type[Section] | None:
     """The section class in an annotation such as ``ZeroConfig`` or ``Offload | None``; None for plain values."""
     found = [leaf for leaf in _leaf_types(annotation) if isinstance(leaf, type) and issubclass(leaf, Section)]
     return found[0] if len(found) == 1 else None
+
+
+def section_of_items(annotation: Any) -> type[Section] | None:
+    """The section class of the values of ``dict[str, Metric]``, whose keys users choose; None for anything else."""
+    arguments = get_args(annotation)
+    return section_of(arguments[1]) if get_origin(annotation) is dict and len(arguments) == 2 else None
 
 
 def allows_auto(annotation: Any) -> bool:

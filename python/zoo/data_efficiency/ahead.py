@@ -12,6 +12,29 @@ from torch.utils.data import DataLoader
 Place = TypeVar("Place")
 
 
+class Newest:
+    """A loader whose position belongs to its newest iteration; an older one that is asked for more is refused.
+
+    Attributes:
+        serial: of the newest iteration; loading a state begins another one too.
+    """
+
+    serial = 0
+
+    def begin(self) -> int:
+        """An iteration begins: its number."""
+        self.serial += 1
+        return self.serial
+
+    def check_newest(self, serial: int) -> None:
+        """Raise RuntimeError in an iteration that is not the newest: its batches would be drawn twice."""
+        if serial != self.serial:
+            raise RuntimeError(
+                "this iteration of the loader is not the newest: another one has begun, or load_state_dict() has moved "
+                "the loader, and its position belongs to that. Begin a new one: iter(loader)."
+            )
+
+
 def loaded(
     dataset: Any, chosen: Iterator[tuple[list[int], Place]], collate_fn: Callable[[list[Any]], Any], *,
     num_workers: int, pin_memory: bool, seed: int,

@@ -93,14 +93,11 @@ class DataAnalyzer:
         """
         start, stop = self._share(self.worker)
         with self._opened() as handle:
-            writers = {
-                name: IndexWriter(
-                    self._piece(name, self.worker), stop - start, m.dtype, self._about(name, start), handle
-                )
-                for name, m in self.metrics.items()
-                if stop > start
-            }
+            writers: dict[str, IndexWriter] = {}
             try:
+                for name, m in self.metrics.items() if stop > start else ():
+                    piece = self._piece(name, self.worker)
+                    writers[name] = IndexWriter(piece, stop - start, m.dtype, self._about(name, start), handle)
                 self._measure(start, stop, writers)
             except BaseException:
                 for writer in writers.values():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from zoo.data_efficiency.ahead import loaded
+from zoo.data_efficiency.ahead import Newest, loaded
 from zoo.data_efficiency.config import DynamicBatchingConfig
 from zoo.parts import mixed, shuffled
 
@@ -53,7 +54,7 @@ def pack(lengths: Any, order: Any, *, max_tokens: int, smallest: int = 1, larges
     return np.array(edges, dtype=np.int64)
 
 
-class PackedLoader:
+class PackedLoader(Newest):
     """Micro-batches of one rank, each of at most ``max_tokens`` tokens.
 
     An epoch's samples are packed into micro-batches, the same on all ranks and at any number of ranks. Position p of an
@@ -127,17 +128,20 @@ class PackedLoader:
             return order, edges
         turns = [shuffled(i, len(edges) - 1, seed) for i in range(len(edges) - 1)]
         pieces = [order[edges[turn] : edges[turn + 1]] for turn in turns]
-        return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
+        return np.concatenate([order[:0], *pieces]), np.cumsum([0, *map(len, pieces)])
 
     def __iter__(self) -> Iterator[Any]:
+        serial = self.begin()
         if self.epoch < self.num_epochs:
             found = loaded(
                 self.dataset, self._chosen(self.position), self.collate_fn, num_workers=self.num_workers,
                 pin_memory=self.pin_memory, seed=mixed(self.epoch, self.seed),
             )  # fmt: skip
             for batch, place in found:
+                self.check_newest(serial)
                 self.position, self.handed = place
                 yield batch
+                self.check_newest(serial)
         self.epoch += self.position > 0
         self.position = 0
 
@@ -164,51 +168,79 @@ class PackedLoader:
         """Go on from there, at any number of ranks.
 
         Raises:
-            ValueError: the state is of a data set of another length, or of other micro-batches.
+            ValueError: see :meth:`check_state`.
         """
-        if state["num_samples"] != len(self.lengths) or state.get("packing") != self._packing():
-            raise ValueError(
-                f"the loader's state is of {state['num_samples']} samples packed by {state.get('packing')}; this "
-                f"loader has {len(self.lengths)} packed by {self._packing()} (max_tokens, min_batch_size, "
-                "max_batch_size, sequence_picking_order). Continue with the data set and the options of the checkpoint."
-            )
+        self.check_state(state)
+        self.begin()
         self.epoch, self.position, self.seed = int(state["epoch"]), int(state["micro_batch"]), int(state["seed"])
         self._packed = None
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for the state of another data set, or of other micro-batches."""
+        if state.get("num_samples") != len(self.lengths) or state.get("packing") != self._packing():
+            raise ValueError(
+                f"the loader's state is of {state.get('num_samples', 'no')} samples packed by {state.get('packing')}; "
+                f"this loader has {len(self.lengths)} packed by {self._packing()} (max_tokens, min_batch_size, "
+                "max_batch_size, sequence_picking_order). Continue with the data set and the options of the checkpoint."
+            )
+
 
 def length_of_sample(sample: Any) -> int:
-    """Tokens of a sample: the length of its first tensor or sequence of numbers; of the keys of a mapping,
-    ``input_ids`` or the first.
+    """Tokens of a sample: the length of the first tensor, array or sequence of numbers in it; of a mapping,
+    ``input_ids`` before the others. Text and single numbers are none.
 
     Raises:
         ValueError: it has none.
     """
-    found = sample
-    if isinstance(found, Mapping) and found:
-        found = found.get("input_ids", next(iter(found.values())))
-    while isinstance(found, (tuple, list)) and found and not isinstance(found[0], (int, float)):
-        found = found[0]
-    try:
-        return len(found)
-    except TypeError:
+    found = _first_sequence(sample)
+    if found is None:
         raise ValueError(
             f"dynamic batching cannot tell how many tokens a sample has, a {type(sample).__name__}; analyse the data "
             'set with a metric "seqlen" and give its directory as metrics_path.'
-        ) from None
+        )
+    return len(found)
+
+
+def _first_sequence(value: Any) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value if value.ndim else None
+    if isinstance(value, Mapping):
+        inside = sorted(value, key=lambda key: key != "input_ids")  # stable: the others in their order
+        return next((found for key in inside if (found := _first_sequence(value[key])) is not None), None)
+    if isinstance(value, (tuple, list)):
+        if not value or isinstance(value[0], Number):
+            return value
+        return next((found for item in value if (found := _first_sequence(item)) is not None), None)
+    return value if hasattr(value, "__len__") and not isinstance(value, (str, bytes)) else None
 
 
 def pad(samples: Sequence[Any]) -> Any:
-    """A batch of samples whose tensors may have different lengths: shorter ones are continued with zeros along their
+    """A batch of samples whose sequences may have different lengths: shorter ones are continued with zeros along their
     first dimension; integers under the name ``labels`` with -100, which losses of torch leave out.
 
-    Where padding must not count as labels in tuples, give ``collate_fn``.
+    Sequences are tensors, arrays, and lists of numbers, which become tensors; a tuple is parts of a sample, as many in
+    each. Where padding must not count as labels in tuples, give ``collate_fn``.
+
+    Raises:
+        ValueError: samples have tuples or lists of different lengths that are no sequences.
     """
 
     def joined(values: list[Any], fill: int) -> Any:
         first = values[0]
         if isinstance(first, Mapping):
             return {key: joined([v[key] for v in values], -100 if key == "labels" else 0) for key in first}
+        if isinstance(first, np.ndarray) or any(isinstance(v, list) and v and isinstance(v[0], Number) for v in values):
+            values = [torch.as_tensor(v) for v in values]
+            dtype = next((v.dtype for v in values if v.numel()), values[0].dtype)  # of an empty list torch makes floats
+            values = [v if v.numel() else v.to(dtype) for v in values]
+            first = values[0]
         if isinstance(first, (tuple, list)):
+            if len({len(v) for v in values}) > 1:
+                raise ValueError(
+                    f"samples of one micro-batch have a {type(first).__name__} of {len(first)} parts and one of "
+                    f"{next(len(v) for v in values if len(v) != len(first))}; give sequences as lists of numbers or "
+                    "tensors, or a collate_fn."
+                )
             return [joined([v[i] for v in values], fill) for i in range(len(first))]
         if isinstance(first, torch.Tensor) and first.dim() and len({len(v) for v in values}) > 1:
             return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=float(fill))

@@ -44,21 +44,32 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None, who: str) -> dic
                 + "; give paths of named_modules(), such as 'transformer.h' or 'layers.0'."
             )  # fmt: skip
         if len(names) == 1 and isinstance(modules[names[0]], _CONTAINERS):
+            _check_once(names[0], modules[names[0]], who)
             return _children(names[0], modules[names[0]])
         return {name: modules[name] for name in names}
     best: dict[str, nn.Module] = {}
+    container = ""
     for path, found in modules.items():
         if isinstance(found, _CONTAINERS) and len(found) >= 2 and len({type(child) for child in found}) == 1:
             children = _children(path, found)
             if len(children) > len(best):
-                best = children
+                best, container = children, path
     if not best:
         raise ValueError(
             f"{who} found no repeated blocks in {type(module).__name__}: no ModuleList or Sequential of modules of one "
             f"class. Name them: {who}.blocks = ['path.of.the.container']."
         )
+    _check_once(container, modules[container], who)
     _log.info("%s: the blocks are %s to %s", who, next(iter(best)), list(best)[-1])
     return best
+
+
+def _check_once(path: str, container: nn.Module, who: str) -> None:
+    if len(list(container.children())) < len(container._modules):
+        raise ValueError(
+            f"{who}: {path or 'the model'} holds one module several times, so that its calls cannot be told apart by "
+            f"the module. Name blocks that are called once in a forward: {who}.blocks."
+        )
 
 
 def _children(path: str, container: nn.Module) -> dict[str, nn.Module]:
@@ -148,7 +159,9 @@ class Scope:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._saved.append(self.clock)
-        self.clock, self._told = self._told, None
+        # What was told of a forward that then did not come, because something before it raised, is of no evaluation.
+        trains = module.training and torch.is_grad_enabled()
+        self.clock, self._told = self._told if trains else None, None
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         before = self._saved.pop() if self._saved else None

@@ -6,7 +6,7 @@ Keys and defaults are the documented ones; those that are zoo's own say so.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,22 @@ if TYPE_CHECKING:
     from zoo.config import Config
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+
+
+class Switched(Section):
+    """A section with ``enabled`` around others that have it too."""
+
+    enabled: bool = False
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        if "enabled" in self.model_fields_set:
+            return  # switched off on purpose, with all that is in it
+        for name in type(self).model_fields:
+            if getattr(getattr(self, name), "enabled", False):
+                yield (
+                    f"data_efficiency: {name}.enabled is true in a section without enabled, which is false by default, "
+                    f"so that nothing would come of it; give enabled beside {name}"
+                )
 
 
 class Difficulty(Section):
@@ -49,9 +65,9 @@ class CurriculumConfig(Difficulty):
     that name, else truncate."""
     sequence_dim: int = Field(default=1, ge=1)
     """Own key. The dimension of token ids, (B, T), along which the sequence lies."""
-    tensors: dict[str, list[int]] | None = None
+    tensors: dict[str, list[Annotated[int, Field(ge=1)]]] | None = None
     """Own key. Which tensors are cut along which dimensions: {"0": [1], "attention_mask": [2, 3]}, by position or name
-    of the model's argument. null: those whose shape says so (README)."""
+    of the model's argument; dimension 0 is that of samples. null: those whose shape says so (README)."""
 
     @model_validator(mode="after")
     def _complete(self) -> CurriculumConfig:
@@ -163,12 +179,13 @@ class DynamicBatchingConfig(Section):
         return self
 
 
-class DataSamplingConfig(Section):
+class DataSamplingConfig(Switched):
     """Which samples a micro-batch has."""
 
     enabled: bool = False
     num_epochs: int = Field(default=1000, ge=1)
-    """Passes over the data after which the loader ends for good."""
+    """Passes over the data after which the loader ends for good; under a curriculum, as many samples as so many passes
+    have."""
     num_workers: int = Field(default=0, ge=0)
     """Processes that read samples ahead; 0: the training process reads them."""
     pin_memory: bool = False
@@ -280,14 +297,14 @@ class RandomLtdConfig(Section):
         return self
 
 
-class DataRoutingConfig(Section):
+class DataRoutingConfig(Switched):
     """Which tokens a layer sees."""
 
     enabled: bool = False
     random_ltd: RandomLtdConfig = Field(default_factory=RandomLtdConfig)
 
 
-class DataEfficiencyConfig(Section):
+class DataEfficiencyConfig(Switched):
     """Which samples a micro-batch has, and which tokens a layer sees."""
 
     enabled: bool = False

@@ -34,6 +34,9 @@ class IndexWriter:
         dtype: int64 or float64.
         about: what the file is, as text.
         handle: what writes.
+
+    Raises:
+        ValueError: nothing can be written there.
     """
 
     def __init__(self, path: Path, count: int, dtype: torch.dtype, about: dict[str, str], handle: Handle) -> None:
@@ -46,10 +49,16 @@ class IndexWriter:
         text = json.dumps(described).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         self._start = 8 + len(text)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with self._part.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(self._start + _ITEM_BYTES * count)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._part.open("wb") as file:
+                file.write(struct.pack("<Q", len(text)) + text)
+                file.truncate(self._start + _ITEM_BYTES * count)
+        except OSError as error:
+            raise ValueError(
+                f"the index {str(path)!r} cannot be written ({error.strerror}); give another directory, or make this "
+                "one writable."
+            ) from error
         self._file = handle.open(self._part, "w")
 
     def put(self, start: int, values: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from zoo.data_efficiency.ahead import loaded
+from zoo.data_efficiency.ahead import Newest, loaded
 from zoo.data_efficiency.config import CurriculumMetric
 from zoo.data_efficiency.curriculum import Growing
 from zoo.data_efficiency.index import SortedIndex
@@ -100,7 +100,7 @@ class Place:
     """How many all of them allowed."""
 
 
-class CurriculumLoader:
+class CurriculumLoader(Newest):
     """Micro-batches of one rank, of samples that the curriculum allows.
 
     Step t of the curriculum (the first is 1) is that of the micro-batches drawn: t = s / samples_a_step + 1, rounded
@@ -115,7 +115,8 @@ class CurriculumLoader:
         growing: name → difficulty by step, for each metric that picks samples.
         samples_a_step: of all ranks: train_batch_size.
         micro_batch_size, rank, size, seed, collate_fn: as of ``make_loader`` of an engine part.
-        num_epochs: shuffles after which nothing comes any more.
+        num_epochs: nothing comes any more when as many samples were drawn as so many passes over the data set have.
+            Shuffles do not count: while the pool is small or grows there are many of them.
         num_workers, pin_memory: see :func:`~zoo.data_efficiency.ahead.loaded`.
 
     Attributes:
@@ -147,13 +148,16 @@ class CurriculumLoader:
         return self.place.allowed
 
     def __iter__(self) -> Iterator[Any]:
+        serial = self.begin()
         found = loaded(
             self.dataset, self._chosen(self.place), self.collate_fn, num_workers=self.num_workers,
             pin_memory=self.pin_memory, seed=mixed(self.place.epoch, self.seed),
         )  # fmt: skip
         for batch, place in found:
+            self.check_newest(serial)
             self.place = place
             yield batch
+            self.check_newest(serial)
         place = self.place
         self.place = replace(place, epoch=place.epoch + (place.position > 0), position=0)
 
@@ -161,7 +165,7 @@ class CurriculumLoader:
         """This rank's samples of each micro-batch to the end of the shuffle, and where the loader stands after it."""
         stride = self.micro_batch_size * self.size
         pool = self.pool.of(place.counts) if place.counts is not None else None
-        while place.epoch < self.num_epochs:
+        while place.samples < self.num_epochs * self.num_samples:
             place, pool = self._looked(place, pool)
             count = place.allowed
             wraps = count < stride  # a pool smaller than what ranks need at once is gone through several times
@@ -201,13 +205,10 @@ class CurriculumLoader:
         counts as one at which all samples were allowed.
 
         Raises:
-            ValueError: the state is of a data set of another length.
+            ValueError: see :meth:`check_state`.
         """
-        if state["num_samples"] != self.num_samples:
-            raise ValueError(
-                f"the loader's state is of a data set of {state['num_samples']} samples; this one has "
-                f"{self.num_samples}. Continue with the data set that the checkpoint was made with."
-            )
+        self.check_state(state)
+        self.begin()
         self.seed, epoch, position = int(state["seed"]), int(state["epoch"]), int(state["position"])
         samples = int(state.get("samples", epoch * self.num_samples + position))
         self.place = Place(epoch, position, samples, allowed=self.num_samples)
@@ -217,3 +218,16 @@ class CurriculumLoader:
             pool = self.pool.of(counts)
             allowed = self.num_samples if pool is None else len(pool)
             self.place = replace(self.place, difficulties=saved, counts=counts, allowed=allowed)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for the state of another data set, or of a loader that counts something else."""
+        if not {"num_samples", "epoch", "position", "seed"} <= set(state):
+            raise ValueError(
+                f"the loader's state has {', '.join(sorted(map(str, state)))}, which is that of another kind of "
+                "loader. Continue with the options of data_efficiency.data_sampling that the checkpoint was made with."
+            )
+        if state["num_samples"] != self.num_samples:
+            raise ValueError(
+                f"the loader's state is of a data set of {state['num_samples']} samples; this one has "
+                f"{self.num_samples}. Continue with the data set that the checkpoint was made with."
+            )

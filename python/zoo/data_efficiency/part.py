@@ -72,6 +72,11 @@ class DataEfficiency:
         """The loader that the section asks for; None for the engine's own. Its shuffles are drawn from the engine's
         seed, as those of the engine's loader are."""
         sampling = self.section.data_sampling
+        if (self._picks or self._packs) and not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"training_data is a {type(dataset).__name__} without __len__; data_efficiency.data_sampling picks "
+                "samples by their numbers and needs to know how many there are. Give a data set with __len__."
+            )
         more: dict[str, Any] = {
             "num_epochs": sampling.num_epochs, "num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory,
         }  # fmt: skip
@@ -147,9 +152,11 @@ class DataEfficiency:
             self.random_ltd.before_update()
 
     def metrics(self) -> dict[str, float]:
-        """Difficulties, samples that are allowed, samples of the step, tokens that layers keep."""
+        """Difficulties (of metrics that pick samples: those that the latest were drawn at), samples that are allowed,
+        samples of the step, tokens that layers keep."""
         found = {name: float(value) for name, value in self._difficulties.items()}
         if isinstance(self.loader, CurriculumLoader):
+            found.update({name: float(value) for name, value in self.loader.place.difficulties.items()})
             found["allowed_samples"] = float(self.loader.allowed)
         if self._packs:
             found["batch_size"] = float(self._batch_size)

@@ -7,6 +7,7 @@ Stability-Efficiency Dilemma", section 4 and appendix A, for ``fixed_linear``).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -138,17 +139,22 @@ def checked(value: Any, low: int, high: int, step: int) -> int:
     Raises:
         ValueError: it is no whole number within the limits.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    try:  # numpy's whole numbers too
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or not low <= found <= high:
         raise ValueError(
             f"the custom schedule returned {value!r} for step {step}; it returns a whole number between min_difficulty "
             f"{low} and max_difficulty {high}."
         )
-    return value
+    return found
 
 
 def _whole(key: str, value: Any, kind: type) -> Any:
     def number(item: Any) -> int:
-        if isinstance(item, bool) or not isinstance(item, int | float) or item != int(item):
+        is_number = isinstance(item, int | float) and not isinstance(item, bool)
+        if not is_number or not math.isfinite(item) or item != int(item):
             raise ValueError(f"schedule_config.{key} = {value!r}; it takes whole numbers.")
         return int(item)
 

@@ -83,6 +83,11 @@ class Cutter:
         def cut(value: Any, dims: tuple[int, ...] | None) -> Any:
             if isinstance(value, torch.Tensor):
                 found = sequence_dims(value, whole, self.dim) if dims is None else dims
+                if max(found, default=0) >= value.dim():
+                    raise ValueError(
+                        f"curriculum_learning.tensors names dimension {max(found)} of a tensor {tuple(value.shape)}; "
+                        f"give dimensions from 1 to {value.dim() - 1}."
+                    )
                 return change(value, found, length, whole) if found else value
             if isinstance(value, tuple) and not hasattr(value, "_fields"):
                 return tuple(cut(item, dims) for item in value)

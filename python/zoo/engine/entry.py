@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from zoo.engine import attachments, building
 from zoo.engine.building import OptimizerFactory
 from zoo.engine.engine import Engine
 from zoo.monitor import Feed
-from zoo.parts import Sink
+from zoo.parts import Environment, Sink
 from zoo.registry import DEFAULT, Registry
 from zoo.zero import ZeroOptimizer
 
@@ -73,7 +74,8 @@ def initialize(
         (engine, optimizer, data loader, schedule), the last three None where none was asked for.
 
     Raises:
-        ValueError: what is wrong in the configuration, with the path of the key.
+        ValueError: what is wrong in the configuration, with the path of the key. Whatever is raised, what it
+            had built is closed, and in a job of one process the model is an ordinary one again.
     """
     _join(config, dist_init_required, overrides, registry)
     if mesh is not None and group is not None:
@@ -84,26 +86,54 @@ def initialize(
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)
+    with contextlib.ExitStack() as undo:
+        engine = _built(
+            undo, config, model, environment, mesh, optimizer=optimizer, params=model_parameters, data=training_data,
+            schedule=lr_scheduler, collate_fn=collate_fn, loader=loader or {}, group=group, parts=parts, sinks=sinks,
+            monitors=monitors, registry=registry,
+        )  # fmt: skip
+        undo.pop_all()
+    return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _built(
+    undo: contextlib.ExitStack, config: Config, model: nn.Module, environment: Environment, mesh: Any, *,
+    optimizer: Any, params: Any, data: Any, schedule: Any, collate_fn: Any, loader: Mapping[str, Any], group: Any,
+    parts: Any, sinks: Any, monitors: bool, registry: Registry,
+) -> Engine:  # fmt: skip
+    """The engine. ``undo`` gets what gives everything back where this raises: files, hooks, and the model itself."""
     attached, writers = attachments.build(
         config, environment, registry, parts=parts, sinks=sinks, group=group, monitors=monitors, model=model,
     )  # fmt: skip
+    made = [item for name, item in attached.all.items() if name not in (parts or {})]
+    made += [item for name, item in writers.items() if name not in (sinks or {})]
+    for item in made:
+        if hasattr(item, "close"):
+            undo.callback(_quietly, item.close)
     attached.check_updates(config.zero_optimization.update_in_backward)
+    # Before the model is touched, because data is what is wrong most often.
+    batches = building.build_loader(config, data, collate_fn, environment, attached, loader)
     model = attached.prepare(model, mesh)
     dtype = building.compute_dtype(config)
     if dtype is not None:
         model.to(dtype=dtype)
-    zero = building.build_optimizer(
-        config, model, registry, group=group, mesh=mesh, params=model_parameters, optimizer=optimizer
-    )
+    zero = building.build_optimizer(config, model, registry, group=group, mesh=mesh, params=params, optimizer=optimizer)
     sharded = zero.sharded if zero is not None else building.evaluates(config, model, group, mesh)
+    if environment.world_size == 1:  # otherwise a collective, for which a rank that fails alone would wait
+        undo.callback(_quietly, sharded.close)
     engine = Engine(
         config, model, optimizer=zero, sharded=sharded, parts=attached, feed=Feed(writers), registry=registry,
         mesh=mesh, batch_ranks=environment.batch_ranks, input_dtype=building.input_dtype(config),
         autocast_dtype=building.autocast_dtype(config),
     )  # fmt: skip
-    engine.dataloader = building.build_loader(config, training_data, collate_fn, environment, attached, loader or {})
-    engine.lr_scheduler = building.build_schedule(config, zero, lr_scheduler, registry)
-    return engine, zero, engine.dataloader, engine.lr_scheduler
+    engine.dataloader = batches
+    engine.lr_scheduler = building.build_schedule(config, zero, schedule, registry)
+    return engine
+
+
+def _quietly(close: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):  # the error at hand is the news
+        close()
 
 
 def _join(source: Any, required: bool | None, overrides: Any, registry: Registry) -> None:

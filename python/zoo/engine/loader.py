@@ -133,7 +133,14 @@ class ShardedLoader(Generic[T]):
         self.serial += 1
 
     def check_state(self, state: Mapping[str, int]) -> None:
-        """Raise ValueError for the state of a data set of another length: its positions mean other samples."""
+        """Raise ValueError for the state of a data set of another length, whose positions mean other samples, and for
+        that of another kind of loader."""
+        if not {"num_samples", "epoch", "position", "seed"} <= set(state):
+            raise ValueError(
+                f"the loader's state has {', '.join(sorted(map(str, state)))}, which is that of another kind of "
+                "loader. Continue with the loader that the checkpoint was made with: the same training_data, and the "
+                "same options of data_efficiency.data_sampling."
+            )
         if state["num_samples"] != self.num_samples:
             raise ValueError(
                 f"the loader's state is of a data set of {state['num_samples']} samples; this one has "

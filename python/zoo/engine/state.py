@@ -71,7 +71,8 @@ def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice]
     """Raise before anything has changed what loading would refuse later.
 
     Raises:
-        CheckpointError: it is of no engine or another model, or has another number of groups.
+        CheckpointError: it is of no engine or another model, or has another number of groups, or another kind of
+            schedule.
         ValueError: it is of another data set.
     """
     check_model(found, engine.module, slices)
@@ -83,6 +84,19 @@ def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice]
     check_loader = getattr(engine.dataloader, "check_state", None)
     if check_loader is not None and meta["loader"] is not None:
         check_loader(meta["loader"])
+    if engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
+        _check_schedule(engine.lr_scheduler, meta["lr_scheduler"], found)
+
+
+def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: Checkpoint) -> None:
+    """Of attributes that it does not have, torch's schedules make some, and go on from their beginning."""
+    mine = set(schedule.state_dict())
+    if mine and saved and not mine & set(saved):
+        raise CheckpointError(
+            f"checkpoint {found.tag!r} has the state of another kind of learning-rate schedule than "
+            f"{type(schedule).__name__}: {', '.join(sorted(map(str, saved)))}, and not {', '.join(sorted(mine))}. "
+            "Continue with a schedule of that kind."
+        )
 
 
 def _meta_of(found: Checkpoint) -> dict[str, Any]:
@@ -133,9 +147,15 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
 
 
 def restore_options(engine: Engine, found: Checkpoint) -> None:
-    """Give the parameter groups the options of a checkpoint; which states there are depends on them."""
-    for group, saved in zip(engine.optimizer.param_groups, _meta_of(found)["param_groups"], strict=True):
+    """Give the parameter groups the options of a checkpoint; which states there are depends on them. A schedule that
+    the checkpoint has nothing of has set the rate of its own step."""
+    meta = _meta_of(found)
+    begins = engine.lr_scheduler is not None and meta["lr_scheduler"] is None
+    for group, saved in zip(engine.optimizer.param_groups, meta["param_groups"], strict=True):
+        rate = group["lr"]
         group.update({key: _like(group.get(key), value) for key, value in saved.items()})
+        if begins:
+            group["lr"] = rate
 
 
 def restore_meta(engine: Engine, found: Checkpoint) -> None:
@@ -159,8 +179,24 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
     mine = {name: part for name, part in engine.parts.items() if has_state(part)}
     _restore("engine part", mine, meta.get("parts", {}), found)
     _restore("registered state", engine.registered, meta.get("registered", {}), found)
-    if engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(meta["lr_scheduler"])
+    _restore_schedule(engine, meta["lr_scheduler"], found)
+
+
+def _restore_schedule(engine: Engine, saved: dict[str, Any] | None, found: Checkpoint) -> None:
+    schedule = engine.lr_scheduler
+    if schedule is not None and saved is not None:
+        schedule.load_state_dict(saved)
+    elif schedule is not None:
+        schedule.load_state_dict(schedule.state_dict())  # what it has set beside the rate, such as momentum
+        _log.warning(
+            "checkpoint %r has nothing of a learning-rate schedule: the %s begins anew, at step %d of training.",
+            found.tag, type(schedule).__name__, engine.global_steps,
+        )  # fmt: skip
+    elif saved is not None:
+        _log.warning(
+            "checkpoint %r has a state of a learning-rate schedule, and there is none now: learning rates stay as they "
+            "were, %s.", found.tag, ", ".join(f"{rate:g}" for rate in engine.get_lr()),
+        )  # fmt: skip
 
 
 def has_state(item: Any) -> bool:

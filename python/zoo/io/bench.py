@@ -53,10 +53,15 @@ class Sweep:
         """Every combination.
 
         Raises:
-            ValueError: a setting out of range (pydantic's sentence), no settings, or a size that is none.
+            ValueError: a setting out of range, no settings, or a size that is none.
         """
         whole_number("size", self.num_bytes, 4096, 1 << 50)
         whole_number("repeats", self.repeats, 1, 1000)
+        for size in self.block_sizes:
+            whole_number("block_size", size, 4096, 1 << 30, multiple=4096)
+        for name, values, most in (("queue_depth", self.queue_depths, 4096), ("threads", self.num_threads, 64)):
+            for value in values:
+                whole_number(name, value, 1, most)
         grid = itertools.product(self.block_sizes, self.queue_depths, self.num_threads)
         points = [AioConfig(block_size=b, queue_depth=d, intra_op_parallelism=t) for b, d, t in grid]
         if not points or not self.operations:

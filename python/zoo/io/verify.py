@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from zoo.io import _native
+from zoo.io.checks import whole_number
 from zoo.io.errors import UnavailableError
 from zoo.io.files import DirectMode, File, Striped
 from zoo.io.handle import Backend, Handle
@@ -73,7 +74,12 @@ def verify(folder: Path, *, num_bytes: int = 1 << 24, transfers: int = 60, seed:
 
     Each way writes ``transfers`` random ranges of a file of ``num_bytes`` bytes with checksums, compares the file with
     what plain writes would have left, and reads random ranges back.
+
+    Raises:
+        ValueError: nothing would be written or read.
     """
+    whole_number("size", num_bytes, 1, 1 << 50)
+    whole_number("transfers", transfers, 1, 1 << 30)
     backends: list[Backend] = ["uring", "threads"]
     modes: list[DirectMode] = ["auto", "never"]
     for backend, direct, memory in itertools.product(backends, modes, ("pool", "tensor", "striped")):

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.lr_schedules.schedule import Rates, Schedule, of_group
+from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, of_group
 
 _log = logging.getLogger("zoo.lr_schedules")
 
@@ -43,9 +43,11 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0
 
         def __post_init__(self) -> None:
+            check_numbers("OneCycle", self)
             for key, least in (
                 ("cycle_first_step_size", 1), ("cycle_second_step_size", 1), ("decay_step_size", 0),
                 ("cycle_first_stair_count", 0), ("cycle_second_stair_count", 0),
+                ("decay_lr_rate", 0), ("decay_mom_rate", 0),
             ):  # fmt: skip
                 value = getattr(self, key)
                 if value is not None and value < least:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import Rates, Schedule, of_group
+from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, of_group
 
 
 class LRRangeTest(Schedule):
@@ -25,6 +25,7 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False
 
         def __post_init__(self) -> None:
+            check_numbers("LRRangeTest", self)
             if self.lr_range_test_step_size < 1:
                 raise ValueError(
                     f"LRRangeTest got lr_range_test_step_size={self.lr_range_test_step_size}; give 1 or more steps."

@@ -129,6 +129,11 @@ class Schedule:
             ValueError: the state is of an optimizer with another number of groups, or of another kind of schedule.
         """
         if set(state) == {"last_batch_iteration"}:
+            if type(state["last_batch_iteration"]) is not int or state["last_batch_iteration"] < -1:
+                raise ValueError(
+                    f"{type(self).__name__} got a state with last_batch_iteration={state['last_batch_iteration']!r}; "
+                    "it is -1 or more."
+                )
             state = {"last_step": state["last_batch_iteration"] + 1, "base_rates": self.base_rates}
         if set(state) != {"last_step", "base_rates"}:
             raise ValueError(
@@ -185,6 +190,15 @@ def check_total(name: str, total_num_steps: int) -> None:
     """Raise ValueError for a run without steps. One that is shorter than its warm-up ends on the ramp."""
     if total_num_steps < 1:
         raise ValueError(f"{name} got total_num_steps={total_num_steps}; it must be at least 1.")
+
+
+def check_numbers(name: str, config: Any) -> None:
+    """Raise ValueError for an option that is not finite: every parameter would be lost in one step."""
+    for option in dataclasses.fields(config):
+        value = getattr(config, option.name)
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{name} got {option.name}={value}; it takes finite numbers.")
 
 
 def check_groups(name: str, key: str, value: float | Sequence[float], num_groups: int) -> None:

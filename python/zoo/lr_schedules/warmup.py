@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import Rates, Schedule, check_warmup, of_group, ramp
+from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, check_warmup, of_group, ramp
 
 
 class WarmupLR(Schedule):
@@ -25,6 +25,7 @@ class WarmupLR(Schedule):
         warmup_type: str = "log"
 
         def __post_init__(self) -> None:
+            check_numbers("WarmupLR", self)
             check_warmup("WarmupLR", self.warmup_num_steps, self.warmup_type)
 
     config: Config

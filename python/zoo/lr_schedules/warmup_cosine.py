@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import Schedule, check_total, check_warmup, ramp
+from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, check_total, check_warmup, of_group, ramp
 
 
 class WarmupCosineLR(Schedule):
@@ -20,34 +20,38 @@ class WarmupCosineLR(Schedule):
 
     @dataclass(frozen=True)
     class Config:
-        """Ratios are of the optimizer's learning rate."""
+        """Ratios are of the optimizer's learning rate; ``warmup_min_ratio`` is one number, or one for each parameter
+        group."""
 
         total_num_steps: int
-        warmup_min_ratio: float = 0.0
+        warmup_min_ratio: Rates = 0.0
         warmup_num_steps: int = 1000
         cos_min_ratio: float = 0.0001
         warmup_type: str = "log"
 
         def __post_init__(self) -> None:
+            check_numbers("WarmupCosineLR", self)
             check_warmup("WarmupCosineLR", self.warmup_num_steps, self.warmup_type)
             check_total("WarmupCosineLR", self.total_num_steps)
             for key in ("warmup_min_ratio", "cos_min_ratio"):
-                if not 0.0 <= getattr(self, key) <= 1.0:
-                    raise ValueError(f"WarmupCosineLR got {key}={getattr(self, key)}; it lies between 0 and 1.")
+                value = getattr(self, key)
+                if not all(0.0 <= ratio <= 1.0 for ratio in (value if isinstance(value, (list, tuple)) else [value])):
+                    raise ValueError(f"WarmupCosineLR got {key}={value}; it lies between 0 and 1.")
 
     config: Config
+    per_group = ("warmup_min_ratio",)
 
     def rate(self, step: int, group: int) -> float:
         """The formula of the class."""
-        return self.base_rates[group] * self._ratio(step)
+        return self.base_rates[group] * self._ratio(step, group)
 
-    def _ratio(self, step: int) -> float:
+    def _ratio(self, step: int, group: int) -> float:
         config = self.config
         if step == 0:
             return 0.0
         warmup = max(2, config.warmup_num_steps)
         if step <= warmup:
-            low = config.warmup_min_ratio
+            low = of_group(config.warmup_min_ratio, group)
             return low + (1.0 - low) * ramp(step, warmup, config.warmup_type)
         done = min(1.0, (step - warmup) / max(1, config.total_num_steps - warmup))
         return config.cos_min_ratio + (1.0 - config.cos_min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import Rates, Schedule, check_total, check_warmup, of_group, ramp
+from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, check_total, check_warmup, of_group, ramp
 
 
 class WarmupDecayLR(Schedule):
@@ -25,6 +25,7 @@ class WarmupDecayLR(Schedule):
         warmup_type: str = "log"
 
         def __post_init__(self) -> None:
+            check_numbers("WarmupDecayLR", self)
             check_warmup("WarmupDecayLR", self.warmup_num_steps, self.warmup_type)
             check_total("WarmupDecayLR", self.total_num_steps)
 

@@ -9,7 +9,7 @@ import re
 from collections import OrderedDict
 
 from zoo.monitor.events import events, scales_loss
-from zoo.monitor.places import AppendedFile, open_folder
+from zoo.monitor.places import AppendedFile, open_folder, tell_if_shared
 from zoo.monitor.section import FolderSection
 from zoo.parts import Environment, StepRecord
 
@@ -40,6 +40,7 @@ class CsvMonitor:
         self._scaled = scales_loss(environment.config)
         self._names: dict[str, str] = {}
         self._taken: set[str] = set()
+        self._told = False
         self._files: OrderedDict[str, AppendedFile] = OrderedDict()
 
     def write(self, record: StepRecord) -> None:
@@ -62,6 +63,7 @@ class CsvMonitor:
         header = _row("step", re.sub(r"[\r\n]", " ", event.rpartition("/")[2]))
         file = AppendedFile(self.folder / self._file_name(event), header)
         self._files[event] = file
+        self._told = self._told or tell_if_shared("csv_monitor", file)
         if file.is_new:
             file.write(header + b"\n")
         return file
@@ -71,9 +73,11 @@ class CsvMonitor:
         if event not in self._names:
             name = re.sub(r"[^\w.=+@-]", "_", event)
             name = f"_{name[1:]}" if name.startswith(".") else name
-            if len(name.encode()) > LONGEST or not name or name.casefold() in self._taken:
-                cut = name.encode()[:LONGEST].decode(errors="ignore")
-                name = f"{cut}-{hashlib.sha256(event.encode()).hexdigest()[:12]}"
+            cut = name.encode()[:LONGEST].decode(errors="ignore")
+            apart = f"{cut}-{hashlib.sha256(event.encode()).hexdigest()[:12]}"
+            taken = not name or len(name.encode()) > LONGEST or name.casefold() in self._taken
+            if taken or (self.folder / f"{apart}.csv").exists():  # that of a run before, in which names came otherwise
+                name = apart
             self._taken.add(name.casefold())
             self._names[event] = f"{name}.csv"
         return self._names[event]

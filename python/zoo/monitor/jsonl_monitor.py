@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from zoo.monitor.places import AppendedFile, open_folder
+from zoo.monitor.places import AppendedFile, open_folder, tell_if_shared
 from zoo.monitor.section import FolderSection
 from zoo.parts import Environment, StepRecord
 
@@ -29,6 +29,7 @@ class JsonlMonitor:
     def __init__(self, section: JsonlSection, environment: Environment) -> None:
         self.path = open_folder("jsonl_monitor", section, environment) / "records.jsonl"
         self._file = AppendedFile(self.path, b'{"step": ')
+        tell_if_shared("jsonl_monitor", self._file)
 
     def write(self, record: StepRecord) -> None:
         """Append a line."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
+import logging
 import os
 import stat
 from pathlib import Path
@@ -12,8 +14,9 @@ from types import ModuleType
 from zoo.monitor.section import FolderSection
 from zoo.parts import Environment
 
-__all__ = ["AppendedFile", "open_folder", "package", "reason"]
+__all__ = ["AppendedFile", "open_folder", "package", "reason", "tell_if_shared"]
 
+_log = logging.getLogger("zoo.monitor")
 _PROBE = b"zoo writes here\n" * 256
 
 
@@ -41,12 +44,18 @@ def reason(error: Exception) -> str:
 
 
 def open_folder(name: str, section: FolderSection, environment: Environment) -> Path:
-    """``<output_path>/<job_name>``, with ``/rank_<n>`` where all ranks write; made if need be, and tried.
+    """``<output_path>/<job_name>``, with ``/rank_<n>`` where all ranks write; made if need be, and tried. Absolute: the
+    script may go elsewhere later.
 
     Raises:
         ValueError: files cannot be written there: no permission, no space, or there is something that is no folder.
     """
-    folder = Path(section.output_path).expanduser() / section.job_name
+    try:
+        folder = Path(section.output_path).expanduser().absolute() / section.job_name
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name}.output_path = {section.output_path!r}: {error}; give the folder's whole path."
+        ) from None
     if section.ranks == "all":
         folder /= f"rank_{environment.rank}"
     probe = folder / f".writable_{os.getpid()}_{environment.rank}"
@@ -61,10 +70,20 @@ def open_folder(name: str, section: FolderSection, environment: Environment) -> 
                 probe.unlink()
     except OSError as error:
         raise ValueError(
-            f"{name}: cannot write into {folder.absolute()} ({error.strerror or error}); choose another "
+            f"{name}: cannot write into {folder} ({error.strerror or error}); choose another "
             f"{name}.output_path or {name}.job_name, or make this one writable."
         ) from error
     return folder
+
+
+def tell_if_shared(name: str, file: AppendedFile) -> bool:
+    """Say so where another sink, of this process or another, is writing into the same file; whether it is so."""
+    if file.is_shared:
+        _log.warning(
+            "%s: %s is being written by another engine or job as well, and what they write mixes there; give each of "
+            "them a %s.job_name of its own.", name, file.path, name,
+        )  # fmt: skip
+    return file.is_shared
 
 
 class AppendedFile:
@@ -82,12 +101,14 @@ class AppendedFile:
         ValueError: it begins otherwise: it is not ours to continue.
 
     Attributes:
-        is_new: nothing was in it.
+        path: of the file. is_new: nothing was in it. is_shared: another one has it open.
     """
 
     def __init__(self, path: Path, begins: bytes = b"") -> None:
+        self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
+            self.is_shared = not self._locked()
             self.is_new = not stat.S_ISREG(os.fstat(self._file).st_mode) or self._repaired(path, begins) == 0
         except BaseException:
             self.close()
@@ -115,12 +136,23 @@ class AppendedFile:
         if file >= 0:
             os.close(file)
 
+    def _locked(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process has ended
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+        return True
+
     def _repaired(self, path: Path, begins: bytes) -> int:
-        """Remove a line without end; the size that remains."""
+        """Remove a line without end, unless somebody else may be writing it; the size that remains."""
         size = os.fstat(self._file).st_size
         found = os.pread(self._file, len(begins), 0)
         if not begins.startswith(found):
             raise ValueError(f"{path} is there and does not begin with {begins.decode()!r}: it is not continued")
+        if self.is_shared:
+            return size
         end = size
         while end > 0:
             start = max(0, end - 65536)

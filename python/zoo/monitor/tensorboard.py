@@ -31,7 +31,8 @@ class TensorBoardMonitor:
     scalars are float32.
 
     A resumed run writes a further file into the folder, which begins by saying from which step on what older files have
-    is void (a session's start, which TensorBoard carries out). A killed process loses at most the step that is being
+    is void (a session's start, which TensorBoard carries out); where training goes back to a checkpoint, the same file
+    says so. A killed process loses at most the step that is being
     written.
     """
 
@@ -44,6 +45,7 @@ class TensorBoardMonitor:
         names = (re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir())
         older = [int(name[1]) for name in names if name]
         self._continues = bool(older)
+        self._latest = 0
         self.path = _new_path(folder, max([int(time.time()), *(second + 1 for second in older)]))
         self._file = AppendedFile(self.path)
         self._frame = framing.RecordWriter
@@ -51,10 +53,11 @@ class TensorBoardMonitor:
 
     def write(self, record: StepRecord) -> None:
         """Append a step."""
-        if self._continues:
+        if self._continues or record.total_samples < self._latest:
             self._continues = False
             start = self._messages.SessionLog(status=self._messages.SessionLog.START)
             self._append(step=record.total_samples, session_log=start)
+        self._latest = record.total_samples
         scalars = events(record, scaled=self._scaled)
         value = self._summaries.Summary.Value
         values = [value(tag=name, simple_value=number) for name, number in scalars.items()]

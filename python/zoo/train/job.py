@@ -46,6 +46,12 @@ class NotFiniteError(ValueError):
     everywhere = True
 
 
+class DataEndError(ValueError):
+    """There are no more batches; what was trained is saved."""
+
+    everywhere = True
+
+
 class StoppedError(Exception):
     """The run was asked to end; it has saved, and can be resumed."""
 
@@ -64,6 +70,7 @@ def train(config: Config, *, resume: bool = False, registry: Registry = DEFAULT)
     Raises:
         ValueError: what the user can fix.
         NotFiniteError: see there; the sentence names the first unit whose output is not finite.
+        DataEndError: there was data for fewer steps; it has saved.
         StoppedError: a signal has ended the run.
     """
     job = Job(config, registry)
@@ -195,7 +202,10 @@ class Job:
         train_s, recent_s, tokens, smoothed = 0.0, 0.0, 0, 0.0
         while engine.global_steps < section.steps:
             start = time.perf_counter()
-            done = self.step()
+            try:
+                done = self.step()
+            except StopIteration:
+                raise self._out_of_data() from None
             step_s = time.perf_counter() - start
             train_s += step_s
             recent_s = step_s if not recent_s else 0.9 * recent_s + 0.1 * step_s
@@ -227,6 +237,17 @@ class Job:
             if self._due(step, section.checkpoint_every):
                 self._save()
         return train_s, tokens
+
+    def _out_of_data(self) -> DataEndError:
+        """The checkpoint is written: what was trained is kept."""
+        self.engine.zero_grad()  # of a step that got some of its micro-batches
+        self._save()
+        step = self.engine.global_steps
+        return DataEndError(
+            f"the data has ended for good after step {step} of {self.section.steps}; the checkpoint is written. Raise "
+            f"what limits it (data_efficiency.data_sampling.num_epochs) and go on with --resume, or set train.steps to "
+            f"{step}."
+        )
 
     @staticmethod
     def line_of(done: StepRecord) -> dict[str, Any]:
