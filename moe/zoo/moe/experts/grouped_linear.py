@@ -67,11 +67,11 @@ def _grouped_weight_grad(x: Tensor, dy: Tensor, counts: Tensor) -> Tensor:
     if x.is_cuda and _grouped_mm_takes(x, dy):
         return F.grouped_mm(x.t(), dy, offs=counts.cumsum(0, dtype=torch.int32))
     dw = x.new_empty(counts.numel(), x.shape[1], dy.shape[1])
-    segments = segments(counts)
-    for e, begin, end in segments:
+    for e, begin, end in segments(counts):
         torch.mm(x[begin:end].t(), dy[begin:end], out=dw[e])
-    for e in set(range(len(dw))) - {e for e, _, _ in segments}:
-        dw[e].zero_()
+    for e, count in enumerate(counts.tolist()):
+        if not count:
+            dw[e].zero_()
     return dw
 
 

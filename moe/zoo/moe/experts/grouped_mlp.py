@@ -67,7 +67,8 @@ def _mlp(
         _product(x[begin:end], up[e], None if up_bias is None else up_bias[e], p)
         _activate(p, a, activation, gated)
         _product(a, down[e], None if down_bias is None else down_bias[e], y[begin:end])
-    y[int(counts.sum()) :].zero_()
+    for rest in (y, pre):
+        rest[int(counts.sum()) :].zero_()
     return y, pre
 
 
