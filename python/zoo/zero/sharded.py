@@ -84,7 +84,8 @@ class ShardedModel:
         param_dtype: dtype of the parameters while they are split, None for the one in which they came; see
             :class:`~zoo.zero.ZeroOptimizer`. Without training they are converted, and :meth:`close` leaves them so.
         cast_inputs: with ``param_dtype``: so are floating-point tensors among the arguments of the module's forward.
-        reduce_dtype: dtype in which gradients are sent and added; None for their own.
+        accumulate_dtype: dtype in which gradients are added up on a rank and kept; None for the parameters' own.
+        reduce_dtype: dtype in which gradients are sent and added; None for that in which they are kept.
         predivide: see :class:`~zoo.zero.ZeroOptimizer`.
         keep_norms: of gradients that leave the device.
         check: agree on a fingerprint of each collective before it.
@@ -118,6 +119,7 @@ class ShardedModel:
         group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
         param_dtype: torch.dtype | None = None,
         cast_inputs: bool = True,
+        accumulate_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         predivide: float = 1.0,
         keep_norms: bool = False,
@@ -129,6 +131,7 @@ class ShardedModel:
         check_param_dtype(module, param_dtype)
         self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
         self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
+        self.accumulate_dtype = accumulate_dtype
         if not predivide >= 1.0:
             raise ValueError(
                 f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks."
@@ -160,8 +163,10 @@ class ShardedModel:
         self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
-        alike = {**dict(config), "reduce_dtype": reduce_dtype, "predivide": predivide, "check": check, "trains": trains}
-        alike |= arguments or {}
+        alike = {
+            **dict(config), "accumulate_dtype": accumulate_dtype, "reduce_dtype": reduce_dtype, "predivide": predivide,
+            "check": check, "trains": trains, **(arguments or {}),
+        }  # fmt: skip
         try:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
@@ -183,6 +188,7 @@ class ShardedModel:
             group_of=group_of,
             axes_of=lambda name, parameter: family_of(parameter),
             param_dtype=self.param_dtype,
+            accumulate_dtype=self.accumulate_dtype,
         )
         for spec in plan:
             spec.logical = {name: logical_name(self.module, name) for name in spec.names}

@@ -49,7 +49,7 @@ def choose_routes(
         if not placed.parameters.is_split or not (weights or stored or gradients):
             found.append(plain)
             continue
-        quantised.check_dtypes(spec.names, spec.dtype, reduce_dtype if gradients else None)
+        quantised.check_dtypes(spec.names, spec.dtype, (reduce_dtype or spec.accumulate) if gradients else None)
         num_chunks = plain.axes.shard.size
         spec.group_size = quantised.group_size_of(layout_of(spec, num_chunks).size // num_chunks)
         bits = config.quantized_gradients_bits if gradients else None

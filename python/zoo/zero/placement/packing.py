@@ -42,11 +42,18 @@ class BucketSpec:
     """The dtype in which the parameters came, where ``dtype`` is another one, that they are computed with."""
     keeps_originals: bool = False
     """The values that they came with are kept: as masters, or beside frozen parameters."""
+    accumulate: torch.dtype | None = None
+    """The dtype of gradients on this rank, where it is another one than ``dtype``."""
 
     @property
     def original(self) -> torch.dtype:
         """The dtype in which the parameters came."""
         return self.dtype if self.came_in is None else self.came_in
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added up and kept."""
+        return self.dtype if self.accumulate is None else self.accumulate
 
     @property
     def numel(self) -> int:
@@ -63,6 +70,7 @@ def plan_buckets(
     group_of: Callable[[nn.Parameter], int],
     axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
     param_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
 ) -> list[BucketSpec]:
     """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
 
@@ -71,7 +79,7 @@ def plan_buckets(
     ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes (``axes_of``) travel
     between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
     open while they run, and would keep what it shares a bucket with gathered. With ``param_dtype`` the parameters of a
-    bucket have that dtype, and they came in one too.
+    bucket have that dtype, and they came in one too; with ``accumulate_dtype`` their gradients have that one.
     """
     buckets: list[BucketSpec] = []
     still_open: dict[_Key, BucketSpec] = {}
@@ -91,6 +99,8 @@ def plan_buckets(
             if alone or spec is None or spec.numel + size > bucket_size:
                 (dtype, original), trainable, resident, axes = key
                 spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original)
+                if trainable and accumulate_dtype is not dtype:
+                    spec.accumulate = accumulate_dtype
                 buckets.append(spec)
                 if not alone:
                     still_open[key] = spec

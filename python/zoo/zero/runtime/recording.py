@@ -131,11 +131,11 @@ class _Recorder:
 
     def _reduce(self, bucket: Bucket, method: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
         # At stage 0 the mean of each chunk goes to everyone, once it is there.
-        everyone = Collective(op="all_gather", size=bucket.shard_group.size, num_bytes=bucket.num_bytes)
+        everyone = Collective(op="all_gather", size=bucket.shard_group.size, num_bytes=bucket.num_gradient_bytes)
         after = () if bucket.placements.states.is_split or bucket.placements.gradients.is_split else (everyone,)
 
         def start_reduce(reduce_dtype: Any) -> Callable[[], None]:
-            itemsize = (reduce_dtype or bucket.spec.dtype).itemsize
+            itemsize = (reduce_dtype or bucket.spec.gradient_dtype).itemsize
             hops = bucket.routes.reduce.hops(bucket.layout.size, itemsize)
             self._note(Kind.REDUCE, bucket, collectives=_collectives(hops))
             finish = method(reduce_dtype)

@@ -22,6 +22,7 @@ from zoo.zero.sharding.guard import (
     PartitionedGradient,
     WholeGradient,
     allow_storage,
+    grad_dtype,
     has_raw_grad,
     raw_grad,
     refuse_storage,
@@ -43,6 +44,7 @@ class BucketGradients:
     """The buffers of a bucket's gradients on this rank.
 
     Attributes:
+        dtype: in which gradients are added up and kept.
         flat: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it. Where gradients
             are sharded its storage is empty from the reduction until the next backward.
         shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded;
@@ -52,7 +54,8 @@ class BucketGradients:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.flat = torch.empty(bucket.layout.size, dtype=bucket.spec.dtype, device=bucket.device)
+        self.dtype = bucket.spec.gradient_dtype
+        self.flat = torch.empty(bucket.layout.size, dtype=self.dtype, device=bucket.device)
         # The same memory behind a version counter of its own: `flat._version` then counts only what autograd (or the
         # user) does to the gradients, and a gradient that arrives after the reduction shows as a change of it.
         self._raw = self.flat.data
@@ -70,6 +73,8 @@ class BucketGradients:
         self._cleared_at = 0
         self._handle: Handle | None = None  # of the reduction that is under way
         self._version = 0
+        for parameter in bucket.spec.parameters if self.dtype is not bucket.spec.dtype else ():
+            grad_dtype(parameter, self.dtype)  # autograd converts what arrives, and then adds
         self._attach()
         self._free()
 
@@ -96,7 +101,7 @@ class BucketGradients:
         self.check_strays()
         if not self._here:
             allow_storage(self._storage._cdata)
-            self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
+            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes)
             if not CAN_REFUSE_STORAGE:
                 self._attach()
         elif self.reduced:
@@ -113,13 +118,13 @@ class BucketGradients:
         """What autograd does with the gradient of one parameter."""
         self.open()
         self._cleared.discard(slot)
-        self._views[slot].add_(gradient)
+        self._views[slot].add_(gradient.to(self.dtype))
 
     def start_reduce(self, reduce_dtype: torch.dtype | None) -> Callable[[], None]:
         """Issue the reduction of the flat gradient; the result is in place after calling what is returned.
 
-        mean_r(g_r), added to what earlier backwards of the same step left. The flat gradient is freed afterwards when
-        gradients are sharded.
+        mean_r(g_r), added to what earlier backwards of the same step left, in the dtype of the gradients. The flat
+        gradient is freed afterwards when gradients are sharded.
         """
         bucket = self.bucket
         self.open()
@@ -268,8 +273,8 @@ class BucketGradients:
         bucket = self.bucket
         numel = bucket.layout.size // bucket.num_chunks
         if bucket.gradients_on_nvme and bucket.device.type == "cpu":
-            return bucket.park.empty(numel, bucket.spec.dtype)
-        return bucket.memory.empty(numel, bucket.spec.dtype, bucket.device)
+            return bucket.park.empty(numel, self.dtype)
+        return bucket.memory.empty(numel, self.dtype, bucket.device)
 
     @property
     def parked(self) -> bool:
@@ -300,7 +305,7 @@ class BucketGradients:
         """The reduced gradient where the update takes it."""
         if self.shard is None:
             bucket = self.bucket
-            return bucket.park.get(bucket.index, bucket.layout.size // bucket.num_chunks, bucket.spec.dtype)
+            return bucket.park.get(bucket.index, bucket.layout.size // bucket.num_chunks, self.dtype)
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
