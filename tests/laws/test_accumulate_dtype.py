@@ -226,10 +226,11 @@ def test_sums_that_bfloat16_would_round_away(stage: int) -> None:
     def fn(rank: int, accumulate: torch.dtype | None) -> float:
         model = nn.Linear(1, 1, bias=False, dtype=BF16)
         optimizer = ZeroOptimizer(model, stage=stage, optimizer=torch.optim.SGD, lr=0.01, accumulate_dtype=accumulate)
-        for value in (256.0, *[1.0] * 8):
+        for value in (256.0, *[1.0] * 8):  # reduced each time
             model(torch.tensor([[value]], dtype=BF16)).sum().backward()
         gradient = safe_get_full_grad(model.weight)
         assert gradient is not None
+        optimizer.zero_grad()
         return float(gradient)
 
     assert sim.run(2, lambda rank: fn(rank, None), seed=0) == [256.0, 256.0]

@@ -36,6 +36,7 @@ from zoo.zero.placement.packing import plan_buckets
 from zoo.zero.placement.placements import offload, place
 from zoo.zero.placement.precision import cast_inputs as casting
 from zoo.zero.placement.precision import check_param_dtype, rounds
+from zoo.zero.placement.tables import check_rows, find_tables
 from zoo.zero.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
 from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.hooks import Runtime
@@ -86,7 +87,7 @@ class ShardedModel:
         cast_inputs: with ``param_dtype``: so are floating-point tensors among the arguments of the module's forward.
         accumulate_dtype: dtype in which gradients are added up on a rank and kept; None for the parameters' own.
         reduce_dtype: dtype in which gradients are sent and added; None for that in which they are kept.
-        predivide: see :class:`~zoo.zero.ZeroOptimizer`.
+        predivide, sparse_gradients: see :class:`~zoo.zero.ZeroOptimizer`.
         keep_norms: of gradients that leave the device.
         check: agree on a fingerprint of each collective before it.
         aio: how to reach NVMe.
@@ -122,6 +123,7 @@ class ShardedModel:
         accumulate_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         predivide: float = 1.0,
+        sparse_gradients: bool = False,
         keep_norms: bool = False,
         check: bool = False,
         aio: AioConfig | Handle | None = None,
@@ -131,7 +133,8 @@ class ShardedModel:
         check_param_dtype(module, param_dtype)
         self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
         self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
-        self.accumulate_dtype = accumulate_dtype
+        self.accumulate_dtype, self.sparse_gradients = accumulate_dtype, sparse_gradients and trains
+        check_rows(sparse_gradients, config)
         if not predivide >= 1.0:
             raise ValueError(
                 f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks."
@@ -165,7 +168,7 @@ class ShardedModel:
             parameter.requires_grad_(False)
         alike = {
             **dict(config), "accumulate_dtype": accumulate_dtype, "reduce_dtype": reduce_dtype, "predivide": predivide,
-            "check": check, "trains": trains, **(arguments or {}),
+            "sparse_gradients": sparse_gradients, "check": check, "trains": trains, **(arguments or {}),
         }  # fmt: skip
         try:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
@@ -189,11 +192,12 @@ class ShardedModel:
             axes_of=lambda name, parameter: family_of(parameter),
             param_dtype=self.param_dtype,
             accumulate_dtype=self.accumulate_dtype,
+            is_table=find_tables(self.module) if self.sparse_gradients else lambda parameter: False,
         )
         for spec in plan:
             spec.logical = {name: logical_name(self.module, name) for name in spec.names}
         described = [
-            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes)
+            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
             for b in plan
         ]  # fmt: skip
         layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()

@@ -16,7 +16,7 @@ from zoo.zero.placement.units import UnitSpec
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
 
 
-_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...]]
+_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...], str]
 
 
 @dataclass(eq=False)
@@ -34,6 +34,10 @@ class BucketSpec:
     """Mesh axes along which ranks have different parts of these parameters."""
     group_size: int = 0
     """Elements that share a scale when something of the bucket is quantised: chunks are whole numbers of them."""
+
+    row: int = 0
+    """Of a table whose gradient may travel as rows, and which is alone here: elements of a row. Chunks are whole rows.
+    0 for everything else."""
 
     logical: dict[str, str] = field(default_factory=dict)
     """Names in the whole model, where they are other ones."""
@@ -71,6 +75,7 @@ def plan_buckets(
     axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
     param_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    is_table: Callable[[nn.Parameter], bool] = lambda parameter: False,
 ) -> list[BucketSpec]:
     """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
 
@@ -80,6 +85,7 @@ def plan_buckets(
     between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
     open while they run, and would keep what it shares a bucket with gathered. With ``param_dtype`` the parameters of a
     bucket have that dtype, and they came in one too; with ``accumulate_dtype`` their gradients have that one.
+    A dense parameter that ``is_table`` has a bucket of its own, and its ``row`` is set.
     """
     buckets: list[BucketSpec] = []
     still_open: dict[_Key, BucketSpec] = {}
@@ -90,17 +96,21 @@ def plan_buckets(
             resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
             budget -= parameter.numel() if resident else 0
             dtypes = compute_dtype(parameter, param_dtype), parameter.dtype
-            key = (dtypes, parameter.requires_grad, resident, axes_of(name, parameter))
+            axes = axes_of(name, parameter)
+            table = name if is_table(parameter) and not axes else ""
+            key = (dtypes, parameter.requires_grad, resident, axes, table)
             own.setdefault(key, []).append((name, parameter))
         alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
         for key, members in own.items():
             size = sum(p.numel() for _, p in members)
             spec = still_open.get(key)
             if alone or spec is None or spec.numel + size > bucket_size:
-                (dtype, original), trainable, resident, axes = key
+                (dtype, original), trainable, resident, axes, table = key
                 spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original)
                 if trainable and accumulate_dtype is not dtype:
                     spec.accumulate = accumulate_dtype
+                if table:
+                    spec.row = members[0][1].shape[1]
                 buckets.append(spec)
                 if not alone:
                     still_open[key] = spec
@@ -125,4 +135,5 @@ def layout_of(spec: BucketSpec, num_chunks: int) -> FlatLayout:
         LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
         for name, p in zip(spec.names, spec.parameters, strict=True)
     ]
-    return FlatLayout.pack(tensors, align=align, multiple=math.lcm(align, spec.group_size or 1) * num_chunks)
+    multiple = math.lcm(align, spec.group_size or 1, spec.row or 1)
+    return FlatLayout.pack(tensors, align=align, multiple=multiple * num_chunks)

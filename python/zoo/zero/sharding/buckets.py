@@ -288,6 +288,8 @@ class Bucket:
         """The collectives of one backward and step for a trainable bucket, beside gathers."""
         hops = self.routes.reduce.hops(self.layout.size, (reduce_dtype or self.spec.gradient_dtype).itemsize)
         if not self.placements.states.is_split:  # the mean gradient
+            if self.routes.reduces_whole:
+                return hops
             hops.append(Hop("all_gather", self.shard_group, self.num_gradient_bytes))
         elif not self.partitioned:  # the new parameters
             hops.append(Hop("all_gather", self.shard_group, self.num_bytes))

@@ -106,13 +106,18 @@ class BucketGradients:
                 self._attach()
         elif self.reduced:
             # A further backward before the step: what is reduced already is kept aside and added to afterwards.
-            low, high = self.bucket.own_range()
+            low, high = self._reduced_range()
             self.shard = self._raw[low:high].clone()
         self._raw.zero_()
         if self._cleared:
             self._cleared.clear()
         self.phase = Phase.ACCUMULATING
         self._version = self.flat._version
+
+    def _reduced_range(self) -> tuple[int, int]:
+        """[start, stop) of what a reduction makes here."""
+        bucket = self.bucket
+        return (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
 
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """What autograd does with the gradient of one parameter."""
@@ -130,11 +135,13 @@ class BucketGradients:
         self.open()
         self.phase = Phase.LAUNCHED
         self._version = self.flat._version
-        low, high = bucket.own_range()
+        low, high = self._reduced_range()
         chunk = self._raw[low:high]
         sent = self._raw if reduce_dtype is None else self._raw.to(reduce_dtype)
         fresh = not self.reduced
-        if reduce_dtype is not None and reduce_dtype != chunk.dtype:
+        if bucket.routes.reduces_whole:
+            out = sent
+        elif reduce_dtype is not None and reduce_dtype != chunk.dtype:
             out = torch.empty(chunk.numel(), dtype=reduce_dtype, device=chunk.device)
         elif bucket.placements.gradients.is_split and fresh:
             if self.shard is None:
@@ -164,12 +171,12 @@ class BucketGradients:
             self._free()
             self._put_away()
             return
-        if out is not chunk:
+        if out is not chunk and out is not self._raw:
             chunk.copy_(out)
         if not fresh and self.shard is not None:
             chunk.add_(self.shard)
         self.shard = None
-        if not self.bucket.placements.states.is_split:
+        if not self.bucket.placements.states.is_split and not self.bucket.routes.reduces_whole:
             self.bucket.shard_group.all_gather(self._raw, chunk).wait()
 
     def consume(self) -> None:
@@ -388,7 +395,7 @@ class BucketGradients:
         if self._here and (self.phase is Phase.ACCUMULATING or self.reduced):
             self._raw[offset : offset + numel].zero_()
         if (self.shard is not None or self.parked) and self.reduced:
-            low, _ = bucket.own_range()
+            low, _ = self._reduced_range()
             start, stop = max(offset - low, 0), max(offset + numel - low, 0)
             self.shard = self._shard_on_device()
             self.shard[start:stop].zero_()
