@@ -22,16 +22,21 @@ def check_rows(given: Any, config: ZeroConfig) -> None:
     """Raise ValueError for a ``sparse_gradients`` that is no bool, or next to an option that reduces in its own way."""
     if not isinstance(given, bool):
         raise ValueError(f"sparse_gradients={given!r}; allowed are True and False.")
+    for name in refuses_rows(config) if given else ():
+        raise ValueError(
+            f"sparse_gradients=True with {name}: rows of a table travel between all ranks at once and as they are. "
+            "Leave one of the two out."
+        )
+
+
+def refuses_rows(config: ZeroConfig) -> list[str]:
+    """The options that are set, and reduce gradients in another way."""
     others = {
         "zero_quantized_gradients": config.zero_quantized_gradients,
         "hierarchical_all_reduce": config.hierarchical_all_reduce,
         "mics_shard_size": config.mics_shard_size != -1,
     }
-    for name in (name for name, on in others.items() if on and given):
-        raise ValueError(
-            f"sparse_gradients=True with {name}: rows of a table travel between all ranks at once and as they are. "
-            "Leave one of the two out."
-        )
+    return [name for name, on in others.items() if on]
 
 
 def find_tables(model: nn.Module) -> Callable[[torch.Tensor], bool]:
