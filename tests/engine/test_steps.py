@@ -392,13 +392,13 @@ def test_how_gradients_travel_changes_nothing_but_rounding(number: int, changes:
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_type_in_which_micro_batches_are_added_up(number: int) -> None:
-    """bf16 parameters with sums in fp32: what the engine keeps is fp32, and the sum is that of the rounded gradients."""
+    """What the sums are is a law of its own (``tests/laws/test_accumulate_dtype.py``)."""
     changes = {**stage(number), "bf16": {"enabled": True, "auto_cast": True}, "scheduler": None, "gradient_clipping": 0}
     changes |= {"gradient_accumulation_steps": 4, "train_batch_size": None, "train_micro_batch_size_per_gpu": 2}
 
     def job(rank: int) -> None:
-        for given, kept in ((None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
-            engine = start({**changes, "data_types": {"grad_accum_dtype": given}})
+        for name, kept in ((None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+            engine = start({**changes, "data_types": {"grad_accum_dtype": name}})
             optimizer = engine.optimizer
             assert optimizer is not None
             batches = iter(engine.dataloader)

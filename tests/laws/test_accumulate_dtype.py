@@ -167,6 +167,34 @@ def test_offloading_changes_no_bit(stage: int, tier: str, cls: Any, tmp_path: An
     sim.run(2, fn, seed=0)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_files_of_gradients_have_room(stage: int, tmp_path: Any) -> None:
+    """Several pages of a file each; what is read and written is what the forecast says."""
+
+    def fn(rank: int) -> None:
+        found = []
+        for device in ("none", "nvme"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(BF16)
+            optimizer = ZeroOptimizer(
+                model, stage=stage, lr=0.01, reduce_bucket_size=1, accumulate_dtype=FP32, sub_group_size=3000,
+                param_persistence_threshold=0, offload_optimizer={"device": device, "nvme_path": str(tmp_path)},
+            )  # fmt: skip
+            for step in range(3):
+                before = optimizer.nvme_traffic()
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(BF16)
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            read, written = (now - then for now, then in zip(optimizer.nvme_traffic(), before, strict=True))
+            forecast = optimizer.forecast()
+            assert (read, written) == (forecast.nvme_read_bytes, forecast.nvme_written_bytes)
+            found.append(optimizer.consolidated_parameters())
+        assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+    sim.run(2, fn, seed=0)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulate", [None, FP32])
 @pytest.mark.parametrize("reduce", [None, BF16])
