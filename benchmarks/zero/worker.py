@@ -113,6 +113,10 @@ def measure(spec: dict[str, Any], out: Path, rank: int, size: int) -> None:
         from benchmarks.zero.traffic import measure_traffic
 
         figures = measure_traffic(spec, rank)
+    elif spec["section"] == "rows":
+        from benchmarks.zero.rows import measure_rows
+
+        figures = measure_rows(spec, rank)
     elif spec["section"] == "init":
         from benchmarks.zero.init import measure_init
 

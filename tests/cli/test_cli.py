@@ -148,7 +148,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "optimizer": (["--set", "optimizer.type=AdamX"], "no optimizer is named 'AdamX'"),
     "optimizer option": (["--set", "optimizer.params.lrr=1"], "optimizer.params.lrr: unknown key; did you mean 'lr'?"),
     "no equals": (["--set", "seed"], "not of the form key.path=value"),
-    "contradiction": (["--set", "data_types.grad_accum_dtype=bf16"], "grad_accum_dtype = bf16, and gradients have the"),
+    "contradiction": (
+        ["--set", "sparse_gradients=true", "--set", "zero_optimization.hierarchical_all_reduce=true"],
+        "sparse_gradients is true, and zero_optimization.hierarchical_all_reduce is set",
+    ),
     "later part": (["--set", "flops_profiler.enabled=true"], "flops_profiler.enabled: given True; it waits for the"),
 }
 

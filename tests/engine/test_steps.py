@@ -388,3 +388,65 @@ def test_how_gradients_travel_changes_nothing_but_rounding(number: int, changes:
 
     for expected, found in sim.run(2, job):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_the_type_in_which_micro_batches_are_added_up(number: int) -> None:
+    """What the sums are is a law of its own (``tests/laws/test_accumulate_dtype.py``)."""
+    changes = {**stage(number), "bf16": {"enabled": True, "auto_cast": True}, "scheduler": None, "gradient_clipping": 0}
+    changes |= {"gradient_accumulation_steps": 4, "train_batch_size": None, "train_micro_batch_size_per_gpu": 2}
+
+    def job(rank: int) -> None:
+        for name, kept in ((None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+            engine = start({**changes, "data_types": {"grad_accum_dtype": name}})
+            optimizer = engine.optimizer
+            assert optimizer is not None
+            batches = iter(engine.dataloader)
+            for micro in range(4):
+                engine.backward(engine(*next(batches)).float())
+                if micro == 3:
+                    assert optimizer.memory()["gradients"] == optimizer.forecast().gradients_bytes
+                    assert {p.grad.dtype for p in engine.module.parameters() if p.grad is not None} == {kept}
+                engine.step()
+            assert engine.global_steps == 1
+
+    sim.run(2, job)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(500, 8, sparse=sparse)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(tokens)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_embeddings_travel_as_rows(number: int) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config |= stage(number)
+
+    def job(rank: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        found = []
+        for rows, sparse in ((False, False), (False, True), (True, False), (True, True)):
+            engine = initialize({**config, "sparse_gradients": rows}, Words(sparse))[0]
+            sent = 0
+            for step in range(3):
+                random = torch.Generator().manual_seed(10 * step + rank)
+                loss = engine(torch.randint(500, (4,), generator=random))
+                before = engine.comm.log.wire_bytes
+                engine.backward(loss)
+                sent += engine.comm.log.wire_bytes - before
+                engine.step()
+            assert engine.optimizer is not None
+            found.append((sent, engine.optimizer.consolidated_parameters()))
+        return found
+
+    for found in sim.run(2, job, transport="native"):
+        dense, _, rows, _ = (sent for sent, _ in found)
+        assert dense - rows > 0.9 * 3 * 500 * 8 * 4 // 2  # at stage 3 parameters are gathered in both
+        for _, parameters in found:
+            assert all(torch.equal(parameters[name], value) for name, value in found[0][1].items())

@@ -21,6 +21,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "loss_scale": ({"loss_scale": 8.0}, {"loss_scale": 16.0}, r"loss_scale: .*8\.0.* on rank 0, .*16\.0.* on rank 1"),
     "nonfinite": ({}, {"nonfinite_gradients": "error"}, r"nonfinite_gradients: 'skip' on rank 0, 'error' on rank 1"),
     "reduce_dtype": ({}, {"reduce_dtype": torch.float32}, r"reduce_dtype: None on rank 0, torch\.float32 on rank 1"),
+    "accumulate_dtype": (
+        {"accumulate_dtype": torch.float32},
+        {},
+        r"accumulate_dtype: torch\.float32 on rank 0, None on rank 1",
+    ),
+    "sparse_gradients": ({"sparse_gradients": True}, {}, r"sparse_gradients: True on rank 0, False on rank 1"),
     "check": ({}, {"check": True}, r"check: False on rank 0, True on rank 1"),
     "config": ({}, {"max_live_parameters": 5}, r"max_live_parameters: 0 on rank 0, 5 on rank 1"),
 }

@@ -128,15 +128,8 @@ class DataTypes(Section):
     """Types of gradients."""
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """Type in which the micro-batches of a step are added up; null for the gradients' own."""
-
-    def contradictions(self, config: Config) -> Iterable[str]:
-        own = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
-        if self.grad_accum_dtype not in (None, own):
-            yield (
-                f"data_types.grad_accum_dtype = {self.grad_accum_dtype}, and gradients have the type {own}, in which "
-                f'they are added up; remove it or set it to "{own}"'
-            )
+    """Type in which a rank keeps gradients and adds up those of the micro-batches of a step; null for the type of the
+    parameters."""
 
 
 class Comm(Section):

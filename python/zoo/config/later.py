@@ -17,9 +17,6 @@ PATH = setting(None, str)
 NUMBER = setting(None, int)
 
 KEYS: dict[str, Fate] = {
-    "sparse_gradients": refused(
-        "gradients travel dense; leave sparse=True of torch.nn.Embedding out as well", False
-    ),
     "dump_state": unnecessary("the configuration is printed by print(engine.config.explain())", False),
     "memory_breakdown": unnecessary(
         "the memory of model states after a step is memory_bytes of its record, where it is measured", False

@@ -60,8 +60,10 @@ def shard_options(config: Config, group: Any, mesh: Any) -> dict[str, Any]:
     axes = {} if mesh is None else {"data_axes": config.mesh.data_axes, "layer_axes": config.mesh.layer_axes}
     return {
         "config": section, "group": group, "mesh": mesh, **axes, "check": config.comm.check, "aio": config.aio,
+        "accumulate_dtype": DTYPES[accumulated] if (accumulated := config.data_types.grad_accum_dtype) else None,
         "reduce_dtype": DTYPES[config.communication_data_type] if config.communication_data_type else None,
         "predivide": float("inf") if config.prescale_gradients else config.gradient_predivide_factor,
+        "sparse_gradients": config.sparse_gradients,
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ CORE: dict[str, dict[str, str]] = {
             "gradient_predivide_factor",
             "prescale_gradients",
             "seq_parallel_communication_data_type",
+            "sparse_gradients",
             "zero_allow_untested_optimizer",
             "zero_force_ds_cpu_optimizer",
         ],

@@ -86,9 +86,13 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         param_dtype: dtype that the model computes in, e.g. ``torch.bfloat16`` for a model in fp32: its parameters get
             this dtype; the fp32 masters start from the exact values, and :meth:`close` gives these back, trained.
         cast_inputs: with ``param_dtype``, floating-point tensors among the arguments of the model's forward are cast.
-        reduce_dtype: dtype in which gradients are sent and added, e.g. ``torch.float32``; None for the gradient's own.
+        accumulate_dtype: dtype in which a rank keeps gradients and adds up those of several backwards, e.g.
+            ``torch.float32`` under parameters in bf16; None for the parameters' own.
+        reduce_dtype: dtype in which gradients are sent and added over ranks; None for that in which they are kept.
         predivide: divide gradients by this before they are added up over the N ranks, by N / predivide afterwards; at
             most N, so that ``math.inf`` divides by all of it first. For sums of 16-bit gradients that would overflow.
+        sparse_gradients: the gradient of an ``nn.Embedding`` or ``nn.EmbeddingBag`` travels as the rows that were
+            touched wherever that takes at most half of the bytes; the mean has the same bits.
         check: agree on a fingerprint of each collective before it, for debugging.
         config: a :class:`~zoo.zero.ZeroConfig`, or a mapping of its options; single ones may be keywords instead.
         aio: how to reach NVMe: options, or an engine that is used and left open.
@@ -126,15 +130,17 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         nonfinite_gradients: Literal["skip", "error"] = "skip",
         param_dtype: torch.dtype | None = None,
         cast_inputs: bool = True,
+        accumulate_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         predivide: float = 1.0,
+        sparse_gradients: bool = False,
         check: bool = False,
         config: ZeroConfig | Mapping[str, Any] | None = None,
         aio: AioConfig | Handle | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
         **options: Unpack[Keywords],
     ) -> None:
-        check_kinds(group, reduce_dtype)
+        check_kinds(group, reduce_dtype, accumulate_dtype)
         given = options_of(type(self), options, optimizer_options)
         self.scaler = make_scaler(loss_scale)
         self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
@@ -159,9 +165,10 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
-            group_of=lambda p: group_of.get(id(p), -1), reduce_dtype=reduce_dtype, predivide=predivide,
-            check=check, aio=aio, param_dtype=param_dtype, cast_inputs=cast_inputs,
-            keep_norms=self.clipping.measures, arguments=alike,
+            group_of=lambda p: group_of.get(id(p), -1), param_dtype=param_dtype, cast_inputs=cast_inputs,
+            accumulate_dtype=accumulate_dtype, reduce_dtype=reduce_dtype, predivide=predivide,
+            sparse_gradients=sparse_gradients, check=check, aio=aio, keep_norms=self.clipping.measures,
+            arguments=alike,
         )  # fmt: skip
         self.sharded.used_by(self)
         try:

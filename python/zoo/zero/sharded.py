@@ -36,6 +36,7 @@ from zoo.zero.placement.packing import plan_buckets
 from zoo.zero.placement.placements import offload, place
 from zoo.zero.placement.precision import cast_inputs as casting
 from zoo.zero.placement.precision import check_param_dtype, rounds
+from zoo.zero.placement.tables import check_rows, find_tables
 from zoo.zero.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
 from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.hooks import Runtime
@@ -84,8 +85,9 @@ class ShardedModel:
         param_dtype: dtype of the parameters while they are split, None for the one in which they came; see
             :class:`~zoo.zero.ZeroOptimizer`. Without training they are converted, and :meth:`close` leaves them so.
         cast_inputs: with ``param_dtype``: so are floating-point tensors among the arguments of the module's forward.
-        reduce_dtype: dtype in which gradients are sent and added; None for their own.
-        predivide: see :class:`~zoo.zero.ZeroOptimizer`.
+        accumulate_dtype: dtype in which gradients are added up on a rank and kept; None for the parameters' own.
+        reduce_dtype: dtype in which gradients are sent and added; None for that in which they are kept.
+        predivide, sparse_gradients: see :class:`~zoo.zero.ZeroOptimizer`.
         keep_norms: of gradients that leave the device.
         check: agree on a fingerprint of each collective before it.
         aio: how to reach NVMe.
@@ -118,8 +120,10 @@ class ShardedModel:
         group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
         param_dtype: torch.dtype | None = None,
         cast_inputs: bool = True,
+        accumulate_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         predivide: float = 1.0,
+        sparse_gradients: bool = False,
         keep_norms: bool = False,
         check: bool = False,
         aio: AioConfig | Handle | None = None,
@@ -129,6 +133,8 @@ class ShardedModel:
         check_param_dtype(module, param_dtype)
         self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
         self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
+        self.accumulate_dtype, self.sparse_gradients = accumulate_dtype, sparse_gradients and trains
+        check_rows(sparse_gradients, config)
         if not predivide >= 1.0:
             raise ValueError(
                 f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks."
@@ -160,8 +166,10 @@ class ShardedModel:
         self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
-        alike = {**dict(config), "reduce_dtype": reduce_dtype, "predivide": predivide, "check": check, "trains": trains}
-        alike |= arguments or {}
+        alike = {
+            **dict(config), "accumulate_dtype": accumulate_dtype, "reduce_dtype": reduce_dtype, "predivide": predivide,
+            "sparse_gradients": sparse_gradients, "check": check, "trains": trains, **(arguments or {}),
+        }  # fmt: skip
         try:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
@@ -183,11 +191,13 @@ class ShardedModel:
             group_of=group_of,
             axes_of=lambda name, parameter: family_of(parameter),
             param_dtype=self.param_dtype,
+            accumulate_dtype=self.accumulate_dtype,
+            is_table=find_tables(self.module) if self.sparse_gradients else lambda parameter: False,
         )
         for spec in plan:
             spec.logical = {name: logical_name(self.module, name) for name in spec.names}
         described = [
-            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes)
+            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
             for b in plan
         ]  # fmt: skip
         layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from zoo.zero.collectives.routes import Routes, plain_routes
+from zoo.zero.collectives.rows import RowReduce
 from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
@@ -34,6 +36,25 @@ def choose_routes(
         )
     staged = config.mics_hierarchical_params_gather
     every = {key: plain_routes(of, two_stages=staged, predivide=predivide) for key, of in axes.items()}
+    found = _choose(plan, placements, every, config, reduce_dtype)
+    return [
+        with_rows(route, spec, placed, predivide) if spec.row and route.axes.shard.size > 1 else route
+        for route, spec, placed in zip(found, plan, placements, strict=True)
+    ]
+
+
+def with_rows(routes: Routes, spec: BucketSpec, placed: Placements, predivide: float) -> Routes:
+    """The gradient of the table ``spec`` travels as rows, where these are few."""
+    whole = not placed.gradients.is_split and not placed.states.is_split
+    rows, width = spec.parameters[0].shape
+    reduce = RowReduce(routes.reduce, routes.axes, (rows, width), whole=whole, predivide=predivide)
+    return dataclasses.replace(routes, reduce=reduce, reduces_whole=whole)
+
+
+def _choose(
+    plan: Sequence[BucketSpec], placements: Sequence[Placements], every: Mapping[tuple[str, ...], Routes],
+    config: ZeroConfig, reduce_dtype: torch.dtype | None,
+) -> list[Routes]:  # fmt: skip
     if not (
         config.zero_quantized_weights or config.zero_quantized_gradients or config.zero_quantized_nontrainable_weights
     ):
@@ -49,7 +70,7 @@ def choose_routes(
         if not placed.parameters.is_split or not (weights or stored or gradients):
             found.append(plain)
             continue
-        quantised.check_dtypes(spec.names, spec.dtype, reduce_dtype if gradients else None)
+        quantised.check_dtypes(spec.names, spec.dtype, (reduce_dtype or spec.accumulate) if gradients else None)
         num_chunks = plain.axes.shard.size
         spec.group_size = quantised.group_size_of(layout_of(spec, num_chunks).size // num_chunks)
         bits = config.quantized_gradients_bits if gradients else None

@@ -240,6 +240,7 @@ class Routes:
         secondary: hpZ (ZeRO++, section 3.2): parameters before backward, from the parts that the ranks of a node kept
             of what forward gathered. The same bits, and nothing leaves the node.
         feedback: the errors of ``reduce``, where it keeps them; each bucket has its own.
+        reduces_whole: ``reduce`` is given ``full`` as ``out``, and gives every rank the mean of all P elements.
     """
 
     axes: Axes
@@ -249,6 +250,7 @@ class Routes:
     secondary: Gather | None = None
     pack: Packer | None = None
     feedback: Feedback | None = None
+    reduces_whole: bool = False
 
     def shard_bytes(self, numel: int, itemsize: int) -> int:
         """What a chunk of n = ``numel`` elements takes where it is kept."""

@@ -29,7 +29,8 @@ class Forecast:
     secondary_bytes: int = 0
     """hpZ: what forward leaves on this rank for backward, beside parameters; gone after the step."""
     wire_bytes: Mapping[str, int]
-    """Bytes this rank sends, by operation (the convention of :class:`zoo.comm.OpStats`)."""
+    """Bytes this rank sends, by operation (the convention of :class:`zoo.comm.OpStats`). Gradients that may travel as
+    rows (``sparse_gradients``) count as if they travelled whole, which is the most that it can be."""
     intra_bytes: Mapping[str, int] = field(default_factory=dict)
     """Those of them for ranks of the same node, where it is known which these are."""
     inter_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -29,5 +29,5 @@ def nvme_traffic(buckets: Sequence[Bucket], updater: Updater, gathered: Gathered
     read, written = updater.nvme_traffic()
     for bucket in buckets:
         if bucket.gradients_on_nvme:
-            written += bucket.num_bytes // bucket.num_chunks
+            written += bucket.num_gradient_bytes // bucket.num_chunks
     return read + gathered(lambda b: b.shard_bytes() if b.parameters_on_nvme else 0), written

@@ -35,8 +35,7 @@ def open_stores(
     counts = [route.axes.shard.size for route in routes]
     numels = [layout_of(spec, count).size // count for spec, count in zip(plan, counts, strict=True)]
     scratch: Any = DryScratch() if isinstance(comm, DryRun) else _open(comm, plan, config, aio)
-    sizes = [n * spec.dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
-
+    sizes = [n * spec.gradient_dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
     packed = [r.shard_bytes(n, s.dtype.itemsize) for r, n, s in zip(routes, numels, plan, strict=True)]
 
     def on_nvme(tier: Sequence[Tier], sizes: Sequence[int]) -> list[int]:

@@ -92,16 +92,16 @@ class StateStream:
             read += record.num_bytes + (0 if self._has_master(record.sections) else parameters)
             written += record.num_bytes + parameters
             if bucket.gradients_on_nvme:
-                read += record.segment.tensor.numel() * bucket.spec.dtype.itemsize
+                read += record.segment.tensor.numel() * bucket.spec.gradient_dtype.itemsize
         return read, written
 
     @staticmethod
     def _bytes_of(record: Record) -> int:
         bucket, n = record.segment.bucket, record.segment.tensor.numel()
-        total, itemsize = round_up(record.num_bytes), bucket.spec.dtype.itemsize
+        total = round_up(record.num_bytes)
         if bucket.gradients_on_nvme:
-            total += round_up(n * itemsize)
-        return total + (round_up(n * itemsize) if bucket.parameters_on_nvme else 0)
+            total += round_up(n * bucket.spec.gradient_dtype.itemsize)
+        return total + (round_up(n * bucket.spec.dtype.itemsize) if bucket.parameters_on_nvme else 0)
 
     @staticmethod
     def _record(segment: Segment, states: Mapping[str, torch.dtype]) -> Record:
@@ -143,7 +143,7 @@ class StateStream:
             loaded.states = pool.empty(record.num_bytes, dtype=torch.uint8)
             loaded.reading.append((self._shelf, self._shelf.read(record.region, loaded.states)))
         if gradients and segment.gradients.parked:
-            loaded.gradient = pool.empty(n, dtype=bucket.spec.dtype)
+            loaded.gradient = pool.empty(n, dtype=bucket.spec.gradient_dtype)
             loaded.reading.append((bucket.park, segment.gradients.begin_read(loaded.gradient, segment.start)))
         if bucket.parameters_on_nvme:
             loaded.parameters = pool.empty(n, dtype=bucket.spec.dtype)

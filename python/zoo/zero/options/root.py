@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from zoo.config import Config, Section
 from zoo.config.fates import Fate, refused, translated, unnecessary
+from zoo.zero.placement.tables import refuses_rows
 
 
 class ZeroRoot(Section):
@@ -23,7 +24,11 @@ class ZeroRoot(Section):
     """Divide by this before adding up and by the rest after."""
 
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    """Type in which gradients travel; null for the type they have."""
+    """Type in which gradients travel; null for the type they have (data_types.grad_accum_dtype)."""
+
+    sparse_gradients: bool = False
+    """Whether the gradient of an embedding table travels as the rows that were touched, wherever that takes at most
+    half of the bytes. The mean has the same bits."""
 
     fates: ClassVar[Mapping[str, Fate]] = {
         "zero_allow_untested_optimizer": unnecessary(
@@ -51,4 +56,9 @@ class ZeroRoot(Section):
             yield (
                 f"gradient_predivide_factor = {self.gradient_predivide_factor:g} has no effect while "
                 "prescale_gradients is true (all of the division happens before); remove one of the two"
+            )
+        for name in refuses_rows(config.zero_optimization) if self.sparse_gradients else ():
+            yield (
+                f"sparse_gradients is true, and zero_optimization.{name} is set, which reduces gradients in a way of "
+                "its own; leave one of the two out"
             )

@@ -16,7 +16,7 @@ from zoo.zero.placement.units import UnitSpec
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
 
 
-_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...]]
+_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...], str]
 
 
 @dataclass(eq=False)
@@ -35,6 +35,10 @@ class BucketSpec:
     group_size: int = 0
     """Elements that share a scale when something of the bucket is quantised: chunks are whole numbers of them."""
 
+    row: int = 0
+    """Of a table whose gradient may travel as rows, and which is alone here: elements of a row. Chunks are whole rows.
+    0 for everything else."""
+
     logical: dict[str, str] = field(default_factory=dict)
     """Names in the whole model, where they are other ones."""
 
@@ -42,11 +46,18 @@ class BucketSpec:
     """The dtype in which the parameters came, where ``dtype`` is another one, that they are computed with."""
     keeps_originals: bool = False
     """The values that they came with are kept: as masters, or beside frozen parameters."""
+    accumulate: torch.dtype | None = None
+    """The dtype of gradients on this rank, where it is another one than ``dtype``."""
 
     @property
     def original(self) -> torch.dtype:
         """The dtype in which the parameters came."""
         return self.dtype if self.came_in is None else self.came_in
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added up and kept."""
+        return self.dtype if self.accumulate is None else self.accumulate
 
     @property
     def numel(self) -> int:
@@ -63,6 +74,8 @@ def plan_buckets(
     group_of: Callable[[nn.Parameter], int],
     axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
     param_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    is_table: Callable[[nn.Parameter], bool] = lambda parameter: False,
 ) -> list[BucketSpec]:
     """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
 
@@ -71,7 +84,8 @@ def plan_buckets(
     ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes (``axes_of``) travel
     between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
     open while they run, and would keep what it shares a bucket with gathered. With ``param_dtype`` the parameters of a
-    bucket have that dtype, and they came in one too.
+    bucket have that dtype, and they came in one too; with ``accumulate_dtype`` their gradients have that one.
+    A dense parameter that ``is_table`` has a bucket of its own, and its ``row`` is set.
     """
     buckets: list[BucketSpec] = []
     still_open: dict[_Key, BucketSpec] = {}
@@ -82,15 +96,21 @@ def plan_buckets(
             resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
             budget -= parameter.numel() if resident else 0
             dtypes = compute_dtype(parameter, param_dtype), parameter.dtype
-            key = (dtypes, parameter.requires_grad, resident, axes_of(name, parameter))
+            axes = axes_of(name, parameter)
+            table = name if is_table(parameter) and not axes else ""
+            key = (dtypes, parameter.requires_grad, resident, axes, table)
             own.setdefault(key, []).append((name, parameter))
         alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
         for key, members in own.items():
             size = sum(p.numel() for _, p in members)
             spec = still_open.get(key)
             if alone or spec is None or spec.numel + size > bucket_size:
-                (dtype, original), trainable, resident, axes = key
+                (dtype, original), trainable, resident, axes, table = key
                 spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original)
+                if trainable and accumulate_dtype is not dtype:
+                    spec.accumulate = accumulate_dtype
+                if table:
+                    spec.row = members[0][1].shape[1]
                 buckets.append(spec)
                 if not alone:
                     still_open[key] = spec
@@ -115,4 +135,5 @@ def layout_of(spec: BucketSpec, num_chunks: int) -> FlatLayout:
         LogicalTensor(name=name, shape=tuple(p.shape), dtype=str(spec.dtype).removeprefix("torch."))
         for name, p in zip(spec.names, spec.parameters, strict=True)
     ]
-    return FlatLayout.pack(tensors, align=align, multiple=math.lcm(align, spec.group_size or 1) * num_chunks)
+    multiple = math.lcm(align, spec.group_size or 1, spec.row or 1)
+    return FlatLayout.pack(tensors, align=align, multiple=multiple * num_chunks)

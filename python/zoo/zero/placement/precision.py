@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-_COMPUTES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+COMPUTES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What models compute in: parameters of other dtypes (int8, fp8) mean something only to their modules, and stay."""
 
 
@@ -23,9 +23,9 @@ def check_param_dtype(model: nn.Module, param_dtype: torch.dtype | None) -> None
     """Raise ValueError for a dtype that models do not compute in, and for parameters that fp32 masters would round."""
     if param_dtype is None:
         return
-    if param_dtype not in _COMPUTES:
+    if param_dtype not in COMPUTES:
         raise ValueError(
-            f"param_dtype={param_dtype!r}; allowed are {', '.join(map(str, _COMPUTES))}, or None for the dtypes that "
+            f"param_dtype={param_dtype!r}; allowed are {', '.join(map(str, COMPUTES))}, or None for the dtypes that "
             "the parameters have."
         )
     if param_dtype is torch.float64:
@@ -40,7 +40,7 @@ def check_param_dtype(model: nn.Module, param_dtype: torch.dtype | None) -> None
 
 def compute_dtype(parameter: torch.Tensor, param_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which ``parameter`` is computed with."""
-    if param_dtype is None or parameter.dtype not in _COMPUTES:
+    if param_dtype is None or parameter.dtype not in COMPUTES:
         return parameter.dtype
     return param_dtype
 
@@ -60,7 +60,7 @@ def cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     given, structure = pytree.tree_flatten((args, kwargs))
-    cast = [v.to(dtype) if isinstance(v, torch.Tensor) and v.dtype in _COMPUTES else v for v in given]
+    cast = [v.to(dtype) if isinstance(v, torch.Tensor) and v.dtype in COMPUTES else v for v in given]
     if all(map(_same, given, cast)):
         return None  # the containers stay the very objects that were given
     return pytree.tree_unflatten(cast, structure)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.plan import Action, Actions, Collective, Kind, Moment
 from zoo.zero.collectives.routes import Hop
+from zoo.zero.collectives.rows import RowReduce
 from zoo.zero.sharding.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -131,18 +132,24 @@ class _Recorder:
 
     def _reduce(self, bucket: Bucket, method: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
         # At stage 0 the mean of each chunk goes to everyone, once it is there.
-        everyone = Collective(op="all_gather", size=bucket.shard_group.size, num_bytes=bucket.num_bytes)
-        after = () if bucket.placements.states.is_split or bucket.placements.gradients.is_split else (everyone,)
+        everyone = Collective(op="all_gather", size=bucket.shard_group.size, num_bytes=bucket.num_gradient_bytes)
+        after = () if bucket.placements.states.is_split or bucket.routes.reduces_whole else (everyone,)
+        reduce = bucket.routes.reduce
+        rows = reduce if isinstance(reduce, RowReduce) else None
 
         def start_reduce(reduce_dtype: Any) -> Callable[[], None]:
-            itemsize = (reduce_dtype or bucket.spec.dtype).itemsize
-            hops = bucket.routes.reduce.hops(bucket.layout.size, itemsize)
+            itemsize = (reduce_dtype or bucket.spec.gradient_dtype).itemsize
+            hops = reduce.hops(bucket.layout.size, itemsize) if rows is None else [rows.counts_hop()]
             self._note(Kind.REDUCE, bucket, collectives=_collectives(hops))
             finish = method(reduce_dtype)
 
             def wait() -> None:
-                self._note(Kind.WAIT, bucket, of=Kind.REDUCE, collectives=after)
-                finish()
+                if rows is None:
+                    self._note(Kind.WAIT, bucket, of=Kind.REDUCE, collectives=after)
+                    finish()
+                    return
+                finish()  # what it sends depends on the gradients
+                self._note(Kind.WAIT, bucket, of=Kind.REDUCE, collectives=(*_collectives(rows.sent), *after))
 
             return wait
 

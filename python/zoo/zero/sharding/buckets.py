@@ -65,7 +65,8 @@ class Bucket:
         layout: where each parameter lies in the flat buffer.
         keep_norms: the norm of a gradient is kept when the gradient leaves the device.
         device: of the flat buffers.
-        num_bytes: of a flat buffer.
+        num_bytes: of the flat buffer of the parameters.
+        num_gradient_bytes: of that of their gradients.
         partitioned: the parameters are whole only between gather and release.
         gradients_on_nvme: reduced gradients go to NVMe.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
@@ -99,6 +100,7 @@ class Bucket:
         )
         self.gradients_on_nvme = stores.park is not None and placements.gradients.tier is Tier.NVME
         self.num_bytes = self.layout.size * spec.dtype.itemsize
+        self.num_gradient_bytes = self.layout.size * spec.gradient_dtype.itemsize
         self.partitioned = placements.parameters.is_split
         self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
         self.owner: Callable[[], Any] | None = None
@@ -279,14 +281,17 @@ class Bucket:
         if not self.spec.trainable:
             return 0
         if not self.placements.gradients.is_split:
-            return self.num_bytes
-        return self.num_bytes // self.num_chunks if self.placements.keep_gradients else 0
+            return self.num_gradient_bytes
+        return self.num_gradient_bytes // self.num_chunks if self.placements.keep_gradients else 0
 
     def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
         """The collectives of one backward and step for a trainable bucket, beside gathers."""
-        itemsize = self.spec.dtype.itemsize
-        hops = self.routes.reduce.hops(self.layout.size, reduce_dtype.itemsize if reduce_dtype else itemsize)
-        if not self.partitioned:  # of the mean gradient at stage 0, of the new parameters at 1 and 2
+        hops = self.routes.reduce.hops(self.layout.size, (reduce_dtype or self.spec.gradient_dtype).itemsize)
+        if not self.placements.states.is_split:  # the mean gradient
+            if self.routes.reduces_whole:
+                return hops
+            hops.append(Hop("all_gather", self.shard_group, self.num_gradient_bytes))
+        elif not self.partitioned:  # the new parameters
             hops.append(Hop("all_gather", self.shard_group, self.num_bytes))
         return hops
 

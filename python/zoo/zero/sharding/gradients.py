@@ -22,6 +22,7 @@ from zoo.zero.sharding.guard import (
     PartitionedGradient,
     WholeGradient,
     allow_storage,
+    grad_dtype,
     has_raw_grad,
     raw_grad,
     refuse_storage,
@@ -43,6 +44,7 @@ class BucketGradients:
     """The buffers of a bucket's gradients on this rank.
 
     Attributes:
+        dtype: in which gradients are added up and kept.
         flat: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it. Where gradients
             are sharded its storage is empty from the reduction until the next backward.
         shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded;
@@ -52,7 +54,8 @@ class BucketGradients:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.flat = torch.empty(bucket.layout.size, dtype=bucket.spec.dtype, device=bucket.device)
+        self.dtype = bucket.spec.gradient_dtype
+        self.flat = torch.empty(bucket.layout.size, dtype=self.dtype, device=bucket.device)
         # The same memory behind a version counter of its own: `flat._version` then counts only what autograd (or the
         # user) does to the gradients, and a gradient that arrives after the reduction shows as a change of it.
         self._raw = self.flat.data
@@ -70,6 +73,8 @@ class BucketGradients:
         self._cleared_at = 0
         self._handle: Handle | None = None  # of the reduction that is under way
         self._version = 0
+        for parameter in bucket.spec.parameters if self.dtype is not bucket.spec.dtype else ():
+            grad_dtype(parameter, self.dtype)  # autograd converts what arrives, and then adds
         self._attach()
         self._free()
 
@@ -96,12 +101,12 @@ class BucketGradients:
         self.check_strays()
         if not self._here:
             allow_storage(self._storage._cdata)
-            self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
+            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes)
             if not CAN_REFUSE_STORAGE:
                 self._attach()
         elif self.reduced:
             # A further backward before the step: what is reduced already is kept aside and added to afterwards.
-            low, high = self.bucket.own_range()
+            low, high = self._reduced_range()
             self.shard = self._raw[low:high].clone()
         self._raw.zero_()
         if self._cleared:
@@ -109,27 +114,34 @@ class BucketGradients:
         self.phase = Phase.ACCUMULATING
         self._version = self.flat._version
 
+    def _reduced_range(self) -> tuple[int, int]:
+        """[start, stop) of what a reduction makes here."""
+        bucket = self.bucket
+        return (0, bucket.layout.size) if bucket.routes.reduces_whole else bucket.own_range()
+
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """What autograd does with the gradient of one parameter."""
         self.open()
         self._cleared.discard(slot)
-        self._views[slot].add_(gradient)
+        self._views[slot].add_(gradient.to(self.dtype))
 
     def start_reduce(self, reduce_dtype: torch.dtype | None) -> Callable[[], None]:
         """Issue the reduction of the flat gradient; the result is in place after calling what is returned.
 
-        mean_r(g_r), added to what earlier backwards of the same step left. The flat gradient is freed afterwards when
-        gradients are sharded.
+        mean_r(g_r), added to what earlier backwards of the same step left, in the dtype of the gradients. The flat
+        gradient is freed afterwards when gradients are sharded.
         """
         bucket = self.bucket
         self.open()
         self.phase = Phase.LAUNCHED
         self._version = self.flat._version
-        low, high = bucket.own_range()
+        low, high = self._reduced_range()
         chunk = self._raw[low:high]
         sent = self._raw if reduce_dtype is None else self._raw.to(reduce_dtype)
         fresh = not self.reduced
-        if reduce_dtype is not None and reduce_dtype != chunk.dtype:
+        if bucket.routes.reduces_whole:
+            out = sent
+        elif reduce_dtype is not None and reduce_dtype != chunk.dtype:
             out = torch.empty(chunk.numel(), dtype=reduce_dtype, device=chunk.device)
         elif bucket.placements.gradients.is_split and fresh:
             if self.shard is None:
@@ -159,12 +171,12 @@ class BucketGradients:
             self._free()
             self._put_away()
             return
-        if out is not chunk:
+        if out is not chunk and out is not self._raw:
             chunk.copy_(out)
         if not fresh and self.shard is not None:
             chunk.add_(self.shard)
         self.shard = None
-        if not self.bucket.placements.states.is_split:
+        if not self.bucket.placements.states.is_split and not self.bucket.routes.reduces_whole:
             self.bucket.shard_group.all_gather(self._raw, chunk).wait()
 
     def consume(self) -> None:
@@ -268,8 +280,8 @@ class BucketGradients:
         bucket = self.bucket
         numel = bucket.layout.size // bucket.num_chunks
         if bucket.gradients_on_nvme and bucket.device.type == "cpu":
-            return bucket.park.empty(numel, bucket.spec.dtype)
-        return bucket.memory.empty(numel, bucket.spec.dtype, bucket.device)
+            return bucket.park.empty(numel, self.dtype)
+        return bucket.memory.empty(numel, self.dtype, bucket.device)
 
     @property
     def parked(self) -> bool:
@@ -300,7 +312,7 @@ class BucketGradients:
         """The reduced gradient where the update takes it."""
         if self.shard is None:
             bucket = self.bucket
-            return bucket.park.get(bucket.index, bucket.layout.size // bucket.num_chunks, bucket.spec.dtype)
+            return bucket.park.get(bucket.index, bucket.layout.size // bucket.num_chunks, self.dtype)
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
@@ -383,7 +395,7 @@ class BucketGradients:
         if self._here and (self.phase is Phase.ACCUMULATING or self.reduced):
             self._raw[offset : offset + numel].zero_()
         if (self.shard is not None or self.parked) and self.reduced:
-            low, _ = bucket.own_range()
+            low, _ = self._reduced_range()
             start, stop = max(offset - low, 0), max(offset + numel - low, 0)
             self.shard = self._shard_on_device()
             self.shard[start:stop].zero_()

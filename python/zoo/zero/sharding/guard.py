@@ -164,7 +164,7 @@ class PartitionedGradient(torch.Tensor):
         """The gradient of parameter ``slot`` of a bucket."""
         bucket = gradients.bucket
         made: Any = torch.Tensor._make_wrapper_subclass(
-            PartitionedGradient, bucket.layout.tensors[slot].shape, dtype=bucket.spec.dtype, device=bucket.device
+            PartitionedGradient, bucket.layout.tensors[slot].shape, dtype=gradients.dtype, device=bucket.device
         )
         made._zoo_gradients, made._zoo_slot = gradients, slot
         return made  # type: ignore[no-any-return]
@@ -379,6 +379,8 @@ def release(parameter: Any) -> None:
     del parameter._zoo_name, parameter._zoo_slot
     parameter.__dict__.pop("_zoo_bucket", None)
     parameter.grad = None
+    if parameter.grad_dtype is not parameter.dtype:
+        parameter.grad_dtype = parameter.dtype
 
 
 class _LeadTo(torch.autograd.Function):
@@ -410,6 +412,12 @@ def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
     """Set the gradient that autograd accumulates into."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(parameter, value)
+
+
+def grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Set the dtype that a gradient is converted to before autograd accumulates it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad_dtype = dtype
 
 
 def has_raw_grad(parameter: nn.Parameter) -> bool:

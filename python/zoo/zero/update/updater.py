@@ -70,6 +70,9 @@ class Updater:
             for b in buckets
         ]  # fmt: skip
         self.segments = [s for segments in cut for s in segments]
+        for segment in self.segments:
+            if self._gradient_dtype(segment) is not segment.tensor.dtype:
+                segment.tensor.grad_dtype = None  # whatever it is given
         self._parts = BucketParts(comm) if whole else None
         if self._parts is not None:
             self._parts.adopt(self.segments)
@@ -159,7 +162,7 @@ class Updater:
         """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
         if self._stream is None:
             return 0
-        shards = [b.num_bytes // b.num_chunks for b in self._buckets]
+        shards = [b.num_gradient_bytes // b.num_chunks for b in self._buckets]
         return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
 
     def nvme_traffic(self) -> tuple[int, int]:
@@ -323,10 +326,17 @@ class Updater:
         for segment in piece:
             self.inner.param_groups[segment.group]["params"].append(segment.tensor)
 
+    def _gradient_dtype(self, segment: Segment) -> torch.dtype:
+        """In which the optimizer gets the gradient of ``segment``: what it need not round is not rounded here."""
+        kept, own = segment.bucket.spec.gradient_dtype, segment.tensor.dtype
+        if not self._scales or own.itemsize > 2:
+            return own
+        return kept if kept.itemsize <= 4 else torch.float32
+
     def _update_piece(self, piece: Sequence[Segment], factor: float, clip: float) -> None:
         for segment in piece:
             kept = segment.gradient()
-            gradient = kept.to(segment.tensor.device, segment.tensor.dtype)
+            gradient = kept.to(segment.tensor.device, self._gradient_dtype(segment))
             if factor * clip != 1.0 and not self._scales:
                 if gradient.data_ptr() != kept.data_ptr() or segment.loaded_gradient is not None:
                     gradient = gradient.mul_(factor * clip)
