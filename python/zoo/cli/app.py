@@ -82,6 +82,9 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="the configuration's")] = None,
     out: Annotated[str | None, typer.Option(help="Output directory.", show_default="the configuration's")] = None,
     task: Task = None,
+    moe: Annotated[
+        bool, typer.Option("--moe", help="Mixtures of experts in the place of perceptrons, for tasks that have mlp=.")
+    ] = False,
     set_: Set = None,
 ) -> None:
     """Train what CONFIG describes; under torchrun, srun or mpirun, on all of its ranks.
@@ -92,6 +95,8 @@ def train(
     for key, value in (("zero_optimization.stage", stage), ("train.steps", steps)):
         if value is not None:
             overrides.append(f"{key}={value}")
+    if moe:
+        overrides.append('train.task.params.mlp={"type": "moe"}')
     if out is not None:
         overrides.append(f"train.out={json.dumps(out)}")
     with contextlib.ExitStack() as stack:

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zoo.config import ComponentChoice
+from zoo.registry import DEFAULT
+
 NUM_BYTES = 256
+
+
+class MlpChoice(ComponentChoice):
+    """Which perceptron the blocks have, such as "moe" of zoo-moe, and its options."""
+
+    kind: ClassVar[str] = "mlp"
+    runtime: ClassVar[tuple[str, ...]] = ("width", "depth", "generator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +31,14 @@ class ModelConfig:
     """Size of a :class:`ByteGPT`.
 
     ``layers`` blocks of width ``width`` with ``heads`` attention heads each; windows of at most ``context`` bytes.
+    ``mlp``: a component in the place of the blocks' perceptrons, which gives its output, or that and a loss of its own.
     """
 
     layers: int = 4
     width: int = 128
     heads: int = 4
     context: int = 128
+    mlp: MlpChoice | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
@@ -39,26 +52,35 @@ class ModelConfig:
 
 
 class Block(nn.Module):
-    """``x + Attention(LN(x))``, then ``x + MLP(LN(x))`` with ``MLP(h) = W2 GELU(W1 h)``; (B, T, C) to (B, T, C)."""
+    """``x + Attention(LN(x))``, then ``x + MLP(LN(x))`` with ``MLP(h) = W2 GELU(W1 h)``; (B, T, C) to (B, T, C).
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        mlp: another perceptron.
+    """
+
+    def __init__(self, config: ModelConfig, mlp: nn.Module | None = None) -> None:
         super().__init__()
+        self.mlp = mlp
         width = config.width
         self.heads = config.heads
         self.norm_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
         self.norm_mlp = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
+        if mlp is None:
+            self.widen = nn.Linear(width, 4 * width)
+            self.narrow = nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One block."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """One block; with the loss of its perceptron, where that has one."""
         batch, time, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
+        if self.mlp is not None:
+            found = self.mlp(self.norm_mlp(x))
+            return (x + found[0], found[1]) if isinstance(found, tuple) else x + found
         out: torch.Tensor = x + self.narrow(F.gelu(self.widen(self.norm_mlp(x)), approximate="tanh"))
         return out
 
@@ -77,16 +99,28 @@ class ByteGPT(nn.Module):
         self.config = config
         self.token = nn.Embedding(NUM_BYTES, config.width)
         self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, self._mlp(seed, i)) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, NUM_BYTES, bias=False)
         self.head.weight = self.token.weight
         self._initialise(torch.Generator().manual_seed(seed))
 
+    def _mlp(self, seed: int, layer: int) -> nn.Module | None:
+        choice, sizes = self.config.mlp, self.config
+        if choice is None:
+            return None
+        generator = torch.Generator().manual_seed(1_000_003 * seed + layer + 1)
+        made: nn.Module = DEFAULT.build(
+            "mlp", choice.type, choice.params, width=sizes.width, depth=sizes.layers, generator=generator
+        )
+        return made
+
     def _initialise(self, generator: torch.Generator) -> None:
         back = 0.02 / math.sqrt(2 * self.config.layers)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                if ".mlp." in name:
+                    continue  # it has initialised itself
                 if parameter.dim() == 2:
                     into_residual = name.endswith(("project.weight", "narrow.weight"))
                     parameter.normal_(0.0, back if into_residual else 0.02, generator=generator)
@@ -94,22 +128,32 @@ class ByteGPT(nn.Module):
                     parameter.zero_()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits (B, T, V) of the bytes after ``x`` (B, T) int64, or, given them as ``y``, the mean loss in nats."""
-        logits = self.logits(x)
+        """Logits (B, T, V) of the bytes after ``x`` (B, T) int64, or, given them as ``y``, the mean loss in nats.
+
+        In training it has the losses of the perceptrons in it.
+        """
+        logits, losses = self._logits(x)
         if y is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+        return loss + torch.stack(losses).sum() if losses and self.training else loss
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T) byte values to (B, T, V)."""
+        return self._logits(x)[0]
+
+    def _logits(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         time = x.shape[1]
         if time > self.config.context:
             raise ValueError(f"the byte model got windows of {time} bytes; its context is {self.config.context}.")
         h = self.token(x) + self.position(torch.arange(time, device=x.device))
+        losses: list[torch.Tensor] = []
         for block in self.blocks:
             h = block(h)
-        out: torch.Tensor = self.head(self.norm(h))
-        return out
+            if isinstance(h, tuple):
+                h, loss = h
+                losses.append(loss)
+        return self.head(self.norm(h)), losses
 
 
 @torch.no_grad()

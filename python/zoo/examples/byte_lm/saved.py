@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import safetensors.torch
 from safetensors import SafetensorError
 
-from zoo.examples.byte_lm.model import ByteGPT, ModelConfig
+from zoo.examples.byte_lm.model import ByteGPT, MlpChoice, ModelConfig
 
 _KIND = "byte_lm"
 
 
 def write_config(folder: str | Path, config: ModelConfig) -> None:
     """``config.json``: what :func:`load` needs beside ``model.safetensors``."""
-    text = json.dumps({"model_type": _KIND, **asdict(config)}, indent=2)
+    values = {key: value for key, value in vars(config).items() if key != "mlp"}
+    if config.mlp is not None:
+        values["mlp"] = {"type": config.mlp.type, "params": config.mlp.params}
+    text = json.dumps({"model_type": _KIND, **values}, indent=2)
     (Path(folder) / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -30,11 +33,12 @@ def load(folder: str | Path) -> ByteGPT:
     for path in (weights, described):
         if not path.is_file():
             raise ValueError(f"{str(path)!r} does not exist; give the folder of a finished run's model.")
-    names = {field.name for field in fields(ModelConfig)}
+    names = {field.name for field in fields(ModelConfig)} - {"mlp"}
     try:
         values = json.loads(described.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{str(described)!r} is not JSON ({error}).") from None
+    mlp = values.pop("mlp", None) if isinstance(values, dict) else None
     if (
         not isinstance(values, dict)
         or values.pop("model_type", None) != _KIND
@@ -45,7 +49,10 @@ def load(folder: str | Path) -> ByteGPT:
             f"{str(described)!r} does not describe a byte model: it has model_type {_KIND!r} and, as integers, "
             f"{', '.join(sorted(names))}."
         )
-    model = ByteGPT(ModelConfig(**values))
+    try:
+        model = ByteGPT(ModelConfig(**values, mlp=None if mlp is None else MlpChoice(**mlp)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{str(described)!r} has mlp={mlp!r}, which cannot be built: {error}") from None
     try:
         dtypes = {tensor.dtype for tensor in safetensors.torch.load_file(weights).values()}
         if len(dtypes) == 1:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from zoo.examples.byte_lm.bigram import Bigram
 from zoo.examples.byte_lm.corpus import Corpus, file_text, standard_library_text
-from zoo.examples.byte_lm.model import ByteGPT, ModelConfig, generate
+from zoo.examples.byte_lm.model import ByteGPT, MlpChoice, ModelConfig, generate
 from zoo.examples.byte_lm.saved import write_config
 from zoo.examples.byte_lm.windows import ByteWindows
 
@@ -28,7 +28,8 @@ class ByteTask:
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """``text`` is "stdlib" for the standard library of the running Python, or the path of a file."""
+        """``text`` is "stdlib" for the standard library of the running Python, or the path of a file. ``mlp`` is a
+        component in the place of the blocks' perceptrons."""
 
         layers: int = 4
         width: int = 128
@@ -40,6 +41,7 @@ class ByteTask:
         num_validation_windows: int = 256
         sample_bytes: int = 320
         prompt: str = "def "
+        mlp: MlpChoice | None = None
 
         def __post_init__(self) -> None:
             if self.num_validation_windows < 1 or self.sample_bytes < 0 or not self.prompt:
@@ -51,7 +53,9 @@ class ByteTask:
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.config, self.seed = config, seed
-        self.size = ModelConfig(layers=config.layers, width=config.width, heads=config.heads, context=config.context)
+        self.size = ModelConfig(
+            layers=config.layers, width=config.width, heads=config.heads, context=config.context, mlp=config.mlp
+        )
 
     @cached_property
     def corpus(self) -> Corpus:
