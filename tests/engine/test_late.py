@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.test_engine import BASE, data, net, stage
 from tests.processes import run
+from tests.profiles import examples
 from tests.zero.late import LookedAtError, counted_reads, nothing_is_read
 
 from zoo import sim
@@ -114,6 +115,7 @@ def go(number: int, scaled: bool, accumulation: int, bad: int, asked: list[str])
 ASKED = st.lists(st.sampled_from(["nothing", "nothing", "calls", "record", "lr", "counts"]), min_size=1, max_size=5)
 
 
+@examples(times=0.6)
 @given(st.integers(0, 3), st.integers(1, 2), st.booleans(), st.integers(1, 2), st.sampled_from([-1, 20, 40]), ASKED)
 def test_records_losses_and_rates_are_those_of_steps_that_are_waited_for(
     number: int, world: int, scaled: bool, accumulation: int, bad: int, asked: list[str]
@@ -156,7 +158,7 @@ def test_nothing_is_read_between_the_first_forward_and_the_return(
         assert engine.global_steps == 7
 
     sim.run(world, job)
-    assert len(reads) == 6 * world  # the seventh was never asked for
+    assert len({id(outcome) for outcome in reads}) == 6 * world  # the seventh was never asked for
 
 
 @pytest.mark.usefixtures("late")
@@ -191,6 +193,27 @@ def test_what_is_saved_is_known_first(tmp_path: Path) -> None:
     for _ in range(3):
         assert torch.equal(engine.train_batch(), again.train_batch())
     assert again.get_lr() == engine.get_lr()
+
+
+@pytest.mark.usefixtures("late")
+def test_what_a_script_measures_itself_is_no_part_of_a_record() -> None:
+    found = []
+    for measures in (False, True):
+        engine, part, _ = start(stage(1))
+        for step in range(4):
+            batch = next(iter(engine.dataloader))
+            engine.backward(engine(*batch))
+            if measures:
+                assert engine.optimizer.clip_grad_norm_(1e9) == engine.optimizer.global_norm() > 0
+            if step != 2 or not measures:
+                engine.step()
+                continue
+            engine.optimizer.step()  # past the engine: a step that it does not count
+            engine.optimizer.zero_grad()
+        engine.destroy()
+        found.append([plain(record) for record in part.records])
+    assert found[1][:2] == found[0][:2]
+    assert [record["step"] for record in found[1]] == ["1", "2", "3"]
 
 
 @pytest.mark.usefixtures("late")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from zoo.engine.timing import Stopwatch
     from zoo.monitor import Feed
     from zoo.zero import ShardedModel, ZeroOptimizer
+    from zoo.zero.update.outcome import Outcome
 
 _log = logging.getLogger("zoo.engine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """A step whose update has been launched: what its record has beside what is still on the device."""
+    """A step whose update has been launched: what its record has beside ``outcome``, which may be on the device still;
+    None where the optimizer has read it."""
 
     step: int
     lr: tuple[float, ...]
@@ -36,6 +39,7 @@ class Launched:
     memory_bytes: int | None
     metrics: Mapping[str, float]
     lr_kwargs: Mapping[str, Any]
+    outcome: Outcome | None
 
 
 class Records:
@@ -159,6 +163,7 @@ class Records:
             step_s=now - self._began if self._began is not None else 0.0, wire_bytes=sent - self._sent,
             memory_bytes=optimizer.memory()["total"] if measured else None,
             metrics=MappingProxyType({**self._parts.metrics(), **timed, **self._reported}), lr_kwargs=lr_kwargs,
+            outcome=optimizer.outcome,
         )  # fmt: skip
         self._began, self._sent = now, sent
         self._losses, self._counts = [], [0, 0]
@@ -170,7 +175,7 @@ class Records:
 
     def _mean_loss(self) -> torch.Tensor:
         """Of the latest step, () fp32 on the device; does not wait. NaN where no loss went through the engine."""
-        outcome = self._optimizer.outcome if self._launched is not None and self._optimizer is not None else None
+        outcome = self._launched.outcome if self._launched is not None else None
         if outcome is not None and outcome.sums is not None:
             return (outcome.sums[0] / outcome.sums[1]).float()
         loss = self.record.loss if self.record is not None else None
@@ -192,7 +197,11 @@ class Records:
             self.feed.put(self._record)
 
     def _recorded(self, launched: Launched, optimizer: ZeroOptimizer) -> StepRecord:
+        norm, skipped = optimizer.grad_norm, optimizer.skipped
         sums: Sequence[float] = optimizer.tallied  # see _tally
+        if launched.outcome is not None:  # something may have been measured since
+            norm, sums = launched.outcome.read()
+            skipped = norm is not None and not math.isfinite(norm)
         loss, losses, samples, tokens, stop = sums
         layers = self.sharded.layers.size if self.sharded.layers is not None else 1
         samples = round(samples * self.batch_ranks / (self.comm.size * layers))  # some ranks see the same samples
@@ -201,7 +210,7 @@ class Records:
         self._tokens += int(tokens)
         return StepRecord(
             step=launched.step, loss=loss / losses if losses else None, lr=launched.lr,
-            grad_norm=optimizer.grad_norm, skipped=optimizer.skipped, loss_scale=launched.loss_scale, samples=samples,
+            grad_norm=norm, skipped=skipped, loss_scale=launched.loss_scale, samples=samples,
             tokens=int(tokens), total_samples=self._samples, total_tokens=self._tokens, step_s=launched.step_s,
             wire_bytes=launched.wire_bytes, memory_bytes=launched.memory_bytes, stop=stop > 0,
             metrics=launched.metrics,
