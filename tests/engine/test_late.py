@@ -178,21 +178,44 @@ def test_a_record_starts_no_collective() -> None:
 
 @pytest.mark.usefixtures("late")
 def test_what_is_saved_is_known_first(tmp_path: Path) -> None:
-    engine, part, _ = start({**stage(1), **FP16})
+    changes = {**stage(1), "fp16": {**FP16["fp16"], "initial_scale_power": 8}}
+    engine, part, _ = start(changes)
     for _ in range(5):
         engine.train_batch()
     assert len(part.records) == 4
     engine.save_checkpoint(tmp_path)
     assert len(part.records) == 5
-    again, _, _ = start({**stage(1), **FP16})
+    again, follows, _ = start(changes)
     again.train_batch()
     again.train_batch()
+    assert len(follows.records) == 1
     again.load_checkpoint(tmp_path)
+    assert len(follows.records) == 2
     assert (again.clock, again.skipped_steps) == (engine.clock, engine.skipped_steps)
     assert again.optimizer.loss_scale == engine.optimizer.loss_scale
     for _ in range(3):
         assert torch.equal(engine.train_batch(), again.train_batch())
     assert again.get_lr() == engine.get_lr()
+
+
+@pytest.mark.usefixtures("late")
+def test_nothing_is_saved_or_loaded_where_the_latest_step_ends_the_run(tmp_path: Path) -> None:
+    engine, _, _ = start(stage(3))
+    engine.train_batch()
+    engine.save_checkpoint(tmp_path / "first")
+    for what in (
+        lambda: engine.save_checkpoint(tmp_path / "second"),
+        lambda: engine.save_16bit_model(tmp_path / "second"),
+        lambda: engine.load_checkpoint(tmp_path / "first"),
+    ):
+        engine.train_batch()
+        engine.parts["follows"].fails_at = engine.global_steps
+        before = engine.optimizer.consolidated_parameters()
+        with pytest.raises(OSError, match="after that step"):
+            what()
+        after = engine.optimizer.consolidated_parameters()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.usefixtures("late")

@@ -209,10 +209,30 @@ def test_options_that_make_states_are_waited_for() -> None:
     one(optimizer, model)
     assert optimizer.outcome is not None
     optimizer.param_groups[0]["fused"] = False
-    for _ in range(3):
-        one(optimizer, model, math.inf)
+    for factor in (1.0, 1.0, math.inf, 1.0):
+        one(optimizer, model, factor)
         assert optimizer.outcome is None
-    assert optimizer.num_skipped == 4
+    assert optimizer.num_skipped == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("asks", [True, False])
+def test_kept_gradients_get_the_scale_of_the_next_backward(stage: int, asks: bool) -> None:
+    def fn(rank: int, cls: type[ZeroOptimizer]) -> Any:
+        scaler = LossScaler(scale=4.0, window=1)  # doubles with each step
+        model, optimizer = build(cls, stage=stage, fused=True, loss_scale=scaler, param_persistence_threshold=0)
+        one(optimizer, model)
+        found = []
+        for step in range(3):
+            optimizer.backward(model(batch(rank, step, 0, torch.float32)).square().mean())
+            optimizer.step()
+            assert (optimizer.outcome is not None) is (cls is Late)
+            if asks:
+                found.append(full_grad(model.first.weight))
+        assert optimizer.loss_scale == 64.0
+        return bits([*found, optimizer.consolidated_parameters()])
+
+    assert sim.run(2, lambda rank: fn(rank, Late)) == sim.run(2, lambda rank: fn(rank, ZeroOptimizer))
 
 
 class Careless(torch.optim.AdamW):
