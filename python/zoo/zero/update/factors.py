@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Factors:
-    """The gradient of an update is ``unscale * clip`` times the reduced one."""
+    """The gradient of an update is ``unscale * clip`` times the reduced one.
 
-    unscale: float = 1.0
-    """Takes the loss scale off; kept gradients stay without it, because more may be added to them."""
-    clip: float | torch.Tensor = 1.0
-    """Clips; kept gradients are clipped with it, as by torch's ``clip_grad_norm_`` before a step. A number, or () fp64
-    on the device, whose products have the bits of those with the same number."""
-    found_inf: torch.Tensor | None = None
-    """() fp32 on the device: 1 where the step is to change nothing, else 0. For optimizers that take it."""
-    _cast: dict[tuple[torch.dtype, bool], torch.Tensor] = field(default_factory=dict, init=False)
+    Args:
+        unscale: takes the loss scale off; kept gradients stay without it, because more may be added to them.
+        clip: clips; kept gradients are clipped with it, as by torch's ``clip_grad_norm_`` before a step. A number, or
+            () fp64 on the device, whose products have the bits of those with the same number.
+        found_inf: () fp32 on the device: 1 where the step is to change nothing, else 0. For optimizers that take it.
+
+    Attributes:
+        neutral: gradients stay as they are.
+    """
+
+    __slots__ = ("_cast", "clip", "found_inf", "neutral", "unscale")
+
+    def __init__(
+        self, *, unscale: float = 1.0, clip: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        self.unscale, self.clip, self.found_inf = unscale, clip, found_inf
+        self.neutral = unscale == 1.0 and not isinstance(clip, torch.Tensor) and clip == 1.0
+        self._cast: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
     def product(self) -> float:
         """``unscale * clip``, for optimizers that multiply by themselves.
@@ -32,7 +39,7 @@ class Factors:
 
     def apply(self, gradient: torch.Tensor, *, kept: bool) -> torch.Tensor:
         """The gradient that the optimizer gets. ``kept``: its memory is that of the reduced one, which lives on."""
-        if not isinstance(self.clip, torch.Tensor) and self.unscale == 1.0 == self.clip:
+        if self.neutral:
             return gradient
         if not kept:
             return gradient.mul_(self._clip(gradient.dtype, unscaled=True))

@@ -21,8 +21,12 @@ class Outcome:
 
     def __init__(self, norm: torch.Tensor | None, sums: torch.Tensor | None) -> None:
         self.sums, self._measured = sums, norm is not None
-        given = [t.reshape(-1).double() for t in (norm, sums) if t is not None]
-        numbers = given[0] if len(given) == 1 else torch.cat(given)
+        if norm is None or sums is None:
+            numbers = sums if norm is None else norm.reshape(1)
+        else:
+            numbers = torch.cat([norm.reshape(1), sums])
+        if numbers is None:
+            raise AssertionError("an outcome of nothing.")
         self._copied: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

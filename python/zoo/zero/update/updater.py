@@ -340,7 +340,7 @@ class Updater:
         for segment in piece:
             kept = segment.gradient()
             gradient = kept.to(segment.tensor.device, self._gradient_dtype(segment))
-            if not self._scales:
+            if not (self._scales or factors.neutral):
                 shared = gradient.data_ptr() == kept.data_ptr() and segment.loaded_gradient is None
                 gradient = factors.apply(gradient, kept=shared)
             segment.tensor.grad = gradient
