@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.train.tiny import TinyTask, config
 from zoo import sim
 from zoo.checkpointing import latest_tag
 from zoo.registry import CORE, Registry
-from zoo.train import NotFiniteError, StoppedError, train
+from zoo.train import DataEndError, NotFiniteError, StoppedError, train
 from zoo.zero import ZeroOptimizer
 from zoo.zero.update.clipping import Clipping
 
@@ -39,7 +40,7 @@ def run(out: Path, world: int = 1, task: type[TinyTask] = TinyTask, stage: int =
     own = Registry(CORE, origin="core")
     own.register("task", "tiny", task)
     fused = {"optimizer.params.torch_adam": "true", "optimizer.params.fused": "true"}
-    made = config(out, world, {**fused, "zero_optimization.stage": stage}, **more)
+    made = config(out, world, {**fused, "zero_optimization.stage": stage, **(more.pop("changes", None) or {})}, **more)
 
     def job(rank: int) -> Any:
         with pytest.raises(NotFiniteError) if catches else contextlib.nullcontext() as caught:
@@ -107,3 +108,14 @@ def test_a_signal_saves_what_was_under_way(tmp_path: Path) -> None:
         run(tmp_path / "out", 1, Sends)
     assert latest_tag(tmp_path / "out" / "checkpoints") == "step_00000007"
     assert [line["step"] for line in lines(tmp_path / "out")] == list(range(1, 8))
+
+
+def test_data_that_ends_for_good_loses_no_step(tmp_path: Path) -> None:
+    sampling = {"enabled": True, "num_epochs": 1, "dynamic_batching": {"enabled": True, "max_tokens": 12}}
+    with pytest.raises(DataEndError, match="ended for good after step 5 of 20; the checkpoint is written"):
+        run(tmp_path / "out", 1, changes={
+            "data_efficiency.enabled": "true", "data_efficiency.data_sampling": json.dumps(sampling),
+            "gradient_accumulation_steps": 3, "train_batch_size": 12,
+        }, steps=20)  # fmt: skip
+    assert latest_tag(tmp_path / "out" / "checkpoints") == "step_00000005"
+    assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3, 4, 5]
