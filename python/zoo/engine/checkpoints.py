@@ -74,6 +74,7 @@ class Checkpoints:
         Raises:
             ValueError: in the middle of a step, or (zoo.checkpointing.CheckpointError) what kept some rank from saving.
         """
+        self._engine.read_outcome()
         self.check_between_steps("save_checkpoint()")
         optimizer = self.training("save_checkpoint()")
         slices: list[StateSlice] = [*optimizer.state_slices(), *buffer_slices(self.module, self.comm)]
@@ -103,6 +104,7 @@ class Checkpoints:
             ValueError: (zoo.checkpointing.CheckpointError) what is wrong with it; or a model, an optimizer or a data
                 set that it does not fit.
         """
+        self._engine.read_outcome()
         found = load(directory, tag, self.comm)
         what = f"loading the checkpoint {found.tag!r} into this model"
         if self._optimizer is None:
@@ -158,4 +160,5 @@ class Checkpoints:
             ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
                 rank from saving.
         """
+        self._engine.read_outcome()
         return save_model(self.module, self.sharded, Path(folder), filename, exclude_frozen=exclude_frozen_parameters)

@@ -7,7 +7,6 @@ import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from zoo.engine.batches import count, evaluating, placed
 from zoo.engine.checkpoints import Checkpoints
 from zoo.engine.loader import RepeatingLoader
 from zoo.engine.plain import kind_of
+from zoo.engine.records import Records
 from zoo.engine.timing import Stopwatch
 from zoo.monitor import Feed
-from zoo.parts import Clock, Runner, StepRecord
+from zoo.parts import Runner
 from zoo.registry import Registry
 from zoo.zero import ShardedModel, ZeroOptimizer
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("zoo.engine")
 _NOTHING = contextlib.nullcontext()
 
 
-class Engine(Checkpoints):
+class Engine(Checkpoints, Records):
     """A model in training, or in evaluation only (``optimizer`` is None).
 
     ``loss = engine(x, y)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch: parameters move once in
@@ -38,14 +38,12 @@ class Engine(Checkpoints):
     ``loss.backward()`` leaves the same gradients as ``engine.backward(loss)``, without a loss in the record.
 
     Attributes:
-        module: the model. config: the configuration. optimizer, lr_scheduler, dataloader: as ``initialize`` returned
+        module: the model. config: the configuration. optimizer, dataloader: as ``initialize`` returned
         them, each None where there is none.
         comm: the communicator of the data-parallel ranks. mesh: the DeviceMesh of the job, None without one.
         parts: what takes part in training, by name. feed: what takes records to sinks.
-        global_steps: steps taken, skipped ones included. skipped_steps: those whose gradient was not finite.
+        global_steps: steps taken, skipped ones included.
         micro_steps: micro-batches that went through :meth:`step`.
-        global_samples, global_tokens: of all steps and ranks.
-        record: the latest step's :class:`~zoo.parts.StepRecord`; None before the first.
     """
 
     def __init__(
@@ -63,26 +61,19 @@ class Engine(Checkpoints):
         input_dtype: torch.dtype | None = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
+        Records.__init__(self)
         self.config, self.module, self.comm, self.mesh = config, module, sharded.comm, mesh
         self._optimizer, self.sharded, self.batch_ranks = optimizer, sharded, batch_ranks
         self.dataloader: Any = None
-        self.lr_scheduler: Any = None
         self._parts, self.parts, self.feed = parts, parts.all, feed
-        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = self.global_tokens = 0
-        self.record: StepRecord | None = None
+        self.global_steps = self.micro_steps = 0
         self.registered: dict[str, Any] = {}
         self._accumulation = int(config.gradient_accumulation_steps)
         self._in_step = 0  # micro-batches since the latest update
         self._boundary: bool | None = None
-        self._locally = self._dividing = self._stop = self._destroyed = False
+        self._locally = self._dividing = self._destroyed = False
         self._plain_task = -1, 1.0  # of the latest loss that went backward without us, and its factor
-        self._losses: list[torch.Tensor] = []
-        self._counts = [0, 0]  # samples and tokens of this step on this rank
-        self._latest = (0, 0)  # those of the latest forward, which count when its micro-batch is over
         self.accumulation_was_set = False
-        self._reported: dict[str, float] = {}
-        self._began: float | None = None
-        self._sent = 0
         self._input_dtype, self._autocast_dtype = input_dtype, autocast_dtype
         self._watch = Stopwatch() if config.wall_clock_breakdown else None
         self._asked: tuple[Any, ...] = ()  # the latest schedule and names of arguments that its step takes
@@ -199,10 +190,6 @@ class Engine(Checkpoints):
         self.micro_steps += 1
         self._count()
 
-    def _count(self) -> None:
-        self._counts = [before + here for before, here in zip(self._counts, self._latest, strict=True)]
-        self._latest = (0, 0)
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside communicate at no stage; :meth:`step` is for afterwards."""
@@ -257,8 +244,7 @@ class Engine(Checkpoints):
         except BaseException:
             self._discard = True  # later: to drop gradients may wait for ranks that have not failed
             raise
-        loss = self.record.loss if self.record is not None else None
-        return torch.tensor(float("nan") if loss is None else loss, dtype=torch.float32, device=self.device)
+        return self._mean_loss()
 
     def _check_synchronous(self, what: str) -> None:
         if self._locally:
@@ -285,6 +271,7 @@ class Engine(Checkpoints):
 
     def _update(self, lr_kwargs: Mapping[str, Any], *, micro_steps: int = 0) -> None:
         """Everything between the last backward of a step and the first forward of the next."""
+        self.read_outcome()
         optimizer, clock = self.optimizer, self.clock
         self._check_schedule(lr_kwargs)
         self._parts.before_update(clock)
@@ -296,46 +283,22 @@ class Engine(Checkpoints):
         self._in_step = 0
         self.global_steps += 1
         self.micro_steps += micro_steps
-        self.record = self._recorded(rates, scale, list(optimizer.tallied))
-        try:  # whatever raises from here on: the step is over, and is told
-            self._after(optimizer, lr_kwargs)
-        finally:
-            self.feed.put(self.record)
-
-    def _after(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        if not optimizer.skipped:
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-        else:
-            self.skipped_steps += 1
-            if optimizer.scaler is None:
-                _log.warning(
-                    "step %d was skipped: the norm of its gradient is %s. Nothing has changed.",
-                    self.global_steps, optimizer.grad_norm,
-                )  # fmt: skip
-        if self.record is not None:
-            self._parts.after_update(self.record)
+        self._launch(optimizer, rates, scale, lr_kwargs)
 
     def _check_schedule(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError, before anything has changed, where the schedule's step needs what nobody gives."""
-        asked = self.lr_scheduler, tuple(given)
-        if self.lr_scheduler is None or asked == self._asked:
+        schedule, asked = self._schedule, (self._schedule, tuple(given))
+        if schedule is None or asked == self._asked:
             return
         try:
-            inspect.signature(self.lr_scheduler.step).bind(**given)
+            inspect.signature(schedule.step).bind(**given)
         except TypeError as error:
-            name = type(self.lr_scheduler).__name__
+            name = type(schedule).__name__
             raise ValueError(
                 f"the step of the schedule {name} cannot be called with {dict(given)}: {error}. Give what it needs to "
                 "engine.step(lr_kwargs={...}), after engine(...) and engine.backward(loss)."
             ) from None
         self._asked = asked
-
-    def _tally(self) -> torch.Tensor:
-        """What ranks add up: losses, how many, samples, tokens, whether to stop."""
-        losses = [loss.reshape(()).double() for loss in self._losses]
-        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.cat([total.reshape(1), total.new_tensor([len(losses), *self._counts, self._stop])])
 
     @contextlib.contextmanager
     def _scaled_rates(self, factor: float) -> Iterator[None]:
@@ -351,39 +314,7 @@ class Engine(Checkpoints):
                 for group, lr in zip(groups, kept, strict=True):
                     group["lr"] = lr
 
-    def _recorded(self, rates: tuple[float, ...], scale: float, sums: list[float]) -> StepRecord:
-        """What the step came to; ``sums``: see :meth:`_tally`."""
-        loss, losses, samples, tokens, stop = sums
-        layers = self.sharded.layers.size if self.sharded.layers is not None else 1
-        samples = round(samples * self.batch_ranks / (self.comm.size * layers))  # some ranks see the same samples
-        tokens = round(tokens / layers)
-        now, sent, every = time.perf_counter(), self.comm.log.wire_bytes, self.config.steps_per_print
-        measured = every is not None and self.global_steps % every == 0
-        self.global_samples += samples
-        self.global_tokens += int(tokens)
-        record = StepRecord(
-            step=self.global_steps, loss=loss / losses if losses else None, lr=rates,
-            grad_norm=self.optimizer.grad_norm, skipped=self.optimizer.skipped, loss_scale=scale, samples=samples,
-            tokens=int(tokens), total_samples=self.global_samples, total_tokens=self.global_tokens,
-            step_s=now - self._began if self._began is not None else 0.0, wire_bytes=sent - self._sent,
-            memory_bytes=self.optimizer.memory()["total"] if measured else None, stop=stop > 0,
-            metrics=MappingProxyType(self._metrics()),
-        )  # fmt: skip
-        self._began, self._sent = now, sent
-        self._losses, self._counts = [], [0, 0]
-        self._reported.clear()
-        return record
-
-    def _metrics(self) -> dict[str, float]:
-        timed = self._watch.read() if self._watch is not None else {}
-        return {**self._parts.metrics(), **timed, **self._reported}
-
     # -- what a script asks and says ----------------------------------------------------------------------------------
-
-    @property
-    def clock(self) -> Clock:
-        """Where training stands; the same on all ranks."""
-        return Clock(self.global_steps, self._in_step, self.global_samples, self.global_tokens)
 
     @property
     def accumulation(self) -> int:
@@ -416,21 +347,12 @@ class Engine(Checkpoints):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
+        self.read_outcome()
         return [float(group["lr"]) for group in self.training("get_lr()").param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the latest step's gradient before clipping; None where updates are made in backward."""
         return self.training("get_global_grad_norm()").grad_norm
-
-    def report(self, name: str, value: float) -> None:
-        """A number for the next step's record, under ``name``, such as "user/accuracy"."""
-        if "/" not in name:
-            raise ValueError(f"report({name!r}, ...); a metric's name says whose it is: 'user/{name}'.")
-        self._reported[name] = float(value)
-
-    def request_stop(self) -> None:
-        """Tell all ranks that this one wants to stop: the next record's ``stop`` is true on each of them."""
-        self._stop = True
 
     def register_state(self, name: str, state: Any) -> None:
         """Save and load ``state`` (with ``state_dict`` and ``load_state_dict``) in checkpoints, under ``name``."""
@@ -462,11 +384,12 @@ class Engine(Checkpoints):
         if self._destroyed:
             return
         self._destroyed = True
-        with contextlib.ExitStack() as stack:  # all of it, whatever raises
+        with contextlib.ExitStack() as stack:  # all of it, from the last on, whatever raises
             stack.callback(self.sharded.close)
             for close in self._parts.closers():
                 stack.callback(close)
             stack.callback(self.feed.close)
+            stack.callback(self.read_outcome)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -489,8 +412,3 @@ class Engine(Checkpoints):
     def forget_batches(self) -> None:
         """The loader was moved: the next step begins where it stands."""
         self._batches = None
-
-    def restart_counts(self) -> None:
-        """A step begins, whatever was before."""
-        self._in_step = 0
-        self._losses, self._counts, self._latest, self._began = [], [0, 0], (0, 0), None

@@ -162,8 +162,10 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
     """The reverse of :func:`engine_meta`, but for the options. Counters stay consistent when gradient accumulation
     differs."""
     meta = found.meta["engine"]
-    engine.global_steps, engine.skipped_steps = int(meta["global_steps"]), int(meta["skipped_steps"])
-    engine.global_samples, engine.global_tokens = int(meta.get("samples", 0)), int(meta.get("tokens", 0))
+    engine.restore_counts(
+        steps=int(meta["global_steps"]), skipped=int(meta["skipped_steps"]), samples=int(meta.get("samples", 0)),
+        tokens=int(meta.get("tokens", 0)),
+    )  # fmt: skip
     if meta.get("accumulation") is not None:  # set by hand
         engine.set_accumulation(int(meta["accumulation"]))
     engine.micro_steps = engine.global_steps * engine.accumulation

@@ -41,6 +41,7 @@ class Feed:
         self._busy = self._ended = False
         self._thread: threading.Thread | None = None
         self._at_exit: Callable[[], None] | None = None
+        self._expected: weakref.WeakMethod[Callable[[], None]] | None = None
         self.num_dropped = 0
         self.failed: dict[str, str] = {}
 
@@ -68,11 +69,21 @@ class Feed:
                         self._capacity,
                     )
             self._waiting.append(record)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="zoo-monitor", daemon=True)
-                self._thread.start()
-                self._at_exit = _close_at_exit(self)
+            self._begin()
             self._changed.notify_all()
+
+    def expect(self, bring: Callable[[], None]) -> None:
+        """A record is to come, and ``bring``, a bound method, puts it: it is called where :meth:`close`, or the end of
+        the process, comes first. What it raises then is told in the log."""
+        if self._sinks and self._expected is None:
+            self._expected = weakref.WeakMethod(bring)
+            self._begin()  # at its end a process makes no more threads
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._ended:
+            self._thread = threading.Thread(target=self._run, name="zoo-monitor", daemon=True)
+            self._thread.start()
+            self._at_exit = _close_at_exit(self)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until the sinks have everything that was handed over; False if that took longer than ``timeout_s``."""
@@ -81,6 +92,12 @@ class Feed:
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Give the sinks what waits, and close them. What takes longer than ``timeout_s`` is left behind, and told."""
+        bring = self._expected() if self._expected is not None and not self._ended else None
+        if bring is not None:
+            try:
+                bring()
+            except Exception as error:  # the end is the end
+                _log.warning("what came of the last step: %s: %s", type(error).__name__, error)
         with self._changed:
             self._ended = True
             self._changed.notify_all()

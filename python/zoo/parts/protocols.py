@@ -78,14 +78,15 @@ class AfterUpdate(Protocol):
     """Follows training."""
 
     def after_update(self, record: StepRecord) -> None:
-        """Called with what the step came to, before the next forward, save or load."""
+        """Called with what the step came to, before the next update, save or load; before the next forward too, unless
+        the engine has not waited for the step."""
 
 
 class GivesMetrics(Protocol):
     """Has numbers for the record of a step."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Called when a step's record is made; names get the part's own before them, "<part>/<name>"."""
+        """Called after each update, for its record; names get the part's own before them, "<part>/<name>"."""
 
 
 class HasState(Protocol):

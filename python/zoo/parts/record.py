@@ -42,7 +42,7 @@ class StepRecord:
     """Since training began, this step included."""
     step_s: float = 0.0
     """Seconds from the end of the step before (of its first forward, in the first) to the end of this one; this
-    rank's."""
+    rank's. Where steps are not waited for, from one launch to the next."""
     wire_bytes: int = 0
     """What this rank has sent for the step."""
     memory_bytes: int | None = None

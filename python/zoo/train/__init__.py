@@ -10,9 +10,10 @@
 
 from zoo.train.config import TrainConfig, read_config
 from zoo.train.forecasting import forecast
-from zoo.train.job import DataEndError, NotFiniteError, StoppedError, train
+from zoo.train.job import DataEndError, StoppedError, train
 from zoo.train.replay import Replay, replay
 from zoo.train.report import Result
+from zoo.train.steps import NotFiniteError
 from zoo.train.stopping import STOPPED
 from zoo.train.task import Task
 

@@ -25,39 +25,46 @@ class Kept:
 
 
 class Recorder:
-    """Keeps the inputs and the random state of each micro-batch of the step that runs; inputs are not copied.
+    """Keeps the inputs and the random state of each micro-batch until its step is known to be finite; inputs are not
+    copied.
 
     Args:
         engine: whose module it watches until :meth:`close`.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._step = engine, -1
-        self.kept: list[Kept] = []
+        self._engine = engine
+        self._kept: dict[int, list[Kept]] = {}
         self._hook = engine.module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        if self._step != self._engine.global_steps:
-            self._step = self._engine.global_steps
-            self.kept.clear()
-        self.kept.append(Kept(args, kwargs, _random_state()))
+        self._kept.setdefault(self._engine.global_steps + 1, []).append(Kept(args, kwargs, _random_state()))
+
+    def forget(self, step: int) -> None:
+        """This step, and those before it, are finite."""
+        self._kept = {number: kept for number, kept in self._kept.items() if number > step}
+
+    def of(self, step: int) -> list[Kept]:
+        """The micro-batches of a step."""
+        return list(self._kept.get(step, ()))
 
     def close(self) -> None:
         """Watch no longer."""
         self._hook.remove()
-        self.kept.clear()
+        self._kept.clear()
 
 
-def find(recorder: Recorder, engine: Engine) -> str:
-    """A sentence about the first value that is not finite, of all ranks. A collective: all run their micro-batches.
+def find(recorder: Recorder, engine: Engine, step: int) -> str:
+    """A sentence about the first value that is not finite in a step, of all ranks. A collective: all run their
+    micro-batches.
 
     The model is as it was before the step, which was skipped. Each micro-batch runs forward again with its own random
     numbers; a unit is blamed whose outputs are not finite and whose inputs are.
     """
     before = _random_state()
-    kept = list(recorder.kept)
+    kept = recorder.of(step)
     recorder.close()
     found = ""
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,18 +33,13 @@ from zoo.train.history import History
 from zoo.train.machine import peak_bytes, resident_bytes, set_threads
 from zoo.train.output import Output
 from zoo.train.report import Result
+from zoo.train.steps import Judge, NotFiniteError, Pace
 from zoo.train.stopping import Signals
 from zoo.train.task import Task
 from zoo.train.warm_start import warm_start
 
 CHECKPOINTS = "checkpoints"
 T = TypeVar("T")
-
-
-class NotFiniteError(ValueError):
-    """The loss, or the norm of the gradient, is infinite or NaN: the run stopped before anything was saved."""
-
-    everywhere = True
 
 
 class DataEndError(ValueError):
@@ -107,9 +103,10 @@ class Job:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
+        self.judge = Judge(scaled=config.fp16.enabled)
         self.engine: Engine = initialize(
             config, model, training_data=self.task.training_data(), loader=dict(self.section.loader), registry=registry,
-            monitors=monitors,
+            monitors=monitors, parts={"zoo.train": self.judge},
         )[0]  # fmt: skip
         self.validation = self.task.validation_data()
         self.watcher.line(
@@ -119,7 +116,7 @@ class Job:
         self.out: Path | None = None
         self.saved_at = -1
         self.validated: tuple[int, float] | None = None  # the step of the latest validation, and what it gave
-        self.recorder = Recorder(self.engine)
+        self.recorder = self.judge.recorder = Recorder(self.engine)
 
     def _introduce(self) -> None:
         plural = "s" if self.threads > 1 else ""
@@ -173,60 +170,63 @@ class Job:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self) -> StepRecord:
-        """One step; its record.
+        """One step; its record, which is waited for.
 
         Raises:
             NotFiniteError: nothing of it may be saved.
         """
-        self.engine.train_batch()
-        record = self.engine.record
+        self._launch()
+        return self._read()
+
+    def _launch(self) -> None:
+        """One step. What it came to is known where its optimizer has waited, else before the next update."""
+        with self._explaining():
+            self.engine.train_batch()
+
+    def _read(self) -> StepRecord:
+        with self._explaining():
+            record = self.engine.record
         if record is None:
             raise AssertionError(f"rank {self.rank}: a step has ended without a record.")
-        scaled = self.engine.optimizer.scaler is not None  # then a norm that is not finite is a step of another scale
-        bad_norm = not scaled and record.grad_norm is not None and not math.isfinite(record.grad_norm)
-        if bad_norm or record.loss is None or not math.isfinite(record.loss):
-            raise NotFiniteError(self._not_finite(record))
         return record
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """A step that is not finite is looked into, whenever that comes to be known."""
+        try:
+            yield
+        except NotFiniteError:
+            if self.judge.bad is None:
+                raise
+            raise NotFiniteError(self._not_finite(self.judge.bad)) from None
 
     def _not_finite(self, record: StepRecord) -> str:
         what = f"the loss is {record.loss} and the gradient's norm {record.grad_norm} at step {record.step}"
         changed = "" if record.skipped else " The update was made before that was known."
-        why = find(self.recorder, self.engine)
+        why = find(self.recorder, self.engine, record.step)
         return (
             f"{what}; the run has stopped, and nothing of the step was saved.{changed} {why} Look at that unit and "
             f"batch (zoo replay runs a step again), lower the learning rate, or clip gradients (gradient_clipping)."
         )
 
     def _loop(self, history: History, signals: Signals) -> tuple[float, int]:
-        engine, section = self.engine, self.section
-        train_s, recent_s, tokens, smoothed = 0.0, 0.0, 0, 0.0
+        engine, section, pace = self.engine, self.section, Pace(self.task.units_per_sample)
         while engine.global_steps < section.steps:
             start = time.perf_counter()
             try:
-                done = self.step()
+                self._launch()
             except StopIteration:
-                raise self._out_of_data() from None
-            step_s = time.perf_counter() - start
-            train_s += step_s
-            recent_s = step_s if not recent_s else 0.9 * recent_s + 0.1 * step_s
-            step, counted = done.step, done.tokens or done.samples * self.task.units_per_sample
-            tokens += counted
-            smoothed = counted if not smoothed else 0.9 * smoothed + 0.1 * counted
-            record = self.line_of(done) | {
-                "tokens_per_s": smoothed / recent_s, "elapsed_s": time.perf_counter() - self.began,
-            }  # fmt: skip
+                raise self._out_of_data(history, pace) from None
+            pace.launched(time.perf_counter() - start)
+            step = engine.global_steps
             last = step == section.steps
-            if self._due(step, self.config.steps_per_print) or last:
-                record["rss_bytes"] = self._of_ranks(resident_bytes())
-                record["state_bytes"] = self._of_ranks(engine.optimizer.memory()["total"])
-            if self._due(step, section.validate_every) or last:
-                self.validated = step, validate(engine, self.validation)
-                record["validation_loss"] = self.validated[1]
-            history.add(record)
-            self.watcher.step(record)
-            if "validation_loss" in record:
-                self.watcher.line(f"step {step:>5}/{section.steps}  validation loss {record['validation_loss']:.4f}")
-            if done.stop and not last:
+            every = self.config.steps_per_print, section.validate_every, section.checkpoint_every
+            if last or any(self._due(step, n) for n in every):
+                self._read()
+            stops = self._tell(history, pace)
+            if stops and not last:
+                self._read()
+                self._tell(history, pace)  # the step that was under way
                 self._save()
                 self.watcher.line(
                     f"stopped after step {step} of {section.steps} "
@@ -236,11 +236,37 @@ class Job:
                 raise StoppedError
             if self._due(step, section.checkpoint_every):
                 self._save()
-        return train_s, tokens
+        return pace.train_s, pace.tokens
 
-    def _out_of_data(self) -> DataEndError:
+    def _tell(self, history: History, pace: Pace) -> bool:
+        """What steps came to that are known by now, to the log and whoever watches; whether some rank wants to stop."""
+        stops, section = False, self.section
+        for done in self.judge.take():
+            record = self.line_of(done) | {
+                "tokens_per_s": pace.known(done), "elapsed_s": time.perf_counter() - self.began,
+            }  # fmt: skip
+            last = done.step == section.steps
+            if self._due(done.step, self.config.steps_per_print) or last:
+                record["rss_bytes"] = self._of_ranks(resident_bytes())
+                record["state_bytes"] = self._of_ranks(self.engine.optimizer.memory()["total"])
+            if self._due(done.step, section.validate_every) or last:
+                self.validated = done.step, validate(self.engine, self.validation)
+                record["validation_loss"] = self.validated[1]
+            history.add(record)
+            self.watcher.step(record)
+            if "validation_loss" in record:
+                self.watcher.line(
+                    f"step {done.step:>5}/{section.steps}  validation loss {record['validation_loss']:.4f}"
+                )
+            stops = stops or done.stop
+        return stops
+
+    def _out_of_data(self, history: History, pace: Pace) -> DataEndError:
         """The checkpoint is written: what was trained is kept."""
         self.engine.zero_grad()  # of a step that got some of its micro-batches
+        with self._explaining():
+            self.engine.read_outcome()
+        self._tell(history, pace)  # the last whole one
         self._save()
         step = self.engine.global_steps
         return DataEndError(
@@ -272,7 +298,8 @@ class Job:
         step = self.engine.global_steps
         if step == self.saved_at or self.out is None:
             return
-        self.engine.save_checkpoint(self.out / CHECKPOINTS, tag_of(step))
+        with self._explaining():
+            self.engine.save_checkpoint(self.out / CHECKPOINTS, tag_of(step))
         self.saved_at = step
         keep, folder = self.section.keep_checkpoints, self.out / CHECKPOINTS
         if keep is not None:

@@ -1,4 +1,4 @@
-"""What a ZeRO optimizer tells of itself: whole values, bytes, and what a step will cost."""
+"""What a ZeRO optimizer tells of itself: what a step came to, whole values, bytes, and what a step will cost."""
 
 from __future__ import annotations
 
@@ -23,21 +23,86 @@ if TYPE_CHECKING:
     from zoo.zero.sharding.buckets import Bucket
     from zoo.zero.sharding.gradients import BucketGradients
     from zoo.zero.update.clipping import Clipping
+    from zoo.zero.update.loss_scaler import LossScaler
+    from zoo.zero.update.outcome import Outcome
     from zoo.zero.update.updater import Updater
 
 
 class Inspection:
-    """The part of :class:`~zoo.zero.ZeroOptimizer` that changes nothing."""
+    """The part of :class:`~zoo.zero.ZeroOptimizer` that changes nothing.
+
+    What depends on the norm of the latest step's gradients waits for it, where the step has not (:meth:`read_outcome`).
+
+    Attributes:
+        outcome: of the latest step, while nobody has read it; else None.
+    """
+
+    outcome: Outcome | None = None
 
     model: nn.Module
     config: ZeroConfig
     sharded: ShardedModel
     clipping: Clipping
+    _scaler: LossScaler | None
     _runtime: Runtime
     _updater: Updater
     _buckets: Sequence[Bucket]
     _gradients: list[BucketGradients]
     _feedback: list[Feedback]
+
+    # What the latest step came to ----------------------------------------------------------------------------------
+
+    def read_outcome(self) -> None:
+        """Wait for what the latest step came to, where it has not waited itself: the norm and the tally.
+
+        What follows from them happens here: the loss scale moves, and gradients that were kept get the new one.
+        Everything that needs it calls this; a second call does nothing. Starts no collective.
+        """
+        outcome, self.outcome = self.outcome, None
+        if outcome is not None:
+            self.clipping.learn(outcome)
+            self.clipping.rescale()
+            self._runtime.backward.scale = self.loss_scale
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the latest step, before clipping; None where it is not computed, or there was nothing to step with."""
+        self.read_outcome()
+        return self.clipping.norm
+
+    @property
+    def skipped(self) -> bool:
+        """The latest step changed nothing, because of gradients that are not finite."""
+        self.read_outcome()
+        return self.clipping.skipped
+
+    @property
+    def num_skipped(self) -> int:
+        """Such steps since construction."""
+        self.read_outcome()
+        return self.clipping.num_skipped
+
+    @property
+    def tallied(self) -> Sequence[float]:
+        """Sums over ranks of what the latest step was given to add up."""
+        self.read_outcome()
+        return self.clipping.sums
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """Has the loss scale and moves it; None without one."""
+        self.read_outcome()
+        return self._scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor :meth:`~zoo.zero.ZeroOptimizer.backward` multiplies the loss by; 1.0 without loss scaling."""
+        if self._scaler is None:
+            return 1.0
+        self.read_outcome()
+        return self._scaler.scale
+
+    # Values, bytes, plans ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

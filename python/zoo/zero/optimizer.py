@@ -32,9 +32,11 @@ from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.offload_states import StatesAway, states_named
 from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
+from zoo.zero.update.factors import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
+from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.outer import OuterOptimizer
 from zoo.zero.update.updater import Updater, try_out
 
@@ -109,8 +111,8 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
     _stage: ClassVar[int | None] = None
     """Of a class that is one stage."""
-    tallied: Sequence[float] = ()
-    """Sums over ranks of what the latest step was given to add up."""
+    _reads_late: ClassVar[bool | None] = None
+    """Steps leave what they came to on the device, where they can; None: where that is a GPU. Tests choose."""
 
     @shows_keywords
     def __init__(
@@ -142,10 +144,10 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
     ) -> None:
         check_kinds(group, reduce_dtype, accumulate_dtype)
         given = options_of(type(self), options, optimizer_options)
-        self.scaler = make_scaler(loss_scale)
+        self._scaler = make_scaler(loss_scale)
         self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
         optimizer, given, clip_norm = resolve_optimizer(optimizer, given, clip_norm)
-        self.clipping = Clipping(clip_norm, self.scaler, nonfinite_gradients)
+        self.clipping = Clipping(clip_norm, self._scaler, nonfinite_gradients)
         if self.config.update_in_backward and (clip_norm or loss_scale is not None):
             other = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
             raise ValueError(
@@ -159,7 +161,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         # Before the model is touched: what the wrapped optimizer refuses.
         tried = try_out(wrapped.make, wrapped.groups, wrapped.options)
         alike = {
-            "optimizer": wrapped.make, **of_groups(tried), "clip_norm": clip_norm, "loss_scale": self.scaler,
+            "optimizer": wrapped.make, **of_groups(tried), "clip_norm": clip_norm, "loss_scale": self._scaler,
             "nonfinite_gradients": nonfinite_gradients,
         }  # fmt: skip
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
@@ -182,7 +184,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         self.comm, self._runtime, self._buckets = sharded.comm, sharded.runtime, sharded.buckets
         self._trainable = sharded.trainable
         self._feedback = [f for f in (b.routes.feedback for b in self._trainable) if f is not None]
-        if self._feedback and self.scaler is not None:
+        if self._feedback and self._scaler is not None:
             raise ValueError(
                 "quantized_gradients_feedback=True with a loss scale: errors are in units of the scale, which changes. "
                 "Train in bf16, or leave one of the two out."
@@ -199,7 +201,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
-            in_backward=self.config.update_in_backward, multiplies=self.scaler is not None,
+            in_backward=self.config.update_in_backward, multiplies=self._scaler is not None,
         )  # fmt: skip
         sharded.hand_over(self._updater)
         self._in_backward = (
@@ -207,8 +209,9 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             if self.config.update_in_backward else None
         )  # fmt: skip
         self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater)
-        if self.scaler is not None:
-            self._runtime.backward.scale = self.scaler.scale
+        self._runtime.backward.scale = self.loss_scale
+        late = self._reads_late
+        self._late = sharded.buckets[0].device.type == "cuda" if late is None else late
         self.inner = self._updater.inner
         self.seal(wrapped.groups, self.inner)
         wrapped.taken_over_by(self)
@@ -240,26 +243,6 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         """Each step clips the gradients to it; 0 for no clipping."""
         return self.clipping.max_norm
 
-    @property
-    def grad_norm(self) -> float | None:
-        """Of the latest step, before clipping; None where it is not computed, or there was nothing to step with."""
-        return self.clipping.norm
-
-    @property
-    def skipped(self) -> bool:
-        """The latest step changed nothing, because of gradients that are not finite."""
-        return self.clipping.skipped
-
-    @property
-    def num_skipped(self) -> int:
-        """Such steps since construction."""
-        return self.clipping.num_skipped
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor :meth:`backward` multiplies the loss by; 1.0 without loss scaling."""
-        return self.scaler.scale if self.scaler is not None else 1.0
-
     def backward(self, loss: torch.Tensor) -> None:
         """``(loss * loss_scale).backward()``. Without loss scaling plain ``loss.backward()`` is the same."""
         self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
@@ -267,7 +250,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss * loss_scale``, of which ``backward()`` may be called."""
         self._check_open()
-        if self.scaler is None:
+        if self._scaler is None:
             return loss
         scaled = loss * self.loss_scale
         if scaled.requires_grad:
@@ -295,6 +278,12 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         With loss scaling a step whose gradients are not finite on some rank is skipped on all (``skipped``).
         Does nothing when there was no backward since ``zero_grad``.
 
+        On a GPU nothing waits for the norm where nothing can be skipped (neither clipping nor a loss scale), or the
+        wrapped optimizer is told on the device (``found_inf``: torch's with ``fused=True``, in its second step and
+        later). What the step came to is read before the next one, before a scaled backward, a save, or when somebody
+        asks. Any other optimizer, those of ``zoo.optim`` among them, errors of reductions that are fed back, states in
+        another tier and ``nonfinite_gradients="error"`` wait for the norm once a step, as does everything on the CPU.
+
         Args:
             closure: called first; its value is returned.
             tally: (k,) numbers of this rank, on all ranks. Their sums over ranks are ``tallied`` afterwards, whatever
@@ -307,15 +296,18 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         self._check_open()
         if torch._C._current_graph_task_id() != -1 and self._runtime.backward.under_way:
             raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
-        self.clipping.skipped = False
+        self.read_outcome()
+        self.clipping.begin()
         counts = Tally(tally, self.comm, self.sharded.layers) if tally is not None else None
-        self.tallied = ()
-        self._step(counts)
-        if counts is not None:
-            self.tallied = counts.read()
+        measured = self._step(counts)
+        if counts is not None and not measured:
+            self.outcome = Outcome(None, counts.sums())
+        if not self._late:
+            self.read_outcome()
         return loss
 
-    def _step(self, tally: Tally | None) -> None:
+    def _step(self, tally: Tally | None) -> bool:
+        """Whether the norm was measured, which the tally travels with."""
         groups = self._options_of_update()
         self._runtime.backward.check_running()
         self._updater.check_whole()
@@ -327,26 +319,42 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
-            return
+            return False
         if not self._has_gradients():
             self.clipping.norm = None
-            return
+            return False
+        measured = self.clipping.may_skip
         try:
-            factor = self.clipping.factor(tally)
+            factors = self._measured(tally, groups) if measured else UNCHANGED
         except NonFiniteGradientsError:
             self._settle_errors(used=False)
             raise
-        finally:
-            self._runtime.backward.scale = self.loss_scale
-        if factor is None:
+        if factors is None:
             self._settle_errors(used=False)
-            return
+            return True
         try:
-            self._updater.update(factor, groups, clip=self.clipping.clipped)
+            self._updater.update(factors, groups)
         finally:
-            self.clipping.rescale()
+            if self.outcome is None:
+                self.clipping.rescale()
         self._settle_errors(used=True)
         self._publish()
+        return measured
+
+    def _measured(self, tally: Tally | None, groups: list[dict[str, Any]]) -> Factors | None:
+        """What the update multiplies by; None for no update. Waits for the norm unless the update can do without."""
+        clipping, unscale = self.clipping, self.clipping.unscale
+        norm = clipping.measure(tally=tally)
+        outcome = Outcome(norm, tally.sums() if tally is not None else None)
+        late = self._late and not clipping.raises and not self._feedback
+        if late and self._updater.skips_on_device.possible(groups):
+            self.outcome = outcome
+            return clipping.factors_on_device(norm)
+        try:
+            used = clipping.learn(outcome)
+        finally:
+            self._runtime.backward.scale = self.loss_scale
+        return clipping.factors(clipping.norm, unscale) if used else None
 
     def _settle_errors(self, *, used: bool) -> None:
         """Reductions that keep errors learn whether their latest results were used."""
@@ -385,6 +393,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
     def settle_gradients(self) -> None:
         """Reduce what ``no_sync()`` left on each rank, unless that is an update. Collective if there is any."""
+        self.read_outcome()  # gradients that were kept may get another scale
         if self._in_backward is None:
             self._settle()
 
@@ -422,13 +431,14 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
         For every step ``clip_norm=math.inf`` does it: the norm is ``grad_norm`` then.
         """
-        return self.clipping.measure(norm_type) if self._can_measure("global_norm") else 0.0
+        return self.clipping.measured(norm_type) if self._can_measure("global_norm") else 0.0
 
     def _can_measure(self, what: str) -> bool:
         """Whether there are gradients; what was accumulated is reduced first."""
         self._check_open()
         if self._in_backward is not None:
             raise ValueError(f"{what}() with update_in_backward=True: backward has used the gradients already.")
+        self.read_outcome()
         self._runtime.check()
         self._settle()
         return self._has_gradients()
@@ -475,6 +485,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
                 f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."
             )
         self._check_open()
+        self.read_outcome()
         names, self._away = states_named(include), self._away or StatesAway(self)
         self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
         return self._away.num_bytes()
@@ -491,6 +502,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         See :meth:`~zoo.zero.sharded.ShardedModel.close` for what it is with ``param_dtype``. The memory of buffers and
         states is free when the optimizer is dropped.
         """
+        self.read_outcome()
         self.sharded.close()
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -506,9 +518,10 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
         self._check_open()
+        self.read_outcome()
         found = state_io.scalars_of(self._updater.segments, self.inner.state)
-        if self.scaler is not None:
-            found |= {f"zero/{key}": value for key, value in self.scaler.state().items()}
+        if self._scaler is not None:
+            found |= {f"zero/{key}": value for key, value in self._scaler.state().items()}
         if self._feedback:
             found["zero/feedback_ranks"] = float(self.comm.size)
         return found
@@ -523,6 +536,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             scalars: the union of :meth:`state_scalars` of all ranks that saved.
         """
         self._check_open()
+        self.read_outcome()
         self.sharded.settle()
         if self._in_backward is not None:
             self._in_backward.step()  # whatever it made is overwritten
@@ -538,8 +552,8 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         saved_ranks = int(mine.pop("feedback_ranks", 0))
         for bucket in self._trainable:
             state_io.fill_feedback(bucket, self.comm.rank, self.comm.size, saved_ranks, read)
-        if self.scaler is not None and mine:
-            self.scaler.load(mine)
+        if self._scaler is not None and mine:
+            self._scaler.load(mine)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
@@ -560,6 +574,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
         self._check_open()
+        self.read_outcome()
         self.sharded.members.check()
         self.take_writes()
         self._updater.settle()

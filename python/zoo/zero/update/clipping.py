@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal
 
+import torch
+
 from zoo.comm import Communicator
 from zoo.zero.sharding.gradients import BucketGradients
+from zoo.zero.update.factors import Factors
 from zoo.zero.update.loss_scaler import LossScaler
 from zoo.zero.update.norms import Tally, global_norm
+from zoo.zero.update.outcome import Outcome
 
 EPSILON = 1e-6
 """Added to a norm before it divides, as torch does."""
@@ -24,6 +28,9 @@ class Clipping:
     """The global norm ‖g‖_p of the mean gradient g, and g ← g · min(c / (‖g‖_p + 1e-6), 1) (Pascanu et al. 2013, "On
     the difficulty of training recurrent neural networks", section 3.2).
 
+    A step measures (:meth:`measure`), updates with :meth:`factors` or :meth:`factors_on_device`, and learns what it
+    came to (:meth:`learn`): before its update, or, where that takes ``found_inf`` on the device, at any time after it.
+
     Args:
         max_norm: c of every step, with p = 2; 0 for none, infinity to know the norm and change nothing.
         scaler: the gradients are so many times too large.
@@ -33,7 +40,7 @@ class Clipping:
         norm: of the latest step or :meth:`clip`, None before.
         skipped: the latest step was.
         num_skipped: how many were.
-        clipped: what the latest step multiplies the gradients by to clip them.
+        sums: what its tally came to.
     """
 
     def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Literal["skip", "error"]) -> None:
@@ -47,7 +54,7 @@ class Clipping:
         self.max_norm, self._scaler, self._nonfinite = max_norm, scaler, nonfinite
         self.norm: float | None = None
         self.skipped, self.num_skipped = False, 0
-        self.clipped = 1.0
+        self.sums: list[float] = []
         self._suspect = False  # clip() saw a norm that is not finite
         self._behind = 1.0  # what the gradients have to be multiplied by to have the scale of the next backward
         self._gradients: Sequence[BucketGradients] = ()
@@ -58,54 +65,91 @@ class Clipping:
         """Every step computes the norm."""
         return bool(self.max_norm) or self._scaler is not None
 
+    @property
+    def may_skip(self) -> bool:
+        """The next step computes the norm, and changes nothing where that is not finite."""
+        return self.measures or self._suspect
+
+    @property
+    def raises(self) -> bool:
+        """A norm that is not finite is an error of the step."""
+        return self._nonfinite == "error"
+
     def adopt(self, gradients: Sequence[BucketGradients], layers: Communicator | None) -> None:
         """Of which gradients; ``layers``: the ranks that have other layers of the model."""
         self._gradients, self._layers = gradients, layers
 
-    def measure(self, norm_type: float = 2.0, tally: Tally | None = None) -> float:
-        """‖g‖_p without the loss scale. Collective."""
-        scale = self._scaler.scale if self._scaler is not None else 1.0
-        self.norm = global_norm(self._gradients, self._layers, norm_type, tally) / scale
+    @property
+    def _scale(self) -> float:
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    @property
+    def unscale(self) -> float:
+        """What takes the loss scale off gradients that have it now."""
+        return 1.0 / self._scale
+
+    def measure(self, norm_type: float = 2.0, tally: Tally | None = None) -> torch.Tensor:
+        """‖g‖_p without the loss scale, () fp64 on the device; ``tally`` travels with it. Collective."""
+        norm, scale = global_norm(self._gradients, self._layers, norm_type, tally), self._scale
+        # By a tensor: a GPU multiplies by the inverse of a number, which is rounded.
+        return norm if scale == 1.0 else norm / torch.full_like(norm, scale)
+
+    def measured(self, norm_type: float = 2.0) -> float:
+        """The same as a number, which is ``norm`` then. Collective."""
+        self.norm = float(self.measure(norm_type))
         return self.norm
 
-    def factor(self, tally: Tally | None = None) -> float | None:
-        """What takes the loss scale off the gradients; None for no update. ``clipped`` is what clips them. Collective.
+    def begin(self) -> None:
+        """A step begins."""
+        self.skipped, self.sums = False, []
 
-        ``tally`` travels with the norm, if that is measured.
+    def learn(self, outcome: Outcome) -> bool:
+        """What a step came to: the loss scale moves, and a step is counted that was skipped. Whether it was not.
 
         Raises:
             NonFiniteGradientsError: the norm is not finite, and steps are not to be skipped.
         """
-        self.skipped, self.clipped = False, 1.0
-        factor = 1.0 / self._scaler.scale if self._scaler is not None else 1.0
-        if not (self.measures or self._suspect):
-            return factor
-        self._suspect = False
-        norm = self.measure(tally=tally)
+        norm, self.sums = outcome.read()
+        if norm is None:
+            return True
+        self.norm, self._suspect = norm, False
         finite = math.isfinite(norm)
         if self._scaler is not None:
             before = self._scaler.scale
             self._scaler.update(overflow=not finite)
             self._behind *= self._scaler.scale / before
-        if not finite:
-            self.rescale()
-            if self._nonfinite == "error":
-                raise NonFiniteGradientsError(
-                    f"the norm of the gradients is {norm}: the parameters stay as they were. Call zero_grad() and go "
-                    "on, or find the batch; nonfinite_gradients='skip' skips such steps and counts them."
-                )
-            self.skipped = True
-            self.num_skipped += 1
-            return None
-        if self.max_norm:
-            self.clipped = min(self.max_norm / (norm + EPSILON), 1.0)
-        return factor
+        if finite:
+            return True
+        self.rescale()
+        if self.raises:
+            raise NonFiniteGradientsError(
+                f"the norm of the gradients is {norm}: the parameters stay as they were. Call zero_grad() and go "
+                "on, or find the batch; nonfinite_gradients='skip' skips such steps and counts them."
+            )
+        self.skipped = True
+        self.num_skipped += 1
+        return False
+
+    def factors(self, norm: float | None, unscale: float) -> Factors:
+        """What an update multiplies by, of gradients with this norm; None where nothing is clipped."""
+        if not self.max_norm or norm is None:
+            return Factors(unscale=unscale)
+        return Factors(unscale=unscale, clip=min(self.max_norm / (norm + EPSILON), 1.0))
+
+    def factors_on_device(self, norm: torch.Tensor) -> Factors:
+        """The same while the host does not know the norm, with the bits that it would compute."""
+        skips = norm.isfinite().logical_not()
+        clip: torch.Tensor | float = 1.0
+        if 0.0 < self.max_norm < math.inf:
+            clip = (torch.full_like(norm, self.max_norm) / (norm + EPSILON)).clamp(max=1.0)
+            clip = clip.masked_fill(skips, 1.0)  # what is kept of a step that is skipped stays as it is
+        return Factors(unscale=self.unscale, clip=clip, found_inf=skips.float())
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
         """See :meth:`zoo.zero.ZeroOptimizer.clip_grad_norm_`; there are gradients."""
         if not max_norm >= 0:
             raise ValueError(f"clip_grad_norm_(max_norm={max_norm}); it must be a norm >= 0.")
-        norm = self.measure(norm_type)
+        norm = self.measured(norm_type)
         if not math.isfinite(norm):
             if error_if_nonfinite:
                 raise NonFiniteGradientsError(
@@ -128,8 +172,9 @@ class Clipping:
 
     def _multiply(self, factor: float) -> None:
         for gradients in self._gradients:
-            for chunk in gradients.bucket.updated_chunks():
-                gradients.scale_reduced(chunk, factor)
+            if gradients.reduced:  # not dropped since the step
+                for chunk in gradients.bucket.updated_chunks():
+                    gradients.scale_reduced(chunk, factor)
 
     def forget(self) -> None:
         """The gradients were dropped."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.update.factors import UNCHANGED
 from zoo.zero.update.updater import Updater
 
 PATIENCE = 1
@@ -104,7 +105,7 @@ class UpdateInBackward:
         while self._next < complete:
             if complete - self._next <= patience and not self._updater.arrived(self._next):
                 return
-            self._updater.run(self._next, 1.0)
+            self._updater.run(self._next, UNCHANGED)
             for bucket in self._pieces[self._next]:
                 if self._pieces_of[bucket][-1] == self._next and bucket.gradients is not None:
                     bucket.gradients.consume()

@@ -17,7 +17,7 @@ from zoo.zero.sharding.gradients import BucketGradients
 def global_norm(
     gradients: Sequence[BucketGradients], layers: Communicator | None = None, norm_type: float = 2.0,
     tally: Tally | None = None,
-) -> float:  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """(Σ |g|^p)^(1/p) or, for p = ``norm_type`` = infinity, max |g|. Collective.
 
     Family by family, chunk by chunk and bucket by bucket, in an order that no stage changes.
@@ -26,8 +26,10 @@ def global_norm(
     the ranks that have them; ranks that repeat something do not add it. What ``layers``, the ranks with other layers,
     have is added at the end, in their order, so that all of them have the same bits.
 
-    A ``tally`` is added up on the way, in the same collective where the ranks are the same, and all of it is read at
-    once.
+    A ``tally`` rides in the same collective where the ranks are the same.
+
+    Returns:
+        () fp64, on the device: nothing waits for it.
 
     Raises:
         ValueError: p is no number > 0.
@@ -42,7 +44,7 @@ def global_norm(
     if layers is not None:
         powers = _joined(_of_all(layers, powers.reshape(1)), p)
     norm = powers.sqrt() if p == 2.0 else powers if math.isinf(p) else powers.pow(1.0 / p)
-    return float(norm) if tally is None else tally.read_with(norm)
+    return norm.double()
 
 
 class Tally:
@@ -55,7 +57,7 @@ class Tally:
 
     def __init__(self, mine: torch.Tensor, comm: Communicator, layers: Communicator | None) -> None:
         self.mine, self.comm, self._layers = mine.double(), comm, layers
-        self._sums: list[float] | None = None
+        self._sums: torch.Tensor | None = None
         self._everyone: torch.Tensor | None = None
 
     def ride(self, comm: Communicator, others: torch.Tensor) -> torch.Tensor | None:
@@ -66,24 +68,15 @@ class Tally:
         self._everyone = both[:, others.numel() :]
         return both[:, : others.numel()].reshape(-1)
 
-    def read_with(self, norm: torch.Tensor) -> float:
-        """Add up, and copy everything to the host at once; returns the norm. Collective unless it was ridden."""
-        found, *self._sums = torch.cat([norm.reshape(1).double(), self._added()]).tolist()
-        return float(found)
-
-    def read(self) -> list[float]:
-        """The k sums. Collective, unless they are known."""
+    def sums(self) -> torch.Tensor:
+        """(k,) fp64 on the device. Collective, unless it was ridden or asked for before."""
         if self._sums is None:
-            self._sums = self._added().tolist()
+            if self._everyone is None:
+                self._everyone = _of_all(self.comm, self.mine).view(self.comm.size, -1)
+            self._sums = self._everyone.sum(0)
+            if self._layers is not None:
+                self._sums = _of_all(self._layers, self._sums).view(self._layers.size, -1).sum(0)
         return self._sums
-
-    def _added(self) -> torch.Tensor:
-        if self._everyone is None:
-            self._everyone = _of_all(self.comm, self.mine).view(self.comm.size, -1)
-        sums = self._everyone.sum(0)
-        if self._layers is None:
-            return sums
-        return _of_all(self._layers, sums).view(self._layers.size, -1).sum(0)
 
 
 def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:

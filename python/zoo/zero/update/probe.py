@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,46 @@ def counts_calls(build: Callable[[list[torch.Tensor]], Any]) -> bool:
     before = _numbers_of(optimizer)
     optimizer.step()
     return _numbers_of(optimizer) != before
+
+
+def takes_found_inf(build: Callable[[list[torch.Tensor]], Any], num_groups: int) -> bool:
+    """Whether a step with the attribute ``found_inf`` at 1 changes nothing, and at 0 what a step without it changes.
+
+    That is how torch.amp.GradScaler tells optimizers that say ``_step_supports_amp_scaling`` (torch's with fused=True,
+    whose kernels look at it on the device). It is tried all the same: a class that is derived from one of them may do
+    more in its step.
+
+    Args:
+        build: from a tensor for each group.
+    """
+    found = []
+    for flags in ((None, None), (None, 0.0), (None, 0.0, 1.0)):
+        tensors = [torch.linspace(1, 2, 3).requires_grad_() for _ in range(num_groups)]
+        optimizer = build(tensors)
+        old = "grad_scaler" in inspect.signature(optimizer.step).parameters  # an earlier way to tell them
+        if old or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        for number, flag in enumerate(flags):
+            for tensor in tensors:
+                tensor.grad = torch.linspace(-1, 3, 3) * (number + 1)
+            if flag is not None:
+                optimizer.found_inf = torch.tensor(flag)
+            try:
+                optimizer.step()
+            except Exception:  # whatever it says: it does not take it
+                return False
+            if flag is not None:
+                del optimizer.found_inf
+        found.append(_all_of(optimizer, tensors))
+    return found[0] == found[1] == found[2]
+
+
+def _all_of(optimizer: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    """Everything that a step may change, to be compared."""
+    entries = [sorted(optimizer.state.get(t, {}).items()) for t in tensors]
+    states = [[(k, v.tolist() if isinstance(v, torch.Tensor) else repr(v)) for k, v in found] for found in entries]
+    options = [sorted((k, repr(v)) for k, v in g.items() if k != "params") for g in optimizer.param_groups]
+    return [[t.tolist() for t in tensors], states, options, _numbers_of(optimizer)]
 
 
 def _numbers_of(optimizer: Any) -> dict[str, float]:

@@ -17,8 +17,10 @@ from zoo.zero.offload.stream import StateStream, needs_stream
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
-from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, what_it_keeps
+from zoo.zero.update.factors import Factors
+from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of
+from zoo.zero.update.skipping import SkipsOnDevice
 from zoo.zero.update.whole_tensors import BucketParts
 
 DEPTH_IN_BACKWARD = 3
@@ -52,6 +54,7 @@ class Updater:
     ) -> None:  # fmt: skip
         self._buckets = buckets
         self.broken: str | None = None
+        self.skips_on_device = SkipsOnDevice(self._takes_found_inf)
         self._outer: Sequence[dict[str, Any]] = ()
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
@@ -197,20 +200,20 @@ class Updater:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def update(self, factor: float, groups: Sequence[dict[str, Any]], *, clip: float = 1.0) -> None:
-        """One step with ``factor * clip`` times the reduced gradients. Collective with parts.
+    def update(self, factors: Factors, groups: Sequence[dict[str, Any]]) -> None:
+        """One step with the reduced gradients, multiplied. Collective with parts.
 
         Args:
-            factor: takes the loss scale off; kept gradients stay without it.
+            factors: what by.
             groups: their options count.
-            clip: clips; kept fp32 gradients are clipped with it, as by torch's ``clip_grad_norm_`` before a step.
 
         Raises:
             OffloadError: a device failed; this and every later step, until a state is loaded.
         """
         self.begin(groups)
         for index in range(len(self._pieces)):
-            self.run(index, factor, clip)
+            self.run(index, factors)
+        self.skips_on_device.updated()
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
@@ -224,7 +227,7 @@ class Updater:
             group.update({k: v for k, v in outer.items() if k != "params"})
         self._outer = groups
 
-    def run(self, index: int, factor: float, clip: float = 1.0) -> None:
+    def run(self, index: int, factors: Factors) -> None:
         """Update piece ``index`` of the step; the pieces come in order."""
         buckets, piece = self._pieces[index]
         if self._parts is not None:
@@ -232,7 +235,7 @@ class Updater:
         with self._restoring_groups(options=index < len(self._pieces) - 1), self._loaded(index):
             if len(self._pieces) > 1:
                 self._restrict(piece)
-            self._update_piece(piece, factor, clip)
+            self._update_piece(piece, factors)
         if index == len(self._pieces) - 1:
             self._give_options()
 
@@ -333,26 +336,44 @@ class Updater:
             return own
         return kept if kept.itemsize <= 4 else torch.float32
 
-    def _update_piece(self, piece: Sequence[Segment], factor: float, clip: float) -> None:
+    def _update_piece(self, piece: Sequence[Segment], factors: Factors) -> None:
         for segment in piece:
             kept = segment.gradient()
             gradient = kept.to(segment.tensor.device, self._gradient_dtype(segment))
-            if factor * clip != 1.0 and not self._scales:
-                if gradient.data_ptr() != kept.data_ptr() or segment.loaded_gradient is not None:
-                    gradient = gradient.mul_(factor * clip)
-                else:
-                    gradient = gradient.mul_(clip) if clip != 1.0 else gradient
-                    # What is kept may be added to, with the loss scale.
-                    gradient = gradient * factor if factor != 1.0 else gradient
+            if not (self._scales or factors.neutral):
+                shared = gradient.data_ptr() == kept.data_ptr() and segment.loaded_gradient is None
+                gradient = factors.apply(gradient, kept=shared)
             segment.tensor.grad = gradient
         if self._scales:
-            self.inner.step(grad_scale=factor * clip)
-        else:
+            self.inner.step(grad_scale=factors.product())
+        elif factors.found_inf is None:
             self.inner.step()
+        else:
+            self._step_unless(factors.found_inf)
         for segment in piece:
             segment.tensor.grad = None
             if segment.target is not None:
                 segment.target.copy_(segment.tensor)
+
+    def _step_unless(self, found_inf: torch.Tensor) -> None:
+        """A step that changes nothing where the device finds 1 there."""
+        self.inner.found_inf = found_inf
+        try:
+            self.inner.step()
+        finally:
+            del self.inner.found_inf
+
+    def _takes_found_inf(self) -> bool:
+        """Nothing of an update needs the norm on the host: it is all on the device, and can be told there to skip."""
+        off = any(s.tensor.device != s.bucket.device for s in self.segments)
+        if self._scales or self._parts is not None or self._stream is not None or off:
+            return False
+        return takes_found_inf(
+            lambda tensors: self._optimizer(
+                [{**group, "params": [t]} for group, t in zip(self._plain, tensors, strict=True)], **self._options
+            ),
+            len(self._plain),
+        )
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -395,6 +416,7 @@ class Updater:
         with contextlib.suppress(OffloadError):
             self.settle()  # whatever was wrong, what comes now is whole
         self.broken = None
+        self.skips_on_device.loaded()
         if self._stream is not None:
             self._stream.forget()
         self._take_options(groups)
