@@ -104,6 +104,12 @@ def test_capacity_is_computed_in_single_precision() -> None:
     assert dense.room(25, 2, 1.2, 4) == 16
 
 
+@examples(times=20)
+@given(st.integers(0, 10**6), st.integers(1, 512), st.floats(0.1, 100))
+def test_capacity_is_what_single_precision_gives(tokens: int, experts: int, factor: float) -> None:
+    assert capacity(tokens, experts, factor, 4) == dense.room(tokens, experts, factor, 4)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -5,6 +5,7 @@ Legend: T tokens of this rank's micro-batch, E experts, K assignments of a token
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -90,9 +91,14 @@ def capacity(num_tokens: int, num_experts: int, factor: float, minimum: int) -> 
     """
     if num_tokens == 0:
         return 0
-    one = torch.float32
-    exact = torch.tensor(num_tokens / num_experts, dtype=one) * torch.tensor(factor, dtype=one)
-    return min(max(int(torch.ceil(exact)), minimum), num_tokens)
+    exact = _single(_single(num_tokens / num_experts) * _single(factor))
+    return min(max(math.ceil(exact), minimum), num_tokens)
+
+
+def _single(value: float) -> float:
+    """Rounded to float32, in arithmetic that compilers can follow (Dekker 1971, section 5)."""
+    high = value * (2.0**29 + 1.0)
+    return high - (high - value)
 
 
 def place(routing: Routing, limit: int | None) -> Places:
