@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from zoo import sim
 from zoo.engine import Engine, initialize
 from zoo.moe import Capacity, GroupedExperts, LossFreeGate, MixtureOfExperts, Top1Gate, Top2Gate
-from zoo.moe.mixture import place_of_rank
+from zoo.moe.dispatch import place_of_rank
 
 WIDTH, EXPERTS, RANKS = 4, 8, 4
 

@@ -15,7 +15,7 @@ from zoo.moe.part import layers_of
 def has_moe_layers(model: nn.Module) -> tuple[bool, int]:
     """Whether there are mixtures of experts in it, and the number of experts of the first one (0 without)."""
     layers = list(layers_of(model).values())
-    return bool(layers), layers[0].gate.num_experts if layers else 0
+    return bool(layers), layers[0].num_experts if layers else 0
 
 
 def is_moe_param(parameter: nn.Parameter) -> bool:
@@ -25,7 +25,7 @@ def is_moe_param(parameter: nn.Parameter) -> bool:
 
 def expert_parameters(model: nn.Module) -> set[int]:
     """``id`` of all parameters of experts, whether other ranks have others or not."""
-    return {id(p) for layer in layers_of(model).values() for p in layer.experts.parameters()}
+    return {id(p) for layer in layers_of(model).values() for p in layer.expert_parameters()}
 
 
 def split_params_into_different_moe_groups_for_optimizer(

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.moe.dispatch import place_of_rank
 from zoo.moe.experts.modules import ModuleExperts
 from zoo.moe.gates.base import Gate, NoisePolicy
 from zoo.moe.gates.top1 import Top1Gate
 from zoo.moe.gates.top2 import Top2Gate
 from zoo.moe.gates.topk import TopKGate
-from zoo.moe.mixture import Capacity, MixtureOfExperts, place_of_rank
+from zoo.moe.mixture import Capacity, MixtureOfExperts
 
 Tensor = torch.Tensor
 _log = logging.getLogger("zoo.moe")

@@ -1,33 +1,28 @@
-"""The layer: route, place, send, compute, send back, weigh.
+"""The layer: route, place, dispatch, join with what every token gets.
 
-Legend: T tokens of this rank, D hidden size, E experts, L of them here, N expert-parallel ranks, R rows.
+Legend: T tokens of this rank, D hidden size, E experts.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zoo.comm import Communicator
-from zoo.kernels.gating import permute, unpermute
-from zoo.layout import declare_axis, declare_partial, declare_unit
-from zoo.moe import exchange
+from zoo.layout import declare_axis, declare_unit
+from zoo.moe.counted import CountedLayer
+from zoo.moe.dispatch import Dispatcher
 from zoo.moe.experts.base import AXIS, Experts
 from zoo.moe.gates.base import Gate
+from zoo.moe.gates.loss_free import LossFreeGate
 from zoo.moe.part import MoEPart
-from zoo.moe.routing import Places, capacity, place
-from zoo.moe.statistics import count
-from zoo.moe.tensor_axis import gather_tokens, share_of, split_tokens
+from zoo.moe.routing import capacity, place
 from zoo.parts import declare_part
 
 Tensor = torch.Tensor
-
-TENSOR_AXIS = "tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +61,7 @@ class Mixed:
     """(E,) int64: after."""
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(CountedLayer):
     """y_t = Σ_j w_tj f_{e_tj}(x_t) + s(x_t): experts e_tj and weights w_tj of a gate, and what every token gets.
 
     Without a capacity nothing is dropped (Gale et al. 2023, "MegaBlocks", section 3): tokens are sorted by expert, and
@@ -87,8 +82,7 @@ class MixtureOfExperts(nn.Module):
         repeated: the tensor-parallel ranks have the same tokens, and whole experts: each of them dispatches its share.
 
     Attributes:
-        tally: (2, E) int64: sums of ``demand`` and ``counts`` of training forwards since somebody has set it to 0;
-            recomputation does not count.
+        tally: see :class:`~zoo.moe.counted.CountedLayer`.
 
     Raises:
         ValueError: gate and experts do not fit.
@@ -101,52 +95,44 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         if gate.num_experts != experts.num_experts:
             raise ValueError(f"a gate for {gate.num_experts} experts and {experts.num_experts} experts.")
-        if chunks < 1 or experts.num_local % chunks:
-            raise ValueError(f"chunks={chunks} of {experts.num_local} experts on a rank; it divides their number.")
         if residual and shared is None:
             raise ValueError("residual=True without shared=, which it weighs.")
         self.gate, self.experts, self.shared, self.capacity = gate, experts, shared, capacity
         self.coefficient = nn.Linear(gate.hidden_size, 2) if residual else None
-        self.chunks, self.repeated = chunks, repeated
-        self.ep_size = experts.num_experts // experts.num_local
-        self._comm: Communicator | None = None
-        self._tensor: Communicator | None = None
-        self._number = 0
-        self.tally: Tensor | None = None
+        self.num_experts = gate.num_experts
+        self._dispatch = Dispatcher(
+            experts.num_experts, experts.num_local, experts.first, chunks=chunks, repeated=repeated
+        )
+        self.ep_size = self._dispatch.ep_size
         declare_unit(experts)
         declare_part(self, "moe", MoEPart)
         if self.ep_size > 1:
             declare_axis(self, AXIS, self.ep_size)
 
     def enter_mesh(self, mesh: Any) -> None:
-        """Find the ranks with the other experts, and those that have the same tokens. Collective over the mesh.
+        """Tell the layer of the mesh: see :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`. Collective over the mesh."""
+        self._dispatch.enter_mesh(mesh, self.experts.parameters())
 
-        Args:
-            mesh: a DeviceMesh with names, among them "expert" if ``ep_size`` is more than 1.
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """Of the experts that this rank has."""
+        return self.experts.parameters()
 
-        Raises:
-            ValueError: it has no such axis, of another size, or this rank has another place on it than its experts.
-        """
-        names = tuple(mesh.mesh_dim_names or ())
-        sizes = dict(zip(names, mesh.shape, strict=True))
-        if self.ep_size > 1:
-            if sizes.get(AXIS) != self.ep_size:
-                raise ValueError(
-                    f"a layer with ep_size={self.ep_size} on a mesh of the axes {sizes}; it needs the axis {AXIS!r} of "
-                    f"that size: init_device_mesh(..., mesh_dim_names=('data', {AXIS!r}))."
-                )
-            place = mesh.get_local_rank(AXIS) * self.experts.num_local
-            if place != self.experts.first:
-                raise ValueError(
-                    f"the layer was made with the experts from {self.experts.first} on, and the mesh has this rank "
-                    f"where those from {place} on belong. Make it with ep_rank=mesh.get_local_rank({AXIS!r})."
-                )
-            self._comm = Communicator.of_axes(mesh, [AXIS])
-            self._number = exchange.known_as(self._comm)
-        if self.repeated and sizes.get(TENSOR_AXIS, 1) > 1:
-            self._tensor = Communicator.of_axes(mesh, [TENSOR_AXIS])
-            for parameter in self.experts.parameters():  # each of these ranks has the gradient of its share of tokens
-                declare_partial(parameter, [TENSOR_AXIS])
+    def draw_by(self, number: int) -> None:
+        """See :class:`CountedLayer`."""
+        if self.gate.draws:
+            if self.gate.noise_key is None:
+                self.gate.noise_key = torch.zeros((), dtype=torch.int64)
+            self.gate.noise_key.fill_(number)
+
+    @property
+    def has_bias(self) -> bool:
+        """See :class:`CountedLayer`."""
+        return isinstance(self.gate, LossFreeGate)
+
+    def commit(self, demand: Tensor) -> None:
+        """See :class:`CountedLayer`."""
+        if isinstance(self.gate, LossFreeGate):
+            self.gate.commit(demand)
 
     def forward(self, x: Tensor, used: Tensor | None = None) -> Mixed:
         """Mix (…, D).
@@ -157,19 +143,16 @@ class MixtureOfExperts(nn.Module):
         given = x.reshape(-1, x.shape[-1])
         routing = self.gate(given, None if used is None else used.reshape(-1) != 0)
         at = place(routing, self._limit(given.shape[0]))
-        if self._tensor is None:
-            y, shared = self._through(given, at, x)
-        else:
-            begin, end = share_of(given.shape[0], self._tensor)
-            mine = split_tokens(given, self._tensor)
-            y, shared = self._through(mine, at.part(begin, end, split_tokens(at.weights, self._tensor)), x)
-            y = gather_tokens(y, given.shape[0], self._tensor)
-        if self.training:
-            count(self._tally(x.device), routing.demand, at.counts)
+        y, shared = self._dispatch(self.experts, given, at, None if self.shared is None else lambda: self._shared(x))
+        self.count(routing.demand, at.counts)
         return Mixed(
             output=self._joined(y.view(x.shape), shared, x), balance=routing.balance, z_loss=routing.z_loss,
             demand=routing.demand, counts=at.counts,
         )  # fmt: skip
+
+    def _shared(self, x: Tensor) -> Tensor:
+        found: Tensor = self.shared(x)  # type: ignore[misc]  # called only where there is one
+        return found
 
     def _joined(self, y: Tensor, shared: Tensor | None, x: Tensor) -> Tensor:
         if shared is None:
@@ -179,95 +162,8 @@ class MixtureOfExperts(nn.Module):
         c = torch.softmax(self.coefficient(x), -1)
         return y * c[..., :1] + shared * c[..., 1:]
 
-    def _tally(self, device: torch.device) -> Tensor:
-        if self.tally is None or self.tally.device != device:
-            self.tally = torch.zeros(2, self.gate.num_experts, dtype=torch.int64, device=device)
-        return self.tally
-
     def _limit(self, num_tokens: int) -> int | None:
         if self.capacity is None:
             return None
         factor = self.capacity.factor if self.training else self.capacity.eval_factor
         return capacity(num_tokens, self.gate.num_experts, factor * self.gate.capacity_choices(), self.capacity.minimum)
-
-    def _through(self, x: Tensor, at: Places, all_x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the experts make of (T, D), and what the shared one makes of all tokens, if there is one."""
-        x = _in_autocast(x)
-        if self.ep_size == 1:
-            y = self.experts(permute(x.contiguous(), at.rows, num_rows=at.num_rows), at.counts)
-            shared = None if self.shared is None else self.shared(all_x)
-        elif self._comm is None:
-            raise ValueError(
-                f"a layer with ep_size={self.ep_size} that does not know the other ranks. Give mesh=DeviceMesh with an "
-                f"axis {AXIS!r} to the ZeRO optimizer or to initialize, or call zoo.moe.use_mesh(model, mesh)."
-            )
-        else:
-            if self.chunks > 1:
-                at = at.reordered(self._order(x.device))
-            y, shared = self._across(permute(x.contiguous(), at.rows, num_rows=at.num_rows), at.counts, all_x)
-        return unpermute(y, at.rows, at.weights.to(torch.promote_types(at.weights.dtype, torch.float32))), shared
-
-    def _across(self, rows: Tensor, counts: Tensor, all_x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows go to the ranks of their experts and come back; the first chunk's way is hidden by the shared expert,
-        the others' by the chunk before."""
-        come, splits = exchange.exchange_counts(counts, self._number, self.chunks)
-        parts = [rows] if self.chunks == 1 else _cut(rows, splits[:, 0].sum(1).tolist())
-        whole = rows.shape[0] if self.chunks == 1 else -1
-        tickets = [exchange.start(parts[0], splits[0], comm=self._number)]
-        shared = None if self.shared is None else self.shared(all_x)
-        returning: list[tuple[Tensor, Tensor]] = []
-        for c, part in enumerate(parts):
-            if c + 1 < self.chunks:
-                tickets.append(exchange.start(parts[c + 1], splits[c + 1], comm=self._number))
-            arrived = exchange.finish(tickets[c], part, splits[c], comm=self._number)
-            y = self._here(arrived, come[c], c)
-            returning.append((exchange.start(y, splits[c], comm=self._number, back=True), y))
-        back = [
-            exchange.finish(ticket, y, splits[c], comm=self._number, back=True, num_rows=whole)
-            for c, (ticket, y) in enumerate(returning)
-        ]
-        return back[0] if len(back) == 1 else torch.cat(back), shared
-
-    def _here(self, x: Tensor, come: Tensor, chunk: int) -> Tensor:
-        """Experts of a chunk on what has come, which lies sender by sender: sort by expert, and back."""
-        experts = self.experts if self.chunks == 1 else self.experts.part(chunk, self.chunks)
-        if come.shape[1] == 1:
-            return experts(x, come.sum(0))
-        to = _by_expert(come, x.shape[0])
-        y = experts(permute(x, to, num_rows=x.shape[0]), come.sum(0))
-        return unpermute(y, to)
-
-    def _order(self, device: torch.device) -> Tensor:
-        """(E,): the place of each expert where those of one chunk lie together, in it rank by rank."""
-        e = torch.arange(self.gate.num_experts, device=device)
-        size = self.experts.num_local // self.chunks
-        rank, local = e // self.experts.num_local, e % self.experts.num_local
-        return (local // size * self.ep_size + rank) * size + local % size
-
-
-def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Parts of these sizes; what is after them nobody needs."""
-    return list(torch.split(rows, [*sizes, rows.shape[0] - sum(sizes)]))[: len(sizes)]
-
-
-def _by_expert(come: Tensor, num_rows: int) -> Tensor:
-    """(R, 1): where each row goes if rows lie by expert and not by sender; ``come`` (N, L): rows of each."""
-    at_sender = come.reshape(-1).cumsum(0) - come.reshape(-1)
-    by_expert = come.t().reshape(-1)
-    at_expert = (by_expert.cumsum(0) - by_expert).view(come.shape[1], -1).t().reshape(-1)
-    moved = torch.repeat_interleave(at_expert - at_sender, come.reshape(-1), output_size=num_rows)
-    return (moved + torch.arange(num_rows, device=come.device)).unsqueeze(1)
-
-
-def _in_autocast(x: Tensor) -> Tensor:
-    """What travels has the dtype in which it is used."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype is torch.float32:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
-def place_of_rank(ep_size: int) -> int:
-    """The expert-parallel rank of this process where consecutive ranks share the experts: rank mod ``ep_size``."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
-    return rank % ep_size

@@ -9,8 +9,9 @@ from pydantic import Field
 from torch import nn
 
 from zoo.config import ComponentChoice, Section
+from zoo.moe.dispatch import place_of_rank
 from zoo.moe.experts.grouped import GroupedExperts
-from zoo.moe.mixture import Capacity, MixtureOfExperts, place_of_rank
+from zoo.moe.mixture import Capacity, MixtureOfExperts
 from zoo.registry import DEFAULT
 
 Tensor = torch.Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,19 +12,14 @@ from torch import nn
 
 from zoo.comm import Communicator
 from zoo.layout import logical_name
-from zoo.moe.gates.loss_free import LossFreeGate
+from zoo.moe.counted import CountedLayer
 from zoo.moe.statistics import summary
 from zoo.parts import Clock, Environment, StepRecord, drawn
 
-if TYPE_CHECKING:
-    from zoo.moe.mixture import MixtureOfExperts
 
-
-def layers_of(model: nn.Module) -> dict[str, MixtureOfExperts]:
-    """The mixtures of a model by their names in the whole model."""
-    from zoo.moe.mixture import MixtureOfExperts
-
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
+def layers_of(model: nn.Module) -> dict[str, CountedLayer]:
+    """The layers with experts of a model by their names in the whole model."""
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, CountedLayer)]
     return {logical_name(model, path): module for path, module in found}
 
 
@@ -45,21 +40,20 @@ def commit_balance(model: nn.Module, comm: Communicator | None = None) -> None:
             layer.tally.zero_()
 
 
-def commit(layers: list[MixtureOfExperts], comm: Communicator | None) -> None:
+def commit(layers: list[CountedLayer], comm: Communicator | None) -> None:
     """Biases move by what all ranks have counted."""
-    moving = [layer for layer in layers if isinstance(layer.gate, LossFreeGate)]
+    moving = [layer for layer in layers if layer.has_bias]
     if not moving:
         return
     device = next(moving[0].parameters()).device
-    nothing = [torch.zeros(layer.gate.num_experts, dtype=torch.int64, device=device) for layer in moving]
+    nothing = [torch.zeros(layer.num_experts, dtype=torch.int64, device=device) for layer in moving]
     counts = [n if layer.tally is None else layer.tally[0] for layer, n in zip(moving, nothing, strict=True)]
     whole = torch.cat(counts)
     if comm is not None and comm.size > 1:
         comm.all_reduce(whole).wait()
-    sizes = [layer.gate.num_experts for layer in moving]
+    sizes = [layer.num_experts for layer in moving]
     for layer, demand in zip(moving, torch.split(whole, sizes), strict=True):
-        if isinstance(layer.gate, LossFreeGate):
-            layer.gate.commit(demand)
+        layer.commit(demand)
 
 
 class MoEPart:
@@ -83,11 +77,7 @@ class MoEPart:
         seed, place = int(self._environment.config.seed), self._environment.batch_rank
         for name, layer in self._layers.items():
             number = drawn(seed, zlib.crc32(name.encode()), clock.step, clock.micro_batch, place) >> 1
-            gate = layer.gate
-            if gate.draws:
-                if gate.noise_key is None:
-                    gate.noise_key = torch.zeros((), dtype=torch.int64)
-                gate.noise_key.fill_(number)
+            layer.draw_by(number)
         return args, kwargs
 
     def metrics(self) -> Mapping[str, float]:

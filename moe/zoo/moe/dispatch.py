@@ -1,0 +1,186 @@
+"""Rows go to the ranks of their experts, are computed there, come back and are weighed: what layers have in common.
+
+Legend: T tokens of this rank, D hidden size, E experts, L of them here, N expert-parallel ranks, R rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zoo.comm import Communicator
+from zoo.kernels.gating import permute, unpermute
+from zoo.layout import declare_partial
+from zoo.moe import exchange
+from zoo.moe.experts.base import AXIS
+from zoo.moe.routing import Places
+from zoo.moe.tensor_axis import gather_tokens, share_of, split_tokens
+
+Tensor = torch.Tensor
+
+TENSOR_AXIS = "tensor"
+
+
+class Computes(Protocol):
+    """This rank's experts, as :class:`zoo.moe.experts.base.Experts` are."""
+
+    def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Of rows that follow each other expert by expert."""
+
+    def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """The same of one of ``chunks`` groups of consecutive experts."""
+
+
+class Dispatcher:
+    """From tokens and their places among rows sorted by expert to what the experts make of them.
+
+    Args:
+        num_experts: E. num_local: L. first: the number of the first expert of this rank.
+        chunks: into how many groups a rank's experts are cut, of which one computes while the next one's tokens come.
+        repeated: the tensor-parallel ranks have the same tokens, and whole experts: each of them dispatches its share.
+    """
+
+    def __init__(
+        self, num_experts: int, num_local: int, first: int, *, chunks: int = 1, repeated: bool = True
+    ) -> None:  # fmt: skip
+        if chunks < 1 or num_local % chunks:
+            raise ValueError(f"chunks={chunks} of {num_local} experts on a rank; it divides their number.")
+        self.num_experts, self.num_local, self.first = num_experts, num_local, first
+        self.chunks, self.repeated = chunks, repeated
+        self.ep_size = num_experts // num_local
+        self.comm: Communicator | None = None
+        self._tensor: Communicator | None = None
+        self._number = 0
+
+    def enter_mesh(self, mesh: Any, parameters: Iterable[nn.Parameter]) -> None:
+        """Find the ranks with the other experts, and those that have the same tokens. Collective over the mesh.
+
+        Args:
+            mesh: a DeviceMesh with names, among them "expert" if ``ep_size`` is more than 1.
+            parameters: of this rank's experts.
+
+        Raises:
+            ValueError: it has no such axis, of another size, or this rank has another place on it than its experts.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        sizes = dict(zip(names, mesh.shape, strict=True))
+        if self.ep_size > 1:
+            if sizes.get(AXIS) != self.ep_size:
+                raise ValueError(
+                    f"a layer with ep_size={self.ep_size} on a mesh of the axes {sizes}; it needs the axis {AXIS!r} of "
+                    f"that size: init_device_mesh(..., mesh_dim_names=('data', {AXIS!r}))."
+                )
+            place = mesh.get_local_rank(AXIS) * self.num_local
+            if place != self.first:
+                raise ValueError(
+                    f"the layer was made with the experts from {self.first} on, and the mesh has this rank "
+                    f"where those from {place} on belong. Make it with ep_rank=mesh.get_local_rank({AXIS!r})."
+                )
+            self.comm = Communicator.of_axes(mesh, [AXIS])
+            self._number = exchange.known_as(self.comm)
+        if self.repeated and sizes.get(TENSOR_AXIS, 1) > 1:
+            self._tensor = Communicator.of_axes(mesh, [TENSOR_AXIS])
+            for parameter in parameters:  # each of these ranks has the gradient of its share of tokens
+                declare_partial(parameter, [TENSOR_AXIS])
+
+    def __call__(
+        self, experts: Computes, x: Tensor, at: Places, beside: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the experts make of (T, D), weighed; and what ``beside`` returns, which runs while tokens travel."""
+        if self._tensor is None:
+            return self._through(experts, x, at, beside)
+        begin, end = share_of(x.shape[0], self._tensor)
+        mine = at.part(begin, end, split_tokens(at.weights, self._tensor))
+        y, other = self._through(experts, split_tokens(x, self._tensor), mine, beside)
+        return gather_tokens(y, x.shape[0], self._tensor), other
+
+    def _through(
+        self, experts: Computes, x: Tensor, at: Places, beside: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        x = _in_autocast(x)
+        if self.ep_size == 1:
+            y = experts(permute(x.contiguous(), at.rows, num_rows=at.num_rows), at.counts)
+            other = None if beside is None else beside()
+        elif self.comm is None:
+            raise ValueError(
+                f"a layer with ep_size={self.ep_size} that does not know the other ranks. Give mesh=DeviceMesh with an "
+                f"axis {AXIS!r} to the ZeRO optimizer or to initialize, or call zoo.moe.use_mesh(model, mesh)."
+            )
+        else:
+            if self.chunks > 1:
+                at = at.reordered(self._order(x.device))
+            rows = permute(x.contiguous(), at.rows, num_rows=at.num_rows)
+            y, other = self._across(experts, rows, at.counts, beside)
+        return unpermute(y, at.rows, at.weights.to(torch.promote_types(at.weights.dtype, torch.float32))), other
+
+    def _across(
+        self, experts: Computes, rows: Tensor, counts: Tensor, beside: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows go to the ranks of their experts and come back; the first chunk's way is hidden by what runs beside,
+        the others' by the chunk before."""
+        come, splits = exchange.exchange_counts(counts, self._number, self.chunks)
+        parts = [rows] if self.chunks == 1 else _cut(rows, splits[:, 0].sum(1).tolist())
+        whole = rows.shape[0] if self.chunks == 1 else -1
+        tickets = [exchange.start(parts[0], splits[0], comm=self._number)]
+        other = None if beside is None else beside()
+        returning: list[tuple[Tensor, Tensor]] = []
+        for c, part in enumerate(parts):
+            if c + 1 < self.chunks:
+                tickets.append(exchange.start(parts[c + 1], splits[c + 1], comm=self._number))
+            arrived = exchange.finish(tickets[c], part, splits[c], comm=self._number)
+            y = self._here(experts, arrived, come[c], c)
+            returning.append((exchange.start(y, splits[c], comm=self._number, back=True), y))
+        back = [
+            exchange.finish(ticket, y, splits[c], comm=self._number, back=True, num_rows=whole)
+            for c, (ticket, y) in enumerate(returning)
+        ]
+        return back[0] if len(back) == 1 else torch.cat(back), other
+
+    def _here(self, experts: Computes, x: Tensor, come: Tensor, chunk: int) -> Tensor:
+        """Experts of a chunk on what has come, which lies sender by sender: sort by expert, and back."""
+        run = experts if self.chunks == 1 else experts.part(chunk, self.chunks)
+        if come.shape[1] == 1:
+            return run(x, come.sum(0))
+        to = _by_expert(come, x.shape[0])
+        y = run(permute(x, to, num_rows=x.shape[0]), come.sum(0))
+        return unpermute(y, to)
+
+    def _order(self, device: torch.device) -> Tensor:
+        """(E,): the place of each expert where those of one chunk lie together, in it rank by rank."""
+        e = torch.arange(self.num_experts, device=device)
+        size = self.num_local // self.chunks
+        rank, local = e // self.num_local, e % self.num_local
+        return (local // size * self.ep_size + rank) * size + local % size
+
+
+def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Parts of these sizes; what is after them nobody needs."""
+    return list(torch.split(rows, [*sizes, rows.shape[0] - sum(sizes)]))[: len(sizes)]
+
+
+def _by_expert(come: Tensor, num_rows: int) -> Tensor:
+    """(R, 1): where each row goes if rows lie by expert and not by sender; ``come`` (N, L): rows of each."""
+    at_sender = come.reshape(-1).cumsum(0) - come.reshape(-1)
+    by_expert = come.t().reshape(-1)
+    at_expert = (by_expert.cumsum(0) - by_expert).view(come.shape[1], -1).t().reshape(-1)
+    moved = torch.repeat_interleave(at_expert - at_sender, come.reshape(-1), output_size=num_rows)
+    return (moved + torch.arange(num_rows, device=come.device)).unsqueeze(1)
+
+
+def _in_autocast(x: Tensor) -> Tensor:
+    """What travels has the dtype in which it is used."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype is torch.float32:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def place_of_rank(ep_size: int) -> int:
+    """The expert-parallel rank of this process where consecutive ranks share the experts: rank mod ``ep_size``."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
+    return rank % ep_size
