@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zoo.comm import Communicator
 from zoo.moe.statistics import count
 
 Tensor = torch.Tensor
@@ -24,6 +25,11 @@ class CountedLayer(nn.Module):
 
     num_experts: int
     tally: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def expert_ranks(self) -> Communicator | None:
+        """Those that have the other experts; None where there are none, and before the mesh is known."""
 
     @abstractmethod
     def expert_parameters(self) -> Iterator[nn.Parameter]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.comm import Communicator
 from zoo.layout import declare_axis, declare_unit
 from zoo.moe.counted import CountedLayer
 from zoo.moe.dispatch import Dispatcher
@@ -112,6 +113,11 @@ class MixtureOfExperts(CountedLayer):
     def enter_mesh(self, mesh: Any) -> None:
         """Tell the layer of the mesh: see :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`. Collective over the mesh."""
         self._dispatch.enter_mesh(mesh, self.experts.parameters())
+
+    @property
+    def expert_ranks(self) -> Communicator | None:
+        """See :class:`CountedLayer`."""
+        return self._dispatch.comm
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Of the experts that this rank has."""

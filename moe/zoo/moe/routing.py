@@ -65,16 +65,17 @@ class Places:
 
     def part(self, begin: int, end: int, weights: Tensor) -> Places:
         """Of the tokens [begin, end) alone, with their ``weights``; nothing else is dropped."""
-        return _packed(self.experts[begin:end].contiguous(), weights, self.counts.numel(), None)
+        return packed(self.experts[begin:end].contiguous(), weights, self.counts.numel(), None)
 
     def reordered(self, order: Tensor) -> Places:
         """Rows in another order of experts: e becomes ``order[e]``."""
         num_experts = self.counts.numel()
         moved = torch.cat([order, order.new_tensor([num_experts])])[self.experts]
-        return _packed(moved, self.weights, num_experts, self.num_rows)
+        return packed(moved, self.weights, num_experts, self.num_rows)
 
 
-def _packed(experts: Tensor, weights: Tensor, num_experts: int, num_rows: int | None) -> Places:
+def packed(experts: Tensor, weights: Tensor, num_experts: int, num_rows: int | None = None) -> Places:
+    """Of (T, K) assignments and their weights; nothing is dropped but what goes to no expert."""
     at = positions_in_expert(experts, num_experts + 1, priority="token")
     rows = torch.where(experts < num_experts, expert_rows(experts, at), -1)
     return Places(

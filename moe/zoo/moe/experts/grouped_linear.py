@@ -117,9 +117,18 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, counts = ctx.saved_tensors
     dy = dy.contiguous()
     dx = grouped_linear(dy, w.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-    dw = torch.ops.zoo_moe.grouped_weight_grad(x, dy, counts) if ctx.needs_input_grad[1] else None
+    dw = _weight_grad(x, dy, counts, w) if ctx.needs_input_grad[1] else None
     db = torch.ops.zoo_moe.grouped_sum(dy, counts) if ctx.needs_input_grad[3] else None
     return dx, dw, None, db
+
+
+def _weight_grad(x: Tensor, dy: Tensor, counts: Tensor, w: Tensor) -> Tensor:
+    """As ``w`` lies: where that is a transposed view of an (E, H, D) parameter, its gradient needs no copy."""
+    if w.stride(2) != 1 and w.stride(1) == 1:
+        found: Tensor = torch.ops.zoo_moe.grouped_weight_grad(dy, x, counts).transpose(1, 2)
+    else:
+        found = torch.ops.zoo_moe.grouped_weight_grad(x, dy, counts)
+    return found
 
 
 def _weight_grad_backward(ctx: Any, ddw: Tensor) -> tuple[Tensor | None, ...]:
