@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
 
@@ -140,7 +142,7 @@ def fill(model: nn.Module, seed: int = 0, std: float = 0.4) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * std)
 
 
-def of_transformers(family: str, **more: Any) -> Any:
+def of_transformers(family: str) -> Any:
     """A small model of a family, in float64, one expert after the other."""
     import transformers as hf
 
@@ -153,39 +155,114 @@ def of_transformers(family: str, **more: Any) -> Any:
         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
         "n_group": 2, "topk_group": 1, "n_routed_experts": 8,
     }  # fmt: skip
-    makers: dict[str, Callable[..., Any]] = {
-        "llama": lambda **kw: hf.LlamaForCausalLM(hf.LlamaConfig(**kw)),
-        "qwen3": lambda **kw: hf.Qwen3ForCausalLM(hf.Qwen3Config(**kw, head_dim=8)),
-        "gpt2": lambda **kw: hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    few: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    makers: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+        "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
+        "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_inner": 24, "resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0}),
+        "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "qwen2_moe": (
+            "Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**few, "num_experts": 4, "shared_expert_intermediate_size": 8}
         ),
-        "mixtral": lambda **kw: hf.MixtralForCausalLM(
-            hf.MixtralConfig(**kw, num_local_experts=4, num_experts_per_tok=2)
+        "qwen3_moe": (
+            "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**few, "num_experts": 4, "head_dim": 8, "norm_topk_prob": True}
         ),
-        "qwen2_moe": lambda **kw: hf.Qwen2MoeForCausalLM(
-            hf.Qwen2MoeConfig(
-                **kw, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8
-            )
+        "deepseek_v2": (
+            "DeepseekV2ForCausalLM", "DeepseekV2Config", {**deepseek, "topk_method": "group_limited_greedy"}
         ),
-        "qwen3_moe": lambda **kw: hf.Qwen3MoeForCausalLM(
-            hf.Qwen3MoeConfig(
-                **kw, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8, norm_topk_prob=True
-            )
-        ),
-        "deepseek_v2": lambda **kw: hf.DeepseekV2ForCausalLM(
-            hf.DeepseekV2Config(**kw, **deepseek, topk_method="group_limited_greedy")
-        ),
-        "deepseek_v3": lambda **kw: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**kw, **deepseek)),
-        "gpt_oss": lambda **kw: hf.GptOssForCausalLM(
-            hf.GptOssConfig(
-                **kw, num_local_experts=4, num_experts_per_tok=2, head_dim=8,
-                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            )  # fmt: skip
+        "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", deepseek),
+        "gpt_oss": (
+            "GptOssForCausalLM", "GptOssConfig",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": rope},
         ),
     }  # fmt: skip
-    model = makers[family](**{**common, **more})
+    cls, config, own = makers[family]
+    model = getattr(hf, cls)(getattr(hf, config)(**common, **own))
     if family not in ("llama", "qwen3", "gpt2"):
         model.set_experts_implementation("eager")  # the others take no float64 on a CPU
     model.double().train()
     fill(model, std=0.3)
     return model
+
+
+class Gated(nn.Module):
+    """As in Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Conv1D(nn.Module):
+    """A linear map whose weight is (in, out)."""
+
+    def __init__(self, out: int, into: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(into, out)), nn.Parameter(torch.empty(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class AsInGPT2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = Conv1D(HIDDEN, WIDTH), Conv1D(WIDTH, HIDDEN)
+        self.act, self.dropout = nn.GELU(), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.c_proj(self.act(self.c_fc(x))))
+        return out
+
+
+class Own(nn.Module):
+    """Known only by a description; one of its maps has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.phi = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.phi(self.a(x)))
+        return out
+
+
+class Odd(nn.Module):
+    """Nothing that grouped experts could do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.norm(self.a(x)).tanh())
+        return out
+
+
+class Dense(nn.Module):
+    """(tokens,) ids → a sum over tokens."""
+
+    def __init__(self, kind: Callable[[], nn.Module] = Gated, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": kind()}) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.config = types.SimpleNamespace(hidden_size=WIDTH)
+        self.recomputes = False
+        self.double()
+        fill(self)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            mlp = layer["mlp"]
+            x = x + (checkpoint(mlp, x, use_reentrant=False) if self.recomputes else mlp(x))
+        return F.cross_entropy(self.head(x), ids, reduction="sum")

@@ -37,7 +37,9 @@ class ParallelExperts(CountedLayer):
     _dispatch: Dispatcher
     _bias: tuple[nn.Module, str] | None
     _bias_speed: float
-    _adapted: set[str]
+    _low_rank: dict[str, list[tuple[Tensor, Tensor, float]]]
+    """Of adapters, while their forward runs: factors (L, D_in, r) and (L, r, D_out) of what a weight changes by, and
+    the scale."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Σ_j w_tj f_{e_tj}(x_t) of (T, D) tokens with the experts (T, k) and weights (T, k) that the router gave; an
@@ -71,7 +73,11 @@ class ParallelExperts(CountedLayer):
     def _map(self, x: Tensor, weight: str, bias: str | None, counts: Tensor, which: slice) -> Tensor:
         w = getattr(self, weight)[which].to(x.dtype)
         b = None if bias is None else getattr(self, bias)[which].to(x.dtype)
-        return grouped_linear(x, w if self._preset.transposed else w.transpose(1, 2), counts, b)
+        y = grouped_linear(x, w if self._preset.transposed else w.transpose(1, 2), counts, b)
+        for first, second, scale in self._low_rank.get(weight, ()):
+            inner = grouped_linear(x, first[which].to(x.dtype), counts)
+            y = y + grouped_linear(inner, second[which].to(x.dtype), counts) * scale
+        return y
 
     def enter_mesh(self, mesh: Any) -> None:
         """See :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`."""
@@ -121,10 +127,10 @@ class ParallelExperts(CountedLayer):
     def _check_adapters(self) -> None:
         """Raise ValueError for LoRA that took this rank's experts for all."""
         if self.ep_size > 1:
-            foreign = set(getattr(self, "parametrizations", {})) - self._adapted
+            foreign = sorted(getattr(self, "parametrizations", {}))
             if foreign:
                 raise ValueError(
-                    f"{', '.join(sorted(foreign))} of {type(self).__name__} got an adapter after parallelise, of this "
+                    f"{', '.join(foreign)} of {type(self).__name__} got an adapter after parallelise, of this "
                     f"rank's experts only. At ep_size={self.ep_size} adapters come first: "
                     "parallelise(get_peft_model(model, config), ep_size=...)."
                 )
@@ -217,7 +223,7 @@ def convert(
     cls: Any = type(module)
     module.__class__ = _class_of(cls)
     module.__dict__.update(
-        num_experts=num_experts, _preset=preset, _dispatch=dispatch, _bias=bias, _bias_speed=bias_speed, _adapted=set()
+        num_experts=num_experts, _preset=preset, _dispatch=dispatch, _bias=bias, _bias_speed=bias_speed, _low_rank={}
     )
     made: Any = module
     declare_unit(made)
