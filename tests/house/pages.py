@@ -125,6 +125,16 @@ def _lr_schedules(_: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "loader": range(2000), "train": lambda batch: optimizer.step()}
 
 
+def _moe(example: str) -> dict[str, Any]:
+    from tests.moe.models import VOCABULARY, AsTransformers, Dense, Plain, Small
+
+    kind = Plain if "ExpertsPreset" in example else None
+    mixtral = AsTransformers(Small() if kind is None else Small(kind))
+    return {
+        "mixtral": mixtral, "model": mixtral, "llama": AsTransformers(Dense()), "ids": torch.arange(7) % VOCABULARY,
+    }  # fmt: skip
+
+
 def _nn(_: str) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -171,6 +181,7 @@ def _comm(_: str) -> dict[str, Any]:
 
 AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
     "README.md": _readme,
+    "moe/README.md": _moe,
     "python/zoo/checkpointing/README.md": _checkpointing,
     "python/zoo/comm/README.md": _comm,
     "python/zoo/config/README.md": _config,
@@ -184,11 +195,12 @@ AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 """For each page the names that a reader has before an example; called on each rank, in an empty folder."""
 
-APART = {"README.md", "python/zoo/zero/README.md"}
+APART = {"README.md", "moe/README.md", "python/zoo/zero/README.md"}
 """Pages whose examples stand each for itself, with the imports of those before; elsewhere one goes on from another."""
 
 RANKS = {
     "README.md": 2,
+    "moe/README.md": 2,
     "python/zoo/comm/README.md": 2,
     "python/zoo/nn/README.md": 2,
     "python/zoo/zero/README.md": 2,

@@ -266,3 +266,14 @@ class Dense(nn.Module):
             mlp = layer["mlp"]
             x = x + (checkpoint(mlp, x, use_reentrant=False) if self.recomputes else mlp(x))
         return F.cross_entropy(self.head(x), ids, reduction="sum")
+
+
+class AsTransformers(nn.Module):
+    """Called as models of transformers are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(loss=self.model(input_ids))

@@ -241,10 +241,15 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.slow
+EACH = [
+    pytest.param(family, dtype, marks=[] if (family, dtype) == ("mixtral", torch.float64) else [pytest.mark.slow])
+    for family in FAMILIES
+    for dtype in (torch.float64, torch.float32)
+]
+
+
 @needs_transformers
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("family", "dtype"), EACH)
 def test_logits_and_gradients_are_those_of_transformers(family: str, dtype: torch.dtype) -> None:
     theirs = of_transformers(family).to(dtype)
     ours = parallelise(copy.deepcopy(theirs))
@@ -309,10 +314,12 @@ def test_saved_as_transformers_saves(tmp_path: Any) -> None:
 
     def fn(rank: int) -> Any:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
-        return whole_state_dict(parallelise(copy.deepcopy(start), ep_size=2, mesh=mesh))
+        model = parallelise(copy.deepcopy(start), ep_size=2, mesh=mesh)
+        state = whole_state_dict(model)
+        if rank == 0:
+            model.save_pretrained(tmp_path, state_dict=state)
 
-    state = sim.run(2, fn)[0]
-    start.save_pretrained(tmp_path, state_dict=state)
+    sim.run(2, fn)
     again = type(start).from_pretrained(tmp_path, dtype=torch.float64)
     again.set_experts_implementation("eager")
     ids = tokens(1)
@@ -381,6 +388,27 @@ def test_lora_on_experts(family: str, ranks: int, stage: int) -> None:
     moved = [n for n, value in start.state_dict().items() if not torch.equal(value, found[n])]
     assert moved
     assert all("lora_" in name for name in moved)
+
+
+@pytest.mark.slow
+@needs_transformers
+@needs_peft
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_merged_adapters(family: str) -> None:
+    """peft's own merge, of each rank's experts."""
+    theirs = with_adapters(of_transformers(family))
+
+    def fn(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+        model: Any = parallelise(copy.deepcopy(theirs), ep_size=2, mesh=mesh)
+        with model.disable_adapter():
+            off = model(input_ids=tokens(0)).logits
+        return off, whole_state_dict(model.merge_and_unload())
+
+    off, found = sim.run(2, fn)[0]
+    with theirs.disable_adapter():
+        torch.testing.assert_close(off, theirs(input_ids=tokens(0)).logits, **SHARP)
+    torch.testing.assert_close(found, dict(theirs.merge_and_unload().state_dict()), **SHARP)
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ from zoo.comm import Communicator
 from zoo.layout import declare_axis, declare_split, declare_unit
 from zoo.moe.counted import CountedLayer
 from zoo.moe.dispatch import Dispatcher
+from zoo.moe.experts import grouped_mlp
 from zoo.moe.experts.base import AXIS
 from zoo.moe.experts.grouped_linear import grouped_linear
-from zoo.moe.huggingface.presets import ExpertsPreset
+from zoo.moe.huggingface.presets import ExpertsPreset, name_of_activation
 from zoo.moe.part import MoEPart
 from zoo.moe.routing import packed
 from zoo.parts import declare_part
@@ -35,6 +36,8 @@ class ParallelExperts(CountedLayer):
 
     _preset: ExpertsPreset
     _dispatch: Dispatcher
+    _named: str | None
+    """The activation by its name among those that :mod:`zoo.moe.experts.grouped_mlp` has; None for others."""
     _bias: tuple[nn.Module, str] | None
     _bias_speed: float
     _low_rank: dict[str, list[tuple[Tensor, Tensor, float]]]
@@ -57,9 +60,16 @@ class ParallelExperts(CountedLayer):
         self.count(at.counts, at.counts)
         return y.to(hidden_states.dtype).view(hidden_states.shape)
 
-    def rows(self, x: Tensor, counts: Tensor, which: slice) -> Tensor:
-        """Some of this rank's experts on (R, D) that are sorted by expert."""
+    def rows(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
+        """This rank's experts, or some of them, on (R, D) that are sorted by expert."""
         preset = self._preset
+        if grouped_mlp.runs(x, self._named) and not self._low_rank:
+            (up, up_bias), (down, down_bias) = (
+                self._of(x, which, *names) for names in ((preset.up, preset.up_bias), (preset.down, preset.down_bias))
+            )
+            return grouped_mlp.grouped_mlp(
+                x, up, down, counts, up_bias, down_bias, activation=str(self._named), gated=preset.gated
+            )
         h = self._map(x, preset.up, preset.up_bias, counts, which)
         if preset.gated and preset.join is not None and hasattr(self, preset.join):
             h = getattr(self, preset.join)(h)
@@ -70,13 +80,18 @@ class ParallelExperts(CountedLayer):
             h = getattr(self, preset.activation)(h)
         return self._map(h, preset.down, preset.down_bias, counts, which)
 
-    def _map(self, x: Tensor, weight: str, bias: str | None, counts: Tensor, which: slice) -> Tensor:
-        w = getattr(self, weight)[which].to(x.dtype)
-        b = None if bias is None else getattr(self, bias)[which].to(x.dtype)
-        y = grouped_linear(x, w if self._preset.transposed else w.transpose(1, 2), counts, b)
+    def _of(self, x: Tensor, which: slice | None, weight: str, bias: str | None) -> tuple[Tensor, Tensor | None]:
+        """(L, D_in, D_out) and (L, D_out) of these experts, in the dtype of ``x``."""
+        w = _some(getattr(self, weight), which, x.dtype)
+        b = None if bias is None else _some(getattr(self, bias), which, x.dtype)
+        return w if self._preset.transposed else w.transpose(1, 2), b
+
+    def _map(self, x: Tensor, weight: str, bias: str | None, counts: Tensor, which: slice | None) -> Tensor:
+        w, b = self._of(x, which, weight, bias)
+        y = grouped_linear(x, w, counts, b)
         for first, second, scale in self._low_rank.get(weight, ()):
-            inner = grouped_linear(x, first[which].to(x.dtype), counts)
-            y = y + grouped_linear(inner, second[which].to(x.dtype), counts) * scale
+            inner = grouped_linear(x, _some(first, which, x.dtype), counts)
+            y = y + grouped_linear(inner, _some(second, which, x.dtype), counts) * scale
         return y
 
     def enter_mesh(self, mesh: Any) -> None:
@@ -148,9 +163,13 @@ class ParallelExperts(CountedLayer):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelExperts:
         """``to`` and its kind."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.declare()  # to_empty makes other parameters
         return self
+
+
+def _some(weight: Tensor, which: slice | None, dtype: torch.dtype) -> Tensor:
+    return (weight if which is None else weight[which]).to(dtype)  # a slice of all would copy its gradient once more
 
 
 class _Rows:
@@ -160,11 +179,18 @@ class _Rows:
         self._module = module
 
     def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
-        return self._module.rows(x, counts, slice(None))
+        return self._module.rows(x, counts)
 
     def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
         size = self._module._dispatch.num_local // chunks
         return functools.partial(self._module.rows, which=slice(chunk * size, (chunk + 1) * size))
+
+
+def _name_of(module: nn.Module, preset: ExpertsPreset) -> str | None:
+    join = getattr(type(module), preset.join, None) if preset.gated and preset.join is not None else None
+    if join is not None and getattr(join, "__name__", "") != "_default_apply_gate":  # one of its own
+        return None
+    return name_of_activation(getattr(module, preset.activation, None))
 
 
 @functools.cache
@@ -223,7 +249,13 @@ def convert(
     cls: Any = type(module)
     module.__class__ = _class_of(cls)
     module.__dict__.update(
-        num_experts=num_experts, _preset=preset, _dispatch=dispatch, _bias=bias, _bias_speed=bias_speed, _low_rank={}
+        num_experts=num_experts,
+        _preset=preset,
+        _dispatch=dispatch,
+        _bias=bias,
+        _bias_speed=bias_speed,
+        _low_rank={},
+        _named=_name_of(module, preset),
     )
     made: Any = module
     declare_unit(made)

@@ -53,6 +53,16 @@ PRESETS: tuple[ExpertsPreset, ...] = (
 """Families by name. Other classes of transformers say of themselves what is to be known, and are found by that."""
 
 
+def name_of_activation(activation: object) -> str | None:
+    """Its name among those of :mod:`zoo.moe.experts.grouped`, which are faster than functions; None for others."""
+    cls = type(activation)
+    if isinstance(activation, nn.GELU) and cls is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if cls.__module__ == "transformers.activations":
+        return {"SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}.get(cls.__name__)
+    return "silu" if cls is nn.SiLU else "relu" if cls is nn.ReLU else None
+
+
 def preset_of(module: nn.Module, presets: Iterable[ExpertsPreset] = PRESETS) -> ExpertsPreset | None:
     """What is known of a module: by the names of its classes, or by what it says of itself; None if it has no experts.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from zoo.moe.experts.base import AXIS, Experts
 from zoo.moe.experts.grouped import GroupedExperts
 from zoo.moe.experts.modules import ModuleExperts
 from zoo.moe.gates.topk import TopKGate
+from zoo.moe.huggingface.presets import name_of_activation
 from zoo.moe.mixture import Capacity, MixtureOfExperts
 
 Tensor = torch.Tensor
@@ -248,13 +249,14 @@ def _experts(
         here = num_experts // ep_size if ep_size > 0 and not num_experts % ep_size else num_experts
         copies = [copy.deepcopy(mlp) for _ in range(here)]
         return ModuleExperts(copies, num_experts, ep_size=ep_size, ep_rank=ep_rank)
+    activation = getattr(mlp, preset.activation)
     first = [getattr(mlp, name) for name in (preset.gate, preset.up) if name is not None]
     last = getattr(mlp, preset.down)
     up = torch.cat([_weight(linear) for linear in first], 1)
     like = next(mlp.parameters())
     with torch.device("meta"):
         made = GroupedExperts(
-            num_experts, width, _weight(last).shape[0], activation=_function(getattr(mlp, preset.activation)),
+            num_experts, width, _weight(last).shape[0], activation=name_of_activation(activation) or activation,
             gated=preset.gate is not None, bias=True, ep_size=ep_size, ep_rank=ep_rank,
         )  # fmt: skip
     made.to_empty(device=like.device).to(like.dtype)
@@ -266,10 +268,6 @@ def _experts(
     for parameter in made.parameters():
         parameter.requires_grad_(like.requires_grad)
     return made
-
-
-def _function(activation: Any) -> Callable[[Tensor], Tensor]:
-    return activation  # type: ignore[no-any-return]
 
 
 def _biases(into: nn.Parameter | None, linears: Sequence[nn.Module]) -> nn.Parameter | None:
