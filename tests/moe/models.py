@@ -159,6 +159,9 @@ def of_transformers(family: str) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     makers: dict[str, tuple[str, str, dict[str, Any]]] = {
         "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+        "gemma": ("GemmaForCausalLM", "GemmaConfig", {"head_dim": 8}),
+        "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"hidden_dropout": 0.0}),
+        "phi": ("PhiForCausalLM", "PhiConfig", {}),
         "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
         "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_inner": 24, "resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0}),
         "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -179,7 +182,7 @@ def of_transformers(family: str) -> Any:
     }  # fmt: skip
     cls, config, own = makers[family]
     model = getattr(hf, cls)(getattr(hf, config)(**common, **own))
-    if family not in ("llama", "qwen3", "gpt2"):
+    if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")  # the others take no float64 on a CPU
     model.double().train()
     fill(model, std=0.3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
+from zoo.config import load
 from zoo.engine import initialize
 from zoo.moe import ExpertsPreset, commit_balance, parallelise, use_mesh, whole_state_dict
 from zoo.moe.huggingface.experts import ParallelExperts
@@ -202,6 +204,36 @@ def test_a_section_alone_does_it() -> None:
     assert all(1 <= load <= 4 for load in loads)
 
 
+def test_checkpoints_load_at_another_ep_size(tmp_path: Path) -> None:
+    """Saved with experts on two ranks, loaded on four, the bias of routers too."""
+
+    def fn(ep_size: int, steps: range, save: bool) -> Any:
+        document = {
+            "train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}},
+            "zero_optimization": {"stage": 3},
+            "moe": {"enabled": True, "ep_size": ep_size, "bias_speed": 0.1},
+        }  # fmt: skip
+
+        def run(rank: int) -> Any:
+            engine, _, _, _ = initialize(document, Small())
+            if not save:
+                engine.load_checkpoint(tmp_path)
+            for step in steps:
+                engine.backward(engine((torch.arange(6) * (rank + 1) + step) % VOCABULARY))
+                engine.step()
+            if save:
+                engine.save_checkpoint(tmp_path)
+            found = whole_state_dict(engine.module)
+            engine.destroy()
+            return found
+
+        return sim.run(4, run)[0]
+
+    fn(2, range(2), True)
+    resumed = fn(4, range(2, 4), False)
+    torch.testing.assert_close(resumed, fn(2, range(4), True), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -221,6 +253,19 @@ def test_a_section_alone_does_it() -> None:
 def test_what_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parallelise(Small(), **options)
+
+
+def test_sections_that_cannot_be() -> None:
+    both = {"train_batch_size": 4, "mesh": {"axes": {"data": 2, "expert": 2}}, "moe": {"enabled": True, "ep_size": 4}}
+    with pytest.raises(ValueError, match=r"moe\.ep_size = 4, and mesh\.axes has .*'expert': 2"):
+        load(both, world_size=4)
+    given = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": RATE}}, "moe": {"enabled": True}}
+    with pytest.raises(ValueError, match="no experts were found in Small"):
+        initialize(given, Small(Plain))
+    described = {"experts": "Plain", "up": "w_in", "down": "w_out", "gated": False, "activation": "phi"}
+    engine, *_ = initialize({**given, "moe": {"enabled": True, "presets": [described]}}, Small(Plain))
+    assert isinstance(engine.module.layers[0].experts, ParallelExperts)
+    engine.destroy()
 
 
 def test_ranks_that_are_not_known_or_elsewhere() -> None:

@@ -225,7 +225,7 @@ def test_what_cannot_be(options: dict[str, Any], said: str) -> None:
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma", "gpt_neox", "phi"])
 def test_models_of_transformers(family: str, tmp_path: Any) -> None:
     """The same logits; trained, saved with the configuration, and made anew from the two."""
     from safetensors.torch import load_file, save_file
