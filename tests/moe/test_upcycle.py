@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tests.moe.models import VOCABULARY, AsInGPT2, Dense, Gated, Odd, Own, needs_transformers, of_transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -157,6 +159,29 @@ def test_an_engine_adds_the_balance_loss() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("kind", ["gated", "odd"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_saved_as_one_file_has_all_experts(kind: str, stage: int, tmp_path: Path) -> None:
+    document = {
+        "train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+    }  # fmt: skip
+
+    def fn(rank: int) -> Any:
+        engine, *_ = initialize(document, up(Dense(KINDS[kind]), kind, 4, ep_size=2))
+        engine.backward(engine((IDS + rank) % VOCABULARY))
+        engine.step()
+        engine.save_16bit_model(tmp_path, "model.safetensors")
+        found = whole_state_dict(engine.module)
+        engine.destroy()
+        return found
+
+    found = sim.run(4, fn)[0]
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), found, rtol=0, atol=0)
+    plain = up(Dense(KINDS[kind]), kind, 4)
+    assert {name: t.shape for name, t in plain.state_dict().items()} == {name: t.shape for name, t in found.items()}
+
+
 def test_what_is_chosen_drawn_and_kept() -> None:
     model = upcycle(Dense(layers=5), 4, every=2, router_std=0.5, seed=3, capacity=Capacity(factor=2.0))
     assert [isinstance(layer["mlp"], UpcycledMLP) for layer in model.layers] == [True, False, True, False, True]
@@ -228,7 +253,7 @@ def test_what_cannot_be(options: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma", "gpt_neox", "phi"])
 def test_models_of_transformers(family: str, tmp_path: Any) -> None:
     """The same logits; trained, saved with the configuration, and made anew from the two."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     dense = of_transformers(family)
     model = upcycle(copy.deepcopy(dense), 4, every=2 if family == "llama" else 1)

@@ -37,21 +37,16 @@ def save_model(
                 "save_checkpoint(), which every rank writes its part of."
             )
         return False
-    described = {
-        name: (bucket.spec.dtype, tensor.shape)
-        for bucket in sharded.buckets
-        if bucket.spec.trainable or not exclude_frozen
-        for name, tensor in zip(bucket.spec.names, bucket.layout.tensors, strict=True)
-    }
+    whole = sharded.whole_model(frozen=not exclude_frozen)
     if first:
-        _tell_wide(described)
+        _tell_wide(whole.described)
     what = f"saving the model as {filename!r} in {str(folder)!r}"
     opened: list[TensorFile] = []
     failure: Exception | None = None
 
     def begin() -> None:
         if first:
-            opened.append(_open(folder / filename, module, described))
+            opened.append(_open(folder / filename, module, whole.described))
 
     def finish() -> None:
         if failure is not None:
@@ -61,7 +56,7 @@ def save_model(
 
     together(comm, what, begin)
     try:
-        for name, tensor in sharded.whole_parameters(frozen=not exclude_frozen):
+        for name, tensor in whole:
             try:
                 for file in opened if failure is None else ():
                     file.put(name, tensor)

@@ -48,7 +48,7 @@ from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.members import Members
 from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.module_buffers import ModuleBuffers
-from zoo.zero.state.whole import whole_parameters, whole_values
+from zoo.zero.state.whole import WholeModel, whole_parameters, whole_values
 from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
@@ -511,6 +511,15 @@ class ShardedModel:
         self.members.check()
         self.settle()
         return whole_parameters(b for b in self.buckets if frozen or b.spec.trainable)
+
+    def whole_model(self, *, frozen: bool = True) -> WholeModel:
+        """As :meth:`whole_parameters`, under their names in the whole model, and with what other ranks have of tensors
+        that are split along further mesh axes: experts, tensor-parallel layers. Collective, and so is the iteration.
+        """
+        self._check_open()
+        self.members.check()
+        self.settle()
+        return WholeModel([b for b in self.buckets if frozen or b.spec.trainable], self.families)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""

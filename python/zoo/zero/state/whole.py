@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from zoo.comm import Communicator
+from zoo.zero.placement.axes import Axes
+from zoo.zero.placement.families import Family
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.originals import Pieces, whole_originals
 
@@ -32,6 +36,61 @@ def whole_parameters(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Ten
                 parameters.reshard()
             elif hidden:
                 parameters.hide()
+
+
+class WholeModel:
+    """The parameters of all ranks, under their names in the whole model: parts along other mesh axes are joined.
+
+    Collective over all ranks, as is the iteration, in which every rank goes to the end.
+
+    Attributes:
+        described: dtype and shape by name.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket], families: Mapping[Family, Axes]) -> None:
+        self._buckets = [(bucket, families[bucket.spec.axes].parts) for bucket in buckets]
+        self._pieces: dict[str, list[_Piece]] = {}
+        self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for bucket, parts in self._buckets:
+            mine = [_piece(bucket, name) for name in bucket.spec.names]
+            everybody = [mine] if parts is None else parts.all_gather_object(mine)
+            for name, pieces in zip(bucket.spec.names, zip(*everybody, strict=True), strict=True):
+                self._pieces[name] = list(pieces)
+                self.described |= {called: (bucket.spec.dtype, shape) for called, shape, _, _ in pieces}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, value); valid until the next one is asked for."""
+        for bucket, parts in self._buckets:
+            for name, tensor in whole_parameters([bucket]):
+                pieces = self._pieces[name]
+                yield from [(pieces[0][0], tensor)] if parts is None else _joined(tensor, pieces, parts)
+
+
+_Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Name and shape of a whole tensor, offsets and sizes of a part of it."""
+
+
+def _piece(bucket: Bucket, name: str) -> _Piece:
+    called, split = bucket.logical(name)
+    sizes = bucket.shape_of(name)
+    if split.shape is None or split.box is None:
+        return called, sizes, (0,) * len(sizes), sizes
+    return called, split.shape, split.box.offsets, split.box.sizes
+
+
+def _joined(tensor: torch.Tensor, pieces: list[_Piece], parts: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the ranks' parts are together: one tensor, or several where each part is one of its own."""
+    most = max(math.prod(sizes) for _, _, _, sizes in pieces)
+    mine = tensor.new_zeros(most)
+    mine[: tensor.numel()] = tensor.detach().reshape(-1)
+    every = tensor.new_empty(parts.size * most)
+    parts.all_gather(every, mine, label="parts of a parameter").wait()
+    found: dict[str, torch.Tensor] = {}
+    for r, (name, shape, offsets, sizes) in enumerate(pieces):
+        whole = found.setdefault(name, tensor.new_zeros(shape))
+        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        whole[box] = every[r * most : r * most + math.prod(sizes)].view(sizes)
+    yield from found.items()
 
 
 def whole_values(bucket: Bucket, optimizer: ZeroOptimizer | None, *, trains: bool) -> torch.Tensor:
