@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from tests.moe.battery import GATES, Made
 from tests.profiles import examples
 
-from zoo.moe import ExpertChoiceGate, GroupLimitedGate, LossFreeGate, Top1Gate, Top2Gate, TopKGate
+from zoo import sim
+from zoo.moe import (
+    ExpertChoiceGate,
+    GroupedExperts,
+    GroupLimitedGate,
+    LossFreeGate,
+    MixtureOfExperts,
+    Top1Gate,
+    Top2Gate,
+    TopKGate,
+)
 from zoo.moe.losses import balance, z_loss
 from zoo.moe.noise import gumbel, uniform
 from zoo.moe.routing import place
@@ -212,3 +222,44 @@ def test_a_full_expert_keeps_the_greatest_keys(tokens: int, experts: int, k: int
 def test_what_cannot_be(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=3), st.booleans(), st.integers(0, 10**6))
+def test_a_balance_loss_of_all_ranks_together(tokens: list[int], masks: bool, seed: int) -> None:
+    """The mean of the ranks' losses, and of their gradients, are those of all tokens at once."""
+
+    def layer() -> MixtureOfExperts:
+        torch.manual_seed(seed)
+        gate = TopKGate(WIDTH, 4, k=2)
+        return MixtureOfExperts(gate, GroupedExperts(4, WIDTH, 3), balance_over="global").double()
+
+    def given_to(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        dice = torch.Generator().manual_seed(seed + rank)
+        x = torch.randn(tokens[rank], WIDTH, generator=dice, dtype=torch.float64)
+        return x, torch.rand(tokens[rank], generator=dice) < 0.7 if masks else torch.ones(tokens[rank]).bool()
+
+    def fn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mixture = layer()
+        found = mixture(*given_to(rank)).balance
+        found.backward()
+        assert mixture.gate.weight.grad is not None
+        return found.detach(), mixture.gate.weight.grad
+
+    ranks = sim.run(len(tokens), fn)
+    whole = layer()
+    parts = [given_to(rank) for rank in range(len(tokens))]
+    loss = whole(torch.cat([x for x, _ in parts]), torch.cat([used for _, used in parts])).balance
+    loss.backward()
+    assert whole.gate.weight.grad is not None
+    torch.testing.assert_close(sum(found for found, _ in ranks) / len(ranks), loss.detach())
+    torch.testing.assert_close(sum(gradient for _, gradient in ranks) / len(ranks), whole.gate.weight.grad)
+
+
+def test_the_bias_stays_in_single_precision() -> None:
+    gate = LossFreeGate(WIDTH, 4)
+    gate.commit(torch.tensor([4, 2, 2, 0]))
+    before = gate.bias.clone()
+    assert gate.bfloat16().bias.dtype is torch.float32
+    assert torch.equal(gate.bias, before)
+    assert gate.weight.dtype is torch.bfloat16
+    assert gate.double().bias.dtype is torch.float64

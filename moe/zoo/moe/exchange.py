@@ -32,6 +32,17 @@ def known_as(comm: Communicator) -> int:
     return number
 
 
+def ranks_of(comm: int) -> int:
+    """How many ranks it has."""
+    return _comms[comm].size
+
+
+def sum_over(t: Tensor, comm: int) -> Tensor:
+    """The sum of (n,) of every rank; without a gradient. Collective."""
+    found: Tensor = torch.ops.zoo_moe.sum_over(t.detach(), comm)
+    return found
+
+
 def exchange_counts(counts: Tensor, comm: int, chunks: int = 1) -> tuple[Tensor, Tensor]:
     """What each rank will get. Collective, and the one readback of a layer on a GPU.
 
@@ -69,6 +80,18 @@ def finish(ticket: Tensor, x: Tensor, splits: Tensor, *, comm: int, back: bool =
     """
     found: Tensor = torch.ops.zoo_moe.exchange_finish(ticket, x, splits, comm, back, num_rows)
     return found
+
+
+@torch.library.custom_op("zoo_moe::sum_over", mutates_args=())
+def _sum_over(t: Tensor, comm: int) -> Tensor:
+    total = t.clone(memory_format=torch.contiguous_format)
+    _comms[comm].all_reduce(total).wait()
+    return total
+
+
+@_sum_over.register_fake
+def _(t: Tensor, comm: int) -> Tensor:
+    return torch.empty_like(t)
 
 
 @torch.library.custom_op("zoo_moe::exchange_counts", mutates_args=())

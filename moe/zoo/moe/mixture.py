@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zoo.comm import Communicator
+from zoo.config.mesh import data_axes
 from zoo.layout import declare_axis, declare_unit
+from zoo.moe import exchange
 from zoo.moe.counted import CountedLayer
 from zoo.moe.dispatch import Dispatcher
 from zoo.moe.experts.base import AXIS, Experts
 from zoo.moe.gates.base import Gate
 from zoo.moe.gates.loss_free import LossFreeGate
 from zoo.moe.part import MoEPart
-from zoo.moe.routing import capacity, place
+from zoo.moe.routing import Routing, capacity, place
 from zoo.parts import declare_part
 
 Tensor = torch.Tensor
@@ -82,6 +85,9 @@ class MixtureOfExperts(CountedLayer):
         chunks: into how many groups a rank's experts are cut, of which one computes while the next one's tokens come.
         repeated: the tensor-parallel ranks have the same tokens, and whole experts: each of them dispatches its share.
 
+        balance_over: the micro-batch of which the balance loss is: each rank's own, or in training that of all data
+            ranks together, which lets a rank's text be of one kind (one more small collective a forward).
+
     Attributes:
         tally: see :class:`~zoo.moe.counted.CountedLayer`.
 
@@ -92,12 +98,16 @@ class MixtureOfExperts(CountedLayer):
     def __init__(
         self, gate: Gate, experts: Experts, *, capacity: Capacity | None = None, shared: nn.Module | None = None,
         residual: bool = False, chunks: int = 1, repeated: bool = True,
+        balance_over: Literal["rank", "global"] = "rank",
     ) -> None:  # fmt: skip
         super().__init__()
         if gate.num_experts != experts.num_experts:
             raise ValueError(f"a gate for {gate.num_experts} experts and {experts.num_experts} experts.")
         if residual and shared is None:
             raise ValueError("residual=True without shared=, which it weighs.")
+        if balance_over not in ("rank", "global"):
+            raise ValueError(f"balance_over={balance_over!r}; allowed are 'rank' and 'global'.")
+        self.balance_over, self._data, self._data_number = balance_over, cast("Communicator | None", None), 0
         self.gate, self.experts, self.shared, self.capacity = gate, experts, shared, capacity
         self.coefficient = nn.Linear(gate.hidden_size, 2) if residual else None
         self.num_experts = gate.num_experts
@@ -113,6 +123,9 @@ class MixtureOfExperts(CountedLayer):
     def enter_mesh(self, mesh: Any) -> None:
         """Tell the layer of the mesh: see :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`. Collective over the mesh."""
         self._dispatch.enter_mesh(mesh, self.experts.parameters())
+        if self.balance_over == "global":
+            self._data = Communicator.of_axes(mesh, data_axes(mesh.mesh_dim_names))
+            self._data_number = exchange.known_as(self._data)
 
     @property
     def expert_ranks(self) -> Communicator | None:
@@ -149,12 +162,21 @@ class MixtureOfExperts(CountedLayer):
         given = x.reshape(-1, x.shape[-1])
         routing = self.gate(given, None if used is None else used.reshape(-1) != 0)
         at = place(routing, self._limit(given.shape[0]))
+        balance = self._balance_of(routing)
         y, shared = self._dispatch(self.experts, given, at, None if self.shared is None else lambda: self._shared(x))
         self.count(routing.demand, at.counts)
         return Mixed(
-            output=self._joined(y.view(x.shape), shared, x), balance=routing.balance, z_loss=routing.z_loss,
+            output=self._joined(y.view(x.shape), shared, x), balance=balance, z_loss=routing.z_loss,
             demand=routing.demand, counts=at.counts,
         )  # fmt: skip
+
+    def _balance_of(self, routing: Routing) -> Tensor:
+        if self.balance_over == "rank" or routing.load is None or not (dist.is_initialized() and self.training):
+            return routing.balance
+        if self._data is None:
+            self._data = Communicator()
+            self._data_number = exchange.known_as(self._data)
+        return routing.load.over(self._data_number).loss() if self._data.size > 1 else routing.balance
 
     def _shared(self, x: Tensor) -> Tensor:
         found: Tensor = self.shared(x)  # type: ignore[misc]  # called only where there is one

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from zoo.kernels.gating import expert_rows, positions_in_expert
+from zoo.moe.losses import Load
 
 Tensor = torch.Tensor
 Priority = Literal["choice", "token"] | Tensor
@@ -27,8 +28,8 @@ class Routing:
     """(T, K), float32 or wider: by which the outputs are multiplied; differentiable."""
     demand: Tensor
     """(E,) int64: assignments to each expert, before anything is dropped."""
-    balance: Tensor
-    """(): the load balancing loss, 1 or so where experts are used evenly; 0 for gates that have none."""
+    load: Load | None
+    """What the balance loss is made of; None for gates that need none."""
     z_loss: Tensor
     """(): mean_t (log Σ_e exp v_te)^2 of the logits v."""
     priority: Priority = "choice"
@@ -38,10 +39,13 @@ class Routing:
     """Weights are divided by the sum over what was not dropped."""
     scale: float = 1.0
     """They are multiplied by this at the end."""
-    importance: Tensor | None = None
-    """(E,): mean_t p_te, for statistics."""
     num_rows: int | None = None
     """As many assignments as there can be at most; T·K if not given."""
+
+    @property
+    def balance(self) -> Tensor:
+        """(): the load balancing loss of the micro-batch, about 1 where experts are used evenly; 0 without a load."""
+        return self.weights.new_zeros(()) if self.load is None else self.load.loss()
 
     def with_priority(self, priority: Priority) -> Routing:
         """The same with another priority."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zoo.kernels.gating import top_k_gate
-from zoo.moe.losses import balance, mean_of_used, z_loss
+from zoo.moe.losses import Load, load_of, z_loss
 from zoo.moe.routing import Priority, Routing
 
 Tensor = torch.Tensor
@@ -34,14 +34,14 @@ def by_softmax(
         experts = best(logits, k) if experts is None else experts
         weights = probabilities.gather(1, experts)
     return routed(
-        experts, weights, logits, used, balance(probabilities, experts[:, :counted], used, choices=counted),
-        probabilities=probabilities, renormalise=renormalise, priority=priority,
+        experts, weights, logits, used, load_of(probabilities, experts[:, :counted], used, choices=counted),
+        renormalise=renormalise, priority=priority,
     )  # fmt: skip
 
 
 def routed(
-    experts: Tensor, weights: Tensor, logits: Tensor, used: Tensor | None, balanced: Tensor, *, probabilities: Tensor,
-    renormalise: bool = False, priority: Priority = "choice", scale: float = 1.0, num_rows: int | None = None,
+    experts: Tensor, weights: Tensor, logits: Tensor, used: Tensor | None, load: Load | None, *,
+    renormalise: bool, priority: Priority = "choice", scale: float = 1.0, num_rows: int | None = None,
 ) -> Routing:  # fmt: skip
     """A :class:`Routing` in which tokens that do not count go nowhere."""
     num_experts = logits.shape[1]
@@ -50,7 +50,7 @@ def routed(
     ones = torch.ones_like(experts).reshape(-1)
     demand = ones.new_zeros(num_experts + 1).scatter_add_(0, experts.reshape(-1), ones)[:num_experts]
     return Routing(
-        experts=experts, weights=weights, demand=demand, balance=balanced, z_loss=z_loss(logits, used),
-        importance=mean_of_used(probabilities.detach(), used), priority=priority, renormalise=renormalise, scale=scale,
+        experts=experts, weights=weights, demand=demand, load=load, z_loss=z_loss(logits, used),
+        priority=priority, renormalise=renormalise, scale=scale,
         num_rows=num_rows,
     )  # fmt: skip

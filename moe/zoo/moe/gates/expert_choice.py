@@ -41,6 +41,4 @@ class ExpertChoiceGate(Gate):
         count = min(-(-tokens * self.k // num_experts), tokens)
         taken = torch.zeros_like(p, dtype=torch.bool).scatter_(0, best(values.t(), count).t(), True)
         experts = torch.where(taken, torch.arange(num_experts, device=logits.device), num_experts)
-        return routed(
-            experts, p, logits, used, logits.new_zeros(()), probabilities=p, num_rows=count * num_experts
-        )  # fmt: skip
+        return routed(experts, p, logits, used, None, renormalise=False, num_rows=count * num_experts)

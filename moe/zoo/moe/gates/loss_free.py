@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from zoo.moe.gates.base import Gate, NoisePolicy
 from zoo.moe.gates.chosen import best, routed
-from zoo.moe.losses import balance
+from zoo.moe.losses import load_of
 from zoo.moe.routing import Routing
 
 Tensor = torch.Tensor
@@ -51,13 +54,21 @@ class LossFreeGate(Gate):
         experts = self.choose(scores.detach() + self.bias.to(scores.dtype))
         shares = scores / scores.sum(-1, keepdim=True)
         return routed(
-            experts, scores.gather(1, experts), logits, used, balance(shares, experts, used, choices=self.k),
-            probabilities=shares, renormalise=self.renormalise, scale=self.scale,
+            experts, scores.gather(1, experts), logits, used, load_of(shares, experts, used, choices=self.k),
+            renormalise=self.renormalise, scale=self.scale,
         )  # fmt: skip
 
     def choose(self, values: Tensor) -> Tensor:
         """(T, k): experts by (T, E) scores with the bias."""
         return best(values, self.k)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LossFreeGate:
+        """In 16 bits small steps of the bias would be lost: a model's dtype is not its own."""
+        kept = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias.is_floating_point() and self.bias.itemsize < 4:
+            self.bias = kept.to(self.bias.device)
+        return self
 
     @torch.no_grad()
     def commit(self, counts: Tensor) -> None:
