@@ -37,14 +37,15 @@ class MoEMlp(nn.Module):
     class Config(Section):
         """Options of :class:`MoEMlp`."""
 
-        num_experts: int = Field(default=8, ge=1)
+        num_experts: int = Field(default=16, ge=1)
         """E."""
-        gate: GateChoice = Field(default_factory=lambda: GateChoice(type="top1"))
+        gate: GateChoice = Field(default_factory=lambda: GateChoice(type="topk", params={"k": 2}))
         """Which experts a token goes to."""
         intermediate_size: int | None = Field(default=None, ge=1)
-        """H of each expert; default: twice the width, half of a dense transformer's."""
-        shared_size: int = Field(default=0, ge=0)
-        """H of an expert that all tokens go to; 0 for none."""
+        """H of each expert; default: 7/16 of the width."""
+        shared_size: int | None = Field(default=None, ge=0)
+        """H of an expert that all tokens go to, 0 for none; default: 7/8 of the width. With two of the others that is
+        7/16 of a dense transformer's perceptron."""
         capacity_factor: float | None = Field(default=None, gt=0)
         """Tokens that an expert takes, over its even share; null: all."""
         balance: float = Field(default=0.01, ge=0)
@@ -56,7 +57,8 @@ class MoEMlp(nn.Module):
 
     def __init__(self, config: Config, *, width: int, depth: int, generator: torch.Generator) -> None:
         super().__init__()
-        hidden = config.intermediate_size or 2 * width
+        hidden = config.intermediate_size or max(1, 7 * width // 16)
+        shared_size = max(1, 7 * width // 8) if config.shared_size is None else config.shared_size
         gate = DEFAULT.build(
             "moe_gate", config.gate.type, config.gate.params, hidden_size=width, num_experts=config.num_experts
         )
@@ -65,10 +67,8 @@ class MoEMlp(nn.Module):
             ep_rank=place_of_rank(config.ep_size),
         )  # fmt: skip
         shared = None
-        if config.shared_size:
-            shared = nn.Sequential(
-                nn.Linear(width, config.shared_size), nn.GELU("tanh"), nn.Linear(config.shared_size, width)
-            )
+        if shared_size:
+            shared = nn.Sequential(nn.Linear(width, shared_size), nn.GELU("tanh"), nn.Linear(shared_size, width))
         factor = config.capacity_factor
         limit = None if factor is None else Capacity(factor=factor, eval_factor=max(factor, 2.0))
         self.mixture = MixtureOfExperts(gate, experts, capacity=limit, shared=shared)
