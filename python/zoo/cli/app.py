@@ -96,7 +96,7 @@ def train(
         if value is not None:
             overrides.append(f"{key}={value}")
     if moe:
-        overrides.append('train.task.params.mlp={"type": "moe"}')
+        overrides.insert(0, 'train.task.params.mlp={"type": "moe"}')  # --set says more of it
     if out is not None:
         overrides.append(f"train.out={json.dumps(out)}")
     with contextlib.ExitStack() as stack:

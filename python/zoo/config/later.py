@@ -40,8 +40,7 @@ KEYS: dict[str, Fate] = {
         },
     ),
     "use_data_before_expert_parallelism": refused(
-        'the order of mesh.axes says it: {"mesh": {"axes": {"expert": 2, "data": -1}}} has data-parallel ranks side by side',
-        False,
+        'the order of mesh.axes says it: {"expert": 2, "data": -1} has data-parallel ranks side by side', False
     ),
     "graph_harvesting": waits("the compiler (CUDA graphs)", False),
     "vocabulary_size": unnecessary("nothing depends on it", None, int),
@@ -157,8 +156,8 @@ SECTIONS: dict[str, Fate] = {
         num_gpus_per_node=1, model_parallel_size=1,
     ),
     "expert_parallel": _switched(
-        'the section moe of zoo-moe does it: {"moe": {"enabled": true, "ep_size": ...}}, which finds the layers of a model '
-        "by itself", refused, autoep_size=1, expert_tensor_parallel_size=1, async_split_plan=False, preset_model=PATH,
+        'zoo-moe does it: {"moe": {"enabled": true, "ep_size": ...}}, which finds the layers by itself', refused,
+        autoep_size=1, expert_tensor_parallel_size=1, async_split_plan=False, preset_model=PATH,
         use_grouped_mm=True, disable_triton_grouped_mm=False, moe_layer_pattern=PATH, router_pattern=PATH,
         expert_pattern=PATH, score_func="auto", score_apply="auto", combine_impl="auto",
         route_norm=setting(None, bool), route_scale=1.0, top_k=setting("auto", (int, "auto")),
