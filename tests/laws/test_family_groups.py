@@ -32,7 +32,7 @@ def axes_of(
     sizes: dict[str, int], data_axes: tuple[str, ...], split: tuple[str, ...], partial: tuple[str, ...],
     options: dict[str, Any],
 ) -> list[dict[str, Ranks]]:  # fmt: skip
-    """The groups of one family on each rank."""
+    """The groups of one family on each rank, and the nodes of all its ranks."""
 
     def fn(rank: int) -> dict[str, Ranks]:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -44,7 +44,8 @@ def axes_of(
         families = make_families(comm, mesh, data_axes, [("p", parameter)], config)
         found = families[tuple(sorted([*split, *(f"+{axis}" for axis in partial)]))]
         groups = {name: getattr(found, name) for name in ("shard", "replicas", "local", "across", "secondary")}
-        return {name: tuple(comm.ranks) for name, comm in groups.items() if comm is not None}
+        nodes = {"nodes": found.world.nodes or ()}
+        return nodes | {name: tuple(comm.ranks) for name, comm in groups.items() if comm is not None}
 
     world = 1
     for size in sizes.values():
@@ -110,6 +111,7 @@ def test_ranks_of_a_node_follow_one_another() -> None:
     found = axes_of({"data": 4, "expert": 2}, ("data", "expert"), ("expert",), (), options)
     assert found[3]["local"] == (1, 3)
     assert found[3]["across"] == (3, 7)
+    assert found[3]["nodes"] == (0, 0, 1, 1)
     both = axes_of({"tensor": 2, "data": 4}, ("data",), (), ("tensor",), options)
     assert both[5]["shard"] == tuple(range(8))
     assert both[5]["local"] == (4, 5, 6, 7)
@@ -233,9 +235,11 @@ def test_errors_that_are_fed_back_move_between_meshes(case: Case, other: Case) -
             model(tokens(case, replica, step).float()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found, kept = states(optimizer), optimizer.state_dict()
+        found, kept, errors = states(optimizer), optimizer.state_dict(), errors_of(optimizer)
         optimizer.load_state_dict(kept)
         assert same(found, states(optimizer))
+        assert all(torch.equal(a, b) for a, b in zip(errors, errors_of(optimizer), strict=True))
+        assert errors
         return found, optimizer.state_scalars()
 
     saved = sim.run(case.world, save)
@@ -243,11 +247,17 @@ def test_errors_that_are_fed_back_move_between_meshes(case: Case, other: Case) -
     scalars = {key: value for _, found in saved for key, value in found.items()}
 
     def load(rank: int) -> Any:
-        _, optimizer, _ = build(other, rank, torch.float32, **options)
+        model, optimizer, replica = build(other, rank, torch.float32, **options)
         optimizer.load_state(lambda name, role, start, length: state[name, role].view(-1)[start:][:length], scalars)
-        return states(optimizer), [f.error is not None for f in optimizer._feedback]
+        found, kept = states(optimizer), optimizer.state_dict()
+        optimizer.load_state_dict(kept)
+        assert same(found, states(optimizer))
+        model(tokens(other, replica, 5).float()).square().mean().backward()
+        optimizer.step()
+        return found, [safe_get_full_fp32_param(p) for p in (model.first.weight, model.pair.bias)]
 
     loaded = sim.run(other.world, load)
+    assert all(torch.equal(a, b) for _, values in loaded for a, b in zip(values, loaded[0][1], strict=True))
     again = whole([found for found, _ in loaded])
     names = {name for name, role in state if role == "parameter"}
     assert any(role.startswith("feedback.") for _, role in state)
@@ -257,6 +267,10 @@ def test_errors_that_are_fed_back_move_between_meshes(case: Case, other: Case) -
         assert float(was.abs().max()) > 0, name
     if case == other:
         assert again.keys() == state.keys()
+
+
+def errors_of(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
+    return [feedback.error.clone() for feedback in optimizer._feedback if feedback.error is not None]
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
