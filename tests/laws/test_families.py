@@ -5,7 +5,9 @@ Both layers here are small and plain; they know nothing of ZeRO, and say what th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from zoo.zero import ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32
 
 WIDTH = 4
 RATE = 0.1
+AXES = ("data", "expert", "tensor")
+TIERS = ("none", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -31,28 +35,74 @@ class Case:
     data: int = 2
     expert: int = 2
     tensor: int = 1
+    order: tuple[str, ...] = AXES
     per_rank: int = 1
     stage: int = 3
     clip_norm: float = 0.0
     bucket_size: int = 1
     threshold: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.data * self.expert * self.tensor
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def cuts_alike(case: Case, size: int) -> bool:
+    """Whether every block of ``size`` consecutive data-parallel ranks has equally many of the ranks of each expert."""
+    first = next(axis for axis in case.order if axis != "tensor")
+    found = set()
+    for e in range(case.expert):
+        numbers = [d * case.expert + e if first == "data" else e * case.data + d for d in range(case.data)]
+        found |= set(Counter(number // size for number in numbers).values())
+    return len(found) == 1
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def groups_within(draw: st.DrawFn, case: Case) -> dict[str, Any]:
+    """MiCS, hpZ, transfers of two stages and offloading, as they fit."""
+    num = case.data * case.expert
+    options: dict[str, Any] = {}
+    regular = case.expert != 3  # powers of two divide one another
+    if regular:
+        options["ranks_per_node"] = draw(st.sampled_from([None, *divisors(case.world)]))
+    known = options.get("ranks_per_node") is not None
+    if case.stage == 0:
+        return {**options, "hierarchical_all_reduce": known}
+    if draw(st.booleans()):
+        options["mics_shard_size"] = draw(st.sampled_from([d for d in divisors(num) if cuts_alike(case, d)]))
+    options["offload_optimizer"] = {"device": draw(st.sampled_from(TIERS)), "nvme_path": gettempdir()}
+    if case.stage == 3:
+        size = options.get("mics_shard_size", num)
+        fitting = [d for d in divisors(size) if cuts_alike(case, d)]
+        options["zero_hpz_partition_size"] = draw(st.sampled_from([1, *fitting]))
+        options["mics_hierarchical_params_gather"] = known and draw(st.booleans())
+        options["offload_param"] = {"device": draw(st.sampled_from(TIERS)), "nvme_path": gettempdir(), "max_in_cpu": 8}
+        options["max_live_parameters"] = draw(st.sampled_from([None, 0]))
+    return options
+
+
+@st.composite
+def cases(draw: st.DrawFn, stages: tuple[int, ...] = (0, 1, 2, 3)) -> Case:
     expert, tensor = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]))
-    return Case(
-        data=draw(st.integers(1, 2)),
+    case = Case(
+        data=draw(st.integers(1, 2)) if expert * tensor > 2 else draw(st.sampled_from([1, 2, 4])),
         expert=expert,
         tensor=tensor,
+        order=tuple(draw(st.permutations(AXES))),
         per_rank=draw(st.integers(1, 2)),
-        stage=draw(st.integers(0, 3)),
+        stage=draw(st.sampled_from(stages)),
         clip_norm=draw(st.sampled_from([0.0, 0.01])),
         bucket_size=draw(st.sampled_from([1, 10**6])),
         threshold=draw(st.sampled_from([0, 10])),
         seed=draw(st.integers(0, 20)),
     )
+    return replace(case, options=tuple(draw(groups_within(case)).items()))
 
 
 def weight(name: str, *shape: int) -> torch.Tensor:
@@ -154,17 +204,21 @@ def tokens(case: Case, replica: int, step: int) -> torch.Tensor:
     return torch.randn(case.expert * case.per_rank, 2, 3, generator=generator, dtype=torch.float64)
 
 
-def build(case: Case, rank: int, **options: Any) -> tuple[Model, ZeroOptimizer, int]:
-    mesh = init_device_mesh("cpu", (case.data, case.expert, case.tensor), mesh_dim_names=("data", "expert", "tensor"))
+def build(
+    case: Case, rank: int, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Model, ZeroOptimizer, int]:  # fmt: skip
+    mesh = init_device_mesh("cpu", tuple(getattr(case, axis) for axis in case.order), mesh_dim_names=case.order)
     expert = Communicator.of_axes(mesh, ["expert"]) if case.expert > 1 else None
     tensor = Communicator.of_axes(mesh, ["tensor"]) if case.tensor > 1 else None
-    model = Model(case.expert * case.per_rank, expert, tensor)
-    given = {"optimizer": torch.optim.SGD, "lr": RATE, "momentum": 0.9, **options}
+    model = Model(case.expert * case.per_rank, expert, tensor).to(dtype)
+    given = {"optimizer": torch.optim.SGD, "lr": RATE, "momentum": 0.9, **dict(case.options), **options}
     optimizer = ZeroOptimizer(
-        model, stage=case.stage, mesh=mesh, data_axes=("data", "expert"), clip_norm=case.clip_norm,
-        reduce_bucket_size=case.bucket_size, param_persistence_threshold=case.threshold, **given,
+        model, stage=case.stage, mesh=mesh, data_axes=[axis for axis in case.order if axis != "tensor"],
+        clip_norm=case.clip_norm, reduce_bucket_size=case.bucket_size, param_persistence_threshold=case.threshold,
+        **given,
     )  # fmt: skip
-    return model, optimizer, rank // case.tensor
+    replica = mesh.get_local_rank("data") * case.expert + mesh.get_local_rank("expert")
+    return model, optimizer, replica
 
 
 def train(model: Model, optimizer: ZeroOptimizer, case: Case, replica: int, steps: range) -> None:
@@ -211,7 +265,7 @@ def test_experts_and_tensor_parallel_layers_equal_one_process(case: Case) -> Non
         train(model, optimizer, case, replica, range(3))
         return states(optimizer), optimizer.grad_norm
 
-    ranks = sim.run(case.data * case.expert * case.tensor, fn, seed=case.seed)
+    ranks = sim.run(case.world, fn, seed=case.seed)
     assert len({norm for _, norm in ranks}) == 1, "ranks clipped by different factors"
     got = whole([found for found, _ in ranks])
     expected = reference(case, 3)
@@ -228,14 +282,14 @@ def test_a_state_moves_between_meshes(case: Case, other: Case) -> None:
     num = case.expert * case.per_rank
     if num % other.expert:
         return
-    other = Case(**{**other.__dict__, "per_rank": num // other.expert, "clip_norm": case.clip_norm})
+    other = replace(other, per_rank=num // other.expert, clip_norm=case.clip_norm)
 
     def save(rank: int) -> Any:
         model, optimizer, replica = build(case, rank)
         train(model, optimizer, case, replica, range(2))
         return states(optimizer), optimizer.state_scalars()
 
-    saved = sim.run(case.data * case.expert * case.tensor, save)
+    saved = sim.run(case.world, save)
     kept = whole([found for found, _ in saved])
     scalars = {key: value for _, found in saved for key, value in found.items()}
 
@@ -247,7 +301,7 @@ def test_a_state_moves_between_meshes(case: Case, other: Case) -> None:
         optimizer.load_state(read, scalars)
         return states(optimizer)
 
-    again = whole(sim.run(other.data * other.expert * other.tensor, load))
+    again = whole(sim.run(other.world, load))
     assert again.keys() == kept.keys()
     assert all(torch.equal(again[key], kept[key]) for key in kept)
 
@@ -282,8 +336,6 @@ def test_what_cannot_be_is_said() -> None:
             ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes="data")
         with pytest.raises(ValueError, match=r"layer_axes='expert' is one string"):
             ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("data",), layer_axes="expert")
-        with pytest.raises(NotImplementedError, match=r"mics_shard_size with 'moe\.experts"):
-            ZeroOptimizer(model, stage=3, lr=0.1, mics_shard_size=2, **axes)
         with pytest.raises(NotImplementedError, match=r"Lamb needs whole tensors, and 'moe\.experts"):
             ZeroOptimizer(model, stage=2, lr=0.1, optimizer=zoo.optim.Lamb, **axes)
         with pytest.raises(ValueError, match="group= and mesh="):

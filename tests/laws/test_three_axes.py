@@ -213,6 +213,38 @@ def test_pipe_expert_and_data_in_one_model_equal_one_process(case: Case) -> None
         )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2, "mics_hierarchical_params_gather": True}],
+    ids=str,
+)
+def test_groups_within_the_ranks_of_a_stage_equal_one_process(options: dict[str, Any]) -> None:
+    case = Case(clip_norm=0.01)
+
+    def fn(rank: int) -> Any:
+        pipeline = Pipeline(case, rank, ranks_per_node=2, **options)
+        for step in range(3):
+            pipeline.step(step)
+        return states(pipeline.optimizer), pipeline.optimizer.grad_norm
+
+    ranks = sim.run(case.world, fn)
+    assert len({norm for _, norm in ranks}) == 1
+    got, (expected, _) = whole([found for found, _ in ranks]), reference(case, 3)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name, "parameter"], value, rtol=1e-10, atol=1e-10)
+
+
+def test_groups_that_do_not_fit_the_experts_of_one_stage_are_refused_in_all() -> None:
+    case = Case(data=3, stage=3)
+
+    def fn(rank: int) -> None:
+        words = r"mics_shard_size=2 makes groups of which 1 or 2 ranks have .* of 'layers\.0\.experts\.0\.weight'"
+        with pytest.raises(ValueError, match=words):
+            Pipeline(case, rank, mics_shard_size=2)
+
+    sim.run(case.world, fn)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_gradient_that_is_not_finite_in_one_stage_skips_the_step_in_all(stage: int) -> None:
     case = Case(stage=stage, clip_norm=1.0, expert=1, num_micro=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from zoo.layout import Mesh
@@ -48,7 +48,7 @@ def node_of_each(nodes: Nodes, ranks: Sequence[int]) -> tuple[int, ...] | None:
     return tuple(nodes)
 
 
-def ranks_per_node(nodes: Sequence[int]) -> int | None:
+def ranks_per_node(nodes: Sequence[Hashable]) -> int | None:
     """L where the ranks of each node follow one another and every node has L of them, None elsewhere."""
     sizes = set(Counter(nodes).values())
     num_changes = sum(a != b for a, b in itertools.pairwise(nodes))

@@ -549,9 +549,9 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
         self._publish()
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
-        saved_ranks = int(mine.pop("feedback_ranks", 0))
+        saved_losses = int(mine.pop("feedback_ranks", 0))
         for bucket in self._trainable:
-            state_io.fill_feedback(bucket, self.comm.rank, self.comm.size, saved_ranks, read)
+            state_io.fill_feedback(bucket, saved_losses, read)
         if self._scaler is not None and mine:
             self._scaler.load(mine)
 
@@ -582,4 +582,4 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         found = list(
             state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=owned, stored=stored)
         )
-        return found + [s for b in self._trainable for s in state_io.feedback_slices(b, self.comm.rank)]
+        return found + [s for b in self._trainable for s in state_io.feedback_slices(b, owned=owned)]

@@ -242,7 +242,7 @@ class ShardedModel:
         reads = any(b.parameters_on_nvme for b in self.buckets)
         stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
         itemsize = self.buckets[0].spec.dtype.itemsize
-        ahead = (self.axes.shard.size > 1 or reads) and not cfg.divergent
+        ahead = (any(axes.shard.size > 1 for axes in self.families.values()) or reads) and not cfg.divergent
 
         def budget(elements: int | None, default: int) -> int:
             return default if elements is None else elements * itemsize

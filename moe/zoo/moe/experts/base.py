@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,14 +36,18 @@ class Experts(nn.Module):
         self.num_experts, self.num_local = num_experts, num_experts // ep_size
         self.first = ep_rank * self.num_local
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """(R, D) of rows that follow each other expert by expert, ``counts`` (num_local,) of each; rows after them are
-        0 and stay so."""
+        0 and stay so. With ``which`` of some of the experts here, whose counts are given."""
         raise NotImplementedError
 
     def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """:meth:`forward` of one of ``chunks`` groups of consecutive experts; counts are theirs."""
-        raise NotImplementedError
+        """:meth:`forward` of one of ``chunks`` groups of consecutive experts; counts are theirs.
+
+        It is a call of this module, so that whoever gathers its parameters does so on every rank, with rows or without.
+        """
+        size = self.num_local // chunks
+        return functools.partial(self, which=slice(chunk * size, (chunk + 1) * size))
 
     def _declare(self, parameters: Sequence[nn.Parameter], *, whole: bool) -> None:
         """Parts along the expert axis: of one tensor over all experts (``whole``), or tensors of their own."""

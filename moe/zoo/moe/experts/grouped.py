@@ -62,17 +62,9 @@ class GroupedExperts(Experts):
             nn.init.uniform_(weight, -bound, bound)
         self._declare(list(self.parameters()), whole=True)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """See :class:`Experts`."""
-        return self._run(x, counts, None)
 
-    def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """See :class:`Experts`."""
-        size = self.num_local // chunks
-        mine = slice(chunk * size, (chunk + 1) * size)
-        return lambda x, counts: self._run(x, counts, mine)
-
-    def _run(self, x: Tensor, counts: Tensor, which: slice | None) -> Tensor:
         def of_chunk(weight: Tensor) -> Tensor:
             # A slice of all would copy its gradient once more.
             return (weight if which is None else weight[which]).to(x.dtype)

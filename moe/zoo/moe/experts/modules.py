@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -38,14 +37,10 @@ class ModuleExperts(Experts):
         declare_first(self.list, self.first)
         self._declare(list(self.parameters()), whole=False)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """See :class:`Experts`."""
-        return _run(list(self.list), x, counts)
-
-    def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """See :class:`Experts`."""
-        size = self.num_local // chunks
-        return functools.partial(_run, list(self.list)[chunk * size : (chunk + 1) * size])
+        experts = list(self.list)
+        return _run(experts if which is None else experts[which], x, counts)
 
 
 def _run(experts: Sequence[nn.Module], x: Tensor, counts: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ so that what was sent and what is kept is what was given, C(c_r) + e_r' = g_r + 
 
 The new error is *prepared* by the reduction and *committed* by the step: a step that is skipped, and gradients that are
 dropped, leave e_r as it was. Several reductions before one step follow each other. The error is a logical tensor for
-each rank and parameter (role ``feedback.<rank>``). At another number of ranks nothing of it is lost: whoever owns an
-element of the sharded gradient owes s = 1/N Σ_r e_r (role ``owed``), adds it to the next mean, and e_r begins at zero.
+each rank and parameter (role ``feedback.<rank>``, with the rank among those between which the parameter travels). At
+another number of ranks nothing of it is lost: whoever owns an element of the sharded gradient owes s = 1/N Σ_r e_r
+(role ``owed``), adds it to the next mean, and e_r begins at zero.
 
 Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
 Speech DNNs", section 3; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",

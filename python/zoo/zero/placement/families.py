@@ -13,6 +13,14 @@ A parameter may also be the same along an axis that is no data axis, with a part
 (``zoo.layout.declare_partial``: experts where tensor-parallel ranks have sent shares of the same tokens). Such an axis
 is written with a plus in S, ("+tensor", "expert"), and counts as one over which the family is summed and split.
 
+The options that make groups within the group (MiCS, hpZ, qgZ, transfers of two stages) say which of the N data-parallel
+ranks belong together. With S(d) for the shard group of rank d, the shard group of a family is what its world has of it,
+and its secondary partition and its nodes likewise; replicas are the ranks of the same place in the others. What ranks
+along a plus axis have is split among them too: those with one d count as one rank, so that ``mics_shard_size=N`` is the
+same as none. All these groups have to be equally large wherever the family lives. Where such a group is a rank alone
+nothing of the family is split (an expert of its own on each rank of a shard group), and hpZ then keeps all that forward
+gathered until backward.
+
 Along the *layer axes* (pipeline stages) ranks have other layers altogether: nothing travels between them but the sum
 for the norm. Families differ from stage to stage then, and the groups of all of them are made by all ranks.
 """
@@ -20,17 +28,22 @@ for the norm. Families differ from stage to stage then, and the groups of all of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zoo.comm import Communicator
+from zoo.comm.groups import of_mesh
+from zoo.comm.nodes import node_of_each
 from zoo.layout import split_of
-from zoo.zero.placement.axes import Axes, make_axes
+from zoo.zero.placement.axes import Axes, Near, form_axes, make_axes, near_by, shard_size
 
 if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
 
 Family = tuple[str, ...]
+
+# What says how large the groups of each kind are.
+_OPTIONS = {"shard": "mics_shard_size", "secondary": "zero_hpz_partition_size", "nodes": "ranks_per_node"}
 
 
 def data_communicator(
@@ -76,37 +89,34 @@ def make_families(
     Collective over the mesh, on whose ranks the same families exist, but for those of other ``layers``.
 
     Raises:
-        ValueError: a parameter is a part along an axis that is not there.
-        NotImplementedError: an option that only dense parameters have, next to other ones.
+        ValueError: a parameter is a part along an axis that is not there, or the sizes of groups do not fit it.
     """
     dense = make_axes(comm, config)
     wanted: dict[Family, str] = {}
     for name, parameter in parameters:
         wanted.setdefault(family_of(parameter), name)
-    others = sorted(set(wanted) - {()})
+    wanted.pop((), None)
     if mesh is None:
-        if others:
+        for family, name in sorted(wanted.items()):
             raise ValueError(
-                f"parameter {wanted[others[0]]!r} is a part along the axes {others[0]}, and there is no mesh. Give "
-                "mesh=DeviceMesh and data_axes=(...)."
+                f"parameter {name!r} is a part along the axes {family}, and there is no mesh. Give mesh=DeviceMesh and "
+                "data_axes=(...)."
             )
         return {(): dense}
-    names = tuple(mesh.mesh_dim_names)
-    places = dict(zip(names, mesh.get_coordinate(), strict=True))
-    here = {axis: place for axis, place in places.items() if axis not in layer_axes}
+    everywhere = dict(wanted)  # what a stage refuses all of them refuse
+    for there in layers.all_gather_object(wanted) if layers is not None else ():
+        everywhere = {**there, **everywhere}
+    coordinates = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    here = {axis: place for axis, place in coordinates.items() if axis not in layer_axes}
+    for family in sorted(everywhere):
+        _check_axes(family, everywhere[family], here, layer_axes)
+    worlds = {family: _worlds(mesh, data_axes, family) for family in sorted(everywhere)}
+    everyone = [_worlds(mesh, data_axes, ()), *worlds.values()]
+    for family, of_family in worlds.items():
+        _check_regular(everywhere[family], of_family, everyone, comm.size, config)
     found: dict[Family, Axes] = {(): replace(dense, counts=_counts(here, data_axes, ()))}
-    for family in others:
-        unknown = [axis for axis in map(_plain, family) if axis not in here]
-        if unknown:
-            besides = f" besides the layer_axes {tuple(layer_axes)}" if layer_axes else ""
-            raise ValueError(
-                f"parameter {wanted[family]!r} is a part along {', '.join(map(repr, unknown))}; the mesh has the axes "
-                f"{tuple(here)}{besides}."
-            )
-        _check_options(wanted[family], config)
-    everywhere = others if layers is None else sorted({f for there in layers.all_gather_object(others) for f in there})
-    for family in everywhere:
-        made = _family(comm, mesh, data_axes, family, here)
+    for family, of_family in worlds.items():
+        made = _family(comm, mesh, data_axes, family, of_family, config, counts=_counts(here, data_axes, family))
         if family in wanted:
             found[family] = made
     return found
@@ -122,22 +132,69 @@ def _plain(axis: str) -> str:
     return axis.removeprefix("+")
 
 
-def _family(comm: Communicator, mesh: Any, data_axes: Sequence[str], family: Family, here: Mapping[str, int]) -> Axes:
+def _check_axes(family: Family, name: str, here: Mapping[str, int], layer_axes: Sequence[str]) -> None:
+    unknown = [axis for axis in map(_plain, family) if axis not in here]
+    if unknown:
+        besides = f" besides the layer_axes {tuple(layer_axes)}" if layer_axes else ""
+        raise ValueError(
+            f"parameter {name!r} is a part along {', '.join(map(repr, unknown))}; the mesh has the axes "
+            f"{tuple(here)}{besides}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Worlds:
+    """The ranks between which one family travels, everywhere on the mesh."""
+
+    within: list[str]
+    """The axes along which they lie."""
+    ranks: list[list[int]]
+    """The global ranks of each world."""
+    numbers: Mapping[int, int]
+    """Of each global rank: its place among its data-parallel ranks."""
+    adds: bool
+    """Along some of the axes each rank has a summand of the gradient."""
+
+    def near(self, num_ranks: int, config: ZeroConfig, ranks: Sequence[int]) -> Near:
+        """Which ranks of one of the worlds belong together."""
+        nodes = node_of_each(config.ranks_per_node, ranks)
+        return near_by([self.numbers[rank] for rank in ranks], nodes, num_ranks, config, on_nodes=self.adds)
+
+    def sizes(self, num_ranks: int, config: ZeroConfig) -> dict[str, set[int]]:
+        """Of the groups of each kind, in all worlds."""
+        found: dict[str, set[int]] = {"shard": set(), "secondary": set(), "nodes": set()}
+        for near in (self.near(num_ranks, config, ranks) for ranks in self.ranks):
+            for group in near.groups():
+                found["shard"].add(len(group))
+                for kind, labels in (("secondary", near.secondary), ("nodes", near.nodes)):
+                    found[kind] |= {len(part) for part in near.within(group, labels)} if labels is not None else set()
+        return found
+
+
+def _worlds(mesh: Any, data_axes: Sequence[str], family: Family) -> _Worlds:
     apart = [axis for axis in family if not axis.startswith("+")]
     added = [_plain(axis) for axis in family if axis.startswith("+")]
     within = [axis for axis in mesh.mesh_dim_names if (axis in data_axes and axis not in apart) or axis in added]
+    ranks = of_mesh(mesh, within) if within else [[rank] for rank in mesh.mesh.flatten().tolist()]
+    numbers = {rank: number for group in of_mesh(mesh, data_axes) for number, rank in enumerate(group)}
+    return _Worlds(within=within, ranks=ranks, numbers=numbers, adds=bool(added))
+
+
+def _family(
+    comm: Communicator, mesh: Any, data_axes: Sequence[str], family: Family, worlds: _Worlds, config: ZeroConfig, *,
+    counts: bool,
+) -> Axes:  # fmt: skip
+    nodes, log, check = config.ranks_per_node, comm.log, comm.check
     world = comm
-    if within != list(data_axes):
+    if worlds.within != list(data_axes):
         world = (
-            Communicator.of_axes(mesh, within, log=comm.log, check=comm.check)
-            if within else comm.partition([[rank] for rank in range(comm.size)], name="alone")
+            Communicator.of_axes(mesh, worlds.within, log=log, check=check, nodes=nodes)
+            if worlds.within else comm.partition([[rank] for rank in range(comm.size)], name="alone")
         )  # fmt: skip
-    alone = world.partition([[rank] for rank in range(world.size)], name="alone")
-    parts = Communicator.of_axes(mesh, apart, log=comm.log, check=comm.check) if apart else None
-    return Axes(
-        world=world, shard=world, replicas=alone, local=alone, across=world, divisor=comm.size, parts=parts,
-        counts=_counts(here, data_axes, family),
-    )  # fmt: skip
+    apart = [axis for axis in family if not axis.startswith("+")]
+    parts = Communicator.of_axes(mesh, apart, log=log, check=check, nodes=nodes) if apart else None
+    near = worlds.near(comm.size, config, world.ranks)
+    return form_axes(world, near, divisor=comm.size, parts=parts, counts=counts)
 
 
 def _counts(here: Mapping[str, int], data_axes: Sequence[str], family: Family) -> bool:
@@ -145,16 +202,27 @@ def _counts(here: Mapping[str, int], data_axes: Sequence[str], family: Family) -
     return all(place == 0 for axis, place in here.items() if axis not in data_axes and axis not in of_family)
 
 
-def _check_options(name: str, config: ZeroConfig) -> None:
-    asked = {
-        "mics_shard_size": config.mics_shard_size != -1,
-        "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
-        "zero_quantized_gradients": config.zero_quantized_gradients,
-        "mics_hierarchical_params_gather": config.mics_hierarchical_params_gather,
-        "hierarchical_all_reduce": config.hierarchical_all_reduce,
-    }
-    for option in (option for option, on in asked.items() if on):
-        raise NotImplementedError(
-            f"{option} with {name!r}, which is a part along other mesh axes: groups within groups are there for dense "
-            "parameters only. Leave the option out."
-        )
+def _check_regular(name: str, worlds: _Worlds, families: Sequence[_Worlds], num_ranks: int, config: ZeroConfig) -> None:
+    """Raise ValueError on all ranks unless the groups of the parameter ``name`` are equally large everywhere."""
+    wrong = next(((kind, found) for kind, found in worlds.sizes(num_ranks, config).items() if len(found) > 1), None)
+    if wrong is None:
+        return
+    kind, found = wrong
+    option = "ranks_per_node" if kind == "shard" and config.hierarchical_all_reduce else _OPTIONS[kind]
+    highest = sum(map(len, worlds.ranks)) if option == "ranks_per_node" else num_ranks
+
+    def fits(size: int) -> bool:
+        other = config.model_copy(update={option: size})
+        group = shard_size(num_ranks, other)
+        if num_ranks % group or group % max(other.zero_hpz_partition_size, 1):
+            return False
+        return all(len(sizes) <= 1 for of in families for sizes in of.sizes(num_ranks, other).values())
+
+    fitting = [size for size in range(1, highest + 1) if highest % size == 0 and fits(size)]
+    given = getattr(config, option)
+    asked = f"{option}={given}" if given is not None else "LOCAL_WORLD_SIZE"
+    raise ValueError(
+        f"{asked} makes groups of which {' or '.join(map(str, sorted(found)))} ranks have the same part of {name!r}, "
+        f"which is a part along other mesh axes, and they have to be equally many in all groups; {option} may be "
+        f"{', '.join(map(str, fitting))}."
+    )

@@ -85,7 +85,7 @@ def plan_buckets(
     between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
     open while they run, and would keep what it shares a bucket with gathered. With ``param_dtype`` the parameters of a
     bucket have that dtype, and they came in one too; with ``accumulate_dtype`` their gradients have that one.
-    A dense parameter that ``is_table`` has a bucket of its own, and its ``row`` is set.
+    A parameter that ``is_table`` has a bucket of its own, and its ``row`` is set.
     """
     buckets: list[BucketSpec] = []
     still_open: dict[_Key, BucketSpec] = {}
@@ -97,7 +97,7 @@ def plan_buckets(
             budget -= parameter.numel() if resident else 0
             dtypes = compute_dtype(parameter, param_dtype), parameter.dtype
             axes = axes_of(name, parameter)
-            table = name if is_table(parameter) and not axes else ""
+            table = name if is_table(parameter) else ""
             key = (dtypes, parameter.requires_grad, resident, axes, table)
             own.setdefault(key, []).append((name, parameter))
         alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)

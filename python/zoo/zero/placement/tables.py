@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zoo.zero.placement.families import family_of
 from zoo.zero.placement.precision import COMPUTES
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def refuses_rows(config: ZeroConfig) -> list[str]:
 
 def find_tables(model: nn.Module) -> Callable[[torch.Tensor], bool]:
     """Whether a parameter is a table: the trainable weight of ``nn.Embedding`` or ``nn.EmbeddingBag`` and of no other
-    module. One that an output layer has too (tied weights) gets a gradient for every row, and is none; that is said."""
+    module, whole on a rank. One that an output layer has too (tied weights) gets a gradient for every row, and is none;
+    nor is one of which ranks along other mesh axes have parts. Both are said."""
     found: dict[int, nn.Parameter] = {}
     elsewhere: set[int] = set()
     for module in model.modules():
@@ -53,12 +55,16 @@ def find_tables(model: nn.Module) -> Callable[[torch.Tensor], bool]:
     trained = {key for key, p in found.items() if p.requires_grad and p.numel() and p.dtype in COMPUTES}
     names = {id(p): name for name, p in model.named_parameters()}
     tied = sorted(names[key] for key in trained & elsewhere)
-    tables = trained - elsewhere
+    parts = {key for key in trained - elsewhere if family_of(found[key])}
+    tables = trained - elsewhere - parts
     if tied:
         _log.info("the gradient of %s travels whole: other modules have this table too", ", ".join(map(repr, tied)))
+    if parts:
+        apart = ", ".join(sorted(repr(names[key]) for key in parts))
+        _log.info("the gradient of %s travels whole: ranks have parts of this table", apart)
     if not tables:
         _log.warning(
             "sparse_gradients=True has no effect: the model has no trainable weight of nn.Embedding or nn.EmbeddingBag "
-            "that no other module has"
+            "that no other module has and that is whole on a rank"
         )
     return lambda parameter: id(parameter) in tables

@@ -6,6 +6,7 @@ together are the state of the run, and any other placement can be filled from th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -106,46 +107,59 @@ def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored
     return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype)
 
 
-def feedback_slices(bucket: Bucket, rank: int) -> Iterator[StateSlice]:
-    """What the reduction of ``bucket`` still owes, as rank ``rank`` of all knows it."""
-    feedback = bucket.routes.feedback
-    if feedback is not None and feedback.error is not None:
-        yield from _cut(bucket, bucket.layout.slices(), f"feedback.{rank}", feedback.error)
-    if feedback is not None and feedback.owed is not None and bucket.routes.axes.first_replica:
+def feedback_slices(bucket: Bucket, *, owned: bool = True) -> Iterator[StateSlice]:
+    """What the reduction of ``bucket`` still owes; with ``owned`` of ranks that have the same only one says it."""
+    feedback, axes = bucket.routes.feedback, bucket.routes.axes
+    if feedback is not None and feedback.error is not None and (axes.counts or not owned):
+        yield from _cut(bucket, bucket.layout.slices(), f"feedback.{axes.world.rank}", feedback.error)
+    if feedback is not None and feedback.owed is not None and (axes.first_replica or not owned):
         yield from _cut(bucket, bucket.layout.slices(*bucket.own_range()), "owed", feedback.owed)
 
 
-def fill_feedback(bucket: Bucket, rank: int, num_ranks: int, saved_ranks: int, read: Reader) -> None:
-    """Take over what ``saved_ranks`` ranks owed: each its own, or, at another number of them, the owners of chunks."""
-    feedback = bucket.routes.feedback
+def fill_feedback(bucket: Bucket, saved_losses: int, read: Reader) -> None:
+    """Take over what was owed to means of ``saved_losses`` losses, 0 if nothing was.
+
+    Each rank goes on with its own error where the mean is of so many losses now, and no more ranks had errors than the
+    parameters travel between now. Elsewhere the owners of chunks owe the sum.
+    """
+    feedback, axes = bucket.routes.feedback, bucket.routes.axes
     if feedback is None:
         return
     feedback.forget()
-    numel = bucket.layout.size
+    if not saved_losses:
+        return
     low, high = bucket.own_range()
     owed = torch.zeros(high - low, device=bucket.device)
-    found = bucket.routes.axes.first_replica and _fill(owed, bucket, low, high, "owed", read)
-    if saved_ranks == num_ranks:
-        error = torch.zeros(numel, device=bucket.device)
-        feedback.error = error if _fill(error, bucket, 0, numel, f"feedback.{rank}", read) else None
-    elif bucket.routes.axes.first_replica:
+    pays = axes.replicas.rank == 0
+    found = pays and _fill(owed, bucket, low, high, "owed", read)
+    error = torch.zeros(bucket.layout.size, device=bucket.device)
+
+    def has(rank: int) -> bool:
+        return _fill(error, bucket, 0, error.numel(), f"feedback.{rank}", read)
+
+    if saved_losses == axes.num_losses and not has(axes.world.size):
+        feedback.error = error if has(axes.world.rank) else None
+    elif pays:
         part = torch.empty_like(owed)
-        for other in range(saved_ranks):
-            if _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read):
-                found = True
-                owed.add_(part, alpha=1.0 / saved_ranks)
+        for other in itertools.count():
+            if not _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read):
+                break
+            found = True
+            owed.add_(part, alpha=1.0 / saved_losses)
     feedback.owed = owed if found else None
 
 
 def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, read: Reader) -> bool:
-    """Elements [low, high) of a bucket from ``read``; False if there is no such state."""
+    """Elements [low, high) of a bucket from ``read``, as far as there are any; False if there is no such state."""
+    found = False
     for run in runs_of(bucket, bucket.layout.slices(low, high)):
         try:
             value = read(run.name, role, run.start, run.length)
-        except KeyError:
-            return False
+        except KeyError:  # other parameters may have been on more ranks
+            continue
         out[run.offset : run.offset + run.length].copy_(value)
-    return True
+        found = True
+    return found
 
 
 def _cut(bucket: Bucket, pieces: Sequence[Slice], role: str, tensor: torch.Tensor | Stored) -> Iterator[StateSlice]:
