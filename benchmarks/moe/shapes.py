@@ -78,7 +78,8 @@ def choices(shape: Shape, routing: str, seed: int = 0) -> Tensor:
     """(T, k): the experts of each token, the first choice first."""
     generator = torch.Generator().manual_seed(seed)
     turn = torch.randperm(shape.tokens, generator=generator)
-    even = (turn.unsqueeze(1) * shape.k + torch.arange(shape.k)) % shape.experts
+    turns = turn if routing == "even" else turn // 10  # each tenth token takes the next turn
+    even = (turns.unsqueeze(1) * shape.k + torch.arange(shape.k)) % shape.experts
     if routing == "even":
         return even
     same = torch.arange(shape.k).expand(shape.tokens, -1)
