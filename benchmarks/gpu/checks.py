@@ -275,6 +275,7 @@ CHECKS = (
         cases=layers.layer_norm_cases,
     ),
     Check(name="bias and GELU", operators=("bias_gelu", "bias_gelu_backward"), cases=layers.bias_gelu_cases),
+    Check(name="activation", operators=("activate_", "activate_backward_"), cases=layers.activation_cases),
     Check(name="softmax", operators=("softmax", "softmax_backward"), cases=layers.softmax_cases),
     Check(
         name="bias, dropout and residual",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from benchmarks.gpu.cases import DTYPES, Case, values
 
+from zoo.kernels import activation, bias_gelu, gating, layer_norm, softmax
 from zoo.kernels import bias_dropout_residual as dropout
-from zoo.kernels import bias_gelu, gating, layer_norm, softmax
+from zoo.kernels.activation import reference as activation_reference
 from zoo.kernels.bias_dropout_residual import reference as dropout_reference
 from zoo.kernels.bias_gelu import reference as bias_gelu_reference
 from zoo.kernels.gating import reference as gating_reference
@@ -66,6 +67,30 @@ def bias_gelu_cases(large: bool) -> Iterator[Case]:
                     x, dy = (values(shape, k, special=special).to(dtype) for k in range(2))
                     args = (x, dy, values(shape[-1:], 2).to(dtype), form)
                     what = f"{dtype}, {form}, shape {shape}, special={special}"
+                    yield Case(what=what, args=args, operation=operation, reference=reference)
+
+
+def activation_cases(large: bool) -> Iterator[Case]:
+    for dtype in DTYPES:
+        for shape in (*shapes(large), (3, 0)):
+            for form in activation.FORMS:
+                for gated in (False, True):
+
+                    def operation(a: Any, dp: Any, da: Any, pre: Any, form: str, gated: bool) -> Any:
+                        first = torch.empty_like(a)
+                        activation.activate_(first, pre, form, gated=gated)
+                        activation.activate_backward_(a, dp, da, pre, form, gated=gated)
+                        return first, a, dp
+
+                    def reference(a: Any, dp: Any, da: Any, pre: Any, form: str, gated: bool) -> Any:
+                        grads = activation_reference.activate_backward(da, pre, form, gated)
+                        return activation_reference.activate(pre, form, gated), *grads
+
+                    special = gated
+                    wide = (*shape[:-1], shape[-1] * (1 + gated))
+                    da, pre = (values(s, k, special=special).to(dtype) for k, s in enumerate((shape, wide)))
+                    args = (torch.zeros_like(da), torch.zeros_like(pre), da, pre, form, gated)
+                    what = f"{dtype}, {form}, gated={gated}, shape {shape}, special={special}"
                     yield Case(what=what, args=args, operation=operation, reference=reference)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from zoo.kernels import gating
+from zoo.kernels.activation import activate_, activate_backward_
 from zoo.kernels.bias_dropout_residual import bias_dropout_residual, bias_dropout_residual_backward
 from zoo.kernels.bias_gelu import bias_gelu, bias_gelu_backward
 from zoo.kernels.layer_norm import layer_norm, layer_norm_backward
@@ -246,6 +247,32 @@ def bias_gelu_grad(device: str, elements: int, dtype: torch.dtype = BF16) -> tup
     return steps, 3 * x.nbytes
 
 
+def gated_silu(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """Rows of 4,096, of which the activation has 2,048."""
+    pre, _ = rows(elements, device, dtype)
+    a = pre[:, :2048].contiguous()
+
+    def of_torch() -> None:
+        g, u = pre.chunk(2, -1)
+        torch.mul(F.silu(g), u, out=a)
+
+    return {"zoo": lambda: activate_(a, pre, "silu", gated=True), "torch": of_torch}, pre.nbytes + a.nbytes
+
+
+def gated_silu_grad(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
+    """The same: the activation once more, and the gradient of the rows."""
+    pre, _ = rows(elements, device, dtype)
+    a, dp, da = pre[:, :2048].contiguous(), torch.empty_like(pre), pre[:, 2048:].contiguous()
+    leaf = pre.clone().requires_grad_()
+
+    def of_torch() -> None:
+        g, u = leaf.chunk(2, -1)
+        torch.autograd.grad(F.silu(g) * u, leaf, da)
+
+    steps = {"zoo": lambda: activate_backward_(a, dp, da, pre, "silu", gated=True), "torch": of_torch}
+    return steps, 2 * pre.nbytes + 2 * a.nbytes
+
+
 def softmax_forward(device: str, elements: int, dtype: torch.dtype = BF16) -> tuple[Contenders, int]:
     """Rows of 4,096 keys, scaled."""
     x, _ = rows(elements, device, dtype)
@@ -384,6 +411,8 @@ STAGES = (
     Stage(name="layer norm, gradient", make=layer_norm_grad),
     Stage(name="bias and GELU", make=bias_gelu_forward, note="torch: two operations"),
     Stage(name="bias and GELU, gradient", make=bias_gelu_grad, note="torch: two operations"),
+    Stage(name="gated SiLU", make=gated_silu, note="torch: two operations"),
+    Stage(name="gated SiLU, gradient", make=gated_silu_grad, note="torch: activation and gradient, several operations"),
     Stage(name="softmax", make=softmax_forward, note="torch: two operations"),
     Stage(name="softmax, gradient", make=softmax_grad, note="torch: two operations"),
     Stage(

@@ -26,6 +26,8 @@ WITH_DTYPE: dict[str, Callable[[torch.dtype], Callable[[str, int], tuple[stages.
     "layer norm, gradient": lambda t: lambda d, n: stages.layer_norm_grad(d, n, t),
     "bias and GELU (tanh)": lambda t: lambda d, n: stages.bias_gelu_forward(d, n, t),
     "bias and GELU (tanh), gradient": lambda t: lambda d, n: stages.bias_gelu_grad(d, n, t),
+    "gated SiLU": lambda t: lambda d, n: stages.gated_silu(d, n, t),
+    "gated SiLU, gradient": lambda t: lambda d, n: stages.gated_silu_grad(d, n, t),
     "softmax": lambda t: lambda d, n: stages.softmax_forward(d, n, t),
     "softmax, gradient": lambda t: lambda d, n: stages.softmax_grad(d, n, t),
     "bias, dropout and residual": lambda t: lambda d, n: stages.dropout_forward(d, n, t),

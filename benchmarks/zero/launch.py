@@ -88,12 +88,13 @@ def _figures(spec: dict[str, Any], size: int, out: Path) -> list[dict[str, Any]]
 
 
 def run_ranks(
-    spec: dict[str, Any], size: int, timeout_s: float = 180.0, variables: Mapping[str, str] | None = None
-) -> list[dict[str, Any]]:
+    spec: dict[str, Any], size: int, timeout_s: float = 180.0, variables: Mapping[str, str] | None = None,
+    worker: str = "benchmarks.zero.worker",
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run the worker once a rank, all at once, with these environment variables more; returns the figures by rank."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        command = [sys.executable, "-m", "benchmarks.zero.worker", json.dumps(spec), folder]
+        command = [sys.executable, "-m", worker, json.dumps(spec), folder]
         processes = []
         for rank in range(size):
             with (out / f"log{rank}").open("w") as log:

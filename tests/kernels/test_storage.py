@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from tests import processes
 
 from zoo.io import BufferPool
 from zoo.kernels import loading
-from zoo.kernels.storage import lend
+from zoo.kernels.storage import in_huge_pages, lend
+from zoo.kernels.storage.ops import LARGE_BYTES
 
 native = pytest.mark.skipif(not loading.native(), reason="no compiler here")
 
@@ -78,3 +81,32 @@ def test_there_is_none_without_the_library() -> None:
         "assert not lend(a.untyped_storage(), b.untyped_storage()) and a.tolist() == [0.0] * 4"
     )
     processes.run(code, check=True, env={**os.environ, "ZOO_KERNELS": "reference"})
+
+
+def flags_of(tensor: torch.Tensor) -> list[str]:
+    """Those of the mapping that holds the tensor's middle, as /proc/self/smaps has them."""
+    at, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= at < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("the tensor is in no mapping")
+
+
+@native
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this system knows no huge pages"
+)
+def test_large_new_memory_is_marked_for_huge_pages() -> None:
+    tensor = torch.empty(64 * 2**20, dtype=torch.uint8)
+    assert "hg" not in flags_of(tensor)
+    assert in_huge_pages(tensor) is tensor
+    assert "hg" in flags_of(tensor)
+    tensor.fill_(1)
+    assert int(tensor.sum()) == tensor.numel()
+
+
+def test_others_are_as_they_were() -> None:
+    for tensor in (torch.empty(LARGE_BYTES - 1, dtype=torch.uint8), torch.empty(0), torch.empty(2**30, device="meta")):
+        assert in_huge_pages(tensor) is tensor

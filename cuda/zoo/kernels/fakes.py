@@ -11,6 +11,8 @@ import torch
 def register() -> None:
     """Give every native operation its fake kernel; called once, after the library is loaded."""
     torch.library.register_fake("zoo::update_", _nothing)
+    torch.library.register_fake("zoo::activate_", _nothing)
+    torch.library.register_fake("zoo::activate_backward_", _nothing)
     torch.library.register_fake("zoo::lamb_apply_", _nothing)
     torch.library.register_fake("zoo::lamb_direction_", _norms)
     torch.library.register_fake("zoo::sum_squares", _sums)

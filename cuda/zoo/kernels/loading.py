@@ -168,6 +168,7 @@ def _load_once() -> None:
         _library = ctypes.CDLL(str(path))
         _library.zoo_use_isa.argtypes = [ctypes.c_int32]
         _library.zoo_lend_storage.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        _library.zoo_huge_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     except (BuildError, OSError) as error:
         _why_not = str(error)
         logger.warning(

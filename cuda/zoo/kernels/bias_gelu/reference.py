@@ -15,26 +15,25 @@ Tensor = torch.Tensor
 
 def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     """y = z·Φ(z), z = x + bias."""
-    z = wide(x) + wide(bias)
-    if tanh:
-        a, b, _ = _constants(z)
-        return (z * sigmoid(z * (a + b * (z * z)))).to(x.dtype)
-    return (z * _phi(z)[0]).to(x.dtype)
+    return gelu(wide(x) + wide(bias), tanh=tanh)[0].to(x.dtype)
 
 
 def bias_gelu_backward(grad_y: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """(dx, db)."""
-    z = wide(x) + wide(bias)
+    dx = wide(grad_y) * gelu(wide(x) + wide(bias), tanh=tanh)[1]
+    return dx.to(x.dtype), column_sum(dx).to(bias.dtype)
+
+
+def gelu(z: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
+    """z·Φ(z) and its derivative, of fp32 or fp64."""
     if tanh:
         a, b, b3 = _constants(z)
         square = z * z
         s = sigmoid(z * (a + b * square))
-        slope = s + z * ((s * (1.0 - s)) * (a + b3 * square))
-    else:
-        phi, density = _phi(z)
-        slope = phi + z * (density * (0.39894228 if z.dtype is torch.float32 else 1 / math.sqrt(2 * math.pi)))
-    dx = wide(grad_y) * slope
-    return dx.to(x.dtype), column_sum(dx).to(bias.dtype)
+        return z * s, s + z * ((s * (1.0 - s)) * (a + b3 * square))
+    phi, density = _phi(z)
+    slope = phi + z * (density * (0.39894228 if z.dtype is torch.float32 else 1 / math.sqrt(2 * math.pi)))
+    return z * phi, slope
 
 
 def _phi(z: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
-"""Lending on the CPU; there is none without the native library."""
+"""Lending and huge pages on the CPU; there is neither without the native library."""
 
 from __future__ import annotations
 
 import torch
 
 from zoo.kernels import loading
+
+LARGE_BYTES = 4 * 2**20
+"""Two huge pages of x86-64: from here on there is a whole one in the memory wherever it begins."""
 
 
 def lend(holder: torch.UntypedStorage, memory: torch.UntypedStorage) -> bool:
@@ -18,3 +21,19 @@ def lend(holder: torch.UntypedStorage, memory: torch.UntypedStorage) -> bool:
     """
     function = loading.native_function("zoo_lend_storage")
     return function is not None and bool(function(holder._cdata, memory._cdata))
+
+
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, new memory that nobody has written to, which comes in huge pages if the system has some to give.
+
+    torch's allocator asks the system for a large block whenever one is needed, and the first touch of each of its pages
+    of 4 KiB is a fault, which costs more than to fill the page; a huge page is 2 MiB. Linux gives them to whoever asks
+    where ``/sys/kernel/mm/transparent_hugepage/enabled`` is "madvise", which is common, or "always". Nothing is asked
+    for tensors of less than ``LARGE_BYTES``, which the C library keeps when they are freed, on GPUs, or for a tensor
+    without memory of its own, such as those of a compiler.
+    """
+    if tensor.device.type != "cpu" or tensor.nbytes < LARGE_BYTES or type(tensor) is not torch.Tensor:
+        return tensor
+    if (function := loading.native_function("zoo_huge_pages")) is not None:
+        function(tensor.data_ptr(), tensor.nbytes)
+    return tensor

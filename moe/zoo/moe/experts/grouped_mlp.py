@@ -10,36 +10,24 @@ gradients, room for the rows of the largest group: new memory costs a page fault
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from zoo.kernels.activation import FORMS, activate_, activate_backward_
+from zoo.kernels.storage import in_huge_pages
 from zoo.moe.experts.grouped_linear import segments
 
 Tensor = torch.Tensor
-aten = torch.ops.aten
 
 BLOCK = 1024
-"""Rows that go through both products at once."""
-
-_FORWARD: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "gelu": lambda p, out: aten.gelu.out(p, out=out),
-    "gelu_tanh": lambda p, out: aten.gelu.out(p, approximate="tanh", out=out),
-    "relu": lambda p, out: torch.clamp(p, min=0, out=out),
-    "silu": lambda p, out: aten.silu.out(p, out=out),
-}
-_BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
-    "gelu": lambda g, p, out: aten.gelu_backward.grad_input(g, p, grad_input=out),
-    "gelu_tanh": lambda g, p, out: aten.gelu_backward.grad_input(g, p, approximate="tanh", grad_input=out),
-    "relu": lambda g, p, out: aten.threshold_backward.grad_input(g, p, 0, grad_input=out),
-    "silu": lambda g, p, out: aten.silu_backward.grad_input(g, p, grad_input=out),
-}
+"""Rows that go through both products at once, at most."""
 
 
 def runs(x: Tensor, activation: object) -> bool:
     """Whether :func:`grouped_mlp` is for this."""
-    return x.device.type == "cpu" and activation in _FORWARD
+    return x.device.type == "cpu" and activation in FORMS
 
 
 def grouped_mlp(
@@ -60,12 +48,12 @@ def _mlp(
     activation: str, gated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, hidden = x.shape[0], down.shape[1]
-    pre, y = x.new_empty(rows, up.shape[2]), x.new_empty(rows, down.shape[2])
+    pre, y = _room(x, rows, up.shape[2]), _room(x, rows, down.shape[2])
     scratch = x.new_empty(min(BLOCK, rows), hidden)
     for e, begin, end in _blocks(counts):
         p, a = pre[begin:end], scratch[: end - begin]
         _product(x[begin:end], up[e], None if up_bias is None else up_bias[e], p)
-        _activate(p, a, activation, gated)
+        activate_(a, p, activation, gated=gated)
         _product(a, down[e], None if down_bias is None else down_bias[e], y[begin:end])
     for rest in (y, pre):
         rest[int(counts.sum()) :].zero_()
@@ -78,19 +66,16 @@ def _mlp_backward(
     bias: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     wide, hidden = up.shape[2], down.shape[1]
-    dx, dup, ddown = torch.empty_like(x), torch.empty_like(up), torch.empty_like(down)
+    dx, dup, ddown = _room(x, *x.shape), _room(up, *up.shape), _room(down, *down.shape)
     dup_bias = x.new_zeros((up.shape[0], wide) if bias[0] else 0)
     ddown_bias = x.new_zeros((up.shape[0], down.shape[2]) if bias[1] else 0)
     most = max((end - begin for _, begin, end in segments(counts)), default=0)
     a, dp, da = x.new_empty(most, hidden), x.new_empty(most, wide), x.new_empty(min(BLOCK, most), hidden)
     for e, begin, end in segments(counts):
-        for at in range(begin, end, BLOCK):
-            rows = slice(at, min(at + BLOCK, end))
-            here = slice(at - begin, rows.stop - begin)
-            _activate(pre[rows], a[here], activation, gated)
-            of_block = da[: rows.stop - at]
+        for first, last in _cuts(begin, end):
+            rows, here, of_block = slice(first, last), slice(first - begin, last - begin), da[: last - first]
             torch.mm(dy[rows], down[e].t(), out=of_block)
-            _activate_backward(pre[rows], of_block, dp[here], activation, gated)
+            activate_backward_(a[here], dp[here], of_block, pre[rows], activation, gated=gated)
             torch.mm(dp[here], up[e].t(), out=dx[rows])
         # Over all rows at once: sums of blocks would be rounded to 16 bits each.
         of_group, n = slice(begin, end), end - begin
@@ -108,37 +93,28 @@ def _mlp_backward(
     return dx, dup, ddown, dup_bias, ddown_bias
 
 
+def _room(like: Tensor, *shape: int) -> Tensor:
+    """New memory, contiguous."""
+    return in_huge_pages(like.new_empty(shape))
+
+
 def _blocks(counts: Tensor) -> Iterator[tuple[int, int, int]]:
     """(group, begin, end) of blocks of rows of one group."""
     for e, begin, end in segments(counts):
-        for at in range(begin, end, BLOCK):
-            yield e, at, min(at + BLOCK, end)
+        for first, last in _cuts(begin, end):
+            yield e, first, last
+
+
+def _cuts(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in as few parts of at most ``BLOCK`` as there can be, of about the same size: products of few rows
+    are slow."""
+    size = -(-(end - begin) // -(-(end - begin) // BLOCK))
+    for at in range(begin, end, size):
+        yield at, min(at + size, end)
 
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
     torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
-
-
-def _activate(p: Tensor, out: Tensor, activation: str, gated: bool) -> None:
-    if not gated:
-        _FORWARD[activation](p, out)
-        return
-    g, u = p.chunk(2, -1)
-    _FORWARD[activation](g, out)
-    out.mul_(u)
-
-
-def _activate_backward(p: Tensor, da: Tensor, dp: Tensor, activation: str, gated: bool) -> None:
-    """``dp`` of ``da``, which is overwritten."""
-    if not gated:
-        _BACKWARD[activation](da, p, dp)
-        return
-    g, u = p.chunk(2, -1)
-    dg, du = dp.chunk(2, -1)
-    _FORWARD[activation](g, du)
-    du.mul_(da)
-    da.mul_(u)
-    _BACKWARD[activation](da, g, dg)
 
 
 @_mlp.register_fake

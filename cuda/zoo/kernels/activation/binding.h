@@ -1,0 +1,55 @@
+// What the bindings of activations on CPUs and on CUDA share: the checks.
+#pragma once
+
+#include "../common/arguments.h"
+#include "activation.h"
+
+namespace zoo {
+
+inline Form form_of(c10::string_view name) {
+  if (name == "silu") return SILU;
+  if (name == "gelu") return GELU;
+  if (name == "gelu_tanh") return GELU_BY_TANH;
+  TORCH_CHECK_VALUE(name == "relu", "activation is '", name, "'; it must be 'gelu', 'gelu_tanh', 'relu' or 'silu'.");
+  return RELU;
+}
+
+inline Activation checked(const at::Tensor& a, const at::Tensor& pre, c10::string_view activation, bool gated,
+                          const at::Device& device) {
+  const Matrix m = matrix_of(a, "a");
+  Activation c{};
+  c.dtype = dtype_of(a, "a");
+  check_memory(a, "a", device);
+  c.form = form_of(activation);
+  c.gated = gated;
+  c.rows = m.rows;
+  c.dim = m.dim;
+  c.a = a.mutable_data_ptr();
+  std::vector<int64_t> wide(a.sizes().begin(), a.sizes().end());
+  if (gated) wide.back() *= 2;
+  check_argument(pre, "pre", wide, a.scalar_type(), device);
+  c.pre = pre.const_data_ptr();
+  return c;
+}
+
+// launch(c, a)
+template <class Launch>
+void activate(const at::Tensor& a, const at::Tensor& pre, c10::string_view activation, bool gated, at::DeviceType kind,
+              const Launch& launch) {
+  launch(checked(a, pre, activation, gated, device_of(a, kind)), a);
+}
+
+// launch(c, a)
+template <class Launch>
+void activate_backward(const at::Tensor& a, const at::Tensor& grad_pre, const at::Tensor& grad_a, const at::Tensor& pre,
+                       c10::string_view activation, bool gated, at::DeviceType kind, const Launch& launch) {
+  const at::Device device = device_of(a, kind);
+  Activation c = checked(a, pre, activation, gated, device);
+  check_argument(grad_pre, "grad_pre", pre.sizes(), a.scalar_type(), device);
+  check_argument(grad_a, "grad_a", a.sizes(), a.scalar_type(), device);
+  c.grad_pre = grad_pre.mutable_data_ptr();
+  c.grad_a = grad_a.const_data_ptr();
+  launch(c, a);
+}
+
+}  // namespace zoo
