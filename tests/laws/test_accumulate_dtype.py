@@ -128,6 +128,7 @@ def masters_of(optimizer: ZeroOptimizer) -> Values:
 @example(**USUAL, world=2, stage=1, cls=torch.optim.SGD, steps=[[False, True, False], [True]])
 @example(**USUAL, world=3, stage=2, cls=zoo.optim.AdamW, steps=[[True, False, True], [False, False]])
 @example(**USUAL, world=2, stage=3, cls=zoo.optim.AdamW, steps=[[True, True, True], [False, True]])
+@example(**{**USUAL, "accumulate": BF16, "reduce": FP32}, world=2, stage=2, cls=torch.optim.SGD, steps=[[True, True]])
 def test_gradients_are_added_up_in_the_dtype_that_was_asked_for(
     world: int, stage: int, cls: Any, dtype: torch.dtype, accumulate: torch.dtype, reduce: torch.dtype | None,
     steps: list[list[bool]], bucket: int, threshold: int, seed: int,

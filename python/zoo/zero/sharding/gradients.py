@@ -163,7 +163,8 @@ class BucketGradients:
         self._check_late()
         if self.bucket.placements.gradients.is_split:
             if not fresh:
-                self.shard = self._shard_on_device().add_(out)
+                # Rounded first, as every stage does: torch adds values of other dtypes in the wider one.
+                self.shard = self._shard_on_device().add_(out.to(self.dtype))
             elif self.shard is None:
                 self.shard = self._new_shard().copy_(out)
             elif out is not self.shard:
