@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.comm import Communicator, Handle
-from zoo.layout import declare_first
+from zoo.layout import declare_first, declare_tied
 from zoo.zero import ZeroOptimizer
 
 NUM_LAYERS = 4
@@ -40,6 +40,8 @@ class Case:
     clip_norm: float = 0.0
     bucket_size: int = 1
     check: bool = False
+    tied: tuple[int, ...] = ()
+    """Layers that have one matrix in common."""
     seed: int = 0
 
     @property
@@ -60,6 +62,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_micro=draw(st.integers(1, 4)), reduces_each=draw(st.booleans()),
         max_bytes=draw(st.sampled_from([None, 0, 10**6])), clip_norm=draw(st.sampled_from([0.0, 0.01])),
         bucket_size=draw(st.sampled_from([1, 10**6])), check=draw(st.booleans()), seed=draw(st.integers(0, 20)),
+        tied=draw(st.sampled_from([(), (0, 3), (1, 2), (0, 1, 3)])),
     )  # fmt: skip
 
 
@@ -84,9 +87,17 @@ class Layers(nn.Module):
             for number in range(first, first + num)
         )
         declare_first(self.layers, first)
+        self.first, self.tied = first, case.tied
+        if set(case.tied) & set(range(first, first + num)):
+            self.table = nn.Parameter(weight("table", WIDTH, WIDTH))
+            self.shift = nn.Parameter(weight("shift", 1))
+            for parameter in (self.table, self.shift):
+                declare_tied(parameter, "table")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, self.first):
+            if number in self.tied:
+                x = x + torch.tanh(x @ (self.table if number % 2 else self.table.T)) * self.shift
             x = layer(x)
         return x
 
@@ -190,6 +201,9 @@ def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[flo
 @given(case=cases())
 @example(case=Case(stage=3, clip_norm=0.01))
 @example(case=Case(stage=1, clip_norm=0.01, experts_at=0))
+@example(case=Case(stage=3, clip_norm=0.01, tied=(0, 3)))
+@example(case=Case(pipe=4, expert=2, data=1, stage=2, clip_norm=0.01, tied=(0, 1, 3), reduces_each=True))
+@example(case=Case(stage=0, expert=1, tied=(0, 3)))
 def test_pipe_expert_and_data_in_one_model_equal_one_process(case: Case) -> None:
     def fn(rank: int) -> Any:
         pipeline = Pipeline(case, rank)
@@ -219,7 +233,7 @@ def test_pipe_expert_and_data_in_one_model_equal_one_process(case: Case) -> None
     ids=str,
 )
 def test_groups_within_the_ranks_of_a_stage_equal_one_process(options: dict[str, Any]) -> None:
-    case = Case(clip_norm=0.01)
+    case = Case(clip_norm=0.01, tied=(0, 3))
 
     def fn(rank: int) -> Any:
         pipeline = Pipeline(case, rank, ranks_per_node=2, **options)
@@ -278,6 +292,31 @@ def test_a_stage_without_gradients_steps_with_zeros_where_another_has_some() -> 
     assert len({norm for _, norm in ranks}) == 1
     got = whole([found for found, _ in ranks])
     torch.testing.assert_close(got["layers.3.linear.bias", "parameter"], weight("block bias 3", WIDTH) * 0.95)
+
+
+def test_a_stage_without_gradients_of_what_another_has_too() -> None:
+    case = Case(expert=1, tied=(0, 3), stage=2)
+
+    def fn(rank: int) -> Any:
+        pipeline = Pipeline(case, rank, momentum=0.0)
+        if pipeline.stage == 0:
+            pipeline.model(tokens(case, pipeline.replica, 0, 0)).square().mean().backward()
+        pipeline.optimizer.step()
+        return states(pipeline.optimizer), pipeline.optimizer.consolidated_parameters()["table"]
+
+    ranks = sim.run(case.world, fn)
+    assert not torch.equal(ranks[0][1], weight("table", WIDTH, WIDTH))
+    assert all(torch.equal(value, ranks[0][1]) for _, value in ranks)
+
+
+def test_what_several_stages_have_is_never_updated_in_backward() -> None:
+    case = Case(expert=1, tied=(0, 3))
+
+    def fn(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match="several pipeline stages have"):
+            Pipeline(case, rank, update_in_backward=True)
+
+    sim.run(case.world, fn)
 
 
 def test_clip_grad_norm_is_over_all_stages_too() -> None:

@@ -6,6 +6,7 @@ modules, and they read it:
 
 * :func:`declare_split`: along these mesh axes every rank has another part of the tensor;
 * :func:`declare_partial`: along these axes every rank has the same tensor and a part of its gradient, whose sum counts;
+* :func:`declare_tied`: other layers of the model have this very parameter too, perhaps on other ranks;
 * :func:`declare_first`: the children of this module are numbered from ``first`` in the whole model, so that names are
   global: expert 3 is ``experts.3`` wherever it lives;
 * :func:`declare_unit`: this module is needed as a whole, even if its forward calls only some of its children;
@@ -34,12 +35,14 @@ class Split:
         shape: of the whole tensor; None where each part is a tensor of its own (an expert with a name of its own).
         box: this rank's part of it.
         partial: mesh axes along which ranks have the same tensor, and each a summand of its gradient.
+        tied: a key that ranks with other layers which have the same parameter declare too; empty for one layer only.
     """
 
     axes: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
     box: Box | None = None
     partial: tuple[str, ...] = ()
+    tied: str = ""
 
 
 WHOLE = Split()
@@ -68,13 +71,23 @@ def declare_split(
                 f"declare_split got a part of shape {tuple(parameter.shape)} at {tuple(offsets)}, which is not inside "
                 f"of a tensor of shape {whole}."
             )
-    parameter.__dict__[_SPLIT] = Split(axes=tuple(axes), shape=whole, box=box, partial=split_of(parameter).partial)
+    parameter.__dict__[_SPLIT] = replace(split_of(parameter), axes=tuple(axes), shape=whole, box=box)
 
 
 def declare_partial(parameter: Any, axes: Sequence[str]) -> None:
     """Say that along each of ``axes``, which are no data axes, ranks see other samples' share of the work of
     ``parameter``: its gradient is the sum of theirs."""
     parameter.__dict__[_SPLIT] = replace(split_of(parameter), partial=tuple(axes))
+
+
+def declare_tied(parameter: Any, key: str) -> None:
+    """Say that ``parameter`` is one with those that ranks with other layers (stages of a pipeline) declare by ``key``.
+
+    All of them have the same name in the whole model, and its gradient is the sum of theirs.
+    """
+    if not key:
+        raise ValueError("declare_tied needs a key, the same one on all ranks that have the parameter.")
+    parameter.__dict__[_SPLIT] = replace(split_of(parameter), tied=key)
 
 
 def split_of(parameter: Any) -> Split:

@@ -314,6 +314,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         self._runtime.check()
         self.sharded.members.check()
         self.take_writes()
+        self.sharded.wait_for_layers()
         self._settle()
         self.sharded.sync_buffers()
         if self._in_backward is not None:
@@ -440,6 +441,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
             raise ValueError(f"{what}() with update_in_backward=True: backward has used the gradients already.")
         self.read_outcome()
         self._runtime.check()
+        self.sharded.wait_for_layers()
         self._settle()
         return self._has_gradients()
 

@@ -211,6 +211,12 @@ class ShardedModel:
             layer_axes=self._layer_axes, layers=self.layers,
         )  # fmt: skip
         self.axes: Axes = self.families[()]
+        self._tied_anywhere = self.on_any_layer(any(axes.spans_layers for axes in self.families.values()), device)
+        if self._tied_anywhere and cfg.update_in_backward:
+            raise NotImplementedError(
+                "update_in_backward=True with parameters that several pipeline stages have (zoo.layout.declare_tied): "
+                "their gradients are complete at the step. Leave one of the two out."
+            )
         if device.type == "cpu":
             for family in sorted(self.families):
                 self.families[family].share_memory()
@@ -326,11 +332,11 @@ class ShardedModel:
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
         write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=False)
 
-    def on_any_layer(self, here: bool) -> bool:
+    def on_any_layer(self, here: bool, device: torch.device | None = None) -> bool:
         """Whether ``here`` is true on this rank or on one that has other layers. Collective over those."""
         if self.layers is None:
             return here
-        found = torch.tensor([float(here)], device=self.buckets[0].device)
+        found = torch.tensor([float(here)], device=self.buckets[0].device if device is None else device)
         self.layers.all_reduce(found).wait()
         return bool(found.item() > 0)
 
@@ -390,7 +396,11 @@ class ShardedModel:
             self.runtime.residency.forget(bucket)
 
     def reduce(self) -> None:
-        """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective."""
+        """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective.
+
+        Those of parameters that ranks with other layers have too (``zoo.layout.declare_tied``) wait for this, or for
+        the step; it is collective over those ranks then.
+        """
         self.refuse_closed()
         self.runtime.check_between("reduce()")
         if self.meeting is not None:  # only some ranks may have gradients
@@ -398,6 +408,13 @@ class ShardedModel:
             self.runtime.unreduced = self.meeting.any(self.runtime.unreduced)
         if self.runtime.unreduced:
             self.runtime.reduce_all()
+        if self.runtime.waiting:
+            self.runtime.reduce_tied()
+
+    def wait_for_layers(self) -> None:
+        """Before a step: ranks with other layers may have gradients of what this one has too. Collective over them."""
+        if self._tied_anywhere:
+            self.runtime.waiting = self.on_any_layer(self.runtime.waiting) and self.runtime.reductions.waits
 
     def sync_buffers(self) -> None:
         """Bring the model's buffers to what ``buffers=`` says, as ``step()`` does. Collective."""

@@ -55,6 +55,10 @@ class Axes:
     """Which chunk each rank of the shard group keeps; None: rank r chunk r. For gathers only."""
     counts: bool = True
     """Of ranks that have the same along axes outside of ``world`` one counts, in checkpoints."""
+    spans_layers: bool = False
+    """Some ranks of ``world`` have other layers: their backwards do not keep step with those of this one."""
+    in_norm: bool = True
+    """What it has is added to the norm; of ranks with other layers that have the same parameters only the first do."""
 
     def share_memory(self) -> None:
         """Let what travels between ranks of one host go through memory that they share. Collective."""

@@ -23,11 +23,15 @@ gathered until backward.
 
 Along the *layer axes* (pipeline stages) ranks have other layers altogether: nothing travels between them but the sum
 for the norm. Families differ from stage to stage then, and the groups of all of them are made by all ranks.
+
+A parameter that several stages have (``zoo.layout.declare_tied``: an embedding that is the output layer too) is a
+family of its own, ("=key",). Each of these stages splits it as it splits dense ones, and the ranks of the same place in
+the others are replicas: the gradient is summed over them too, divided by N, and the first stage's counts in the norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
 
 Family = tuple[str, ...]
+TIED = "="
 
 # What says how large the groups of each kind are.
 _OPTIONS = {"shard": "mics_shard_size", "secondary": "zero_hpz_partition_size", "nodes": "ranks_per_node"}
@@ -96,16 +101,21 @@ def make_families(
     for name, parameter in parameters:
         wanted.setdefault(family_of(parameter), name)
     wanted.pop((), None)
+    ties = {family for family in wanted if family[0].startswith(TIED)}
+    if layers is None:  # this rank has all layers
+        wanted = {family: name for family, name in wanted.items() if family not in ties}
     if mesh is None:
         for family, name in sorted(wanted.items()):
             raise ValueError(
                 f"parameter {name!r} is a part along the axes {family}, and there is no mesh. Give mesh=DeviceMesh and "
                 "data_axes=(...)."
             )
-        return {(): dense}
+        return {(): dense, **dict.fromkeys(ties, dense)}
+    on_layers = layers.all_gather_object(wanted) if layers is not None else []
     everywhere = dict(wanted)  # what a stage refuses all of them refuse
-    for there in layers.all_gather_object(wanted) if layers is not None else ():
+    for there in on_layers:
         everywhere = {**there, **everywhere}
+    tied = {family: everywhere.pop(family) for family in sorted(everywhere) if family[0].startswith(TIED)}
     coordinates = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     here = {axis: place for axis, place in coordinates.items() if axis not in layer_axes}
     for family in sorted(everywhere):
@@ -119,12 +129,53 @@ def make_families(
         made = _family(comm, mesh, data_axes, family, of_family, config, counts=_counts(here, data_axes, family))
         if family in wanted:
             found[family] = made
+    if layers is None:
+        return {**found, **dict.fromkeys(ties, found[()])}
+    for family in tied:
+        holders = [number for number, there in enumerate(on_layers) if family in there]
+        of_tied = _tied(comm, mesh, data_axes, layer_axes, holders, config)
+        if family in wanted:
+            found[family] = replace(
+                of_tied,
+                counts=found[()].counts,
+                spans_layers=len(holders) > 1,
+                in_norm=layers.rank == holders[0],
+            )
     return found
+
+
+def _tied(
+    comm: Communicator, mesh: Any, data_axes: Sequence[str], layer_axes: Sequence[str], holders: Sequence[int],
+    config: ZeroConfig,
+) -> Axes:  # fmt: skip
+    """The axes of what the stages ``holders`` have in common; on other stages those of the rest. Collective."""
+    both = Communicator.of_axes(mesh, [*layer_axes, *data_axes], log=comm.log, check=comm.check)
+    stages, numbers = ({rank: n for group in of_mesh(mesh, axes) for n, rank in enumerate(group)}
+                       for axes in (layer_axes, data_axes))  # fmt: skip
+    have: list[list[int]] = [[], []]
+    for place, rank in enumerate(both.ranks):
+        have[stages[rank] not in holders].append(place)
+    world = both.partition([group for group in have if group], name="tied")
+    nodes = node_of_each(config.ranks_per_node, world.ranks)
+    near = near_by([numbers[rank] for rank in world.ranks], nodes, comm.size, config)
+
+    def apart(labels: Sequence[Hashable] | None) -> list[Hashable] | None:
+        return labels if labels is None else [(stages[r], label) for r, label in zip(world.ranks, labels, strict=True)]
+
+    near = replace(near, shard=apart(near.shard) or (), secondary=apart(near.secondary))
+    return form_axes(world, near, divisor=comm.size)
 
 
 def family_of(parameter: Any) -> Family:
     """Of one parameter."""
     split = split_of(parameter)
+    if split.tied:
+        if split.axes or split.partial:
+            raise ValueError(
+                f"a parameter that is tied to other layers as {split.tied!r} is also a part along the axes "
+                f"{(*split.axes, *split.partial)}; tie whole parameters only."
+            )
+        return (f"{TIED}{split.tied}",)
     return tuple(sorted([*split.axes, *(f"+{axis}" for axis in split.partial)]))
 
 

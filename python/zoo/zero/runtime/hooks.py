@@ -53,7 +53,8 @@ class Runtime:
         demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
 
     Attributes:
-        unreduced: some backward accumulated without reducing.
+        unreduced: some backward accumulated without reducing. waiting: gradients of parameters that ranks with other
+            layers have too are to be reduced.
         reduced: there is a reduced gradient to step with.
         held: buckets that the user keeps whole, and the versions of their parameters.
         window: the one that is open.
@@ -74,7 +75,7 @@ class Runtime:
         meeting: Meeting | None = None,
         cast_inputs: Callable[..., Any] | None = None,
     ) -> None:
-        self.unreduced = self.reduced = False
+        self.unreduced = self.reduced = self.waiting = False
         self.recovery: Recovery | None = None
         self._meeting = meeting
         self._buckets = list(buckets)
@@ -336,7 +337,7 @@ class Runtime:
         if self.backward.failed:
             raise RuntimeError(FAILED)
         bucket.gradients.add(slot, gradient.detach())
-        self.unreduced = True
+        self.note_unreduced()
         if self._demand is not None:
             self._demand.saw(name)
 
@@ -383,13 +384,23 @@ class Runtime:
             self.reduce_all()
         else:
             self.unreduced = True
+        self.waiting = self.reductions.waits
         if self._demand is not None and synced:
             self._demand.check()
+
+    def note_unreduced(self) -> None:
+        """There are gradients of this rank alone."""
+        self.unreduced, self.waiting = True, self.reductions.waits
 
     def reduce_all(self) -> None:
         """Reduce every bucket that this backward has not reduced yet, and wait for all of it. Collective."""
         self.reductions.finish()
         self.unreduced, self.reduced = False, True
+
+    def reduce_tied(self) -> None:
+        """Reduce what ranks with other layers have too. Collective, over those as well."""
+        self.reductions.finish_tied()
+        self.waiting, self.reduced = False, True
 
     def check(self) -> None:
         """Before gradients are used.
@@ -433,7 +444,7 @@ class Runtime:
             self.settle_failure()
         finally:
             self.backward.failed = False
-            self.unreduced = self.reduced = False
+            self.unreduced = self.reduced = self.waiting = False
             for bucket in self._buckets:
                 if bucket.gradients is not None:
                     bucket.gradients.drop()

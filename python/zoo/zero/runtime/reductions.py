@@ -1,4 +1,8 @@
-"""The reductions of a backward: in one order on every rank, the last buckets first, a few under way at a time."""
+"""The reductions of a backward: in one order on every rank, the last buckets first, a few under way at a time.
+
+Gradients of parameters that ranks with other layers have too (``Axes.spans_layers``) wait for the step: the backwards
+of those ranks do not keep step with ours, and one that waited for theirs might never send what they wait for.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,10 @@ class Reductions:
 
     def __init__(self, buckets: Sequence[Bucket], *, reduce_dtype: torch.dtype | None, num_in_flight: int = 2) -> None:
         self.follower: Follower | None = None
-        self._all = [b.gradients for b in reversed(buckets) if b.gradients is not None]
+        every = [b.gradients for b in reversed(buckets) if b.gradients is not None]
+        self._all = [g for g in every if not g.bucket.routes.axes.spans_layers]
+        # In an order that is the same on ranks with other layers.
+        self._tied = sorted((g for g in every if g.bucket.routes.axes.spans_layers), key=_place)
         self._next = 0
         self._begun = False
         self._in_flight: deque[tuple[BucketGradients, Callable[[], None]]] = deque()
@@ -58,6 +65,7 @@ class Reductions:
         """Begin the reductions whose turn it is; ``is_over``: nothing will be added to the gradients of a bucket."""
         while self._next < len(self._all) and is_over(self._all[self._next].bucket):
             self._launch(self._all[self._next])
+            self._next += 1
 
     def _launch(self, gradients: BucketGradients) -> None:
         while len(self._in_flight) >= self._num_in_flight:
@@ -65,7 +73,6 @@ class Reductions:
         for older, _ in self._in_flight:
             older.advance()
         self._in_flight.append((gradients, gradients.start_reduce(self._reduce_dtype)))
-        self._next += 1
         if gradients.bucket.routes.axes.world.size == 1:  # it is over already
             self._land()
 
@@ -79,8 +86,7 @@ class Reductions:
         """Reduce every bucket that is not reduced yet, and wait for all of it."""
         if not self._begun:
             self.begin()
-        while self._next < len(self._all):
-            self._launch(self._all[self._next])
+        self.launch_ready(_always)
         while self._in_flight:
             self._land()
         for gradients in self._all:
@@ -88,6 +94,20 @@ class Reductions:
         self._next, self._begun = 0, False
         if self.follower is not None:
             self.follower.finish()
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are buckets that a backward does not reduce."""
+        return bool(self._tied)
+
+    def finish_tied(self) -> None:
+        """Reduce those, on all ranks that have them."""
+        for gradients in self._tied:
+            self._launch(gradients)
+        while self._in_flight:
+            self._land()
+        for gradients in self._tied:
+            gradients.settle()
 
     def abandon(self) -> None:
         """Give up what is under way, once it no longer reads or writes memory."""
@@ -100,6 +120,14 @@ class Reductions:
         finally:
             if self.follower is not None:
                 self.follower.abandon()
+
+
+def _place(gradients: BucketGradients) -> tuple[Any, int]:
+    return gradients.bucket.spec.axes, gradients.bucket.index
+
+
+def _always(bucket: Bucket) -> bool:
+    return True
 
 
 class Demand:

@@ -156,7 +156,7 @@ class Bucket:
         """A gradient was assigned: it is this rank's, to be reduced with those of the others."""
         owner = self.owner() if self.owner is not None else None
         if owner is not None:
-            owner.runtime.unreduced = True
+            owner.runtime.note_unreduced()
 
     def agree(self, what: str, value: str) -> None:
         """Raise on all ranks unless all of them pass the same."""

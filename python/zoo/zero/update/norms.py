@@ -40,7 +40,8 @@ def global_norm(
         raise ValueError(f"norm_type={norm_type!r}; a norm over all gradients has a number > 0, or math.inf, for it.")
     p = float(number)
     families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
-    powers = _joined(torch.stack([_powers(gradients, axes, p, tally) for axes in families]), p)
+    found = [(_powers(gradients, axes, p, tally), axes.in_norm) for axes in families]
+    powers = _joined(torch.stack([power if counts else torch.zeros_like(power) for power, counts in found]), p)
     if layers is not None:
         powers = _joined(_of_all(layers, powers.reshape(1)), p)
     norm = powers.sqrt() if p == 2.0 else powers if math.isinf(p) else powers.pow(1.0 / p)
