@@ -71,6 +71,17 @@ CORE: dict[str, dict[str, str]] = {
     "parameter_gatherer": {
         "zero": "zoo.zero.state.gathered:GatheredParameters",
     },
+    "pipe_schedule": {
+        "1f1b": "zoo.pipe.schedules.one_f_one_b:OneFOneB",
+        "csv": "zoo.pipe.schedules.csv_table:CsvSchedule",
+        "data_parallel": "zoo.pipe.schedules.data_parallel:DataParallel",
+        "dualpipe_v": "zoo.pipe.schedules.dualpipe_v:DualPipeV",
+        "gpipe": "zoo.pipe.schedules.gpipe:GPipe",
+        "inference": "zoo.pipe.schedules.inference:Inference",
+        "interleaved_1f1b": "zoo.pipe.schedules.interleaved_1f1b:Interleaved1F1B",
+        "zb_h1": "zoo.pipe.schedules.zb_h1:ZBH1",
+        "zb_v": "zoo.pipe.schedules.zb_v:ZBV",
+    },
     "runner": {
         "plain": "zoo.engine.plain:PlainRunner",
     },
