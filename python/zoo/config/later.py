@@ -177,15 +177,6 @@ SECTIONS: dict[str, Fate] = {
         "Nebula is a service of one cloud; zoo writes its checkpoints itself", refused, persistent_storage_path=PATH,
         persistent_time_interval=100, num_of_version_in_retention=2, enable_nebula_load=True, load_path=PATH,
     ),
-    "pipeline": waits(
-        "pipeline parallelism",
-        keys={
-            "stages": setting(None, (int, "auto"), nothing=(1,)), "partition": setting("best", asks=False),
-            "seed_layers": setting(False, asks=False), "activation_checkpoint_interval": 0,
-            "pipe_partitioned": setting(True, asks=False), "grad_partitioned": setting(True, asks=False),
-            "use_reentrant": setting(True, asks=False),
-        },
-    ),
     "quantize_training": _switched(
         "quantisation during training", quantize_bits={}, quantize_schedule={}, quantize_groups=1, quantize_type={},
         fp16_mixed_quantize={}, quantize_verbose=False, quantize_eigenvalue=False, quantize_algo={}, eigenvalue={},

@@ -60,6 +60,10 @@ class Section(BaseModel):
     """Who carries the section out, such as "zoo.zero"; empty: an engine part or a sink of the section's name does, and
     to ask for it without one is an error."""
 
+    runner: ClassVar[str] = ""
+    """The runner that carries the section out ("pipeline"), if one does: to ask for it with a model that is run by
+    another one is an error."""
+
     def contradictions(self, config: Config) -> Iterable[str]:
         """Sentences about values that are fine alone and wrong together; `load` calls it with the whole tree."""
         return ()

@@ -36,7 +36,15 @@ def build(
         f"{name}: asked for, and nobody carries it out: neither an engine part nor a sink is registered under this "
         "name. Remove the section, or install the package that has it."
         for name, section in config.package_sections.items()
-        if config.asks_for(name) and not section.carried_by and not any(name in names for names in asked.values())
+        if config.asks_for(name) and not section.carried_by and not section.runner
+        and not any(name in names for names in asked.values())
+    ]  # fmt: skip
+    runs = getattr(model, "engine_runner", "plain")
+    idle += [
+        f"{name}: asked for, and nobody carries it out: the runner {section.runner!r} does, and a "
+        f"{type(model).__name__} is run by {runs!r}."
+        for name, section in config.package_sections.items()
+        if section.runner not in ("", runs) and config.asks_for(name)
     ]
     if idle:
         raise ConfigError(idle)

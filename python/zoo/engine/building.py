@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -166,17 +167,27 @@ def with_axes(config: Config, model: nn.Module) -> Config:
     """The configuration with the mesh axes that layers of the model and sections need, where it names none itself.
 
     Consecutive ranks are along the axes that are needed, and all others along "data". They are data axes, so that the
-    batch is cut as without a mesh.
+    batch is cut as without a mesh. In a model that was cut for a mesh of its own they are what "data" is there.
     """
     needed = axes_of(model)
     for name in config.package_sections:
         if config.asks_for(name):
             needed.update(getattr(getattr(config, name), "mesh_axes", {}))
-    needed = {name: size for name, size in needed.items() if size > 1}
-    if not needed or config.mesh.axes or not dist.is_initialized():
+    needed = {name: size for name, size in needed.items() if size > 1 and name not in config.mesh.axes}
+    own = own_axes(model)
+    if not needed or not dist.is_initialized() or (config.mesh.axes and config.mesh.axes != own):
         return config
-    mesh = config.mesh.model_copy(update={"axes": {"data": -1, **needed}})
-    return config.model_copy(update={"mesh": mesh})
+    axes: dict[str, int] = {}
+    for name, size in (own or {"data": -1}).items():
+        axes |= {"data": -1, **needed} if name == "data" else {name: size}
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update={"axes": axes})})
+
+
+def own_axes(model: nn.Module) -> dict[str, int]:
+    """The axes of the mesh for which a model was cut when it was made (its method ``mesh_axes``); empty without."""
+    axes = getattr(model, "mesh_axes", None)
+    found = dict(axes()) if callable(axes) else {}
+    return found if math.prod(found.values()) > 1 else {}
 
 
 def build_mesh(config: Config, mesh: Any, device: torch.device) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from zoo.engine.plain import kind_of
 from zoo.engine.records import Records
 from zoo.engine.timing import Stopwatch
 from zoo.monitor import Feed
-from zoo.parts import Runner
+from zoo.parts import Clock, Runner
 from zoo.registry import Registry
 from zoo.zero import ShardedModel, ZeroOptimizer
 
@@ -58,12 +59,14 @@ class Engine(Checkpoints, Records):
         registry: Registry,
         mesh: Any = None,
         batch_ranks: int,
+        batch_rank: int = 0,
         input_dtype: torch.dtype | None = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         Records.__init__(self)
         self.config, self.module, self.comm, self.mesh = config, module, sharded.comm, mesh
         self._optimizer, self.sharded, self.batch_ranks = optimizer, sharded, batch_ranks
+        self.batch_rank = batch_rank
         self.dataloader: Any = None
         self._parts, self.parts, self.feed = parts, parts.all, feed
         self.global_steps = self.micro_steps = 0
@@ -106,15 +109,9 @@ class Engine(Checkpoints, Records):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; tensors come to its device. They keep their dtype, but where ``auto_cast`` is on."""
         trains = torch.is_grad_enabled() and self._optimizer is not None
-        if trains:
-            if self._discard:
-                self.zero_grad()
-            if self._began is None:
-                self._began = time.perf_counter()
-            if self._parts.changes_batches and self.module.training:
-                args, kwargs = self._parts.on_batch(args, kwargs, self.clock)
-            self._latest = count(args, kwargs)
-        args, kwargs = placed((args, kwargs), self.device, self._input_dtype)
+        if trains and self._discard:
+            self.zero_grad()
+        args, kwargs = self.admit(args, kwargs, trains=trains)
         divides = trains and self._accumulation > 1
         if not divides:
             with self._timed("forward"), self._precision():
@@ -123,6 +120,33 @@ class Engine(Checkpoints, Records):
         with self._timed("forward"), self._precision():
             outputs = self.module(*args, **kwargs)
         return direct.leave(outputs, self._factor, entered)
+
+    def admit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trains: bool, ahead: int = 0
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """For runners: the arguments of the model's forward, as parts have left them, on the device; they are counted.
+
+        Args:
+            trains: it is for training. ahead: how many micro-batches after the one at hand.
+        """
+        if trains:
+            if self._began is None:
+                self._began = time.perf_counter()
+            if self._parts.changes_batches and self.module.training:
+                args, kwargs = self._parts.on_batch(args, kwargs, self._clock_at(ahead))
+            self._latest = count(args, kwargs)
+        found: tuple[tuple[Any, ...], dict[str, Any]] = placed((args, kwargs), self.device, self._input_dtype)
+        return found
+
+    def _clock_at(self, ahead: int) -> Clock:
+        clock = self.clock
+        return dataclasses.replace(clock, micro_batch=clock.micro_batch + ahead) if ahead else clock
+
+    @contextlib.contextmanager
+    def computing(self, what: str) -> Iterator[None]:
+        """For runners: a forward, in the precision that the configuration asks for, or a backward; it is timed."""
+        with self._timed(what), self._precision() if what == "forward" else _NOTHING:
+            yield
 
     def _precision(self) -> Any:
         dtype = self._autocast_dtype
@@ -171,8 +195,7 @@ class Engine(Checkpoints, Records):
     def go_backward(self, loss: torch.Tensor, scale: float, *, last: bool, retain_graph: bool = False) -> torch.Tensor:
         """For runners: the gradients of ``loss * scale``; returns the loss, detached, as parts have left it."""
         optimizer = self.training("backward")
-        if self._parts.changes_loss:
-            loss = self._parts.on_loss(loss, self.clock)
+        loss = self.final_loss(loss)
         section = self.config.zero_optimization
         local = (section.stage <= 1 or section.update_in_backward) and not last and not self._locally
         self._dividing = True
@@ -183,6 +206,19 @@ class Engine(Checkpoints, Records):
         finally:
             self._dividing = False
         return loss.detach()
+
+    def take_counts(self) -> tuple[int, int]:
+        """For runners: samples and tokens of the latest micro-batch that was admitted, which do not count yet."""
+        found, self._latest = self._latest, (0, 0)
+        return found
+
+    def note_counts(self, counts: Sequence[int]) -> None:
+        """For runners: so many samples and tokens are part of this step."""
+        self._counts = [before + here for before, here in zip(self._counts, counts, strict=True)]
+
+    def final_loss(self, loss: torch.Tensor, *, ahead: int = 0) -> torch.Tensor:
+        """For runners: the loss of a micro-batch, ``ahead`` of the one at hand, as parts have left it."""
+        return self._parts.on_loss(loss, self._clock_at(ahead)) if self._parts.changes_loss else loss
 
     def count_micro_batch(self) -> None:
         """For runners: a micro-batch is over, and its step is not; the clock moves."""

@@ -80,7 +80,7 @@ def initialize(
     _join(config, dist_init_required, overrides, registry)
     if mesh is not None and group is not None:
         raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")
-    config = _configuration(config, overrides, _size(mesh, group), mesh, registry)
+    config = _configuration(config, overrides, _size(mesh, group), mesh, model, registry)
     if mesh is None and group is None:
         config = building.with_axes(config, model)
     first = next(model.parameters(), None)
@@ -121,10 +121,11 @@ def _built(
     sharded = zero.sharded if zero is not None else building.evaluates(config, model, group, mesh)
     if environment.world_size == 1:  # otherwise a collective, for which a rank that fails alone would wait
         undo.callback(_quietly, sharded.close)
-    engine = Engine(
+    runner = getattr(model, "engine_runner", "plain")
+    engine: Engine = registry.get("engine", runner if runner in registry.names("engine") else "plain")(
         config, model, optimizer=zero, sharded=sharded, parts=attached, feed=Feed(writers), registry=registry,
-        mesh=mesh, batch_ranks=environment.batch_ranks, input_dtype=building.input_dtype(config),
-        autocast_dtype=building.autocast_dtype(config),
+        mesh=mesh, batch_ranks=environment.batch_ranks, batch_rank=environment.batch_rank,
+        input_dtype=building.input_dtype(config), autocast_dtype=building.autocast_dtype(config),
     )  # fmt: skip
     engine.dataloader = batches
     engine.lr_scheduler = building.build_schedule(config, zero, schedule, registry)
@@ -158,14 +159,18 @@ def _size(mesh: Any, group: Any) -> int:
     return dist.get_world_size(getattr(group, "group", group))
 
 
-def _configuration(source: Any, overrides: Any, size: int, mesh: Any, registry: Registry) -> Config:
+def _configuration(
+    source: Any, overrides: Any, size: int, mesh: Any, model: nn.Module, registry: Registry
+) -> Config:  # fmt: skip
+    own = building.own_axes(model) if mesh is None else {}
     if not isinstance(source, Config):
         document = read(source, overrides=overrides, registry=registry)
         section = document.values.get("mesh")
-        if mesh is not None and not (isinstance(section, Mapping) and section.get("axes")):
+        if mesh is not None:
             building.check_names(mesh)
-            sizes = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
-            document = document.override({f"mesh.axes.{name}": size for name, size in sizes})
+            own = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        if own and not (isinstance(section, Mapping) and section.get("axes")):
+            document = document.override({f"mesh.axes.{name}": size for name, size in own.items()})
         return document.load(size)
     if overrides:
         raise ValueError("initialize got a loaded configuration and overrides; give the overrides to zoo.config.load.")
@@ -174,9 +179,10 @@ def _configuration(source: Any, overrides: Any, size: int, mesh: Any, registry: 
             f"the configuration was loaded for {source.world_size} ranks and the process group has {size}; load it "
             f"with world_size={size}, so that the batch sizes fit."
         )
-    if mesh is not None and not source.mesh.axes:
+    if (mesh is not None or own) and not source.mesh.axes:
+        what = "mesh=" if mesh is not None else f"a {type(model).__name__} that was cut for the axes {own}"
         raise ValueError(
-            "initialize got mesh= and a loaded configuration without mesh.axes, whose batch sizes are those of all "
+            f"initialize got {what} and a loaded configuration without mesh.axes, whose batch sizes are those of all "
             "ranks; load it with mesh.axes, or give initialize the document."
         )
     return source

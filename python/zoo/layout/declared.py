@@ -114,17 +114,20 @@ def logical_name(model: Any, path: str) -> str:
     return ".".join(found)
 
 
-def declare_unit(module: Any) -> None:
+def declare_unit(module: Any, *, whole: bool = True) -> None:
     """Say that the parameters of ``module`` and of everything in it are gathered together, and nothing of it alone.
 
     For a module of which the data decide what is used: ranks that use different children would wait for each other.
+
+    Args:
+        whole: False: modules in it that are declared units themselves stay so, and a user who chooses units chooses.
     """
-    module.__dict__[_UNIT] = True
+    module.__dict__[_UNIT] = "whole" if whole else "outer"
 
 
-def is_unit(module: Any) -> bool:
-    """Whether that was declared."""
-    return bool(getattr(module, "__dict__", {}).get(_UNIT, False))
+def is_unit(module: Any, *, whole: bool = True) -> bool:
+    """Whether that was declared, with this ``whole``."""
+    return bool(getattr(module, "__dict__", {}).get(_UNIT) == ("whole" if whole else "outer"))
 
 
 def declare_axis(module: Any, name: str, size: int) -> None:

@@ -31,11 +31,16 @@ CORE: dict[str, dict[str, str]] = {
         "curriculum_learning": "zoo.data_efficiency.config:CurriculumConfig",
         "data_efficiency": "zoo.data_efficiency.config:DataEfficiencyConfig",
         "jsonl_monitor": "zoo.monitor.jsonl_monitor:JsonlSection",
+        "pipeline": "zoo.pipe.config:PipelineConfig",
         "progressive_layer_drop": "zoo.data_efficiency.config:LayerDropConfig",
         "tensorboard": "zoo.monitor.tensorboard:TensorBoardSection",
         "train": "zoo.train.config:TrainConfig",
         "wandb": "zoo.monitor.wandb:WandbSection",
         "zero_optimization": "zoo.zero.config:ZeroConfig",
+    },
+    "engine": {
+        "pipeline": "zoo.engine.pipeline:PipelineEngine",
+        "plain": "zoo.engine.engine:Engine",
     },
     "engine_part": {
         "curriculum_learning": "zoo.data_efficiency.curriculum:CurriculumLearning",
@@ -83,6 +88,7 @@ CORE: dict[str, dict[str, str]] = {
         "zb_v": "zoo.pipe.schedules.zb_v:ZBV",
     },
     "runner": {
+        "pipeline": "zoo.pipe.runtime.runner:PipelineRunner",
         "plain": "zoo.engine.plain:PlainRunner",
     },
     "sink": {

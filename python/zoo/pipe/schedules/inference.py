@@ -6,7 +6,7 @@ from zoo.pipe.schedules.builder import check_sizes
 from zoo.pipe.schedules.placing import place
 from zoo.pipe.schedules.table import Computation, Kind, Table, looped
 
-__all__ = ["Inference"]
+__all__ = ["Inference", "forwards"]
 
 
 class Inference:
@@ -22,5 +22,13 @@ class Inference:
     def build(self, num_ranks: int, num_micro_batches: int) -> Table:
         """The table; any sizes."""
         check_sizes("inference", num_ranks, num_micro_batches)
-        orders = [[Computation(Kind.FORWARD, s, m) for m in range(num_micro_batches)] for s in range(num_ranks)]
-        return place("inference", orders, looped(num_ranks), num_micro_batches, trains=False)
+        return forwards(looped(num_ranks), num_micro_batches)
+
+
+def forwards(rank_of: tuple[int, ...], num_micro_batches: int) -> Table:
+    """The same for any placement of stages: a rank computes what could begin first, then the later stage."""
+    check_sizes("inference", len(set(rank_of)), num_micro_batches)
+    every = [Computation(Kind.FORWARD, s, m) for s in range(len(rank_of)) for m in range(num_micro_batches)]
+    every.sort(key=lambda c: (c.stage + c.micro_batch, -c.stage))
+    orders = [[c for c in every if rank_of[c.stage] == rank] for rank in range(max(rank_of) + 1)]
+    return place("inference", orders, rank_of, num_micro_batches, trains=False)

@@ -75,6 +75,9 @@ def _default(model: nn.Module) -> set[str]:
                 return  # it uses the parameters of its children itself, without calling them
         for name, child in module.named_children():
             child_path = f"{path}.{name}" if path else name
+            if is_unit(child, whole=False):
+                chosen.add(child_path)
+                continue
             repeated = container and classes[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
             if repeated and any(True for _ in child.parameters()):
                 chosen.add(child_path)

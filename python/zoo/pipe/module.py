@@ -1,0 +1,365 @@
+"""A model as a sequence of layers, of which each rank has those of its stages."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zoo.layout import declare_tied, declare_unit
+from zoo.pipe.partition import split_layers
+from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from zoo.pipe.trees import outline_text
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["PipelineModule"]
+
+AXIS = "pipe"
+
+
+class PipelineModule(nn.Module):
+    """x ↦ layer[L-1](… layer[1](layer[0](x))), cut into stages along the mesh axis "pipe".
+
+    ::
+
+        model = PipelineModule([LayerSpec(nn.Linear, 8, 8), torch.relu, LayerSpec(nn.Linear, 8, 2)], num_stages=2,
+                               loss_fn=nn.functional.cross_entropy)
+        engine, *_ = zoo.engine.initialize(config, model)
+        loss = engine.train_batch(batches)
+
+    A rank builds the layers of its own stages only. Parameters are called as in ``nn.Sequential(*layers)``: layer 3 is
+    ``3.weight`` on whichever rank it is. A tied layer's are ``tied_modules.KEY.weight``.
+
+    What a layer returns is the one argument of the next: a tensor, or tuples, lists and dicts of tensors and plain
+    values. On the last stage ``loss_fn(outputs, labels)`` is the micro-batch's mean loss; without a ``loss_fn`` the
+    last layer returns it.
+
+    Args:
+        layers: specs, modules and functions, or an ``nn.Sequential``. A module is kept where its stage is, and let go
+            elsewhere.
+        num_stages: pipeline ranks; or give ``topology``, or ``mesh`` with an axis "pipe".
+        topology: of all ranks of the job, with an axis "pipe".
+        loss_fn: see above.
+        seed_layers: before layer i is built, and before it runs, ``seed_fn`` is called with a seed that depends on i
+        and
+            not on the stages: at construction ``base_seed + i``; in forward one for each (micro-batch, data-parallel
+            rank, i), so that dropout does not repeat.
+        seed_fn: ``torch.manual_seed`` and ``random.seed`` by default.
+        base_seed: see ``seed_layers``.
+        partition_method: "parameters" (equal numbers of parameters), "uniform" (of layers), "type:REGEX" (of layers
+        whose
+            class name matches), or a list with one weight for each layer, such as :func:`zoo.pipe.measure` returns.
+        activation_checkpoint_interval: layers between two activations that are kept; 0 keeps all.
+        activation_checkpoint_func: ``f(function, *inputs)``; ``torch.utils.checkpoint.checkpoint`` without re-entrance
+        by
+            default.
+        checkpointable_layers: names of classes; only runs in which one of them is are checkpointed. None: all.
+        schedule: name of the schedule, or a builder (``zoo.pipe.schedules``): it says how many stages a rank has.
+        mesh: a DeviceMesh with an axis "pipe", instead of ``num_stages``.
+
+    Attributes:
+        num_stages: pipeline ranks. stage_id: this rank's place among them. stages: the numbers of its stages.
+        bounds: stage s has the layers bounds[s] to bounds[s+1]-1.
+
+    Raises:
+        ValueError: arguments that exclude each other, sizes that do not fit, a stage without parameters.
+    """
+
+    engine_runner = "pipeline"
+
+    def __init__(
+        self, layers: Iterable[Any], num_stages: int | None = None, topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None, base_seed: int = 1234,
+        partition_method: str | Sequence[float] = "parameters", activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None, checkpointable_layers: Sequence[str] | None =
+        None, *, schedule: Any = "1f1b", mesh: DeviceMesh | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._topology = _topology(num_stages, topology, mesh)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.num_stages: int = self._topology.get_dim(AXIS)
+        self.stage_id: int = getattr(self._topology.get_coord(rank), AXIS)
+        self.schedule = _builder(schedule)
+        self.rank_of: tuple[int, ...] = tuple(self.schedule.placement(self.num_stages))
+        self.stages = tuple(s for s, r in enumerate(self.rank_of) if r == self.stage_id)
+        self.loss_fn, self.seed_layers, self.base_seed = loss_fn, seed_layers, base_seed
+        self.seed_fn = _seed if seed_fn is None else seed_fn
+        if activation_checkpoint_interval < 0:
+            raise ValueError(
+                f"activation_checkpoint_interval={activation_checkpoint_interval}; 0, or a number of layers."
+            )
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func or _checkpoint
+        self.checkpointable_layers = checkpointable_layers
+        self.specs = list(layers)
+        _check_layers(self.specs)
+        self.num_layers = len(self.specs)
+        counts = [_num_parameters(spec) for spec in self.specs]
+        self.bounds = split_layers(partition_method, len(self.rank_of), list(map(_name_of, self.specs)), lambda: counts)
+        self._check_parameters(counts)
+        self._calls: dict[int, Callable[[Any], Any]] = {}
+        self.tied_modules = nn.ModuleDict()
+        for stage in self.stages:
+            for number in range(self.bounds[stage], self.bounds[stage + 1]):
+                self._add(number)
+        self._tie()
+        self.specs = [spec if number in self._calls else None for number, spec in enumerate(self.specs)]
+        self.micro_offset = 0
+        """Which forward this is: counted over (step, micro-batch, data-parallel rank) by the runner."""
+
+    # Building --------------------------------------------------------------------------------------------------------
+
+    def _check_parameters(self, counts: Sequence[int]) -> None:
+        """Every rank has something to train, which an optimizer asks for."""
+        for rank in range(self.num_stages):
+            stages = [s for s, r in enumerate(self.rank_of) if r == rank]
+            numbers = [n for s in stages for n in range(self.bounds[s], self.bounds[s + 1])]
+            if not any(counts[n] for n in numbers):
+                named = ", ".join(f"{n} ({_name_of(self.specs[n])})" for n in numbers[:5])
+                raise ValueError(
+                    f"pipeline rank {rank} of {self.num_stages} has no parameters: its layers are {named}. Use fewer "
+                    "stages, or another partition_method."
+                )
+
+    def _add(self, number: int) -> None:
+        spec = self.specs[number]
+        with self._seeded(number):
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+                self._calls[number] = _Tied(self.tied_modules[spec.key], spec.forward_fn)
+                return
+            layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        if isinstance(layer, nn.Module):
+            self.add_module(str(number), layer)
+            declare_unit(layer, whole=False)
+        self._calls[number] = layer
+
+    @contextlib.contextmanager
+    def _seeded(self, number: int) -> Iterator[None]:
+        if self.seed_layers:
+            self.seed_fn(self.base_seed + number)
+        yield
+
+    def _tie(self) -> None:
+        for spec in self.specs:
+            if isinstance(spec, TiedLayerSpec) and spec.key in self.tied_modules:
+                module = self.tied_modules[spec.key]
+                named = dict(module.named_parameters())
+                for name in spec.tied_weight_attr:
+                    if name not in named:
+                        raise ValueError(
+                            f"TiedLayerSpec({spec.key!r}, {spec.typename.__name__}) ties {name!r}; the module has the "
+                            f"parameters {', '.join(named) or 'none'}. Name them by tied_weight_attr=."
+                        )
+                    declare_tied(named[name], spec.key)
+
+    # Running ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Any, stage: int | None = None) -> Any:
+        """The layers of one stage of this rank, or of all of its stages one after the other."""
+        for one in self.stages if stage is None else (stage,):
+            x = self._run(x, range(self.bounds[one], self.bounds[one + 1]))
+        return x
+
+    def _run(self, x: Any, numbers: range) -> Any:
+        every = self.activation_checkpoint_interval
+        if not every or not torch.is_grad_enabled() or not self.training:
+            return self._run_layers(x, numbers)
+        for start in range(numbers.start, numbers.stop, every):
+            part = range(start, min(start + every, numbers.stop))
+            x = self._checkpointed(x, part) if self._may_checkpoint(part) else self._run_layers(x, part)
+        return x
+
+    def _checkpointed(self, x: Any, numbers: range) -> Any:
+        given = x if isinstance(x, tuple) else (x,)
+        single = not isinstance(x, tuple)
+
+        def run(*inputs: Any) -> Any:
+            return self._run_layers(inputs[0] if single else inputs, numbers)
+
+        return self.activation_checkpoint_func(run, *given)
+
+    def _may_checkpoint(self, numbers: range) -> bool:
+        names = self.checkpointable_layers
+        if names is None:
+            return any(isinstance(p, nn.Parameter) for n in numbers for p in _parameters(self._calls[n]))
+        return any(type(self._layer(n)).__name__ in names for n in numbers)
+
+    def _layer(self, number: int) -> Any:
+        call = self._calls[number]
+        return call.module if isinstance(call, _Tied) else call
+
+    def _run_layers(self, x: Any, numbers: range) -> Any:
+        for number in numbers:
+            if self.seed_layers:
+                self.seed_fn(self.base_seed + number + self.num_layers * (1 + self.micro_offset))
+            try:
+                x = self._calls[number](x)
+            except Exception as error:
+                _add_note(error, f"in layer {number} ({_name_of(self._layer(number))}) of the pipeline, "
+                                 f"whose input is {outline_text(x)}")  # fmt: skip
+                raise
+        return x
+
+    # What a script asks ----------------------------------------------------------------------------------------------
+
+    def topology(self) -> ProcessTopology:
+        """Of all ranks of the job."""
+        return self._topology
+
+    def mesh_axes(self) -> Mapping[str, int]:
+        """Names and sizes of the axes of that, outermost first; "model" is called "tensor" on a mesh."""
+        return {"tensor" if name == "model" else name: size for name, size in self._topology.mesh_axes.items()}
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This rank has the first layers."""
+        return 0 in self.stages
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank has the last layers, and the loss."""
+        return len(self.rank_of) - 1 in self.stages
+
+    def get_additional_losses(self) -> dict[str, Any] | None:
+        """What else to report of the latest forward of this rank's stages, by name; for subclasses. Not trained on: a
+        loss of a middle layer that counts is attached to its output (:func:`zoo.pipe.attach_loss`)."""
+        return None
+
+
+class _Tied:
+    """A use of a module that other layers use too."""
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None) -> None:
+        self.module, self._forward_fn = module, forward_fn
+
+    def __call__(self, x: Any) -> Any:
+        forward_fn, module = self._forward_fn, self.module
+        if forward_fn is None:
+            return module(x)
+        # Through the module's own call, so that whoever gathers its parameters knows that they are needed.
+        own = module.__dict__.get("forward")
+
+        def restore() -> None:
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
+
+        def instead(given: Any) -> Any:
+            restore()
+            return forward_fn(module, given)
+
+        module.__dict__["forward"] = instead
+        try:
+            return module(x)
+        finally:
+            restore()
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None, mesh: Any) -> ProcessTopology:
+    given = [
+        name
+        for name, value in (("num_stages", num_stages), ("topology", topology), ("mesh", mesh))
+        if value is not None
+    ]
+    if len(given) != 1 and given != ["num_stages", "topology"]:
+        raise ValueError(f"PipelineModule got {' and '.join(given) or 'none'} of num_stages, topology, mesh; give one.")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh is not None:
+        names = tuple(mesh.mesh_dim_names or ())
+        topology = ProcessTopology(axes=list(names), dims=list(mesh.shape))
+    if topology is None:
+        stages = int(num_stages or 0)
+        if stages < 1 or world % stages:
+            raise ValueError(
+                f"num_stages={num_stages} with {world} rank{'s' if world > 1 else ''}; it must divide them. The other "
+                "ranks are data-parallel."
+            )
+        topology = PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)
+    if AXIS not in topology.get_axis_names():
+        raise ValueError(f"the topology has the axes {topology.get_axis_names()}; one of them must be called 'pipe'.")
+    if topology.world_size() != world:
+        raise ValueError(f"the topology is for {topology.world_size()} ranks, and the job has {world}.")
+    if num_stages is not None and topology.get_dim(AXIS) != num_stages:
+        raise ValueError(f"num_stages={num_stages}, and the topology has {topology.get_dim(AXIS)}; give one of them.")
+    return topology
+
+
+def _builder(schedule: Any) -> Any:
+    if not isinstance(schedule, str):
+        return schedule
+    from zoo import registry
+
+    return registry.build("pipe_schedule", schedule, {})
+
+
+def _check_layers(layers: Sequence[Any]) -> None:
+    for number, layer in enumerate(layers):
+        if not (isinstance(layer, (LayerSpec, nn.Module)) or callable(layer)):
+            raise ValueError(
+                f"layer {number} is {layer!r}, a {type(layer).__name__}; it must be a LayerSpec, module or function."
+            )
+    tied: dict[str, TiedLayerSpec] = {}
+    for spec in layers:
+        if isinstance(spec, TiedLayerSpec):
+            first = tied.setdefault(spec.key, spec)
+            if repr(first) != repr(spec) or first.tied_weight_attr != spec.tied_weight_attr:
+                raise ValueError(
+                    f"layers tied as {spec.key!r} are described as {first!r} and as {spec!r}, tying "
+                    f"{first.tied_weight_attr} and {spec.tied_weight_attr}; one module has one description."
+                )
+
+
+def _name_of(layer: Any) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return (
+        type(layer).__name__ if isinstance(layer, nn.Module) else str(getattr(layer, "__name__", type(layer).__name__))
+    )
+
+
+def _parameters(layer: Any) -> list[nn.Parameter]:
+    module = layer.module if isinstance(layer, _Tied) else layer
+    return list(module.parameters()) if isinstance(module, nn.Module) else []
+
+
+def _num_parameters(layer: Any) -> int:
+    """Of a spec without building it: on the meta device, where no memory is taken and no random numbers are drawn."""
+    if isinstance(layer, LayerSpec):
+        try:
+            with torch.device("meta"):
+                layer = layer.build()
+        except Exception:  # a constructor that needs values
+            with torch.random.fork_rng(devices=[]):
+                layer = layer.build()
+    if not isinstance(layer, nn.Module):
+        return 0
+    return sum(getattr(p, "_zoo_numel", None) or p.numel() for p in layer.parameters())
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """As ``add_note``, which Python 3.10 has not."""
+    if error.args and isinstance(error.args[0], str) and note not in error.args[0]:
+        error.args = (f"{error.args[0]} ({note})", *error.args[1:])
