@@ -13,6 +13,7 @@ import typer
 
 from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
+from zoo.cli.pipe import app as pipe_app
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models with zoo."
@@ -20,6 +21,7 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 app.add_typer(io_app, name="io")
+app.add_typer(pipe_app, name="pipe")
 
 
 def _file_or_example(given: Path) -> Path:

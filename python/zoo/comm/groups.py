@@ -34,11 +34,11 @@ def check_partition(groups: Sequence[Sequence[int]], size: int) -> list[list[int
     return lists
 
 
-def make_groups(groups: Sequence[Sequence[int]], name: str, parent: Any) -> Any:
+def make_groups(groups: Sequence[Sequence[int]], name: str, parent: Any, *, alone: bool = False) -> Any:
     """Make a process group for each list of global ranks; returns the one this rank is in, None if it has one rank.
 
-    Collective over all ranks in ``groups``. Groups of one rank are not made. ``parent`` (None: the default group)
-    gives the timeout.
+    Collective over all ranks in ``groups``. Groups of one rank are made only with ``alone``. ``parent`` (None: the
+    default group) gives the timeout.
 
     Raises:
         NotImplementedError: the default group is bound to a device, where every group is split from it by all ranks of
@@ -46,7 +46,7 @@ def make_groups(groups: Sequence[Sequence[int]], name: str, parent: Any) -> Any:
     """
     default: Any = dist.group.WORLD
     num_ranks = sum(map(len, groups))
-    if max(map(len, groups)) == 1:
+    if max(map(len, groups)) == 1 and not alone:
         return None
     if default.bound_device_id is not None and num_ranks < dist.get_world_size():
         raise NotImplementedError(
@@ -56,7 +56,7 @@ def make_groups(groups: Sequence[Sequence[int]], name: str, parent: Any) -> Any:
         )
     mine = None
     for ranks in groups:
-        if len(ranks) > 1:
+        if len(ranks) > 1 or alone:
             found = _make(list(ranks), name, timeout_of(parent))
             mine = mine if found is dist.GroupMember.NON_GROUP_MEMBER else found
     return mine

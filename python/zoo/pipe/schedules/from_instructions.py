@@ -20,10 +20,10 @@ from zoo.pipe.schedules.instructions import (
     SendActivation,
     SendGrad,
 )
-from zoo.pipe.schedules.table import Computation, Kind, ScheduleError, Table
+from zoo.pipe.schedules.table import Computation, Kind, ScheduleError, Table, looped
 from zoo.pipe.validate import check
 
-__all__ = ["table_of"]
+__all__ = ["FromInstructions", "table_of"]
 
 _ENDS: tuple[type[PipeInstruction], ...] = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
 _KNOWN: tuple[type[PipeInstruction], ...] = (
@@ -53,6 +53,25 @@ def table_of(schedule: Callable[[int, int, int], PipeSchedule], stages: int, mic
     schedules = [schedule(micro_batches, stages, stage) for stage in range(stages)]
     follower = _Follower(schedules)
     return follower.table(getattr(schedule, "__name__", "schedule"))
+
+
+class FromInstructions:
+    """A builder (see :class:`zoo.pipe.schedules.ScheduleBuilder`) from a class of instructions.
+
+    Args:
+        schedule: the class, called with (micro_batches, stages, stage_id).
+    """
+
+    def __init__(self, schedule: Callable[[int, int, int], PipeSchedule]) -> None:
+        self.schedule = schedule
+
+    def placement(self, num_ranks: int) -> tuple[int, ...]:
+        """One stage a rank."""
+        return looped(num_ranks)
+
+    def build(self, num_ranks: int, num_micro_batches: int) -> Table:
+        """:func:`table_of`."""
+        return table_of(self.schedule, num_ranks, num_micro_batches)
 
 
 @dataclass

@@ -1,0 +1,209 @@
+"""Which schedule is the fastest that fits? The forecast of each one, and why one of them is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zoo.pipe.schedules.builder import build
+from zoo.pipe.schedules.table import ScheduleError
+from zoo.pipe.simulate import Costs, Simulation, simulate
+from zoo.pipe.validate import check
+
+__all__ = ["CANDIDATES", "Candidate", "Choice", "Forecast", "choose", "evenly"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule by name, with options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name + "".join(f" {key}={value}" for key, value in self.options.items())
+
+
+CANDIDATES = (
+    Candidate("1f1b"),
+    Candidate("gpipe"),
+    Candidate("interleaved_1f1b", {"num_chunks": 2}),
+    Candidate("interleaved_1f1b", {"num_chunks": 4}),
+    Candidate("zb_h1"),
+    Candidate("zb_v"),
+    Candidate("dualpipe_v"),
+)
+"""What is compared where nothing else is said; of two that are equally fast the first is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a schedule would come to.
+
+    Attributes:
+        candidate: which one.
+        simulation: None where the schedule is not for these sizes.
+        refused: why it cannot be taken; "" for one that can.
+    """
+
+    candidate: Candidate
+    simulation: Simulation | None
+    refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """All forecasts, fastest first, those that cannot be taken last."""
+
+    forecasts: tuple[Forecast, ...]
+    limit_bytes: float | None
+
+    @property
+    def best(self) -> Forecast:
+        """The fastest that fits.
+
+        Raises:
+            ScheduleError: none does.
+        """
+        if self.forecasts[0].refused:
+            told = "; ".join(f"{f.candidate}: {f.refused}" for f in self.forecasts)
+            raise ScheduleError(
+                f"no schedule can be taken ({told}): allow more memory, or use smaller micro-batches or activation "
+                "checkpointing."
+            )
+        return self.forecasts[0]
+
+    def why(self) -> str:
+        """One sentence."""
+        best, *others = self.forecasts
+        if best.refused or best.simulation is None:
+            return "no schedule can be taken"
+        time = best.simulation.makespan_s
+        said = f"{best.candidate}: {time:.4g} s a batch, bubble {best.simulation.bubble:.1%}"
+        second = next((f for f in others if not f.refused and f.simulation is not None), None)
+        if second is not None and second.simulation is not None:
+            next_time = second.simulation.makespan_s
+            equal = next_time == time
+            said += f"; {second.candidate} " + (
+                "is as fast" if equal else f"takes {next_time:.4g} s ({next_time / time - 1:+.1%})"
+            )
+        faster = [f for f in others if f.refused and f.simulation is not None and f.simulation.makespan_s < time]
+        if faster:
+            said += "; " + ", ".join(f"{f.candidate} would be faster, but {f.refused}" for f in faster)
+        return said
+
+    def __str__(self) -> str:
+        head = ("schedule", "stages", "time s", "bubble", "exposed s", "kept, most", "")
+        rows = [head]
+        for f in self.forecasts:
+            if f.simulation is None:
+                rows.append((str(f.candidate), "", "", "", "", "", f.refused))
+                continue
+            found = f.simulation
+            rows.append(
+                (
+                    str(f.candidate), str(found.table.num_stages), f"{found.makespan_s:.4g}", f"{found.bubble:.1%}",
+                    f"{max(found.exposed_s):.4g}", f"{max(found.peak_bytes):.4g}", f.refused,
+                )
+            )  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:-1], widths[1:-1], strict=True))]
+            )
+            + f"  {row[-1]}"
+            for row in rows
+        ]
+        return "\n".join([*(line.rstrip() for line in lines), self.why()])
+
+
+def evenly(costs: Costs) -> Callable[[int], Costs]:
+    """Costs of a stage for any number of stages, from those of the whole model: stages of equal work and memory.
+
+    ``forward_s``, ``input_s``, ``weight_s``, ``backward_s`` and ``kept_bytes`` are the whole model's, one number
+    each, for a micro-batch; messages are as large wherever the model is cut.
+    """
+    whole = (costs.forward_s, costs.input_s, costs.weight_s, costs.backward_s, costs.kept_bytes, costs.activation_bytes)
+    forward, input_, weight, backward, kept, message = (None if n is None else _number(n) for n in whole)
+
+    def of(num_stages: int) -> Costs:
+        def part(number: float | None) -> float:
+            return (number or 0.0) / num_stages
+
+        return Costs(
+            forward_s=part(forward),
+            input_s=part(input_),
+            weight_s=part(weight),
+            backward_s=None if backward is None else part(backward),
+            kept_bytes=part(kept),
+            activation_bytes=message or 0.0,
+            latency_s=costs.latency_s,
+            bytes_per_s=costs.bytes_per_s,
+            overlapped=costs.overlapped,
+            receives_ahead=costs.receives_ahead,
+            freed_by_input=costs.freed_by_input,
+        )
+
+    return of
+
+
+def _number(value: float | Sequence[float]) -> float:
+    if isinstance(value, Sequence):
+        raise ValueError(f"evenly got {list(value)}, numbers of stages; it takes one number, of the whole model.")
+    return float(value)
+
+
+def choose(
+    num_ranks: int,
+    num_micro_batches: int,
+    costs_of: Callable[[int], Costs],
+    *,
+    limit_bytes: float | Sequence[float] | None = None,
+    candidates: Sequence[Candidate] = CANDIDATES,
+) -> Choice:
+    """Simulate each candidate, and order them: those that can be taken by their time, then the others.
+
+    The same on every rank that is given the same costs: measure on one, and let the others have its numbers.
+
+    Args:
+        num_ranks: of the pipeline. num_micro_batches: of a batch. costs_of: the costs for a number of stages;
+        :func:`evenly` makes one from those of the whole model. limit_bytes: what a rank may keep for backwards
+        (beside weights, gradients and states); one number, or one a rank. candidates: schedules.
+
+    Raises:
+        ValueError: no candidates, or limits for another number of ranks.
+    """
+    if not candidates:
+        raise ValueError("choose got no candidates; it takes one or more, such as Candidate('1f1b').")
+    limits = list(limit_bytes) if isinstance(limit_bytes, Sequence) else [limit_bytes] * num_ranks
+    if len(limits) != num_ranks:
+        raise ValueError(f"choose got {len(limits)} limits for {num_ranks} ranks; it takes one number, or one a rank.")
+    found: list[tuple[bool, float, int, Forecast]] = []
+    for index, candidate in enumerate(candidates):
+        try:
+            table = build(candidate.name, num_ranks, num_micro_batches, **candidate.options)
+            check(table)
+        except ScheduleError as error:
+            found.append(
+                (True, float("inf"), index, Forecast(candidate=candidate, simulation=None, refused=str(error)))
+            )
+            continue
+        simulation = simulate(table, costs_of(table.num_stages))
+        refused = _too_much(simulation, limits)
+        forecast = Forecast(candidate=candidate, simulation=simulation, refused=refused)
+        found.append((bool(refused), simulation.makespan_s, index, forecast))
+    whole = None if limit_bytes is None else min(limit for limit in limits if limit is not None)
+    return Choice(forecasts=tuple(f for *_, f in sorted(found, key=lambda entry: entry[:3])), limit_bytes=whole)
+
+
+def _too_much(simulation: Simulation, limits: Sequence[float | None]) -> str:
+    over = [
+        (peak - limit, rank, peak, limit)
+        for rank, (peak, limit) in enumerate(zip(simulation.peak_bytes, limits, strict=True))
+        if limit is not None and peak > limit
+    ]
+    if not over:
+        return ""
+    _, rank, peak, limit = max(over)
+    return f"rank {rank} would keep {peak:.4g} bytes, more than {limit:.4g}"

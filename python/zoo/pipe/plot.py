@@ -1,0 +1,131 @@
+"""A timeline as a picture: one row a rank, predicted above measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zoo.pipe.schedules.table import Kind, Table
+from zoo.pipe.simulate import Simulation, Span
+
+__all__ = ["check_measured", "draw"]
+
+COLOURS = {
+    Kind.FORWARD: ("#4f81bd", "#a9c4e4"),
+    Kind.BACKWARD: ("#4d9e5b", "#a8d5b0"),
+    Kind.INPUT: ("#d98032", "#f2c091"),
+    Kind.WEIGHT: ("#8064a2", "#c4b3d9"),
+}
+"""Of the stages of a rank the first has the first colour, the last one the second, those between what is between."""
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
+}
+LARGEST_INCHES = 200.0
+
+
+def draw(
+    simulation: Simulation, path: Path, *, measured: Sequence[Span] | None = None, title: str | None = None
+) -> None:
+    """Write a PNG or SVG file (by the suffix): the simulation, and below it on the same axis of time what was measured.
+
+    A bar is a computation, with the number of its micro-batch; lighter colours are later stages of the same rank.
+
+    Raises:
+        ValueError: another suffix; or what was measured is not of this schedule.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{path}: the suffix says what kind of file to write; it takes .png, .svg or .pdf.")
+    table = simulation.table
+    panels: list[tuple[str, Sequence[Span]]] = [("predicted", simulation.spans)]
+    if measured is not None:
+        check_measured(table, measured)
+        panels.append(("measured", from_zero(measured)))
+    makespan = max(_makespan(spans) for _, spans in panels) or 1.0
+    # Wide enough for the numbers in the shorter half of the bars.
+    lengths = sorted(s.end_s - s.start_s for s in simulation.spans)
+    middle = lengths[len(lengths) // 2] or makespan
+    width = min(max(8.0, 1.5 + 0.21 * makespan / middle), LARGEST_INCHES)
+    figure = Figure(figsize=(width, 1.3 + len(panels) * (0.55 + 0.32 * table.num_ranks)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, spans) in zip(all_axes, panels, strict=True):
+        _panel(axes, table, spans, inches_per_s=(width - 1.5) / makespan)
+        axes.set_xlim(0, makespan * 1.005)
+        axes.set_title(f"{name}: {_makespan(spans):.4g} s, bubble {_bubble(table, spans):.1%}", fontsize=9, loc="left")
+    all_axes[-1].set_xlabel("seconds")
+    kinds = [kind for kind in Kind if any(s.computation.kind is kind for s in simulation.spans)]
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind][0], label=NAMES[kind]) for kind in kinds],
+        loc="outside upper right", ncols=len(kinds), fontsize=8, frameon=False,
+    )  # fmt: skip
+    figure.suptitle(title if title is not None else _title(table), fontsize=10, x=0.01, ha="left")
+    figure.savefig(path)
+
+
+def check_measured(table: Table, measured: Sequence[Span]) -> None:
+    """Raise ValueError unless exactly the computations of the table were measured, on their ranks."""
+    expected = {(rank, c) for rank, _, c in table.placed()}
+    found = [(s.rank, s.computation) for s in measured]
+    for what, some in (("has not", expected - set(found)), ("also has", set(found) - expected)):
+        if some:
+            rank, c = min(some)
+            raise ValueError(
+                f"the measured timeline {what} {c} on rank {rank}: it is of another schedule than {table.name}."
+            )
+    if len(found) > len(expected):
+        raise ValueError("the measured timeline has computations twice: give the spans of one batch.")
+
+
+def from_zero(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The same spans, the first of which begins at 0."""
+    first = min(s.start_s for s in spans)
+    return tuple(Span(s.rank, s.computation, s.start_s - first, s.end_s - first) for s in spans)
+
+
+def _panel(axes: Any, table: Table, spans: Sequence[Span], *, inches_per_s: float) -> None:
+    for span in spans:
+        stages = table.stages_of[span.rank]
+        share = stages.index(span.computation.stage) / max(1, len(stages) - 1)
+        length = span.end_s - span.start_s
+        axes.barh(
+            span.rank, length, left=span.start_s, height=0.86, color=_mix(*COLOURS[span.computation.kind], share),
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+        number = str(span.computation.micro_batch)
+        if length * inches_per_s > 0.075 * len(number) + 0.02:
+            axes.text(
+                span.start_s + length / 2, span.rank, number, ha="center", va="center", fontsize=7,
+                color="white" if share < 0.5 else "#222222",
+            )  # fmt: skip
+    axes.set_yticks(range(table.num_ranks), [f"rank {rank}" for rank in range(table.num_ranks)], fontsize=8)
+    axes.set_ylim(table.num_ranks - 0.5, -0.5)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _mix(first: str, second: str, share: float) -> tuple[float, ...]:
+    a, b = ([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in (first, second))
+    return tuple(x + (y - x) * share for x, y in zip(a, b, strict=True))
+
+
+def _title(table: Table) -> str:
+    stages = f", {table.num_stages} stages" if table.num_stages != table.num_ranks else ""
+    return f"{table.name}: {table.num_ranks} ranks{stages}, {table.num_micro_batches} micro-batches"
+
+
+def _makespan(spans: Sequence[Span]) -> float:
+    return max(s.end_s for s in spans)
+
+
+def _bubble(table: Table, spans: Sequence[Span]) -> float:
+    whole = table.num_ranks * _makespan(spans)
+    return 1.0 - math.fsum(s.end_s - s.start_s for s in spans) / whole if whole > 0 else 0.0
