@@ -189,6 +189,7 @@ OTHERS: dict[str, str] = {
 """Every other key: line of seed 001, or where else it is from."""
 
 EFFECTS: dict[str, str] = {
+    "pipeline.stages": "tests/pipe/test_faults.py::test_a_configuration_for_other_stages_is_refused",
     "tensorboard": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "wandb": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "csv_monitor": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",

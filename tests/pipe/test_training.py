@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 import zoo.engine
@@ -196,3 +198,43 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_pipeline_trains_as_one_process_does(case: Case) -> None:
     check(case)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]))
+    chunks = Case(schedule=schedule).chunks
+    pipe = draw(st.sampled_from([1, 2, 3, 4]))
+    data = draw(st.sampled_from([1, 2])) if pipe <= 2 else 1
+    tied = draw(st.booleans())
+    num_blocks = draw(st.integers(max(0, pipe * chunks - 2), 2 * pipe * chunks))
+    return Case(
+        schedule=schedule, pipe=pipe, data=data, tied=tied, stage=draw(st.integers(0, 3)),
+        num_micro=draw(st.sampled_from([n for n in range(1, 9) if n % pipe == 0 or schedule != "interleaved_1f1b"])),
+        num_blocks=num_blocks, checkpoint_every=draw(st.sampled_from([0, 1, 2])),
+        frozen=draw(st.sampled_from([(), (1,), (0, 1)])) if num_blocks > 2 * pipe * chunks - 2 else (),
+        reduce=draw(st.sampled_from(["once", "each"])), max_bytes=draw(st.sampled_from([None, 0, 10**6])),
+        dtype=draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16"])), clip=draw(st.sampled_from([0.0, 0.1])),
+        seed=draw(st.integers(0, 50)),
+    )  # fmt: skip
+
+
+@given(case=cases(), semantics=st.sampled_from(["gloo", "nccl"]))
+@example(case=Case(schedule="zb_v", pipe=3, stage=3, num_micro=7, tied=True, clip=0.1), semantics="nccl")
+@example(case=Case(schedule="interleaved_1f1b", pipe=3, stage=3, num_micro=6, num_blocks=11), semantics="nccl")
+def test_any_pipeline_trains_as_one_process_does(case: Case, semantics: Any) -> None:
+    with sim.defaults(semantics=semantics):
+        check(case)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v"])
+def test_stages_of_zero_have_the_same_bits(schedule: str) -> None:
+    cases = [Case(schedule=schedule, stage=stage, data=2, clip=0.1, tied=True) for stage in range(4)]
+    found = [sim.run(4, lambda rank, case=case: pipelined(case, rank), seed=0) for case in cases]
+    for ranks in found[1:]:
+        for (losses, parameters, norm), (first_losses, first_parameters, first_norm) in zip(
+            ranks, found[0], strict=True
+        ):
+            assert losses == first_losses
+            assert norm == first_norm
+            assert all(torch.equal(value, first_parameters[name]) for name, value in parameters.items())

@@ -76,15 +76,15 @@ class Checkpoints:
         """
         self._engine.read_outcome()
         self.check_between_steps("save_checkpoint()")
-        optimizer = self.training("save_checkpoint()")
-        slices: list[StateSlice] = [*optimizer.state_slices(), *buffer_slices(self.module, self.comm)]
+        optimizer, everyone = self.training("save_checkpoint()"), self.sharded.everyone
+        slices: list[StateSlice] = [*optimizer.state_slices(), *buffer_slices(self.module, self.sharded)]
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         meta: dict[str, Any] = {"client": dict(client_state or {})}
         # What belongs to parts and users may raise, on one rank alone too.
-        together(self.comm, f"saving the checkpoint {tag!r}", lambda: meta.update(engine=engine_meta(self._engine)))
+        together(everyone, f"saving the checkpoint {tag!r}", lambda: meta.update(engine=engine_meta(self._engine)))
         scalars = optimizer.state_scalars()
-        mine = {**random_state(), **own_buffers(self.module, self.comm)}
-        return str(save(directory, tag, slices, scalars, meta, self.comm, rank_state=mine))
+        mine = {**random_state(), **own_buffers(self.module, self.sharded)}
+        return str(save(directory, tag, slices, scalars, meta, everyone, rank_state=mine))
 
     def load_checkpoint(self, directory: str | os.PathLike[str], tag: str | None = None) -> tuple[str, dict[str, Any]]:
         """Continue from a checkpoint, written at any world size and stage. A collective.
@@ -105,25 +105,26 @@ class Checkpoints:
                 set that it does not fit.
         """
         self._engine.read_outcome()
-        found = load(directory, tag, self.comm)
+        everyone = self.sharded.everyone
+        found = load(directory, tag, everyone)
         what = f"loading the checkpoint {found.tag!r} into this model"
         if self._optimizer is None:
             buckets = self.sharded.buckets
-            together(self.comm, what, lambda: check_model(found, self.module, slices_of([], {}, buckets, owned=False)))
+            together(everyone, what, lambda: check_model(found, self.module, slices_of([], {}, buckets, owned=False)))
             fill_frozen(buckets, found.read)
             self.sharded.runtime.updated()
             load_buffers(self.module, found)
             return str(found.path), dict(found.meta.get("client", {}))
         optimizer = self.training("load_checkpoint()")
-        together(self.comm, what, lambda: check_engine(self._engine, found, optimizer.state_slices()))
+        together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices()))
         if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
             self._engine.zero_grad()
         restore_options(self._engine, found)
         optimizer.load_state(found.read, found.scalars)
         load_buffers(self.module, found)
         restore_meta(self._engine, found)
-        if found.world_size == self.comm.size:
-            mine = found.rank_state(self.comm.rank)
+        if found.world_size == everyone.size:
+            mine = found.rank_state(everyone.rank)
             load_own_buffers(self.module, mine)
             set_random_state(mine)
         client = found.meta.get("client", {})

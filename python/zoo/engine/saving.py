@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def save_model(
     always: bool = False,
 ) -> bool:  # fmt: skip
     """See :meth:`~zoo.engine.Engine.save_16bit_model`; with ``always`` at stage 3 whatever the option says."""
-    comm, config = sharded.comm, sharded.config
+    comm, config = sharded.everyone, sharded.config
     _check_name(filename)
     device = sharded.buckets[0].device
     comm.agree("save_16bit_model with filename and exclude_frozen_parameters", repr((filename, exclude_frozen)), device)
@@ -38,6 +39,12 @@ def save_model(
             )
         return False
     whole = sharded.whole_model(frozen=not exclude_frozen)
+    others: dict[str, torch.Tensor] = {}
+    if sharded.layers is not None:
+        for there in sharded.layers.all_gather_object(
+            {n: b.detach().cpu() for n, b in persistent_buffers(module).items()}
+        ):
+            others = {**there, **others}
     if first:
         _tell_wide(whole.described)
     what = f"saving the model as {filename!r} in {str(folder)!r}"
@@ -46,7 +53,7 @@ def save_model(
 
     def begin() -> None:
         if first:
-            opened.append(_open(folder / filename, module, whole.described))
+            opened.append(_open(folder / filename, module, whole.described, others))
 
     def finish() -> None:
         if failure is not None:
@@ -69,11 +76,14 @@ def save_model(
     return True
 
 
-def _open(path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> TensorFile:
-    """The file, with its buffers."""
+def _open(
+    path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    others: Mapping[str, torch.Tensor],
+) -> TensorFile:  # fmt: skip
+    """The file, with its buffers and those of other layers."""
     make_directories(path.parent)
     buffers: dict[str, torch.Tensor] = {}
-    for name, buffer in persistent_buffers(module).items():
+    for name, buffer in {**others, **persistent_buffers(module)}.items():
         if all(buffer is not other for other in buffers.values()):
             buffers[name] = buffer
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}

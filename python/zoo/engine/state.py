@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import Checkpoint, CheckpointError, StateSlice
-from zoo.comm import Communicator
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
+    from zoo.zero import ShardedModel
 
 BUFFER = "buffer"
 _BUFFER_OF_RANK = "buffer|"
@@ -41,9 +41,9 @@ class BufferSlice:
         return self.tensor.numel()
 
 
-def buffer_slices(module: nn.Module, comm: Communicator) -> list[BufferSlice]:
-    """Rank 0's buffers, those that ``state_dict`` would hold; nothing on other ranks."""
-    if comm.rank != 0:
+def buffer_slices(module: nn.Module, sharded: ShardedModel) -> list[BufferSlice]:
+    """The buffers of the first rank that has these layers, those that ``state_dict`` would hold; else nothing."""
+    if not _has_first_buffers(sharded):
         return []
     buffers = persistent_buffers(module)
     return [BufferSlice(name, tuple(b.shape), b.detach().reshape(-1).cpu()) for name, b in buffers.items()]
@@ -283,9 +283,13 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["rng_cuda"])
 
 
-def own_buffers(module: nn.Module, comm: Communicator) -> dict[str, torch.Tensor]:
-    """The buffers of a rank other than 0, as this rank's own state: each rank's forwards keep theirs."""
-    if comm.rank == 0:
+def _has_first_buffers(sharded: ShardedModel) -> bool:
+    return sharded.comm.rank == 0 and sharded.axes.counts
+
+
+def own_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """The buffers of a rank other than the first, as its own state: each rank's forwards keep theirs."""
+    if _has_first_buffers(sharded):
         return {}
     return {_BUFFER_OF_RANK + name: b.detach().cpu() for name, b in persistent_buffers(module).items()}
 

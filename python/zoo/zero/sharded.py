@@ -31,7 +31,13 @@ from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stores import open_stores
 from zoo.zero.options.agreement import agree
 from zoo.zero.placement.axes import Axes
-from zoo.zero.placement.families import data_communicator, family_of, layers_communicator, make_families
+from zoo.zero.placement.families import (
+    data_communicator,
+    everyone_of,
+    family_of,
+    layers_communicator,
+    make_families,
+)
 from zoo.zero.placement.packing import plan_buckets
 from zoo.zero.placement.placements import offload, place
 from zoo.zero.placement.precision import cast_inputs as casting
@@ -97,6 +103,7 @@ class ShardedModel:
         module, config, comm: as given.
         axes: which ranks split what, for dense parameters; families: for each set of axes along which they are parts.
         layers: the ranks with the other layers of the model, None where there are none.
+        everyone: all ranks that have some of the model.
         buckets: what travels and lives together.
         runtime: what gathers, releases and reduces.
         scratch: files and buffers of offloading, None without.
@@ -152,6 +159,7 @@ class ShardedModel:
             self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
         self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
         self.layers = layers_communicator(mesh, layer_axes, self.comm)
+        self.everyone = everyone_of(mesh, self.comm)
         if (self.comm is group or mesh is not None) and nodes is not None:
             self.comm.know_nodes(nodes)
         if self.comm.backend in ("gloo", "nccl"):
@@ -531,12 +539,13 @@ class ShardedModel:
 
     def whole_model(self, *, frozen: bool = True) -> WholeModel:
         """As :meth:`whole_parameters`, under their names in the whole model, and with what other ranks have of tensors
-        that are split along further mesh axes: experts, tensor-parallel layers. Collective, and so is the iteration.
+        that are split along further mesh axes (experts, tensor-parallel layers), and other layers. Collective, and so
+        is the iteration.
         """
         self._check_open()
         self.members.check()
         self.settle()
-        return WholeModel([b for b in self.buckets if frozen or b.spec.trainable], self.families)
+        return WholeModel([b for b in self.buckets if frozen or b.spec.trainable], self.families, self.layers)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""

@@ -343,22 +343,24 @@ class PipelineRunner:
         return list(self._everyone.ranks).index(self._pipe.ranks[self._module.rank_of[0]])
 
     def _report(self, batch: Batch) -> None:
-        """Means of additional losses over micro-batches, and over the ranks that have them."""
+        """Means of additional losses over micro-batches, layers and the ranks that have them."""
+        mine: dict[str, tuple[float, int]] = {}
         found: dict[str, list[torch.Tensor]] = {}
         for attached in batch.attached:
             for name, values in attached.values.items():
                 found.setdefault(name, []).extend(value.reshape(()).float() for value in values)
-        mine = {name: float(torch.stack(values).mean()) for name, values in found.items()}
-        mine |= {name: float(value) for name, value in (self._module.get_additional_losses() or {}).items()}
+        for name, values in found.items():
+            mine[name] = float(torch.stack(values).sum()), len(values)
+        for name, value in (self._module.get_additional_losses() or {}).items():
+            mine[name] = float(value), 1
         everywhere = [mine]
         if self._everyone is not None:
             begins, self._adds_losses = self._adds_losses, bool(mine)
             everywhere = self._everyone.all_gather_object(mine) if begins else []
-        names = sorted({name for there in everywhere for name in there})
         self.additional_losses = {}
-        for name in names:
-            means = [there[name] for there in everywhere if name in there]
-            self.additional_losses[name] = sum(means) / len(means)
+        for name in sorted({name for there in everywhere for name in there}):
+            sums, counts = zip(*(there[name] for there in everywhere if name in there), strict=True)
+            self.additional_losses[name] = sum(sums) / sum(counts)
             self._engine.report(f"pipeline/{name}", self.additional_losses[name])
 
 

@@ -85,6 +85,13 @@ def layers_communicator(mesh: Any, layer_axes: Sequence[str], comm: Communicator
     return found if found.size > 1 else None
 
 
+def everyone_of(mesh: Any, comm: Communicator) -> Communicator:
+    """All ranks of the mesh; ``comm``, the data-parallel ones, where that is all of them. Collective over the mesh."""
+    if mesh is None or mesh.size() == comm.size:
+        return comm
+    return Communicator.of_axes(mesh, list(mesh.mesh_dim_names), log=comm.log, check=comm.check)
+
+
 def make_families(
     comm: Communicator, mesh: Any, data_axes: Sequence[str], parameters: Iterable[tuple[str, Any]], config: ZeroConfig,
     *, layer_axes: Sequence[str] = (), layers: Communicator | None = None,

@@ -47,7 +47,10 @@ class WholeModel:
         described: dtype and shape by name.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], families: Mapping[Family, Axes]) -> None:
+    def __init__(
+        self, buckets: Iterable[Bucket], families: Mapping[Family, Axes], layers: Communicator | None = None
+    ) -> None:  # fmt: skip
+        self._layers = layers
         self._buckets = [(bucket, families[bucket.spec.axes].parts) for bucket in buckets]
         self._pieces: dict[str, list[_Piece]] = {}
         self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -57,9 +60,35 @@ class WholeModel:
             for name, pieces in zip(bucket.spec.names, zip(*everybody, strict=True), strict=True):
                 self._pieces[name] = list(pieces)
                 self.described |= {called: (bucket.spec.dtype, shape) for called, shape, _, _ in pieces}
+        self._of_layers = [self.described] if layers is None else layers.all_gather_object(self.described)
+        for there in self._of_layers:
+            self.described = {**there, **self.described}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, value); valid until the next one is asked for."""
+        layers, done = self._layers, set[str]()  # what several stages have comes from the first
+        if layers is None:
+            yield from self._here()
+            return
+        for number, there in enumerate(self._of_layers):
+            if number == layers.rank:
+                for name, tensor in self._here():
+                    if name not in done:
+                        layers.broadcast(tensor.detach().contiguous(), src=number).wait()
+                        yield name, tensor
+            else:
+                for name, (dtype, shape) in there.items():
+                    if name not in done:
+                        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                        layers.broadcast(tensor, src=number).wait()
+                        yield name, tensor
+            done |= there.keys()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._buckets[0][0].device
+
+    def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket, parts in self._buckets:
             for name, tensor in whole_parameters([bucket]):
                 pieces = self._pieces[name]
