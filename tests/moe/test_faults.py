@@ -170,7 +170,8 @@ def test_helpers_for_groups() -> None:
     assert has_moe_layers(torch.nn.Sequential(torch.nn.Linear(1, 1))) == (False, 0)
     assert has_moe_layers(whole) == (True, 4)
     assert [is_moe_param(p) for p in whole.experts.parameters()] == [True] * 4
-    assert not any(map(is_moe_param, [whole.gate.weight, *shared.parameters()]))
+    assert [is_moe_param(p) for p in shared.experts.parameters()] == [True] * 8  # one rank has them all
+    assert not any(map(is_moe_param, [whole.gate.weight, shared.gate.weight, *whole.shared.parameters()]))
     groups = split_params_into_different_moe_groups_for_optimizer(
         {"params": list(whole.parameters()), "lr": 0.1, "name": "all"}, max_group_size=20
     )

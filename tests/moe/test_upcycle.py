@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.engine import initialize
+from zoo.layout import split_of
 from zoo.moe import (
     Capacity,
     GroupedExperts,
@@ -191,7 +192,8 @@ def test_what_is_chosen_drawn_and_kept() -> None:
     first, last = (model.layers[i]["mlp"].gate.weight for i in (0, 4))
     assert not torch.equal(first, last)
     assert 0.2 < float(first.detach().std()) < 0.8
-    assert not any(is_moe_param(p) for p in model.parameters())
+    assert not any(split_of(p).axes for p in model.parameters())
+    assert {is_moe_param(p) for p in again.layers[0]["mlp"].experts.parameters()} == {True}
     before = torch.random.get_rng_state()
     upcycle(Dense(), 4)
     fresh = Dense()

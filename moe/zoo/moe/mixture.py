@@ -122,6 +122,7 @@ class MixtureOfExperts(CountedLayer):
 
     def enter_mesh(self, mesh: Any) -> None:
         """Tell the layer of the mesh: see :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`. Collective over the mesh."""
+        self.experts.declare()
         self._dispatch.enter_mesh(mesh, self.experts.parameters())
         if self.balance_over == "global":
             self._data = Communicator.of_axes(mesh, data_axes(mesh.mesh_dim_names))

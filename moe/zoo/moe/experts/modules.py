@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,17 @@ class ModuleExperts(Experts):
             )
         self.list = nn.ModuleList(modules)
         declare_first(self.list, self.first)
-        self._declare(list(self.parameters()), whole=False)
+        self._declare(whole=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Where there are all experts of the layer this rank takes its own."""
+        start = f"{prefix}list."
+        given = {key: key[len(start) :].partition(".") for key in state_dict if key.startswith(start)}
+        if self.num_local < self.num_experts and len({e for e, *_ in given.values()}) == self.num_experts:
+            mine = {str(self.first + i): str(i) for i in range(self.num_local)}
+            values = {key: state_dict.pop(key) for key in given}  # children look for theirs after this
+            state_dict |= {f"{start}{mine[e]}.{rest}": values[k] for k, (e, _, rest) in given.items() if e in mine}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """See :class:`Experts`."""

@@ -54,8 +54,12 @@ class Gate(nn.Module):
             raise ValueError(f"{type(self).__name__} got noise={noise!r}; allowed are 'Jitter', 'RSample' and None.")
         self.hidden_size, self.num_experts, self.k, self.noise = hidden_size, num_experts, k, noise
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
         self.noise_key: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear``: U(-1/√D, 1/√D)."""
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor, used: Tensor | None = None) -> Routing:
         """Route (T, D) tokens.

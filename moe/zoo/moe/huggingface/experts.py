@@ -17,7 +17,7 @@ from zoo.layout import declare_axis, declare_split, declare_unit
 from zoo.moe.counted import CountedLayer
 from zoo.moe.dispatch import Dispatcher
 from zoo.moe.experts import grouped_mlp
-from zoo.moe.experts.base import AXIS
+from zoo.moe.experts.base import AXIS, mark_expert
 from zoo.moe.experts.grouped_linear import grouped_linear
 from zoo.moe.huggingface.presets import ExpertsPreset, name_of_activation
 from zoo.moe.part import MoEPart
@@ -101,8 +101,11 @@ class ParallelExperts(CountedLayer):
 
     def declare(self) -> None:
         """Say which experts of all the parameters have, unless somebody has taken them over already."""
-        for parameter in self.parameters() if self.ep_size > 1 else ():
+        for parameter in self.parameters():
             if type(parameter) is not nn.Parameter:
+                continue
+            mark_expert(parameter)
+            if self.ep_size == 1:
                 continue
             shape = (self.num_experts, *parameter.shape[1:])
             declare_split(parameter, [AXIS], shape=shape, offsets=(self._dispatch.first, *(0 for _ in shape[1:])))
@@ -166,6 +169,11 @@ class ParallelExperts(CountedLayer):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.declare()  # to_empty makes other parameters
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of copies and pickles."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.declare()
 
 
 def _some(weight: Tensor, which: slice | None, dtype: torch.dtype) -> Tensor:

@@ -260,7 +260,6 @@ def _experts(
             gated=preset.gate is not None, bias=True, ep_size=ep_size, ep_rank=ep_rank,
         )  # fmt: skip
     made.to_empty(device=like.device).to(like.dtype)
-    made._declare(list(made.parameters()), whole=True)  # these are other parameters
     made.up.copy_(up)
     made.down.copy_(_weight(last))
     made.up_bias = _biases(made.up_bias, first)
