@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,23 @@ def known_as(comm: Communicator) -> int:
     number = next(_numbers)
     _comms[number] = comm
     return number
+
+
+def along(mesh: Any, axes: Sequence[str]) -> tuple[Communicator, int]:
+    """The ranks along axes of a DeviceMesh, and the number of their communicator: one for all layers that ask with the
+    same mesh, which keeps it. Collective over the mesh the first time."""
+    made: dict[tuple[str, ...], tuple[Communicator, int]] = mesh.__dict__.setdefault("_zoo_moe_along", {})
+    key = tuple(axes)
+    if key not in made:
+        comm = Communicator.of_axes(mesh, axes)
+        made[key] = comm, known_as(comm)
+    return made[key]
+
+
+def drop(tickets: Iterable[Tensor]) -> None:
+    """Forget messages that nobody will wait for."""
+    for ticket in tickets:
+        _on_the_way.pop(int(ticket), None)
 
 
 def ranks_of(comm: int) -> int:
@@ -145,6 +163,7 @@ def _(ticket: Tensor, x: Tensor, splits: Tensor, comm: int, back: bool, num_rows
 
 def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, splits, ctx.comm, ctx.back = inputs
+    ctx.keeps = _comms.get(ctx.comm)  # the layer may get another mesh before the gradient comes
     ctx.num_rows = x.shape[0]
     ctx.save_for_backward(splits)
     ctx.like = x.new_empty(0, x.shape[1])
@@ -158,6 +177,7 @@ def _start_backward(ctx: Any, ticket: Tensor) -> tuple[Any, ...]:
 
 def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, splits, ctx.comm, ctx.back, _ = inputs
+    ctx.keeps = _comms.get(ctx.comm)
     ctx.save_for_backward(splits)
 
 

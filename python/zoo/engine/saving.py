@@ -11,7 +11,7 @@ from torch import nn
 
 from zoo.checkpointing import TensorFile, together
 from zoo.checkpointing.disk import make_directories
-from zoo.engine.state import persistent_buffers
+from zoo.engine.state import first_buffers, has_parts, persistent_buffers
 from zoo.zero import ShardedModel
 
 SUFFIX = ".safetensors"
@@ -40,13 +40,17 @@ def save_model(
     whole = sharded.whole_model(frozen=not exclude_frozen)
     if first:
         _tell_wide(whole.described)
+    buffers = persistent_buffers(module)
+    if has_parts(buffers):  # experts with statistics, say
+        own = {name: buffer.detach().cpu() for name, buffer in first_buffers(module, comm).items()}
+        buffers = {name: buffer for there in comm.all_gather_object(own) for name, buffer in there.items()}
     what = f"saving the model as {filename!r} in {str(folder)!r}"
     opened: list[TensorFile] = []
     failure: Exception | None = None
 
     def begin() -> None:
         if first:
-            opened.append(_open(folder / filename, module, whole.described))
+            opened.append(_open(folder / filename, module, whole.described, buffers))
 
     def finish() -> None:
         if failure is not None:
@@ -69,11 +73,14 @@ def save_model(
     return True
 
 
-def _open(path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> TensorFile:
+def _open(
+    path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    given: dict[str, torch.Tensor],
+) -> TensorFile:  # fmt: skip
     """The file, with its buffers."""
     make_directories(path.parent)
     buffers: dict[str, torch.Tensor] = {}
-    for name, buffer in persistent_buffers(module).items():
+    for name, buffer in given.items():
         if all(buffer is not other for other in buffers.values()):
             buffers[name] = buffer
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}

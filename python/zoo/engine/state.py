@@ -15,6 +15,7 @@ from torch import nn
 
 from zoo.checkpointing import Checkpoint, CheckpointError, StateSlice
 from zoo.comm import Communicator
+from zoo.layout import logical_name, split_of
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -42,11 +43,27 @@ class BufferSlice:
 
 
 def buffer_slices(module: nn.Module, comm: Communicator) -> list[BufferSlice]:
-    """Rank 0's buffers, those that ``state_dict`` would hold; nothing on other ranks."""
-    if comm.rank != 0:
-        return []
-    buffers = persistent_buffers(module)
+    """Rank 0's buffers, those that ``state_dict`` would hold, by their names in the whole model; on another rank those
+    of parts that no rank before it has (experts). Collective where there are parts."""
+    buffers = first_buffers(module, comm)
     return [BufferSlice(name, tuple(b.shape), b.detach().reshape(-1).cpu()) for name, b in buffers.items()]
+
+
+def first_buffers(module: nn.Module, comm: Communicator) -> dict[str, torch.Tensor]:
+    """See :func:`buffer_slices`."""
+    mine = persistent_buffers(module)
+    if not has_parts(mine):
+        return mine if comm.rank == 0 else {}
+    first: dict[str, int] = {}
+    for rank, names in enumerate(comm.all_gather_object(sorted(mine))):
+        for name in names:
+            first.setdefault(name, rank)
+    return {name: buffer for name, buffer in mine.items() if first[name] == comm.rank}
+
+
+def has_parts(buffers: Mapping[str, torch.Tensor]) -> bool:
+    """Whether other ranks have other ones."""
+    return any(split_of(buffer).axes for buffer in buffers.values())
 
 
 def load_buffers(module: nn.Module, found: Checkpoint) -> None:
@@ -118,12 +135,12 @@ def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``state_dict`` has, by name; each once."""
+    """The buffers that ``state_dict`` has, by their names in the whole model; each once."""
     persistent: dict[str, torch.Tensor] = {}
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
-                persistent[f"{path}.{name}" if path else name] = buffer
+                persistent[logical_name(module, f"{path}.{name}" if path else name)] = buffer
     return persistent
 
 

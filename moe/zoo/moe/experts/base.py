@@ -73,16 +73,15 @@ class Experts(nn.Module):
         self.register_load_state_dict_post_hook(_declare_again)  # type: ignore[no-untyped-call]
 
     def declare(self) -> None:
-        """Say so of the parameters as they are now, unless somebody has taken them over already.
+        """Say so of the parameters and buffers as they are now.
 
         What says so is an attribute of each parameter, and copies, ``to_empty`` and the like make other parameters.
         """
         if self._whole is None:  # a class of somebody else's, which declares for itself
             return
         for parameter in self.parameters():
-            if type(parameter) is nn.Parameter:
-                mark_expert(parameter)
-                self._declare_part(parameter)
+            mark_expert(parameter)
+            self._declare_part(parameter)
         for buffer in self.buffers():
             self._declare_part(buffer)
 

@@ -52,7 +52,7 @@ class GroupedExperts(Experts):
         if isinstance(activation, str) and activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r}; allowed are {', '.join(ACTIVATIONS)}, or a function.")
         self.activation = activation
-        self.gated = gated
+        self.hidden_size, self.gated = hidden_size, gated
         wide = 2 * intermediate_size if gated else intermediate_size
         n = self.num_local
         self.up = nn.Parameter(torch.empty(n, hidden_size, wide))

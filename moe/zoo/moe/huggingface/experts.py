@@ -252,6 +252,8 @@ def convert(
     first = ep_rank * num_local
     dispatch = Dispatcher(num_experts, num_local, first, chunks=chunks)
     bias = None if preset.balance_bias is None else _buffer(around, preset.balance_bias)
+    if bias is not None:
+        _keep_wide(*bias)
     for parameter in parameters.values() if ep_size > 1 else ():
         _keep(parameter, first, num_local)
     cls: Any = type(module)
@@ -273,6 +275,38 @@ def convert(
     made.declare()
     found: ParallelExperts = made
     return found
+
+
+class KeepsBias(nn.Module):
+    """A router whose bias stays in single precision, whatever the model is converted to, as transformers loads it: in
+    16 bits small steps of it would be lost."""
+
+    _name_of_bias: str
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> KeepsBias:
+        """``to`` and its kind."""
+        kept = getattr(self, self._name_of_bias)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        now = getattr(self, self._name_of_bias)
+        if now.is_floating_point() and now.itemsize < 4:
+            setattr(self, self._name_of_bias, kept.to(now.device))
+        return self
+
+
+@functools.cache
+def _keeping(original: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Parallel{original.__name__}", (KeepsBias, original), {"__module__": original.__module__})
+
+
+def _keep_wide(router: nn.Module, name: str) -> None:
+    bias = getattr(router, name)
+    if isinstance(router, KeepsBias) or not bias.is_floating_point():
+        return
+    if bias.itemsize < 4:
+        setattr(router, name, bias.float())
+    cls: Any = type(router)
+    router.__class__ = _keeping(cls)
+    router.__dict__["_name_of_bias"] = name
 
 
 @torch.no_grad()

@@ -110,8 +110,11 @@ def balance_loss(*models: nn.Module) -> Tensor:
     for layer in layers:
         layer._balance.loss = None
     if not losses:
-        why = "no forward in training mode since the last time" if layers else "no layers of zoo.moe.upcycle"
-        raise ValueError(f"balance_loss found {why}; call it once after each forward of a model with upcycled layers.")
+        why = "no forward in training mode with gradients since the last time" if layers else "no upcycled layers"
+        raise ValueError(
+            f"balance_loss found {why}; call it once after each forward of a model of zoo.moe.upcycle. Activation "
+            "checkpointing runs forwards without gradients if use_reentrant=True: use False."
+        )
     found = losses[0].to(torch.promote_types(losses[0].dtype, torch.float32))
     for loss in losses[1:]:
         found = found + loss.to(found)
@@ -153,8 +156,10 @@ def upcycle(
     Raises:
         ValueError: no MLP was found, or sizes that cannot be.
     """
-    if every < 1 or not router_std >= 0:
-        raise ValueError(f"every={every} and router_std={router_std}; at least 1, and not negative.")
+    if every < 1 or ep_size < 1 or not router_std >= 0:
+        raise ValueError(
+            f"every={every}, ep_size={ep_size} and router_std={router_std}; at least 1, at least 1, and not negative."
+        )
     known = (*presets, *MLP_PRESETS)
     found = _found(model, modules, known)[::-1][::every][::-1]
     if not found:
