@@ -22,6 +22,7 @@ from zoo.moe import (
     split_params_into_different_moe_groups_for_optimizer,
     use_mesh,
 )
+from zoo.zero import safe_get_full_fp32_param
 
 WIDTH = 4
 
@@ -101,14 +102,23 @@ def test_sixteen_bits_and_autocast(dtype: torch.dtype) -> None:
 def test_an_expert_without_tokens_on_any_rank(stage: int) -> None:
     case = Case(gate="top1", capacity=None, grouped=False, stage=stage, tokens=(0, 1), clip_norm=0.1)
 
-    def fn(rank: int) -> None:
+    def fn(rank: int) -> tuple[list[int], list[int]]:
         model, optimizer, replica = build(case, rank)
+        before = {n: safe_get_full_fp32_param(p).clone() for n, p in model.named_parameters()}
+        wanted = torch.zeros(case.experts, dtype=torch.int64)
         for step in range(2):
             model(tokens(case, replica, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        wanted += model.moe.tally[0]
+        moved = {n for n, p in model.named_parameters() if not torch.equal(safe_get_full_fp32_param(p), before[n])}
+        first = model.moe.experts.first
+        return wanted.tolist(), [first + e for e in range(2) if f"moe.experts.list.{e}.0.weight" in moved]
 
-    sim.run(2, fn)
+    (none, here), (some, there) = sim.run(2, fn)
+    assert sum(none) == 0
+    assert sum(some) == 2
+    assert here + there == [e for e in range(case.experts) if some[e]]
 
 
 def test_a_rank_that_leaves_is_noticed() -> None:

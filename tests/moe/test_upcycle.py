@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def test_a_model_saved_as_one_file_has_all_experts(kind: str, stage: int, tmp_pa
 def test_what_is_chosen_drawn_and_kept() -> None:
     model = upcycle(Dense(layers=5), 4, every=2, router_std=0.5, seed=3, capacity=Capacity(factor=2.0))
     assert [isinstance(layer["mlp"], UpcycledMLP) for layer in model.layers] == [True, False, True, False, True]
-    again = upcycle(Dense(layers=5), **{**model.config.upcycled, "num_experts": 4})
+    again = upcycle(Dense(layers=5), **json.loads(json.dumps(model.config.upcycled)))
+    assert again.layers[0]["mlp"].capacity == Capacity(factor=2.0)
     assert [isinstance(layer["mlp"], UpcycledMLP) for layer in again.layers] == [True, False, True, False, True]
     torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
     first, last = (model.layers[i]["mlp"].gate.weight for i in (0, 4))

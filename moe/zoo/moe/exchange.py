@@ -23,6 +23,7 @@ Tensor = torch.Tensor
 
 _numbers = itertools.count(1)
 _comms: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_of_mesh: dict[tuple[int, tuple[str, ...]], tuple[Communicator, int]] = {}
 _on_the_way: dict[int, tuple[Handle, Tensor, Tensor]] = {}
 
 
@@ -35,13 +36,13 @@ def known_as(comm: Communicator) -> int:
 
 def along(mesh: Any, axes: Sequence[str]) -> tuple[Communicator, int]:
     """The ranks along axes of a DeviceMesh, and the number of their communicator: one for all layers that ask with the
-    same mesh, which keeps it. Collective over the mesh the first time."""
-    made: dict[tuple[str, ...], tuple[Communicator, int]] = mesh.__dict__.setdefault("_zoo_moe_along", {})
-    key = tuple(axes)
-    if key not in made:
+    same mesh, kept as long as that. Collective over the mesh the first time."""
+    key = id(mesh), tuple(axes)  # equal meshes may not have lived equally long on all ranks
+    if key not in _of_mesh:
         comm = Communicator.of_axes(mesh, axes)
-        made[key] = comm, known_as(comm)
-    return made[key]
+        _of_mesh[key] = comm, known_as(comm)
+        weakref.finalize(mesh, _of_mesh.pop, key, None).atexit = False
+    return _of_mesh[key]
 
 
 def drop(tickets: Iterable[Tensor]) -> None:

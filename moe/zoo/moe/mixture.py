@@ -85,7 +85,7 @@ class MixtureOfExperts(CountedLayer):
             (Rajbhandari et al. 2022, "DeepSpeed-MoE", section 4.1.1, as PR-MoE has it in code; the paper adds the two).
         chunks: into how many groups a rank's experts are cut, of which one computes while the next one's tokens come.
         repeated: the tensor-parallel ranks have the same tokens, and whole experts: each of them dispatches its share.
-
+            A gate that draws has to draw the same on all of them: without an engine, seed torch alike there.
         balance_over: the micro-batch of which the balance loss is: each rank's own, or in training that of all data
             ranks together, which lets a rank's text be of one kind (one more small collective a forward).
 

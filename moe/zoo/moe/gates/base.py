@@ -37,7 +37,7 @@ class Gate(nn.Module):
         weight: (E, D).
         noise_key: () int64: what random numbers are drawn by. An engine sets it from seed, layer, step, micro-batch and
             rank; without one, each training forward draws it from torch's generator, which activation checkpointing
-            puts back for recomputation.
+            puts back for recomputation. A layer that is called twice by one key draws the same twice.
 
     Raises:
         ValueError: k or the noise cannot be.
