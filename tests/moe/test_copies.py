@@ -104,6 +104,37 @@ def test_a_copied_layer_keeps_the_experts_of_each_rank(make: Callable[..., nn.Mo
 
 
 @pytest.mark.parametrize("make", [modules, grouped])
+def test_copies_and_pickles_of_a_layer_that_knows_its_mesh(make: Callable[..., nn.Module]) -> None:
+    def fn(rank: int) -> None:
+        layer, x = make(2, rank).eval(), torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+        use_mesh(layer, mesh)
+        expected = output_of(layer, x)
+        assert torch.equal(output_of(copy.deepcopy(layer), x), expected)
+        again = pickled(layer)
+        with pytest.raises(ValueError, match="does not know the other ranks"):
+            again(x)
+        use_mesh(again, mesh)
+        assert torch.equal(output_of(again, x), expected)
+
+    sim.run(2, fn)
+
+
+def test_a_mesh_without_names() -> None:
+    def fn(rank: int) -> None:
+        with pytest.raises(ValueError, match="it needs the axis 'expert' of that size"):
+            use_mesh(grouped(2, rank), init_device_mesh("cpu", (2,)))
+
+    sim.run(2, fn)
+
+
+def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found = layer(x)
+    out: torch.Tensor = found[0] if isinstance(found, tuple) else found.output
+    return out
+
+
+@pytest.mark.parametrize("make", [modules, grouped])
 def test_a_state_of_the_whole_layer_loads_at_any_ep_size(make: Callable[..., nn.Module]) -> None:
     whole = make(1)
     with torch.no_grad():

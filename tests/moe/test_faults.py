@@ -191,3 +191,5 @@ def test_helpers_for_groups() -> None:
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in whole.parameters()}
     with pytest.raises(ValueError, match='parameter group 0 has no "params"'):
         split_params_into_different_moe_groups_for_optimizer([{"lr": 1.0}])
+    with pytest.raises(ValueError, match="parameter group 0 is a Parameter; a group is"):
+        split_params_into_different_moe_groups_for_optimizer(whole.parameters())  # type: ignore[arg-type]

@@ -63,6 +63,10 @@ class Dispatcher:
         made.__dict__.update(self.__dict__)
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a pickle: whoever loads it is among other ranks, and has to be told of a mesh."""
+        return {**self.__dict__, "comm": None, "_tensor": None, "_number": 0}
+
     def enter_mesh(self, mesh: Any, parameters: Iterable[nn.Parameter]) -> None:
         """Find the ranks with the other experts, and those that have the same tokens. Collective over the mesh.
 
@@ -74,7 +78,7 @@ class Dispatcher:
             ValueError: it has no such axis, of another size, or this rank has another place on it than its experts.
         """
         names = tuple(mesh.mesh_dim_names or ())
-        sizes = dict(zip(names, mesh.shape, strict=True))
+        sizes = dict(zip(names, mesh.shape, strict=False))  # a mesh may have no names
         if self.ep_size > 1:
             if sizes.get(AXIS) != self.ep_size:
                 raise ValueError(

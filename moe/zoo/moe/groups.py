@@ -45,11 +45,15 @@ def split_params_into_different_moe_groups_for_optimizer(
         Groups with "params", "name" and "moe" (bool) beside their options; each parameter is in one of them.
 
     Raises:
-        ValueError: a group has no "params".
+        ValueError: a group has no "params", or is no mapping.
     """
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     found: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise ValueError(
+                f'parameter group {number} is a {type(group).__name__}; a group is {{"params": [...], "lr": ...}}.'
+            )
         if "params" not in group:
             raise ValueError(f'parameter group {number} has no "params"; a group is {{"params": [...], "lr": ...}}.')
         params = list(group["params"])

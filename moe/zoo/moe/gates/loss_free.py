@@ -81,4 +81,6 @@ class LossFreeGate(Gate):
     def commit(self, counts: Tensor) -> None:
         """Move the bias by the (E,) counts of a whole step."""
         wide = counts.to(torch.float64)
+        if self.bias.itemsize < 4:  # load_state_dict(assign=True) of a state in 16 bits
+            self.bias = self.bias.float()
         self.bias.add_(torch.sign(wide.mean() - wide).to(self.bias), alpha=self.speed)

@@ -139,6 +139,9 @@ class ParallelExperts(CountedLayer):
         """b_e ← b_e + u sign(c̄ - c_e): see :class:`zoo.moe.LossFreeGate`."""
         if self._bias is not None:
             bias = getattr(*self._bias)
+            if bias.itemsize < 4:  # load_state_dict(assign=True) of a state in 16 bits
+                bias = bias.float()
+                setattr(*self._bias, bias)
             wide = demand.to(torch.float64)
             bias.add_(torch.sign(wide.mean() - wide).to(bias), alpha=self._bias_speed)
 
