@@ -13,13 +13,15 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from hypothesis import strategies as st
 from torch import nn
 
+from zoo.moe import Capacity, GroupedExperts, MixtureOfExperts, ModuleExperts, TopKGate
 from zoo.zero import GatheredParameters, ZeroOptimizer
 
 RATE = 2.0**-4
@@ -40,6 +42,9 @@ class Setting:
     shard_size: int = -1
     seed: int = 0
     came_in: torch.dtype | None = None  # the model's own dtype, where ``dtype`` is param_dtype
+    ep_size: int = 0  # with a layer of experts, which so many ranks share
+    grouped: bool = True  # experts as one tensor, or as modules
+    recomputes: bool = False  # what the experts computed
 
 
 @st.composite
@@ -60,6 +65,23 @@ def settings_of(draw: st.DrawFn) -> Setting:
         host=draw(st.booleans()) and stage > 0,
         shard_size=draw(st.sampled_from([-1, -1, 1, world])) if stage else -1,
         seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def settings_with_experts(draw: st.DrawFn) -> Setting:
+    """In float64: a token that goes to another expert, because of a rounding, is no small difference."""
+    world = draw(st.sampled_from([1, 2, 2, 4]))
+    setting = draw(settings_of())
+    return replace(
+        setting,
+        world=world,
+        dtype=torch.float64,
+        came_in=None,
+        shard_size=draw(st.sampled_from([-1, -1, 1, world])) if setting.stage else -1,
+        ep_size=draw(st.sampled_from([e for e in (1, 2, 2, 4) if e <= world and (world < 4 or e > 1)])),
+        grouped=draw(st.booleans()),
+        recomputes=draw(st.booleans()),
     )
 
 
@@ -98,6 +120,9 @@ class Model(nn.Module):
             hidden = block(x).parts["hidden"][0]
             if not (silent and index == 0):
                 x = x + hidden
+        return self.last(x)
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(x)
         return out
 
@@ -106,6 +131,50 @@ class Model(nn.Module):
         return self.forward(x)
 
 
+class Mixed(Model):
+    """With a layer of experts before the head, whose values are the same at every ``ep_size``."""
+
+    def __init__(self, setting: Setting, ep_size: int, ep_rank: int) -> None:
+        super().__init__()
+        experts: Any = GroupedExperts(EXPERTS, WIDTH, 5, activation="silu", ep_size=ep_size, ep_rank=ep_rank)
+        if not setting.grouped:
+            made = [nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)) for _ in range(EXPERTS)]
+            here = EXPERTS // ep_size
+            experts = ModuleExperts(made[ep_rank * here :][:here], EXPERTS, ep_size=ep_size, ep_rank=ep_rank)
+        moe = MixtureOfExperts(
+            TopKGate(WIDTH, EXPERTS, k=2), experts, capacity=Capacity(factor=0.5, minimum=1),
+            shared=nn.Sequential(nn.Linear(WIDTH, WIDTH)), chunks=EXPERTS // ep_size if ep_size > 1 else 1,
+        )  # fmt: skip
+        self.experts = Experts(moe, setting.recomputes)
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.experts(x))
+        return out
+
+
+class Experts(nn.Module):
+    """What they give, and the loss that balances them, in one tensor."""
+
+    def __init__(self, moe: MixtureOfExperts, recomputes: bool) -> None:
+        super().__init__()
+        self.moe, self.recomputes = moe, recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recomputes and x.requires_grad:
+            out: torch.Tensor = torch.utils.checkpoint.checkpoint(self.mixed, x, use_reentrant=False)
+            return out
+        return self.mixed(x)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.moe(x)
+        return x + found.output + found.balance
+
+
+def model_of(setting: Setting, ep_size: int = 1, ep_rank: int = 0) -> Model:
+    return Mixed(setting, ep_size, ep_rank) if setting.ep_size else Model()
+
+
+EXPERTS = 4
 WEIGHTS = ["first.weight", "attention.in_proj_weight", "blocks.1.inner.weight", "head.bias"]
 
 
@@ -255,7 +324,9 @@ def gradient_before_backward(side: Side, name: str, weight: str) -> None:
 
 def exception(side: Side, number: int, where: str) -> None:
     block: Any = side.model.blocks[0]  # type: ignore[index]
-    if where == "forward":
+    if where == "travelling":  # of rows to other ranks
+        handle = side.model.experts.moe.shared.register_forward_pre_hook(explode)  # type: ignore[union-attr]
+    elif where == "forward":
         handle = block.inner.register_forward_pre_hook(explode)
     elif where == "backward":
         handle = block.inner.register_full_backward_hook(explode)
@@ -433,6 +504,10 @@ def programs(draw: st.DrawFn, setting: Setting, max_size: int = 9) -> list[Use]:
     names: list[str] = []
     some = st.sets(st.integers(0, setting.world - 1)).map(lambda s: tuple(sorted(s)))
     number, weight = st.integers(0, 9), st.sampled_from(WEIGHTS)
+    wheres = ["forward", "backward", "hook", *(["travelling"] if setting.ep_size else [])]
+    hows = ["one", "one", "all", "some", "penalty", "before"]
+    if setting.ep_size > 1:
+        hows.remove("some")  # gradients of experts travel between all ranks or between none
 
     def add(name: str, *arguments: Any) -> None:
         uses.append(Use(name, arguments))
@@ -448,7 +523,7 @@ def programs(draw: st.DrawFn, setting: Setting, max_size: int = 9) -> list[Use]:
         ),
         "penalty_alone": lambda: (draw(weight),),
         "gradient_of_input": lambda: (draw(number),),
-        "exception": lambda: (draw(number), draw(st.sampled_from(["forward", "backward", "hook"]))),
+        "exception": lambda: (draw(number), draw(st.sampled_from(wheres))),
         "zero_grad": lambda: (draw(st.booleans()), draw(st.booleans())),
         "write": lambda: (
             draw(weight),
@@ -474,7 +549,7 @@ def programs(draw: st.DrawFn, setting: Setting, max_size: int = 9) -> list[Use]:
             names.append(name)
             add("forward", name, draw(number), draw(some), draw(st.booleans()))
         elif kind == "backward":
-            how = draw(st.sampled_from(["one", "one", "all", "some", "penalty", "before"]))
+            how = draw(st.sampled_from(hows))
             chosen = draw(st.sampled_from(names))
             if how == "one" or (how == "some" and len(names) < 2):
                 retain = draw(st.booleans())

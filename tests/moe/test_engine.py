@@ -9,14 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tests.profiles import examples
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
 from zoo import sim
 from zoo.engine import Engine, initialize
-from zoo.moe import Capacity, GroupedExperts, LossFreeGate, MixtureOfExperts, Top1Gate, Top2Gate
+from zoo.moe import Capacity, GroupedExperts, LossFreeGate, MixtureOfExperts, MoE, Top1Gate, Top2Gate
 from zoo.moe.dispatch import place_of_rank
+from zoo.zero import ZeroOptimizer
 
 WIDTH, EXPERTS, RANKS = 4, 8, 4
 
@@ -197,3 +200,71 @@ def test_too_few_ranks_for_the_experts() -> None:
             start(2, 1, train_batch_size=18)
 
     sim.run(3, job)
+
+
+class Counting(nn.Module):
+    """An expert with a buffer of its own: how many rows it has had; and parameters in another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("rows", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        return self.inner(x) + 0 * self.rows  # type: ignore[no-any-return]
+
+
+class WithBuffers(nn.Module):
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.moe = MoE(WIDTH, Counting(), 4, ep_size=ep_size, k=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.moe(x)[0].square().mean()
+        return found
+
+    def numbers(self) -> list[float]:
+        return [float(e.rows) for e in self.moe.experts.list]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+def test_buffers_of_experts_are_saved_by_global_expert(tmp_path: Path, saved: int, loaded: int) -> None:
+    def engine_of(ep_size: int) -> Engine:
+        config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        return initialize(config, WithBuffers(ep_size))[0]
+
+    def save(rank: int) -> None:
+        engine = engine_of(saved)
+        for number, expert in enumerate(engine.module.moe.experts.list, start=engine.module.moe.experts.first):
+            expert.rows.fill_(number)
+        engine.save_checkpoint(tmp_path)
+        engine.save_16bit_model(tmp_path / "whole")
+
+    def load(rank: int) -> Any:
+        engine = engine_of(loaded)
+        engine.load_checkpoint(tmp_path)
+        return engine.module.moe.experts.first, engine.module.numbers()
+
+    sim.run(4, save)
+    for first, found in sim.run(4, load):
+        assert found == [first + i for i in range(4 // loaded)]
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert [float(whole[f"moe.experts.list.{e}.rows"]) for e in range(4)] == [0.0, 1.0, 2.0, 3.0]
+    assert "moe.experts.list.3.inner.weight" in whole
+
+
+def test_a_broadcast_leaves_the_buffers_of_other_experts_alone() -> None:
+    def fn(rank: int) -> tuple[list[float], list[str]]:
+        model = WithBuffers(2)
+        for expert in model.moe.experts.list:
+            expert.rows.fill_(rank)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "expert"))
+        optimizer = ZeroOptimizer(
+            model, stage=2, optimizer=torch.optim.SGD, lr=0.1, mesh=mesh, data_axes=("data", "expert"),
+            buffers="broadcast",
+        )  # fmt: skip
+        return model.numbers(), sorted(optimizer.consolidated_parameters())
+
+    names = sorted(n for n, _ in WithBuffers(1).named_parameters())
+    assert sim.run(2, fn) == [([0.0, 0.0], names), ([1.0, 1.0], names)]

@@ -22,6 +22,7 @@ from zoo.moe import (
     split_params_into_different_moe_groups_for_optimizer,
     use_mesh,
 )
+from zoo.zero import safe_get_full_fp32_param
 
 WIDTH = 4
 
@@ -101,14 +102,23 @@ def test_sixteen_bits_and_autocast(dtype: torch.dtype) -> None:
 def test_an_expert_without_tokens_on_any_rank(stage: int) -> None:
     case = Case(gate="top1", capacity=None, grouped=False, stage=stage, tokens=(0, 1), clip_norm=0.1)
 
-    def fn(rank: int) -> None:
+    def fn(rank: int) -> tuple[list[int], list[int]]:
         model, optimizer, replica = build(case, rank)
+        before = {n: safe_get_full_fp32_param(p).clone() for n, p in model.named_parameters()}
+        wanted = torch.zeros(case.experts, dtype=torch.int64)
         for step in range(2):
             model(tokens(case, replica, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        wanted += model.moe.tally[0]
+        moved = {n for n, p in model.named_parameters() if not torch.equal(safe_get_full_fp32_param(p), before[n])}
+        first = model.moe.experts.first
+        return wanted.tolist(), [first + e for e in range(2) if f"moe.experts.list.{e}.0.weight" in moved]
 
-    sim.run(2, fn)
+    (none, here), (some, there) = sim.run(2, fn)
+    assert sum(none) == 0
+    assert sum(some) == 2
+    assert here + there == [e for e in range(case.experts) if some[e]]
 
 
 def test_a_rank_that_leaves_is_noticed() -> None:
@@ -170,7 +180,8 @@ def test_helpers_for_groups() -> None:
     assert has_moe_layers(torch.nn.Sequential(torch.nn.Linear(1, 1))) == (False, 0)
     assert has_moe_layers(whole) == (True, 4)
     assert [is_moe_param(p) for p in whole.experts.parameters()] == [True] * 4
-    assert not any(map(is_moe_param, [whole.gate.weight, *shared.parameters()]))
+    assert [is_moe_param(p) for p in shared.experts.parameters()] == [True] * 8  # one rank has them all
+    assert not any(map(is_moe_param, [whole.gate.weight, shared.gate.weight, *whole.shared.parameters()]))
     groups = split_params_into_different_moe_groups_for_optimizer(
         {"params": list(whole.parameters()), "lr": 0.1, "name": "all"}, max_group_size=20
     )
@@ -180,3 +191,5 @@ def test_helpers_for_groups() -> None:
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in whole.parameters()}
     with pytest.raises(ValueError, match='parameter group 0 has no "params"'):
         split_params_into_different_moe_groups_for_optimizer([{"lr": 1.0}])
+    with pytest.raises(ValueError, match="parameter group 0 is a Parameter; a group is"):
+        split_params_into_different_moe_groups_for_optimizer(whole.parameters())  # type: ignore[arg-type]

@@ -263,3 +263,20 @@ def test_the_bias_stays_in_single_precision() -> None:
     assert torch.equal(gate.bias, before)
     assert gate.weight.dtype is torch.bfloat16
     assert gate.double().bias.dtype is torch.float64
+    low = LossFreeGate(WIDTH, 4)
+    low.load_state_dict({"weight": low.weight.detach(), "bias": torch.full((4,), 0.5).bfloat16()}, assign=True)
+    low.commit(torch.tensor([4, 2, 2, 0]))
+    torch.testing.assert_close(low.bias, torch.tensor([0.499, 0.5, 0.5, 0.501]))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert LossFreeGate(WIDTH, 4).bias.dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_scores_that_underflow_are_no_nan() -> None:
+    """σ(v) is 0 in float32 for v below -104."""
+    gate = LossFreeGate(WIDTH, 4)
+    found = gate.route(torch.full((3, 4), -200.0, requires_grad=True), None, None)
+    found.balance.backward()
+    assert float(found.balance.detach()) == 0.0

@@ -142,6 +142,37 @@ def test_names_memory_and_copies_stay(kind: str) -> None:
     assert float(Small(KINDS[kind])(ids)) == pytest.approx(float(model(ids)), rel=1e-12)
 
 
+def test_the_bias_of_routers_stays_in_single_precision() -> None:
+    """Steps of 0.001 would be lost in bfloat16, where 0.3 is followed by 0.302."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = Small().float()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.small(ids)
+            return found
+
+    config = {
+        "train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "moe": {"enabled": True, "bias_speed": 0.001},
+    }  # fmt: skip
+    model = Net()
+    gate: Any = model.small.layers[0].gate
+    gate.e_score_correction_bias.fill_(0.3)
+    engine = initialize(config, model)[0]
+    assert gate.weight.dtype is torch.bfloat16
+    assert gate.e_score_correction_bias.dtype is torch.float32
+    engine.backward(engine(torch.arange(7)))
+    engine.step()
+    moved = (gate.e_score_correction_bias - 0.3).abs()
+    assert float(moved.max()) == pytest.approx(0.001, abs=1e-6)
+    low = Small().bfloat16()
+    parallelise(low)
+    assert low.layers[0].gate.e_score_correction_bias.dtype is torch.float32
+
+
 def test_states_of_whole_models_load_at_any_ep_size() -> None:
     whole = Small()
     fill(whole, seed=1)

@@ -48,7 +48,7 @@ class CountedLayer(nn.Module):
 
     def count(self, demand: Tensor, counts: Tensor) -> None:
         """Add (E,) tokens of a forward, in training."""
-        if not self.training:
+        if not self.training or (not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()):
             return
         if self.tally is None or self.tally.device != demand.device:
             self.tally = torch.zeros(2, demand.numel(), dtype=torch.int64, device=demand.device)

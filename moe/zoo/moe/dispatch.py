@@ -57,6 +57,16 @@ class Dispatcher:
         self._tensor: Communicator | None = None
         self._number = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
+        """For a copied layer; it is among the same ranks."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a pickle: whoever loads it is among other ranks, and has to be told of a mesh."""
+        return {**self.__dict__, "comm": None, "_tensor": None, "_number": 0}
+
     def enter_mesh(self, mesh: Any, parameters: Iterable[nn.Parameter]) -> None:
         """Find the ranks with the other experts, and those that have the same tokens. Collective over the mesh.
 
@@ -68,7 +78,7 @@ class Dispatcher:
             ValueError: it has no such axis, of another size, or this rank has another place on it than its experts.
         """
         names = tuple(mesh.mesh_dim_names or ())
-        sizes = dict(zip(names, mesh.shape, strict=True))
+        sizes = dict(zip(names, mesh.shape, strict=False))  # a mesh may have no names
         if self.ep_size > 1:
             if sizes.get(AXIS) != self.ep_size:
                 raise ValueError(
@@ -81,10 +91,9 @@ class Dispatcher:
                     f"the layer was made with the experts from {self.first} on, and the mesh has this rank "
                     f"where those from {place} on belong. Make it with ep_rank=mesh.get_local_rank({AXIS!r})."
                 )
-            self.comm = Communicator.of_axes(mesh, [AXIS])
-            self._number = exchange.known_as(self.comm)
+            self.comm, self._number = exchange.along(mesh, [AXIS])
         if self.repeated and sizes.get(TENSOR_AXIS, 1) > 1:
-            self._tensor = Communicator.of_axes(mesh, [TENSOR_AXIS])
+            self._tensor, _ = exchange.along(mesh, [TENSOR_AXIS])
             for parameter in parameters:  # each of these ranks has the gradient of its share of tokens
                 declare_partial(parameter, [TENSOR_AXIS])
 
@@ -104,7 +113,8 @@ class Dispatcher:
     ) -> tuple[Tensor, Tensor | None]:
         x = _in_autocast(x)
         if self.ep_size == 1:
-            y = experts(permute(x.contiguous(), at.rows, num_rows=at.num_rows), at.counts)
+            rows = permute(x.contiguous(), at.rows, num_rows=at.num_rows)
+            y = _as(rows, experts(rows, at.counts))
             other = None if beside is None else beside()
         elif self.comm is None:
             raise ValueError(
@@ -123,18 +133,35 @@ class Dispatcher:
     ) -> tuple[Tensor, Tensor | None]:
         """Rows go to the ranks of their experts and come back; the first chunk's way is hidden by what runs beside,
         the others' by the chunk before."""
+        tickets: list[Tensor] = []
+        if torch.compiler.is_compiling():
+            return self._exchanged(experts, rows, counts, beside, tickets)
+        try:
+            return self._exchanged(experts, rows, counts, beside, tickets)
+        except BaseException:
+            exchange.drop(tickets)  # nobody will ask for them
+            raise
+
+    def _exchanged(
+        self, experts: Computes, rows: Tensor, counts: Tensor, beside: Callable[[], Tensor] | None,
+        tickets: list[Tensor],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The same; ``tickets`` gets those of all messages."""
         come, splits = exchange.exchange_counts(counts, self._number, self.chunks)
         parts = [rows] if self.chunks == 1 else _cut(rows, splits[:, 0].sum(1).tolist())
         whole = rows.shape[0] if self.chunks == 1 else -1
-        tickets = [exchange.start(parts[0], splits[0], comm=self._number)]
+        tickets.append(exchange.start(parts[0], splits[0], comm=self._number))
+        coming = [tickets[0]]
         other = None if beside is None else beside()
         returning: list[tuple[Tensor, Tensor]] = []
         for c, part in enumerate(parts):
             if c + 1 < self.chunks:
                 tickets.append(exchange.start(parts[c + 1], splits[c + 1], comm=self._number))
-            arrived = exchange.finish(tickets[c], part, splits[c], comm=self._number)
+                coming.append(tickets[-1])
+            arrived = exchange.finish(coming[c], part, splits[c], comm=self._number)
             y = self._here(experts, arrived, come[c], c)
-            returning.append((exchange.start(y, splits[c], comm=self._number, back=True), y))
+            tickets.append(exchange.start(y, splits[c], comm=self._number, back=True))
+            returning.append((tickets[-1], y))
         back = [
             exchange.finish(ticket, y, splits[c], comm=self._number, back=True, num_rows=whole)
             for c, (ticket, y) in enumerate(returning)
@@ -145,10 +172,15 @@ class Dispatcher:
         """Experts of a chunk on what has come, which lies sender by sender: sort by expert, and back."""
         run = experts if self.chunks == 1 else experts.part(chunk, self.chunks)
         if come.shape[1] == 1:
-            return run(x, come.sum(0))
-        to = _by_expert(come, x.shape[0])
-        y = run(permute(x, to, num_rows=x.shape[0]), come.sum(0))
-        return unpermute(y, to)
+            y = _as(x, run(x, come.sum(0)))
+        else:
+            to = _by_expert(come, x.shape[0])
+            y = unpermute(_as(x, run(permute(x, to, num_rows=x.shape[0]), come.sum(0))), to)
+        if torch.is_grad_enabled() and not y.requires_grad:
+            # Only experts with parameters to train that got rows make a graph here, and a gradient comes back from all
+            # ranks or from none.
+            y = y.detach().requires_grad_()
+        return y
 
     def _order(self, device: torch.device) -> Tensor:
         """(E,): the place of each expert where those of one chunk lie together, in it rank by rank."""
@@ -156,6 +188,15 @@ class Dispatcher:
         size = self.num_local // self.chunks
         rank, local = e // self.num_local, e % self.num_local
         return (local // size * self.ep_size + rank) * size + local % size
+
+
+def _as(x: Tensor, y: Tensor) -> Tensor:
+    """``y``, what experts made of rows ``x``: of the same shape, in their dtype, as it is on ranks without rows."""
+    if y.shape != x.shape:
+        raise ValueError(
+            f"experts made {tuple(y.shape)} of rows {tuple(x.shape)}; an expert gives as many rows, as wide, as it got."
+        )
+    return y.to(x.dtype)
 
 
 def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ Tensor = torch.Tensor
 
 _numbers = itertools.count(1)
 _comms: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_of_mesh: dict[tuple[int, tuple[str, ...]], tuple[Communicator, int]] = {}
 _on_the_way: dict[int, tuple[Handle, Tensor, Tensor]] = {}
 
 
@@ -30,6 +32,23 @@ def known_as(comm: Communicator) -> int:
     number = next(_numbers)
     _comms[number] = comm
     return number
+
+
+def along(mesh: Any, axes: Sequence[str]) -> tuple[Communicator, int]:
+    """The ranks along axes of a DeviceMesh, and the number of their communicator: one for all layers that ask with the
+    same mesh, kept as long as that. Collective over the mesh the first time."""
+    key = id(mesh), tuple(axes)  # equal meshes may not have lived equally long on all ranks
+    if key not in _of_mesh:
+        comm = Communicator.of_axes(mesh, axes)
+        _of_mesh[key] = comm, known_as(comm)
+        weakref.finalize(mesh, _of_mesh.pop, key, None).atexit = False
+    return _of_mesh[key]
+
+
+def drop(tickets: Iterable[Tensor]) -> None:
+    """Forget messages that nobody will wait for."""
+    for ticket in tickets:
+        _on_the_way.pop(int(ticket), None)
 
 
 def ranks_of(comm: int) -> int:
@@ -145,6 +164,7 @@ def _(ticket: Tensor, x: Tensor, splits: Tensor, comm: int, back: bool, num_rows
 
 def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, splits, ctx.comm, ctx.back = inputs
+    ctx.keeps = _comms.get(ctx.comm)  # the layer may get another mesh before the gradient comes
     ctx.num_rows = x.shape[0]
     ctx.save_for_backward(splits)
     ctx.like = x.new_empty(0, x.shape[1])
@@ -158,6 +178,7 @@ def _start_backward(ctx: Any, ticket: Tensor) -> tuple[Any, ...]:
 
 def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, splits, ctx.comm, ctx.back, _ = inputs
+    ctx.keeps = _comms.get(ctx.comm)
     ctx.save_for_backward(splits)
 
 

@@ -73,7 +73,7 @@ class MoE(MixtureOfExperts):
             _gate(hidden_size, num_experts, k, noise, use_rts=use_rts, samples=top2_2nd_expert_sampling),
             ModuleExperts(
                 [copy.deepcopy(expert) for _ in range(here)], num_experts, ep_size=ep_size,
-                ep_rank=place_of_rank(ep_size),
+                ep_rank=place_of_rank(ep_size), copies=True,
             ),
             capacity=Capacity(factor=capacity_factor, eval_factor=eval_capacity_factor, minimum=min_capacity)
             if drop_tokens else None,
@@ -87,7 +87,7 @@ class MoE(MixtureOfExperts):
         """Mix (…, D).
 
         Args:
-            used_token: (…), 0 for tokens that go to no expert and count in no loss, such as padding.
+            used_token: (…) or (tokens,), 0 for tokens that go to no expert and count in no loss, such as padding.
 
         Returns:
             output (…, D), l_aux (), exp_counts (E,) int64.

@@ -5,6 +5,7 @@ Legend: T tokens of this rank, D hidden size, E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -42,10 +43,10 @@ class Capacity:
     minimum: int = 4
 
     def __post_init__(self) -> None:
-        if not (self.factor > 0 and self.eval_factor > 0 and self.minimum >= 0):
+        if not (0 < self.factor < math.inf and 0 < self.eval_factor < math.inf and self.minimum >= 0):
             raise ValueError(
                 f"a capacity factor of {self.factor}, {self.eval_factor} in evaluation, and at least {self.minimum}; "
-                "factors are positive, and the minimum is not negative."
+                "factors are positive and finite, and the minimum is not negative. To drop nothing give no capacity."
             )
 
 
@@ -84,7 +85,7 @@ class MixtureOfExperts(CountedLayer):
             (Rajbhandari et al. 2022, "DeepSpeed-MoE", section 4.1.1, as PR-MoE has it in code; the paper adds the two).
         chunks: into how many groups a rank's experts are cut, of which one computes while the next one's tokens come.
         repeated: the tensor-parallel ranks have the same tokens, and whole experts: each of them dispatches its share.
-
+            A gate that draws has to draw the same on all of them: without an engine, seed torch alike there.
         balance_over: the micro-batch of which the balance loss is: each rank's own, or in training that of all data
             ranks together, which lets a rank's text be of one kind (one more small collective a forward).
 
@@ -103,6 +104,13 @@ class MixtureOfExperts(CountedLayer):
         super().__init__()
         if gate.num_experts != experts.num_experts:
             raise ValueError(f"a gate for {gate.num_experts} experts and {experts.num_experts} experts.")
+        width = getattr(experts, "hidden_size", gate.hidden_size)
+        if width != gate.hidden_size:
+            raise ValueError(
+                f"a gate of hidden_size={gate.hidden_size} and experts of {width}; they see the same tokens."
+            )
+        if capacity is not None and not isinstance(capacity, Capacity):
+            raise ValueError(f"capacity={capacity!r}; it is a Capacity(factor=...), or None, which drops nothing.")
         if residual and shared is None:
             raise ValueError("residual=True without shared=, which it weighs.")
         if balance_over not in ("rank", "global"):
@@ -122,10 +130,10 @@ class MixtureOfExperts(CountedLayer):
 
     def enter_mesh(self, mesh: Any) -> None:
         """Tell the layer of the mesh: see :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`. Collective over the mesh."""
+        self.experts.declare()
         self._dispatch.enter_mesh(mesh, self.experts.parameters())
         if self.balance_over == "global":
-            self._data = Communicator.of_axes(mesh, data_axes(mesh.mesh_dim_names))
-            self._data_number = exchange.known_as(self._data)
+            self._data, self._data_number = exchange.along(mesh, data_axes(mesh.mesh_dim_names))
 
     @property
     def expert_ranks(self) -> Communicator | None:
@@ -157,8 +165,21 @@ class MixtureOfExperts(CountedLayer):
         """Mix (…, D).
 
         Args:
-            used: (…) bool, or numbers of which 0 means no: tokens that count; others get 0 from the experts.
+            used: (…) or (T,) bool, or numbers of which 0 means no: tokens that count; others get 0 from the experts.
+
+        Raises:
+            ValueError: another width or another number of tokens.
         """
+        if x.dim() == 0 or x.shape[-1] != self.gate.hidden_size or not x.is_floating_point():
+            raise ValueError(
+                f"{type(self).__name__} got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}; it takes numbers "
+                f"(…, {self.gate.hidden_size})."
+            )
+        if used is not None and used.shape != x.shape[:-1] and used.shape != (x.shape[:-1].numel(),):
+            raise ValueError(
+                f"{type(self).__name__} got a mask of used tokens {tuple(used.shape)} for {tuple(x.shape)}; it has one "
+                f"number for each token: {tuple(x.shape[:-1])}."
+            )
         given = x.reshape(-1, x.shape[-1])
         routing = self.gate(given, None if used is None else used.reshape(-1) != 0)
         at = place(routing, self._limit(given.shape[0]))

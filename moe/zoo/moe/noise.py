@@ -15,6 +15,30 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
+class Keys:
+    """By which key each forward drew, for its recomputation, before which other micro-batches may have had theirs.
+
+    A forward is known by a number of torch's generator, which activation checkpointing puts back. (Where it is told not
+    to, recomputation draws by the key of now.)
+    """
+
+    MOST = 4096
+    """Forwards that are remembered."""
+
+    def __init__(self) -> None:
+        self._by_forward: dict[int, int] = {}
+
+    def of_forward(self, now: int) -> int:
+        """``now``; in recomputation that of the forward."""
+        forward = int(torch.randint(2**62, (), dtype=torch.int64))
+        if torch._C._current_graph_task_id() != -1:  # a backward is under way
+            return self._by_forward.get(forward, now)
+        self._by_forward[forward] = now
+        if len(self._by_forward) > self.MOST:
+            del self._by_forward[next(iter(self._by_forward))]
+        return now
+
+
 def uniform(key: Tensor, shape: tuple[int, ...], *, salt: int = 0) -> Tensor:
     """Numbers in [0, 1) of ``shape``, float32, each a function of the key, its place and ``salt``.
 

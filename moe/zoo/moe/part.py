@@ -13,7 +13,7 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.layout import logical_name
 from zoo.moe.counted import CountedLayer
-from zoo.moe.statistics import summary
+from zoo.moe.statistics import read, summary
 from zoo.parts import Clock, Environment, StepRecord, drawn
 
 
@@ -82,10 +82,10 @@ class MoEPart:
 
     def metrics(self) -> Mapping[str, float]:
         """Of the step that is over."""
+        counted = {name: layer.tally for name, layer in self._layers.items() if layer.tally is not None}
         found: dict[str, float] = {}
-        for name, layer in self._layers.items():
-            if layer.tally is not None:
-                found |= {f"{name}/{key}": value for key, value in summary(layer.tally).items()}
+        for name, tally in zip(counted, read(list(counted.values())), strict=True):
+            found |= {f"{name}/{key}": value for key, value in summary(tally).items()}
         return found
 
     def after_update(self, record: StepRecord) -> None:

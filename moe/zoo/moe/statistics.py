@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,14 @@ def _count(tally: Tensor, demand: Tensor, counts: Tensor) -> None:
 @_count.register_fake
 def _(tally: Tensor, demand: Tensor, counts: Tensor) -> None:
     return None
+
+
+def read(tallies: Sequence[Tensor]) -> list[Tensor]:
+    """The same in host memory, waiting for a device once."""
+    if not tallies:
+        return []
+    flat = torch.cat([tally.to(tallies[0].device).reshape(-1) for tally in tallies]).cpu()
+    return [part.view(2, -1) for part in torch.split(flat, [tally.numel() for tally in tallies])]
 
 
 def summary(tally: Tensor) -> Mapping[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from zoo.checkpointing import TensorFile, together
 from zoo.checkpointing.disk import make_directories
-from zoo.engine.state import persistent_buffers
+from zoo.engine.state import first_buffers, has_parts, persistent_buffers
 from zoo.zero import ShardedModel
 
 SUFFIX = ".safetensors"
@@ -39,21 +38,19 @@ def save_model(
             )
         return False
     whole = sharded.whole_model(frozen=not exclude_frozen)
-    others: dict[str, torch.Tensor] = {}
-    if sharded.layers is not None:
-        for there in sharded.layers.all_gather_object(
-            {n: b.detach().cpu() for n, b in persistent_buffers(module).items()}
-        ):
-            others = {**there, **others}
     if first:
         _tell_wide(whole.described)
+    buffers = persistent_buffers(module)
+    if has_parts(buffers, sharded):
+        own = {name: buffer.detach().cpu() for name, buffer in first_buffers(module, sharded).items()}
+        buffers = {name: buffer for there in comm.all_gather_object(own) for name, buffer in there.items()}
     what = f"saving the model as {filename!r} in {str(folder)!r}"
     opened: list[TensorFile] = []
     failure: Exception | None = None
 
     def begin() -> None:
         if first:
-            opened.append(_open(folder / filename, module, whole.described, others))
+            opened.append(_open(folder / filename, module, whole.described, buffers))
 
     def finish() -> None:
         if failure is not None:
@@ -78,12 +75,12 @@ def save_model(
 
 def _open(
     path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    others: Mapping[str, torch.Tensor],
+    given: dict[str, torch.Tensor],
 ) -> TensorFile:  # fmt: skip
-    """The file, with its buffers and those of other layers."""
+    """The file, with its buffers."""
     make_directories(path.parent)
     buffers: dict[str, torch.Tensor] = {}
-    for name, buffer in {**others, **persistent_buffers(module)}.items():
+    for name, buffer in given.items():
         if all(buffer is not other for other in buffers.values()):
             buffers[name] = buffer
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}

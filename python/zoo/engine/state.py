@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import Checkpoint, CheckpointError, StateSlice
+from zoo.layout import logical_name, split_of
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -42,11 +43,27 @@ class BufferSlice:
 
 
 def buffer_slices(module: nn.Module, sharded: ShardedModel) -> list[BufferSlice]:
-    """The buffers of the first rank that has these layers, those that ``state_dict`` would hold; else nothing."""
-    if not _has_first_buffers(sharded):
-        return []
-    buffers = persistent_buffers(module)
+    """Rank 0's buffers, those that ``state_dict`` would hold, by their names in the whole model; on another rank those
+    that no rank before it has: of other layers, of experts. Collective where there are such."""
+    buffers = first_buffers(module, sharded)
     return [BufferSlice(name, tuple(b.shape), b.detach().reshape(-1).cpu()) for name, b in buffers.items()]
+
+
+def first_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """See :func:`buffer_slices`."""
+    mine, comm = persistent_buffers(module), sharded.everyone
+    if not has_parts(mine, sharded):
+        return mine if comm.rank == 0 else {}
+    first: dict[str, int] = {}
+    for rank, names in enumerate(comm.all_gather_object(sorted(mine))):
+        for name in names:
+            first.setdefault(name, rank)
+    return {name: buffer for name, buffer in mine.items() if first[name] == comm.rank}
+
+
+def has_parts(buffers: Mapping[str, torch.Tensor], sharded: ShardedModel) -> bool:
+    """Whether other ranks have other ones."""
+    return sharded.layers is not None or any(split_of(buffer).axes for buffer in buffers.values())
 
 
 def load_buffers(module: nn.Module, found: Checkpoint) -> None:
@@ -118,12 +135,12 @@ def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``state_dict`` has, by name; each once."""
+    """The buffers that ``state_dict`` has, by their names in the whole model; each once."""
     persistent: dict[str, torch.Tensor] = {}
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
-                persistent[f"{path}.{name}" if path else name] = buffer
+                persistent[logical_name(module, f"{path}.{name}" if path else name)] = buffer
     return persistent
 
 
@@ -283,13 +300,9 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["rng_cuda"])
 
 
-def _has_first_buffers(sharded: ShardedModel) -> bool:
-    return sharded.comm.rank == 0 and sharded.axes.counts
-
-
 def own_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.Tensor]:
-    """The buffers of a rank other than the first, as its own state: each rank's forwards keep theirs."""
-    if _has_first_buffers(sharded):
+    """The buffers of a rank other than 0, as this rank's own state: each rank's forwards keep theirs."""
+    if sharded.everyone.rank == 0:
         return {}
     return {_BUFFER_OF_RANK + name: b.detach().cpu() for name, b in persistent_buffers(module).items()}
 

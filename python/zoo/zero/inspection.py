@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from zoo.layout import logical_name
 from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast.costs import Forecast, gathered_from_shards
 from zoo.zero.forecast.costs import forecast as make_forecast
@@ -120,10 +121,21 @@ class Inspection:
 
     @torch.no_grad()
     def consolidated_parameters(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket."""
-        found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
+        """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket.
+
+        Of tensors that are split along further mesh axes (experts, tensor-parallel layers) they are the whole ones, by
+        their names in the whole model: see :meth:`~zoo.zero.sharded.ShardedModel.whole_model`.
+        """
         now = [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
-        return {name: found[was] for name, was in now}  # they may have moved to another place of the model
+        if all(axes.parts is None for axes in self.sharded.families.values()):
+            found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
+            return {name: found[was] for name, was in now}  # they may have moved to another place of the model
+        called = {name: bucket.logical(name)[0] for bucket in self._buckets for name in bucket.spec.names}
+        moved = {called[was]: logical_name(self.model, name) for name, was in now}
+        for elsewhere in self.sharded.comm.all_gather_object(moved):
+            moved = {**elsewhere, **moved}
+        whole = self.sharded.whole_model()
+        return {moved.get(name, name): value.to("cpu", dtype, copy=True) for name, value in whole}
 
     @property
     def holds_gradients(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,18 @@ Tensor = torch.Tensor
 AXIS = "expert"
 """The mesh axis along which ranks have other experts."""
 
+_EXPERT = "_zoo_expert"
+
+
+def mark_expert(parameter: nn.Parameter) -> None:
+    """Say that ``parameter`` belongs to an expert, at any ``ep_size``."""
+    parameter.__dict__[_EXPERT] = True
+
+
+def is_marked(parameter: Any) -> bool:
+    """Whether that was said."""
+    return bool(getattr(parameter, "__dict__", {}).get(_EXPERT, False))
+
 
 class Experts(nn.Module):
     """Experts first, …, first + num_local - 1 of num_experts; this rank has these.
@@ -22,6 +35,8 @@ class Experts(nn.Module):
     Attributes:
         num_experts: of the layer, on all ranks. num_local: here. first: the number of the first one here.
     """
+
+    _whole: bool | None = None
 
     def __init__(self, num_experts: int, *, ep_size: int = 1, ep_rank: int = 0) -> None:
         super().__init__()
@@ -49,13 +64,47 @@ class Experts(nn.Module):
         size = self.num_local // chunks
         return functools.partial(self, which=slice(chunk * size, (chunk + 1) * size))
 
-    def _declare(self, parameters: Sequence[nn.Parameter], *, whole: bool) -> None:
-        """Parts along the expert axis: of one tensor over all experts (``whole``), or tensors of their own."""
+    def _declare(self, *, whole: bool) -> None:
+        """At the end of a constructor: parameters are parts along the expert axis, of one tensor over all experts
+        (``whole``), or tensors of their own."""
+        self._whole = whole
+        self.declare()
+        # assign=True makes other parameters
+        self.register_load_state_dict_post_hook(_declare_again)  # type: ignore[no-untyped-call]
+
+    def declare(self) -> None:
+        """Say so of the parameters and buffers as they are now.
+
+        What says so is an attribute of each parameter, and copies, ``to_empty`` and the like make other parameters.
+        """
+        if self._whole is None:  # a class of somebody else's, which declares for itself
+            return
+        for parameter in self.parameters():
+            mark_expert(parameter)
+            self._declare_part(parameter)
+        for buffer in self.buffers():
+            self._declare_part(buffer)
+
+    def _declare_part(self, tensor: Tensor) -> None:
         if self.num_local == self.num_experts:
             return
-        for parameter in parameters:
-            if whole:
-                shape = (self.num_experts, *parameter.shape[1:])
-                declare_split(parameter, [AXIS], shape=shape, offsets=(self.first, *(0 for _ in shape[1:])))
-            else:
-                declare_split(parameter, [AXIS])
+        if self._whole:
+            shape = (self.num_experts, *tensor.shape[1:])
+            declare_split(tensor, [AXIS], shape=shape, offsets=(self.first, *(0 for _ in shape[1:])))
+        else:
+            declare_split(tensor, [AXIS])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of copies and pickles."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.declare()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:
+        """``to`` and its kind."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.declare()
+        return self
+
+
+def _declare_again(experts: Experts, keys: object) -> None:
+    experts.declare()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import nn
 from zoo.moe.experts import grouped_mlp
 from zoo.moe.experts.base import Experts
 from zoo.moe.experts.grouped_linear import grouped_linear
+from zoo.parts import mixed
 
 Tensor = torch.Tensor
 
@@ -50,17 +52,41 @@ class GroupedExperts(Experts):
         if isinstance(activation, str) and activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r}; allowed are {', '.join(ACTIVATIONS)}, or a function.")
         self.activation = activation
-        self.gated = gated
+        self.hidden_size, self.gated = hidden_size, gated
         wide = 2 * intermediate_size if gated else intermediate_size
         n = self.num_local
         self.up = nn.Parameter(torch.empty(n, hidden_size, wide))
         self.down = nn.Parameter(torch.empty(n, intermediate_size, hidden_size))
-        self.up_bias = nn.Parameter(torch.zeros(n, wide)) if bias else None
-        self.down_bias = nn.Parameter(torch.zeros(n, hidden_size)) if bias else None
-        for weight in (self.up, self.down):
-            bound = 1 / math.sqrt(weight.shape[1])  # as nn.Linear
-            nn.init.uniform_(weight, -bound, bound)
-        self._declare(list(self.parameters()), whole=True)
+        self.up_bias = nn.Parameter(torch.empty(n, wide)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(n, hidden_size)) if bias else None
+        self.reset_parameters()
+        self._declare(whole=True)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """U(-1/√n, 1/√n) of n inputs as ``nn.Linear``, biases 0. One number of torch's generator and the number of an
+        expert say its values, so that they are the same at every ``ep_size``, and no two experts are alike."""
+        for bias in (self.up_bias, self.down_bias):
+            if bias is not None:
+                bias.zero_()
+        if self.up.device.type == "meta":
+            return
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        generator = torch.Generator(self.up.device)
+        for e, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            generator.manual_seed(mixed(self.first + e, seed))
+            for weight in (up, down):
+                bound = 1 / math.sqrt(max(weight.shape[0], 1))
+                weight.uniform_(-bound, bound, generator=generator)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Of tensors over all experts this rank takes its own part."""
+        taken = dict(state_dict)
+        for name, parameter in self.named_parameters(recurse=False):
+            given = state_dict.get(prefix + name)
+            if given is not None and given.shape == (self.num_experts, *parameter.shape[1:]):
+                taken[prefix + name] = given[self.first : self.first + self.num_local]
+        super()._load_from_state_dict(taken, prefix, *args, **kwargs)
 
     def forward(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """See :class:`Experts`."""

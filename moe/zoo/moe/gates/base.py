@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zoo.moe.noise import uniform
+from zoo.moe.noise import Keys, uniform
 from zoo.moe.routing import Routing
 
 Tensor = torch.Tensor
@@ -24,7 +24,7 @@ NoisePolicy = Literal["Jitter", "RSample"]
 
 
 class Gate(nn.Module):
-    """v = x W^T, computed in float32 (float64 for such inputs) whatever dtype the model has, and a choice by v.
+    """v = x W^T and a choice by v, computed in float32 (float64 for such inputs) in every dtype, and in autocast too.
 
     Args:
         hidden_size: D.
@@ -37,7 +37,7 @@ class Gate(nn.Module):
         weight: (E, D).
         noise_key: () int64: what random numbers are drawn by. An engine sets it from seed, layer, step, micro-batch and
             rank; without one, each training forward draws it from torch's generator, which activation checkpointing
-            puts back for recomputation.
+            puts back for recomputation. A layer that is called twice by one key draws the same twice.
 
     Raises:
         ValueError: k or the noise cannot be.
@@ -54,8 +54,13 @@ class Gate(nn.Module):
             raise ValueError(f"{type(self).__name__} got noise={noise!r}; allowed are 'Jitter', 'RSample' and None.")
         self.hidden_size, self.num_experts, self.k, self.noise = hidden_size, num_experts, k, noise
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
         self.noise_key: Tensor | None = None
+        self._keys = Keys()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear``: U(-1/√D, 1/√D)."""
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor, used: Tensor | None = None) -> Routing:
         """Route (T, D) tokens.
@@ -63,6 +68,12 @@ class Gate(nn.Module):
         Args:
             used: (T,) bool, which tokens count; others go to no expert. None: all.
         """
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._routed(x, used)
+        return self._routed(x, used)
+
+    def _routed(self, x: Tensor, used: Tensor | None) -> Routing:
         key = self._key(x.device) if self.training and self.draws else None
         given = x.to(torch.promote_types(x.dtype, torch.float32))
         if key is not None and self.noise == "Jitter":
@@ -83,9 +94,11 @@ class Gate(nn.Module):
         return self.k
 
     def _key(self, device: torch.device) -> Tensor:
-        if self.noise_key is not None:
+        if self.noise_key is None:
+            return torch.randint(2**62, (), dtype=torch.int64).to(device)
+        if torch.compiler.is_compiling() or self.noise_key.device.type != "cpu":
             return self.noise_key.to(device)
-        return torch.randint(2**62, (), dtype=torch.int64).to(device)
+        return torch.tensor(self._keys.of_forward(int(self.noise_key))).to(device)
 
     def extra_repr(self) -> str:
         """Sizes."""

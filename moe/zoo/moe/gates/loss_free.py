@@ -46,13 +46,20 @@ class LossFreeGate(Gate):
             raise ValueError(f"{type(self).__name__} got noise='RSample'; it chooses by scores, not by a softmax.")
         self.speed, self.renormalise, self.scale, self.score = speed, renormalise, scale, score
         self.bias: Tensor
-        self.register_buffer("bias", torch.zeros(num_experts))
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))  # whatever the default dtype is
+
+    def reset_parameters(self) -> None:
+        """The bias begins at 0."""
+        super().reset_parameters()
+        bias = self._buffers.get("bias")
+        if bias is not None:
+            bias.zero_()
 
     def route(self, logits: Tensor, used: Tensor | None, key: Tensor | None) -> Routing:
         """See :class:`Gate`."""
         scores = torch.sigmoid(logits) if self.score == "sigmoid" else torch.softmax(logits, -1)
         experts = self.choose(scores.detach() + self.bias.to(scores.dtype))
-        shares = scores / scores.sum(-1, keepdim=True)
+        shares = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)  # all may be 0
         return routed(
             experts, scores.gather(1, experts), logits, used, load_of(shares, experts, used, choices=self.k),
             renormalise=self.renormalise, scale=self.scale,
@@ -74,4 +81,6 @@ class LossFreeGate(Gate):
     def commit(self, counts: Tensor) -> None:
         """Move the bias by the (E,) counts of a whole step."""
         wide = counts.to(torch.float64)
+        if self.bias.itemsize < 4:  # load_state_dict(assign=True) of a state in 16 bits
+            self.bias = self.bias.float()
         self.bias.add_(torch.sign(wide.mean() - wide).to(self.bias), alpha=self.speed)

@@ -17,7 +17,7 @@ from zoo.layout import declare_axis, declare_split, declare_unit
 from zoo.moe.counted import CountedLayer
 from zoo.moe.dispatch import Dispatcher
 from zoo.moe.experts import grouped_mlp
-from zoo.moe.experts.base import AXIS
+from zoo.moe.experts.base import AXIS, mark_expert
 from zoo.moe.experts.grouped_linear import grouped_linear
 from zoo.moe.huggingface.presets import ExpertsPreset, name_of_activation
 from zoo.moe.part import MoEPart
@@ -101,8 +101,11 @@ class ParallelExperts(CountedLayer):
 
     def declare(self) -> None:
         """Say which experts of all the parameters have, unless somebody has taken them over already."""
-        for parameter in self.parameters() if self.ep_size > 1 else ():
+        for parameter in self.parameters():
             if type(parameter) is not nn.Parameter:
+                continue
+            mark_expert(parameter)
+            if self.ep_size == 1:
                 continue
             shape = (self.num_experts, *parameter.shape[1:])
             declare_split(parameter, [AXIS], shape=shape, offsets=(self._dispatch.first, *(0 for _ in shape[1:])))
@@ -136,6 +139,9 @@ class ParallelExperts(CountedLayer):
         """b_e ← b_e + u sign(c̄ - c_e): see :class:`zoo.moe.LossFreeGate`."""
         if self._bias is not None:
             bias = getattr(*self._bias)
+            if bias.itemsize < 4:  # load_state_dict(assign=True) of a state in 16 bits
+                bias = bias.float()
+                setattr(*self._bias, bias)
             wide = demand.to(torch.float64)
             bias.add_(torch.sign(wide.mean() - wide).to(bias), alpha=self._bias_speed)
 
@@ -166,6 +172,11 @@ class ParallelExperts(CountedLayer):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.declare()  # to_empty makes other parameters
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of copies and pickles."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.declare()
 
 
 def _some(weight: Tensor, which: slice | None, dtype: torch.dtype) -> Tensor:
@@ -244,6 +255,8 @@ def convert(
     first = ep_rank * num_local
     dispatch = Dispatcher(num_experts, num_local, first, chunks=chunks)
     bias = None if preset.balance_bias is None else _buffer(around, preset.balance_bias)
+    if bias is not None:
+        _keep_wide(*bias)
     for parameter in parameters.values() if ep_size > 1 else ():
         _keep(parameter, first, num_local)
     cls: Any = type(module)
@@ -265,6 +278,38 @@ def convert(
     made.declare()
     found: ParallelExperts = made
     return found
+
+
+class KeepsBias(nn.Module):
+    """A router whose bias stays in single precision, whatever the model is converted to, as transformers loads it: in
+    16 bits small steps of it would be lost."""
+
+    _name_of_bias: str
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> KeepsBias:
+        """``to`` and its kind."""
+        kept = getattr(self, self._name_of_bias)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        now = getattr(self, self._name_of_bias)
+        if now.is_floating_point() and now.itemsize < 4:
+            setattr(self, self._name_of_bias, kept.to(now.device))
+        return self
+
+
+@functools.cache
+def _keeping(original: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Parallel{original.__name__}", (KeepsBias, original), {"__module__": original.__module__})
+
+
+def _keep_wide(router: nn.Module, name: str) -> None:
+    bias = getattr(router, name)
+    if isinstance(router, KeepsBias) or not bias.is_floating_point():
+        return
+    if bias.itemsize < 4:
+        setattr(router, name, bias.float())
+    cls: Any = type(router)
+    router.__class__ = _keeping(cls)
+    router.__dict__["_name_of_bias"] = name
 
 
 @torch.no_grad()

@@ -6,9 +6,10 @@ Legend: D hidden size, H intermediate size, E experts, L of them here, k experts
 from __future__ import annotations
 
 import copy
+import dataclasses
 import fnmatch
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,8 @@ def balance_loss(*models: nn.Module) -> Tensor:
         loss = model(input_ids=ids, labels=ids).loss + 0.01 * zoo.moe.balance_loss(model)
 
     Each layer's is 1 where experts are used evenly (:func:`zoo.moe.losses.balance`, over all k choices). What was taken
-    is forgotten, so that no loss counts twice. A section ``moe`` with ``balance_coefficient`` adds it by itself.
+    is forgotten, so that no loss counts twice; a layer that was called several times counts by its last call. A section
+    ``moe`` with ``balance_coefficient`` adds it by itself.
 
     Raises:
         ValueError: there are no such layers, or no training forward since the last time.
@@ -110,8 +112,11 @@ def balance_loss(*models: nn.Module) -> Tensor:
     for layer in layers:
         layer._balance.loss = None
     if not losses:
-        why = "no forward in training mode since the last time" if layers else "no layers of zoo.moe.upcycle"
-        raise ValueError(f"balance_loss found {why}; call it once after each forward of a model with upcycled layers.")
+        why = "no forward in training mode with gradients since the last time" if layers else "no upcycled layers"
+        raise ValueError(
+            f"balance_loss found {why}; call it once after each forward of a model of zoo.moe.upcycle. Activation "
+            "checkpointing runs forwards without gradients if use_reentrant=True: use False."
+        )
     found = losses[0].to(torch.promote_types(losses[0].dtype, torch.float32))
     for loss in losses[1:]:
         found = found + loss.to(found)
@@ -120,8 +125,8 @@ def balance_loss(*models: nn.Module) -> Tensor:
 
 def upcycle(
     model: nn.Module, num_experts: int, *, k: int = 2, modules: Sequence[str] = ("*",), every: int = 1,
-    presets: Iterable[MLPPreset] = (), router_std: float = 0.02, seed: int = 0, capacity: Capacity | None = None,
-    ep_size: int = 1, mesh: Any = None, chunks: int = 1,
+    presets: Iterable[MLPPreset] = (), router_std: float = 0.02, seed: int = 0,
+    capacity: Capacity | Mapping[str, Any] | None = None, ep_size: int = 1, mesh: Any = None, chunks: int = 1,
 ) -> nn.Module:  # fmt: skip
     """Make the MLPs of a dense model into mixtures of ``num_experts`` copies of them (Komatsuzaki et al. 2023, "Sparse
     Upcycling", section 3), in place, before there is an optimizer.
@@ -134,7 +139,8 @@ def upcycle(
     :func:`balance_loss` only.
 
     ``model.config`` gets ``upcycled``, a dict of what was asked for, which ``save_pretrained`` writes: a dense model
-    made anew is upcycled by ``upcycle(dense, **config.upcycled)`` and then loads the weights.
+    made anew is upcycled by ``upcycle(dense, **config.upcycled)``, with ``presets`` again where there were some, and
+    then loads the weights.
 
     Args:
         model: any with MLPs that are modules of their own: (…, D) → (…, D).
@@ -144,7 +150,7 @@ def upcycle(
         every: 2: only every second one of them, the last among them, as the paper does; and so on.
         presets: descriptions of further MLPs; they go before ``zoo.moe.MLP_PRESETS``.
         router_std: 0.02 in the paper.
-        capacity: see :class:`~zoo.moe.MixtureOfExperts`.
+        capacity: see :class:`~zoo.moe.MixtureOfExperts`; or the arguments of a :class:`~zoo.moe.Capacity`.
         ep_size, mesh, chunks: see :func:`~zoo.moe.parallelise`.
 
     Returns:
@@ -153,8 +159,12 @@ def upcycle(
     Raises:
         ValueError: no MLP was found, or sizes that cannot be.
     """
-    if every < 1 or not router_std >= 0:
-        raise ValueError(f"every={every} and router_std={router_std}; at least 1, and not negative.")
+    if every < 1 or ep_size < 1 or not router_std >= 0:
+        raise ValueError(
+            f"every={every}, ep_size={ep_size} and router_std={router_std}; at least 1, at least 1, and not negative."
+        )
+    if isinstance(capacity, Mapping):
+        capacity = Capacity(**capacity)
     known = (*presets, *MLP_PRESETS)
     found = _found(model, modules, known)[::-1][::every][::-1]
     if not found:
@@ -183,7 +193,7 @@ def upcycle(
     if config is not None:
         config.upcycled = {
             "num_experts": num_experts, "k": k, "modules": [path for path, *_ in found], "router_std": router_std,
-            "seed": seed,
+            "seed": seed, "capacity": None if capacity is None else dataclasses.asdict(capacity),
         }  # fmt: skip
     if mesh is not None:
         enter_mesh(model, mesh)
@@ -260,7 +270,6 @@ def _experts(
             gated=preset.gate is not None, bias=True, ep_size=ep_size, ep_rank=ep_rank,
         )  # fmt: skip
     made.to_empty(device=like.device).to(like.dtype)
-    made._declare(list(made.parameters()), whole=True)  # these are other parameters
     made.up.copy_(up)
     made.down.copy_(_weight(last))
     made.up_bias = _biases(made.up_bias, first)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.layout import split_of
 from zoo.zero.init.materialise import Materialiser
 from zoo.zero.init.parts import SET_DATA, Part, part_of
 from zoo.zero.init.report import InitReport, Touch
@@ -105,6 +106,10 @@ class Session:
     def _partition_own(self, module: nn.Module) -> None:
         self._materialiser.give_values(module)
         own = {leaf: p for leaf, p in module._parameters.items() if p is not None and type(p) is nn.Parameter}
+        for leaf in [leaf for leaf, p in own.items() if split_of(p).axes]:  # other ranks have other parts: it stays
+            part = own.pop(leaf)
+            if self.dtype is not None and part.is_floating_point():
+                part.data = part.data.to(self.dtype)
         if not own:
             return
         label = type(module).__name__
