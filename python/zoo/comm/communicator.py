@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -215,6 +216,16 @@ class Communicator:
             self._closed = True
             if dist.is_initialized():  # else it went away with the default group
                 dist.destroy_process_group(self.group)
+
+    def abandon(self) -> None:
+        """Close it with operations in flight that nobody will complete, because other ranks have failed.
+
+        Only for a communicator that was made by another one.
+        """
+        if self._owns and not self._closed and self.group is not None and dist.is_initialized():
+            with contextlib.suppress(Exception):  # not every backend can
+                self.group.abort()
+        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

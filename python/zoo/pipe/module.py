@@ -221,6 +221,21 @@ class PipelineModule(nn.Module):
         """Names and sizes of the axes of that, outermost first; "model" is called "tensor" on a mesh."""
         return {"tensor" if name == "model" else name: size for name, size in self._topology.mesh_axes.items()}
 
+    def enter_mesh(self, mesh: DeviceMesh) -> None:
+        """Called with the job's mesh, before anything is sharded.
+
+        Raises:
+            ValueError: this rank is elsewhere on its axis "pipe" than the model was cut for.
+        """
+        names = mesh.mesh_dim_names or ()
+        place, size = (mesh.get_local_rank(AXIS), mesh.size(names.index(AXIS))) if AXIS in names else (0, 1)
+        if (place, size) != (self.stage_id, self.num_stages):
+            raise ValueError(
+                f"this rank is number {place} of {size} on the axis 'pipe' of the mesh, which has the axes {names}, and "
+                f"its model was cut as number {self.stage_id} of {self.num_stages}. Give PipelineModule the mesh, or "
+                "leave the mesh to the model's topology."
+            )
+
     @property
     def is_first_stage(self) -> bool:
         """This rank has the first layers."""

@@ -64,6 +64,7 @@ class GroupState:
         self.recvs: list[Call] = []
         self.lost: set[int] = set()
         self.broken: set[int] = set()  # group ranks whose wait was over: a real connection is of no use then
+        self.given_up = False  # some member aborted it, with what it had in flight
         self.tagged = scheduler.mode.semantics == "gloo"
         self.orders = None if self.tagged else Orders(len(ranks))
         scheduler.on_death.append(self.lose)
@@ -263,6 +264,8 @@ class GroupState:
 
     def unmatched(self) -> DivergenceError | None:
         """At the end of a run: a call that some member made and another never did."""
+        if self.given_up:
+            return None
         error = self.divergence()
         if error is not None:
             return error

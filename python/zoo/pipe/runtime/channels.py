@@ -69,13 +69,16 @@ class Channels:
         comm: the pipeline ranks. Collective: all of them pass the same ``edges``.
         edges: (from, to) of every channel of the pipeline.
         device: where received tensors are.
+        number: how many were made before: groups that were closed are not used again.
     """
 
-    def __init__(self, comm: Communicator, edges: Iterable[tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self, comm: Communicator, edges: Iterable[tuple[int, int]], device: torch.device, number: int = 0
+    ) -> None:  # fmt: skip
         self.comm, self._device = comm, device
         colours = _colours(sorted(set(edges)))
         self.edges = frozenset(colours)
-        self._made = [comm.duplicate(f"pipe {n}") for n in range(max(colours.values(), default=-1) + 1)]
+        self._made = [comm.duplicate(f"pipe {number}.{n}") for n in range(max(colours.values(), default=-1) + 1)]
         self._of = {edge: self._made[colour] for edge, colour in colours.items()}
         self._sent: dict[int, deque[tuple[list[Handle], Sequence[torch.Tensor]]]] = {}
         self._expected: dict[int, deque[Name]] = {}
@@ -145,9 +148,14 @@ class Channels:
                 self._land(flying)
 
     def close(self) -> None:
-        """Destroy the communicators; what is under way is lost."""
+        """Destroy the communicators; nothing is under way."""
         for comm in self._made:
             comm.close()
+
+    def abandon(self) -> None:
+        """The same, where a batch has failed: what is under way will not arrive."""
+        for comm in self._made:
+            comm.abandon()
 
     def _land(self, flying: deque[tuple[list[Handle], Sequence[torch.Tensor]]]) -> None:
         handles, _ = flying.popleft()

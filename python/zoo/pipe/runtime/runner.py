@@ -64,6 +64,15 @@ class PipelineRunner:
             raise ValueError(f"the pipeline runner got a {type(module).__name__}; the model is a PipelineModule.")
         self._engine, self._module = engine, module
         self._config = getattr(engine.config, "pipeline", None)
+        stages = self._option("stages", None)
+        if isinstance(stages, int) and stages != module.num_stages:
+            raise ValueError(f"pipeline.stages = {stages}, and the model was cut for {module.num_stages} stages.")
+        placed = tuple(self._schedule().placement(module.num_stages))
+        if placed != module.rank_of:
+            raise ValueError(
+                f"the schedule of the section pipeline has its stages on the ranks {placed}, and the model was cut for "
+                f"{module.rank_of}: give PipelineModule(schedule=...) the same schedule."
+            )
         self.times = False
         self.timeline: list[Event] = []
         self.additional_losses: dict[str, float] = {}
@@ -71,11 +80,12 @@ class PipelineRunner:
         self._plans: dict[tuple[int, bool], _Plan] = {}
         self._metas: dict[tuple[int, bool], dict[Name, Meta]] = {}
         self._channels: Channels | None = None
+        self._num_channels = 0
         self._pipe: Communicator | None = None
         self._everyone: Communicator | None = None
         self._adds_losses = False  # some rank's stages have additional losses
         if module.num_stages > 1:
-            self._pipe, self._everyone = _communicators(engine, module)
+            self._pipe, self._everyone = _communicators(engine)
 
     # What the engine calls -------------------------------------------------------------------------------------------
 
@@ -163,11 +173,6 @@ class PipelineRunner:
         if found is None:
             module = self._module
             table = self._schedule().build(module.num_stages, n) if trains else forwards(module.rank_of, n)
-            if table.rank_of != module.rank_of:
-                raise ValueError(
-                    f"the schedule {table.name} has its stages on the ranks {table.rank_of}, and the model was cut for "
-                    f"{module.rank_of}. Give PipelineModule the same schedule."
-                )
             programs = lower(table)
             check(table)
             program = programs[module.stage_id]
@@ -204,8 +209,14 @@ class PipelineRunner:
         if self._channels is None:
             ranks = self._module.rank_of
             edges = [edge for a, b in itertools.pairwise(ranks) if a != b for edge in ((a, b), (b, a))]
-            self._channels = Channels(self._pipe, edges, self._engine.device)
+            self._channels = Channels(self._pipe, edges, self._engine.device, self._num_channels)
         return self._channels
+
+    def _close_channels(self) -> None:
+        channels, self._channels = self._channels, None
+        self._metas.clear()
+        if channels is not None:
+            channels.abandon()
 
     def _timing(self) -> Callable[[Computation], Any] | None:
         if not self.times:
@@ -225,11 +236,7 @@ class PipelineRunner:
         if self._pipe is None:
             return
         self._pipe.report_failure(error)
-        channels, self._channels = self._channels, None
-        self._metas.clear()
-        if channels is not None:
-            with contextlib.suppress(Exception):
-                channels.close()
+        self._close_channels()
 
     # Data ------------------------------------------------------------------------------------------------------------
 
@@ -309,11 +316,24 @@ class PipelineRunner:
             raise AssertionError("an exchange without other ranks.")
         device = self._engine.device
         mine = torch.tensor(
-            [status, signature, *counted, num_loaded, self._adds_losses], dtype=torch.int64, device=device
+            [
+                status,
+                signature,
+                *counted,
+                num_loaded,
+                self._adds_losses,
+                self._num_channels,
+                self._channels is not None,
+            ],
+            dtype=torch.int64,
+            device=device,
         )
         found = mine.new_empty(everyone.size * mine.numel())
         everyone.all_gather(found, mine, label="data of a batch").wait()
         rows = found.view(everyone.size, -1).tolist()
+        if not all(row[7] for row in rows):  # at first, and where a batch failed on some ranks
+            self._close_channels()
+            self._num_channels = 1 + max(row[6] for row in rows)
         if error is not None:
             raise error
         failed = [everyone.ranks[i] for i, row in enumerate(rows) if row[0] == _FAILED]
@@ -364,21 +384,14 @@ class PipelineRunner:
             self._engine.report(f"pipeline/{name}", self.additional_losses[name])
 
 
-def _communicators(engine: Any, module: PipelineModule) -> tuple[Communicator, Communicator]:
-    mesh = engine.mesh
-    if mesh is None or AXIS not in (mesh.mesh_dim_names or ()):
+def _communicators(engine: Any) -> tuple[Communicator, Communicator]:
+    """The ranks of this pipeline, and all of them."""
+    if engine.mesh is None:
         raise ValueError(
             "a pipeline of several stages needs a mesh with an axis 'pipe': initialize makes it from the model's "
             'topology, or from the configuration: {"mesh": {"axes": {"pipe": 2, "data": -1}}}.'
         )
-    pipe = Communicator.of_axes(mesh, [AXIS], log=engine.comm.log)
-    if pipe.size != module.num_stages or pipe.rank != module.stage_id:
-        raise ValueError(
-            f"this rank is number {pipe.rank} of {pipe.size} on the mesh's axis 'pipe', and the model was cut as "
-            f"number {module.stage_id} of {module.num_stages}. Give PipelineModule the mesh, or its topology's to the "
-            "configuration."
-        )
-    return pipe, Communicator.of_axes(mesh, list(mesh.mesh_dim_names), log=engine.comm.log)
+    return Communicator.of_axes(engine.mesh, [AXIS], log=engine.comm.log), engine.sharded.everyone
 
 
 def _looks(inputs: Any) -> Any:
