@@ -14,9 +14,10 @@ from tests.pipe.mutants import mutant
 from tests.profiles import examples
 
 from zoo import registry
-from zoo.pipe import Computation, Kind, ScheduleError, Step, Table, Transfer, build, check, lower, validate
+from zoo.pipe import Computation, Kind, ScheduleError, Step, Table, Transfer, build, check, lower
 from zoo.pipe.interpret import Outcome, interpret
 from zoo.pipe.schedules import CsvSchedule, from_csv, looped, to_csv, v_shaped
+from zoo.pipe.validate import validate
 
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=str)
 
