@@ -90,9 +90,9 @@ def test_following_the_instructions_gives_the_table_that_they_came_from(stages: 
 
 
 @pytest.mark.slow
-def test_following_the_instructions_of_all_sizes() -> None:
+def test_following_the_instructions_of_many_sizes() -> None:
     for stages in range(1, 17):
-        for micro_batches in range(1, 65):
+        for micro_batches in (*range(1, 18), 31, 32, 64):
             for schedule, name in ((TrainSchedule, "1f1b"), (InferenceSchedule, "inference")):
                 assert table_of(schedule, stages, micro_batches).rows == build(name, stages, micro_batches).rows
 

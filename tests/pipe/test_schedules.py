@@ -14,9 +14,11 @@ from tests.pipe.mutants import mutant
 from tests.profiles import examples
 
 from zoo import registry
-from zoo.pipe import Computation, Kind, ScheduleError, Step, Table, Transfer, build, check, lower, validate
+from zoo.pipe import Computation, Kind, ScheduleError, Step, Table, Transfer, build, check, lower
 from zoo.pipe.interpret import Outcome, interpret
 from zoo.pipe.schedules import CsvSchedule, from_csv, looped, to_csv, v_shaped
+from zoo.pipe.schedules.inference import forwards
+from zoo.pipe.validate import validate
 
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -68,6 +70,13 @@ def test_micro_batches_go_through_each_stage_in_order(table: Table) -> None:
             for part in {"B": "IW"}.get(c.kind.value, c.kind.value):
                 seen.setdefault((part, c.stage), []).append(c.micro_batch)
         assert all(numbers == list(range(table.num_micro_batches)) for numbers in seen.values())
+
+
+@given(ranks=st.integers(1, 6), micro_batches=st.integers(1, 12), chunks=st.integers(1, 3), v=st.booleans())
+def test_forwards_on_any_placement_are_accepted(ranks: int, micro_batches: int, chunks: int, v: bool) -> None:
+    table = forwards(v_shaped(ranks) if v else looped(ranks, chunks), micro_batches)
+    check(table)
+    assert interpret(lower(table), **facts(table)).outcome is Outcome.DONE
 
 
 def test_placements() -> None:

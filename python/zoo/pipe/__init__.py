@@ -3,7 +3,7 @@
 from zoo.pipe.lowering import Program, Step, Transfer, lower
 from zoo.pipe.schedules import Computation, Kind, ScheduleError, Table, build
 from zoo.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from zoo.pipe.validate import check, validate
+from zoo.pipe.validate import check
 
 __all__ = [
     "Computation",
@@ -19,5 +19,4 @@ __all__ = [
     "build",
     "check",
     "lower",
-    "validate",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 from zoo.pipe.lowering import Program, Step, Transfer, consumer, lower
@@ -69,13 +70,13 @@ def validate(
     Raises:
         ScheduleError: the first thing that is not right, with its rank, slot and computation or message.
     """
-    check = _Check(programs, tuple(rank_of), num_micro_batches, trains, name)
+    checker = _Check(programs, tuple(rank_of), num_micro_batches, trains, name)
     for rank in range(len(programs)):
-        check.computations(rank)
-        check.messages(rank)
-    check.channels()
-    check.ends()
-    report = Report(peak_activations=tuple(map(check.peak, range(len(programs)))), waiting=check.waiting())
+        checker.computations(rank)
+        checker.messages(rank)
+    checker.channels()
+    checker.ends()
+    report = Report(peak_activations=tuple(map(checker.peak, range(len(programs)))), waiting=checker.waiting())
     for rank, peak in enumerate(report.peak_activations):
         if max_activations is not None and peak > max_activations:
             raise ScheduleError(
@@ -193,6 +194,7 @@ class _Check:
 
     # -- between ranks ----------------------------------------------------------------------------------------------
 
+    @cached_property
     def _queues(self) -> dict[Channel, tuple[list[tuple[int, Transfer]], list[tuple[int, Transfer]]]]:
         """Of each channel the sends and the receives in order, each with its step."""
         found: dict[Channel, tuple[list[tuple[int, Transfer]], list[tuple[int, Transfer]]]] = {}
@@ -205,7 +207,7 @@ class _Check:
 
     def channels(self) -> None:
         """The k-th send and the k-th receive of each channel are the same message."""
-        for (source, target), (sends, receives) in self._queues().items():
+        for (source, target), (sends, receives) in self._queues.items():
             for sent, received in zip_longest(sends, receives):
                 if sent is None or received is None or sent[1].message != received[1].message:
                     rank, (index, t) = (source, sent) if sent is not None else (target, received)
@@ -224,7 +226,7 @@ class _Check:
                 after.setdefault((False, rank, i), []).append((True, rank, i))
                 if i + 1 < len(program):
                     after.setdefault((True, rank, i), []).append((False, rank, i + 1))
-        for (source, target), (sends, receives) in self._queues().items():
+        for (source, target), (sends, receives) in self._queues.items():
             for (i, _), (j, _) in zip(sends, receives, strict=True):
                 after[False, source, i].append((True, target, j))
                 after[False, target, j].append((True, source, i))
@@ -252,7 +254,7 @@ class _Check:
         """The most messages of each channel that are received and not used."""
         users = {self._input(c): (rank, at) for rank, done in enumerate(self.at) for c, at in done.items()}
         found: dict[Channel, int] = {}
-        for channel, (_, receives) in self._queues().items():
+        for channel, (_, receives) in self._queues.items():
             changes = [(index, 1) for index, _ in receives] + [(users[t.message][1], -1) for _, t in receives]
             now = most = 0
             for _, change in sorted(changes):  # a step's computation is before its transfers, and -1 sorts before 1

@@ -31,6 +31,8 @@ class Kind(enum.Enum):
     WEIGHT = "W"
     """The gradients of the weights only, at some time after I."""
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is in Python, and tables are large
+
 
 @total_ordering
 @dataclass(frozen=True)
