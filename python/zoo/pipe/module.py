@@ -231,7 +231,7 @@ class PipelineModule(nn.Module):
         place, size = (mesh.get_local_rank(AXIS), mesh.size(names.index(AXIS))) if AXIS in names else (0, 1)
         if (place, size) != (self.stage_id, self.num_stages):
             raise ValueError(
-                f"this rank is number {place} of {size} on the axis 'pipe' of the mesh, which has the axes {names}, and "
+                f"this rank is number {place} of {size} on the axis 'pipe' of the mesh {names}, and "
                 f"its model was cut as number {self.stage_id} of {self.num_stages}. Give PipelineModule the mesh, or "
                 "leave the mesh to the model's topology."
             )
@@ -247,7 +247,7 @@ class PipelineModule(nn.Module):
         return len(self.rank_of) - 1 in self.stages
 
     def get_additional_losses(self) -> dict[str, Any] | None:
-        """What else to report of the latest forward of this rank's stages, by name; for subclasses. Not trained on: a
+        """What else to report of the latest forward of this rank's stages, by name; for subclasses. Nobody trains on it: a
         loss of a middle layer that counts is attached to its output (:func:`zoo.pipe.attach_loss`)."""
         return None
 
