@@ -247,7 +247,7 @@ class PipelineModule(nn.Module):
         return len(self.rank_of) - 1 in self.stages
 
     def get_additional_losses(self) -> dict[str, Any] | None:
-        """What else to report of the latest forward of this rank's stages, by name; for subclasses. Nobody trains on it: a
+        """What else to report of the latest forward of this rank's stages; for subclasses. Nobody trains on it: a
         loss of a middle layer that counts is attached to its output (:func:`zoo.pipe.attach_loss`)."""
         return None
 
