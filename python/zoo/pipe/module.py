@@ -13,6 +13,7 @@ from torch import nn
 
 from zoo.layout import declare_tied, declare_unit
 from zoo.pipe.partition import split_layers
+from zoo.pipe.segments import Segment
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from zoo.pipe.trees import outline_text
@@ -88,7 +89,7 @@ class PipelineModule(nn.Module):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_stages: int = self._topology.get_dim(AXIS)
         self.stage_id: int = getattr(self._topology.get_coord(rank), AXIS)
-        self.schedule = _builder(schedule)
+        self.schedule = builder(schedule)
         self.rank_of: tuple[int, ...] = tuple(self.schedule.placement(self.num_stages))
         self.stages = tuple(s for s, r in enumerate(self.rank_of) if r == self.stage_id)
         self.loss_fn, self.seed_layers, self.base_seed = loss_fn, seed_layers, base_seed
@@ -311,7 +312,8 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, mesh: An
     return topology
 
 
-def _builder(schedule: Any) -> Any:
+def builder(schedule: Any) -> Any:
+    """A schedule's builder: itself, or by name."""
     if not isinstance(schedule, str):
         return schedule
     from zoo import registry
@@ -346,6 +348,8 @@ def _name_of(layer: Any) -> str:
 
 def _parameters(layer: Any) -> list[nn.Parameter]:
     module = layer.module if isinstance(layer, _Tied) else layer
+    if isinstance(module, Segment):
+        return module.parameters()
     return list(module.parameters()) if isinstance(module, nn.Module) else []
 
 
@@ -358,6 +362,8 @@ def _num_parameters(layer: Any) -> int:
         except Exception:  # a constructor that needs values
             with torch.random.fork_rng(devices=[]):
                 layer = layer.build()
+    if isinstance(layer, Segment):
+        return layer.num_parameters
     if not isinstance(layer, nn.Module):
         return 0
     return sum(getattr(p, "_zoo_numel", None) or p.numel() for p in layer.parameters())
