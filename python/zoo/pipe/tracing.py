@@ -124,8 +124,12 @@ class TracedPipeline(PipelineModule):
                 for parameter in used(original, segment.use):
                     users.setdefault(id(parameter), set()).add(rank)
         for name, parameter in original.named_parameters():
-            if len(users.get(id(parameter), ())) > 1:
+            ranks = tuple(sorted(users.get(id(parameter), ())))
+            if len(ranks) > 1:
                 declare_tied(parameter, name)
+                self.tied_ranks[name] = ranks
+                if self.stage_id in ranks:
+                    self.tied_parameters[name] = parameter
         own = [segment for number, segment in enumerate(self.specs) if number in self._calls]
         _mount(self, original, own, rest=0 in self.stages, everywhere=self.specs)
         for segment in own:
