@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zoo.layout import declare_tied, declare_unit
+from zoo.pipe.documented import Documented
 from zoo.pipe.partition import split_layers
+from zoo.pipe.segments import Segment
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from zoo.pipe.trees import outline_text
@@ -25,7 +29,7 @@ __all__ = ["PipelineModule"]
 AXIS = "pipe"
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(Documented, nn.Module):
     """x ↦ layer[L-1](… layer[1](layer[0](x))), cut into stages along the mesh axis "pipe".
 
     ::
@@ -56,7 +60,8 @@ class PipelineModule(nn.Module):
         base_seed: see ``seed_layers``.
         partition_method: "parameters" (equal numbers of parameters), "uniform" (of layers), "type:REGEX" (of layers
         whose
-            class name matches), or a list with one weight for each layer, such as :func:`zoo.pipe.measure` returns.
+            class name matches), or a list with one weight for each layer, such as
+            :func:`zoo.pipe.measure.measure` returns.
         activation_checkpoint_interval: layers between two activations that are kept; 0 keeps all.
         activation_checkpoint_func: ``f(function, *inputs)``; ``torch.utils.checkpoint.checkpoint`` without re-entrance
         by
@@ -70,7 +75,8 @@ class PipelineModule(nn.Module):
         bounds: stage s has the layers bounds[s] to bounds[s+1]-1.
 
     Raises:
-        ValueError: arguments that exclude each other, sizes that do not fit, a stage without parameters.
+        ValueError: arguments that exclude each other, sizes that do not fit, a stage without parameters, a module or
+            parameter that layers on several ranks have and no TiedLayerSpec describes.
     """
 
     engine_runner = "pipeline"
@@ -88,7 +94,7 @@ class PipelineModule(nn.Module):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_stages: int = self._topology.get_dim(AXIS)
         self.stage_id: int = getattr(self._topology.get_coord(rank), AXIS)
-        self.schedule = _builder(schedule)
+        self.schedule = builder(schedule)
         self.rank_of: tuple[int, ...] = tuple(self.schedule.placement(self.num_stages))
         self.stages = tuple(s for s, r in enumerate(self.rank_of) if r == self.stage_id)
         self.loss_fn, self.seed_layers, self.base_seed = loss_fn, seed_layers, base_seed
@@ -106,8 +112,10 @@ class PipelineModule(nn.Module):
         counts = [_num_parameters(spec) for spec in self.specs]
         self.bounds = split_layers(partition_method, len(self.rank_of), list(map(_name_of, self.specs)), lambda: counts)
         self._check_parameters(counts)
+        self._check_shared()
         self._calls: dict[int, Callable[[Any], Any]] = {}
         self.tied_modules = nn.ModuleDict()
+        self.tied_ranks, self.tied_parameters = {}, {}
         for stage in self.stages:
             for number in range(self.bounds[stage], self.bounds[stage + 1]):
                 self._add(number)
@@ -130,6 +138,26 @@ class PipelineModule(nn.Module):
                     "stages, or another partition_method."
                 )
 
+    def _rank_with(self, number: int) -> int:
+        """The pipeline rank that has a layer."""
+        return self.rank_of[bisect.bisect_right(self.bounds, number) - 1]
+
+    def _check_shared(self) -> None:
+        """What layers on several ranks share would be one thing at first, and then a copy on each rank."""
+        first: dict[int, tuple[int, str]] = {}
+        for number, layer in enumerate(self.specs):
+            if not isinstance(layer, nn.Module):
+                continue
+            for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
+                before, its_name = first.setdefault(id(tensor), (number, name))
+                if self._rank_with(before) != self._rank_with(number):
+                    raise ValueError(
+                        f"layers {before} ({_name_of(self.specs[before])}) and {number} ({_name_of(layer)}) have one "
+                        f"tensor, there {its_name!r} and here {name!r}, and are on the pipeline ranks "
+                        f"{self._rank_with(before)} and {self._rank_with(number)}: describe both by "
+                        "TiedLayerSpec(key, ...), or have them on one stage by partition_method."
+                    )
+
     def _add(self, number: int) -> None:
         spec = self.specs[number]
         with self._seeded(number):
@@ -151,7 +179,13 @@ class PipelineModule(nn.Module):
         yield
 
     def _tie(self) -> None:
+        ranks: dict[str, set[int]] = {}
+        for number, spec in enumerate(self.specs):
+            if isinstance(spec, TiedLayerSpec):
+                ranks.setdefault(spec.key, set()).add(self._rank_with(number))
         for spec in self.specs:
+            if isinstance(spec, TiedLayerSpec) and len(ranks[spec.key]) > 1:
+                self.tied_ranks |= {f"{spec.key}.{a}": tuple(sorted(ranks[spec.key])) for a in spec.tied_weight_attr}
             if isinstance(spec, TiedLayerSpec) and spec.key in self.tied_modules:
                 module = self.tied_modules[spec.key]
                 named = dict(module.named_parameters())
@@ -162,6 +196,7 @@ class PipelineModule(nn.Module):
                             f"parameters {', '.join(named) or 'none'}. Name them by tied_weight_attr=."
                         )
                     declare_tied(named[name], spec.key)
+                    self.tied_parameters[f"{spec.key}.{name}"] = named[name]
 
     # Running ---------------------------------------------------------------------------------------------------------
 
@@ -195,6 +230,10 @@ class PipelineModule(nn.Module):
             return any(isinstance(p, nn.Parameter) for n in numbers for p in _parameters(self._calls[n]))
         return any(type(self._layer(n)).__name__ in names for n in numbers)
 
+    def layer_call(self, number: int) -> Callable[[Any], Any]:
+        """One of this rank's layers, as it is called."""
+        return self._calls[number]
+
     def _layer(self, number: int) -> Any:
         call = self._calls[number]
         return call.module if isinstance(call, _Tied) else call
@@ -227,6 +266,7 @@ class PipelineModule(nn.Module):
         Raises:
             ValueError: this rank is elsewhere on its axis "pipe" than the model was cut for.
         """
+        self._sharded = True
         names = mesh.mesh_dim_names or ()
         place, size = (mesh.get_local_rank(AXIS), mesh.size(names.index(AXIS))) if AXIS in names else (0, 1)
         if (place, size) != (self.stage_id, self.num_stages):
@@ -311,7 +351,13 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, mesh: An
     return topology
 
 
-def _builder(schedule: Any) -> Any:
+def call_of(spec: TiedLayerSpec, module: nn.Module) -> Callable[[Any], Any]:
+    """A use of the tied module."""
+    return _Tied(module, spec.forward_fn)
+
+
+def builder(schedule: Any) -> Any:
+    """A schedule's builder: itself, or by name."""
     if not isinstance(schedule, str):
         return schedule
     from zoo import registry
@@ -346,6 +392,8 @@ def _name_of(layer: Any) -> str:
 
 def _parameters(layer: Any) -> list[nn.Parameter]:
     module = layer.module if isinstance(layer, _Tied) else layer
+    if isinstance(module, Segment):
+        return module.parameters()
     return list(module.parameters()) if isinstance(module, nn.Module) else []
 
 
@@ -358,6 +406,8 @@ def _num_parameters(layer: Any) -> int:
         except Exception:  # a constructor that needs values
             with torch.random.fork_rng(devices=[]):
                 layer = layer.build()
+    if isinstance(layer, Segment):
+        return layer.num_parameters
     if not isinstance(layer, nn.Module):
         return 0
     return sum(getattr(p, "_zoo_numel", None) or p.numel() for p in layer.parameters())

@@ -102,4 +102,9 @@ def split_layers(
                 f"The layers are: {', '.join(dict.fromkeys(names))}."
             )
         return balanced([float(m) for m in matches], num_parts)
+    if lowered in ("time", "memory"):
+        raise ValueError(
+            f"partition_method={method!r}: measure it before, partition_method=measure(layers, sample, "
+            f"what={lowered!r}) with zoo.pipe.measure.measure."
+        )
     raise ValueError(f"partition_method={method!r}; allowed are {METHODS}.")
