@@ -87,6 +87,9 @@ def train(
     moe: Annotated[
         bool, typer.Option("--moe", help="Mixtures of experts in the place of perceptrons, for tasks that have mlp=.")
     ] = False,
+    pipe: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline stages: the model is cut into so many.", show_default="none")
+    ] = None,
     set_: Set = None,
 ) -> None:
     """Train what CONFIG describes; under torchrun, srun or mpirun, on all of its ranks.
@@ -99,6 +102,8 @@ def train(
             overrides.append(f"{key}={value}")
     if moe:
         overrides.insert(0, 'train.task.params.mlp={"type": "moe"}')  # --set says more of it
+    if pipe is not None and pipe > 1:
+        overrides.insert(0, f'mesh.axes={{"pipe": {pipe}, "data": -1}}')
     if out is not None:
         overrides.append(f"train.out={json.dumps(out)}")
     with contextlib.ExitStack() as stack:

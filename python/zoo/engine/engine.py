@@ -294,6 +294,14 @@ class Engine(Checkpoints, Records):
         with evaluating(self.module), torch.no_grad():
             return self._runner.evaluate(batch)
 
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """The loss of one batch of this rank, in evaluation mode and without gradients, of a model that returns it.
+
+        Collective as :meth:`eval_batch`.
+        """
+        found: torch.Tensor = self.eval_batch(batch)
+        return found
+
     def train(self, mode: bool = True) -> Engine:
         """The model's training mode."""
         self.module.train(mode)

@@ -76,6 +76,11 @@ class PipelineEngine(Engine):
         loss = self._reduced(losses, n, reduce_output, everywhere=bcast_loss)
         return (loss, kept) if return_logits else loss
 
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """See :meth:`Engine.loss_of`: that of this pipeline's micro-batch, on all of its ranks."""
+        found: torch.Tensor = self.eval_batch(iter([batch]), reduce_output=None, num_micro_batches=1)[0]
+        return found
+
     def _reduced(self, losses: list[torch.Tensor], n: int, how: str | None, *, everywhere: bool) -> Any:
         last = self.is_last_stage()
         if last and len(losses) != n:

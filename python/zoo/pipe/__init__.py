@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zoo.pipe.module import PipelineModule
     from zoo.pipe.runtime.losses import attach_loss
     from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+    from zoo.pipe.tracing import split
 
 _HOMES = {
     "LayerSpec": "specs",
@@ -30,6 +31,7 @@ _HOMES = {
     "PipelineParallelGrid": "grid",
     "TiedLayerSpec": "specs",
     "attach_loss": "runtime.losses",
+    "split": "tracing",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "build",
     "check",
     "lower",
+    "split",
 ]
 
 

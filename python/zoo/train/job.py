@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from zoo.checkpointing import latest_tag, prune
@@ -99,13 +100,21 @@ class Job:
         if self.section.warm_start is not None:
             for text in warm_start(model, self.section.warm_start, self.world):
                 self.watcher.line(text)
+        training_data = self.task.training_data()
+        model, self.stages = in_stages(model, config, training_data, self.size, registry)
+        micro_batches = config.gradient_accumulation_steps
+        if self.stages > 1:
+            self.watcher.line(
+                f"{self.stages} stages, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} a step"
+                + ("; several would overlap (gradient_accumulation_steps)" if micro_batches == 1 else "")
+            )
         seed = (config.seed * 100_003 + self.rank) % 2**63
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         self.judge = Judge(scaled=config.fp16.enabled)
         self.engine: Engine = initialize(
-            config, model, training_data=self.task.training_data(), loader=dict(self.section.loader), registry=registry,
+            config, model, training_data=training_data, loader=dict(self.section.loader), registry=registry,
             monitors=monitors, parts={"zoo.train": self.judge},
         )[0]  # fmt: skip
         self.validation = self.task.validation_data()
@@ -116,7 +125,8 @@ class Job:
         self.out: Path | None = None
         self.saved_at = -1
         self.validated: tuple[int, float] | None = None  # the step of the latest validation, and what it gave
-        self.recorder = self.judge.recorder = Recorder(self.engine)
+        # The inputs of a stage are activations: to keep those of a whole step would be what a schedule avoids.
+        self.recorder = self.judge.recorder = Recorder(self.engine) if self.stages == 1 else None
 
     def _introduce(self) -> None:
         plural = "s" if self.threads > 1 else ""
@@ -203,7 +213,7 @@ class Job:
     def _not_finite(self, record: StepRecord) -> str:
         what = f"the loss is {record.loss} and the gradient's norm {record.grad_norm} at step {record.step}"
         changed = "" if record.skipped else " The update was made before that was known."
-        why = find(self.recorder, self.engine, record.step)
+        why = find(self.recorder, self.engine, record.step) if self.recorder is not None else ""
         return (
             f"{what}; the run has stopped, and nothing of the step was saved.{changed} {why} Look at that unit and "
             f"batch (zoo replay runs a step again), lower the learning rate, or clip gradients (gradient_clipping)."
@@ -344,6 +354,9 @@ class Job:
         return result
 
     def _sample(self) -> str:
+        if self.stages > 1:
+            self.watcher.line("no sample: it takes the whole model on a rank. Load what is in model/ for one.")
+            return ""
         with evaluating(self.engine.module):
             return self.task.sample(self.engine.module)
 
@@ -358,6 +371,35 @@ class Job:
         how: str | None = self._on_rank_0(what, lambda: export(folder)) if export is not None else None
         how = how or f'model.load_state_dict(safetensors.torch.load_file("{folder / "model.safetensors"}"))'
         return [f"the model is in {folder}; load it with: {how}"]
+
+
+def in_stages(
+    model: nn.Module, config: Config, data: Dataset[Any], world_size: int, registry: Registry
+) -> tuple[nn.Module, int]:
+    """The model as a pipeline, where the mesh has an axis "pipe"; and how many ranks that has.
+
+    Raises:
+        ValueError: stages are asked for and there is no such axis, or the model cannot be cut.
+    """
+    section, sizes = config.pipeline, config.mesh.sizes(world_size) if config.mesh.axes else {}
+    stages = sizes.get("pipe", 1)
+    if isinstance(section.stages, int) and section.stages != stages:
+        raise ValueError(
+            f"pipeline.stages = {section.stages}, and the mesh has {stages}: zoo train cuts the model along its axis "
+            f'"pipe". Say --pipe {section.stages}, or mesh.axes.pipe.'
+        )
+    if stages == 1:
+        return model, 1
+    from zoo.pipe import ProcessTopology, split
+
+    choice = section.schedule
+    more = {} if choice is None else {"schedule": registry.build("pipe_schedule", choice.type, choice.params)}
+    micro = min(config.train_micro_batch_size_per_gpu, len(data))  # type: ignore[arg-type]
+    example = default_collate([data[i] for i in range(micro)])
+    topology = ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
+    if isinstance(example, list):
+        example = tuple(example)
+    return split(model, example=example, topology=topology, **more), stages
 
 
 def tag_of(step: int) -> str:
@@ -382,7 +424,7 @@ def validate(engine: Engine, dataset: Dataset[Any]) -> float:
         real = number < num_batches
         first = number * size if real else 0
         samples = [dataset[i] for i in range(first, min(first + size, count))]
-        loss = engine.eval_batch(default_collate(samples))
+        loss = engine.loss_of(default_collate(samples))
         if real:
             totals[0] += loss.detach().reshape(()) * len(samples)
             totals[1] += len(samples)
