@@ -1,7 +1,8 @@
 """Pipeline parallelism: layers in stages on several ranks, schedules as data, and what trains by them.
 
 * :class:`PipelineModule` of layers or :class:`LayerSpec`, :class:`TiedLayerSpec`; :func:`attach_loss` for losses of
-  middle layers. ``zoo.engine.initialize`` makes an engine of it.
+  middle layers. ``zoo.engine.initialize`` makes an engine of it. :func:`split` makes one of any model, by tracing its
+  forward; :func:`measure`: what each layer costs, by which they are spread over stages.
 * :class:`Table`, :func:`build`, :func:`lower`, :func:`check`: schedules, their programs, and whether they are right.
 * :class:`ProcessTopology` and its kinds: which rank is where; :class:`PipelineParallelGrid`: their process groups.
 
@@ -20,9 +21,11 @@ from zoo.pipe.validate import check
 
 if TYPE_CHECKING:
     from zoo.pipe.grid import PipelineParallelGrid
+    from zoo.pipe.measuring import measure
     from zoo.pipe.module import PipelineModule
     from zoo.pipe.runtime.losses import attach_loss
     from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+    from zoo.pipe.tracing import split
 
 _HOMES = {
     "LayerSpec": "specs",
@@ -30,6 +33,8 @@ _HOMES = {
     "PipelineParallelGrid": "grid",
     "TiedLayerSpec": "specs",
     "attach_loss": "runtime.losses",
+    "measure": "measuring",
+    "split": "tracing",
 }
 
 __all__ = [
@@ -51,6 +56,8 @@ __all__ = [
     "build",
     "check",
     "lower",
+    "measure",
+    "split",
 ]
 
 
