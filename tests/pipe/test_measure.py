@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from zoo import sim
-from zoo.pipe.measure import measure
+from zoo.pipe import measure, split
 from zoo.pipe.module import PipelineModule
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
-from zoo.pipe.tracing import split
 
 
 class Sleep(nn.Module):

@@ -11,10 +11,10 @@ from torch import nn
 
 import zoo.engine
 from zoo import sim
+from zoo.pipe import split
 from zoo.pipe.module import PipelineModule
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeModelDataParallelTopology
-from zoo.pipe.tracing import split
 
 
 def linears(num: int) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import nn
 import zoo.engine
 from zoo import sim
 from zoo.layout import split_of
-from zoo.pipe.tracing import split
+from zoo.pipe import split
 
 WIDTH, VOCABULARY = 6, 13
 try:

@@ -1,7 +1,8 @@
 """Pipeline parallelism: layers in stages on several ranks, schedules as data, and what trains by them.
 
 * :class:`PipelineModule` of layers or :class:`LayerSpec`, :class:`TiedLayerSpec`; :func:`attach_loss` for losses of
-  middle layers. ``zoo.engine.initialize`` makes an engine of it.
+  middle layers. ``zoo.engine.initialize`` makes an engine of it. :func:`split` makes one of any model, by tracing its
+  forward; :func:`measure`: what each layer costs, by which they are spread over stages.
 * :class:`Table`, :func:`build`, :func:`lower`, :func:`check`: schedules, their programs, and whether they are right.
 * :class:`ProcessTopology` and its kinds: which rank is where; :class:`PipelineParallelGrid`: their process groups.
 
@@ -20,6 +21,7 @@ from zoo.pipe.validate import check
 
 if TYPE_CHECKING:
     from zoo.pipe.grid import PipelineParallelGrid
+    from zoo.pipe.measuring import measure
     from zoo.pipe.module import PipelineModule
     from zoo.pipe.runtime.losses import attach_loss
     from zoo.pipe.specs import LayerSpec, TiedLayerSpec
@@ -31,6 +33,7 @@ _HOMES = {
     "PipelineParallelGrid": "grid",
     "TiedLayerSpec": "specs",
     "attach_loss": "runtime.losses",
+    "measure": "measuring",
     "split": "tracing",
 }
 
@@ -53,6 +56,7 @@ __all__ = [
     "build",
     "check",
     "lower",
+    "measure",
     "split",
 ]
 

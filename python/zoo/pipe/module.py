@@ -61,7 +61,7 @@ class PipelineModule(Documented, nn.Module):
         partition_method: "parameters" (equal numbers of parameters), "uniform" (of layers), "type:REGEX" (of layers
         whose
             class name matches), or a list with one weight for each layer, such as
-            :func:`zoo.pipe.measure.measure` returns.
+            :func:`zoo.pipe.measure` returns.
         activation_checkpoint_interval: layers between two activations that are kept; 0 keeps all.
         activation_checkpoint_func: ``f(function, *inputs)``; ``torch.utils.checkpoint.checkpoint`` without re-entrance
         by

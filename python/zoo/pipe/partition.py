@@ -105,6 +105,6 @@ def split_layers(
     if lowered in ("time", "memory"):
         raise ValueError(
             f"partition_method={method!r}: measure it before, partition_method=measure(layers, sample, "
-            f"what={lowered!r}) with zoo.pipe.measure.measure."
+            f"what={lowered!r}) with zoo.pipe.measure."
         )
     raise ValueError(f"partition_method={method!r}; allowed are {METHODS}.")

@@ -75,7 +75,7 @@ def measure(
         raise error
     if bool((told < 0).any()):
         raise RuntimeError("measure failed on rank 0; see there why.")
-    return told.tolist()  # type: ignore[no-any-return]
+    return told.tolist()
 
 
 def _calls(layers: Iterable[Any] | PipelineModule) -> list[Any]:
