@@ -304,6 +304,8 @@ def test_a_loss_function_gets_the_outputs_and_labels_that_the_model_does_not() -
         part = split(made(), ["body.blocks.2"], example=inputs, loss_fn=loss_fn)
         return pipelined(part, batch, 3, 0)[0]
 
+    with pytest.raises(ValueError, match="got loss_fn= and an example with 'labels'"):
+        split(made(), num_stages=1, example=batch(), loss_fn=loss_fn)
     expected, _ = whole(made, batch, 3)
     assert sim.run(2, one) == [pytest.approx(expected, rel=1e-5)] * 2
 
