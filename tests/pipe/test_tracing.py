@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
 from torch import nn
 
 import zoo.engine
@@ -119,7 +123,8 @@ class Loss(nn.Module):
         self.model, self._fixed = model, fixed
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        found: torch.Tensor = self.model(**batch, **self._fixed).loss
+        out = self.model(**batch, **self._fixed)
+        found: torch.Tensor = out["loss"] if isinstance(out, dict) else out.loss
         return found
 
 
@@ -208,6 +213,103 @@ def test_models_of_hugging_face_train_as_they_do_whole(kind: str, stage: int) ->
     check(make, batches, 2, stage, {"use_cache": False}, num_stages=2)
 
 
+class Wired(nn.Module):
+    """Layers that take what any earlier ones returned; some are used twice, some return two values."""
+
+    def __init__(self, wires: Sequence[Wire], tied: bool) -> None:
+        super().__init__()
+        self.wires = wires
+        self.layers = nn.ModuleList(Cell() for _ in wires)
+        self.gain = nn.Parameter(torch.ones(4))
+        if tied:
+            self.layers[-1].mix.weight = self.layers[0].mix.weight
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        values = [x, x * self.gain]
+        for number, wire in enumerate(self.wires):
+            given = {"first": values[wire.first % len(values)], "others": [values[wire.other % len(values)], 2.0]}
+            out = self.layers[wire.layer if wire.layer is not None else number](given)
+            values += [out["sum"] + self.gain, out["both"][1]] if wire.two else [out["sum"]]
+        return {"loss": nn.functional.mse_loss(values[-1], target) + values[-2].square().mean(), "out": values[-1]}
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, given: dict[str, Any]) -> dict[str, Any]:
+        other, factor = given["others"]
+        out = torch.tanh(self.mix(given["first"])) + factor * other
+        return {"sum": out, "both": (factor, out.sin())}
+
+
+@dataclass(frozen=True)
+class Wire:
+    first: int
+    other: int
+    two: bool
+    layer: int | None  # of an earlier one that is used again; its own is then used by nobody
+
+
+@examples(times=0.5)
+@given(st.data())
+def test_any_wiring_trains_as_it_does_whole(data: st.DataObject) -> None:
+    num = data.draw(st.integers(2, 5), label="layers")
+    wires = [
+        Wire(data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9)), data.draw(st.booleans()),
+             data.draw(st.sampled_from([None, None, None, *range(n)])) if n > 1 else None)
+        for n in range(num)
+    ]  # fmt: skip
+    tied, stage = data.draw(st.booleans(), label="tied"), data.draw(st.sampled_from([0, 1, 3]), label="stage")
+    called = [n for n, wire in enumerate(wires) if wire.layer is None and n > 0]
+    points = sorted(data.draw(st.lists(st.sampled_from(called), min_size=1, max_size=2, unique=True), label="points"))
+
+    def make() -> Wired:
+        torch.manual_seed(0)
+        return Wired(wires, tied)
+
+    def batches(step: int, micro: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + micro)
+        return {name: torch.randn(2, 4, generator=generator) for name in ("x", "target")}
+
+    check(make, batches, len(points) + 1, stage, points=[f"layers.{n}" for n in points])
+
+
+def test_a_checkpoint_of_stages_loads_into_the_whole_model(tmp_path: Path) -> None:
+    def save(rank: int) -> dict[str, torch.Tensor]:
+        engine, *_ = zoo.engine.initialize(config(2, 1), split(made(), num_stages=2, example=batch()))
+        engine.train_batch(batch(0, m) for m in range(2))
+        engine.save_checkpoint(str(tmp_path))
+        found: dict[str, torch.Tensor] = engine.optimizer.consolidated_parameters()
+        engine.destroy()
+        return found
+
+    first, last = sim.run(2, save)
+    model = made()
+    engine, *_ = zoo.engine.initialize(config(1), model)
+    engine.load_checkpoint(str(tmp_path))
+    for name, value in {**first, **last}.items():
+        assert torch.equal(model.get_parameter(name), value), name
+
+
+def test_a_loss_function_gets_the_outputs_and_labels_that_the_model_does_not() -> None:
+    def loss_fn(out: Output, labels: torch.Tensor) -> torch.Tensor:
+        assert out.loss is None
+        return nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+
+    def one(rank: int) -> list[float]:
+        part = split(made(), ["body.blocks.2"], example=inputs, loss_fn=loss_fn)
+        return pipelined(part, batch, 3, 0)[0]
+
+    with pytest.raises(ValueError, match="got loss_fn= and an example with 'labels'"):
+        split(made(), num_stages=1, example=batch(), loss_fn=loss_fn)
+    expected, _ = whole(made, batch, 3)
+    assert sim.run(2, one) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 def stages(num_stages: int, **how: Any) -> list[Any]:
     """The pipelines of all ranks, each with its state."""
     how = {"example": batch(), **how}
@@ -254,6 +356,15 @@ def test_memory_of_other_stages_is_free_when_nobody_holds_the_model() -> None:
 
     (first, _), (last, _) = sim.run(2, one)
     assert (first, last) == ([True, True, False, False], [False, False, True, True])
+
+
+def test_a_copy_runs_on_its_own() -> None:
+    part = split(made(), num_stages=1, example=batch())
+    copied = copy.deepcopy(part)
+    expected = part.eval()(batch()).logits
+    for parameter in part.parameters():
+        parameter.data.zero_()
+    assert torch.equal(copied.eval()(batch()).logits, expected)
 
 
 def test_the_model_itself_stays_as_it_is() -> None:
@@ -320,6 +431,11 @@ class Branches(nn.Module):
             x = x + torch.rand(4)
         if self.how == "mode":
             x = nn.functional.dropout(x, 0.5, self.training)
+        if self.how == "assigns":
+            x = x.clone()
+            x[1:, 0] = x[:-1, 1].clone()
+        if self.how == "function":
+            x = x + nn.Softmax(-1)(x)
         if self.how == "external":
             x = weighed(x)
         if self.how == "object":
@@ -333,7 +449,9 @@ def weighed(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize("how", ["shape", "type", "unpack", "loop", "training", "random", "mode"])
+@pytest.mark.parametrize(
+    "how", ["shape", "type", "unpack", "loop", "training", "random", "mode", "assigns", "function"]
+)
 def test_branches_over_shapes_types_and_modes(how: str) -> None:
     model, x = Branches(how), torch.randn(3, 4)
     part = split(model, ["second"], example=x, num_stages=1, schedule=OneRank(), loss_fn=lambda out, labels: out)
@@ -383,7 +501,7 @@ def test_what_values_decide_is_refused_by_line_and_goes_as_a_leaf() -> None:
         assert torch.equal(part(sign * x), model(sign * x))
     assert weighed.__module__ == __name__
     assert weighed is globals()["weighed"]
-    with pytest.raises(ValueError, match="a object that is made in forward goes to a submodule"):
+    with pytest.raises(ValueError, match="an object of class object, made in forward, goes to a submodule"):
         split(Branches("object"), num_stages=1, example=x)
 
 

@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import linecache
+import operator
 import os
 import sys
 import types
@@ -82,6 +83,8 @@ def record(
             graph = tracer.trace(model)
     except Exception as error:
         raise Refused(_sentence(error, tracer)) from error
+    for node in graph.nodes:
+        node.meta = {name: node.meta[name] for name in ("path", "key") if name in node.meta}
     return Recorded(graph=graph, constants=tracer.constants)
 
 
@@ -108,6 +111,9 @@ class _Symbol(fx.Proxy):
 
     def __len__(self) -> int:
         return int(_decide(self, len))
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, at, value), {})
 
     def __contains__(self, item: Any) -> bool:
         found, value = _known(self)
@@ -248,14 +254,15 @@ class _Tracer(fx.Tracer):
         """The first one."""
         found: str | None = self._paths.get(id(mod))
         if found is None:
-            raise Refused(f"a {type(mod).__name__} is called that is no submodule of the model")
+            raise Refused(f"{type(mod).__name__} is called and has parameters, and is no submodule of the model")
         return found
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A node for a leaf; the forward of all others."""
-        if self.evaluating:
+        made = id(m) not in self._paths and not any(True for _ in m.parameters())  # a module as a function
+        if self.evaluating or made:
             return forward(*args, **kwargs)
         if id(m) in self._through:
             self.path.append(self.path_of_module(m))
@@ -303,8 +310,8 @@ class _Tracer(fx.Tracer):
             if isinstance(a, enum.Enum | type | types.FunctionType | types.MethodType):
                 return self._constant(a)
             raise Refused(
-                f"a {type(a).__name__} that is made in forward goes to a submodule or function, and would be the same "
-                "one in all forwards (a cache? give use_cache=False)"
+                f"an object of class {type(a).__name__}, made in forward, goes to a submodule or function, and would "
+                "be the same one in all forwards (a cache? give use_cache=False)"
             ) from None
 
     # Inside ----------------------------------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ def split(
     Raises:
         ValueError: points that are none; a forward that cannot be traced, with its line.
     """
+    if loss_fn is not None and isinstance(example, Mapping) and "labels" in example:
+        raise ValueError(
+            "split() got loss_fn= and an example with 'labels': with a loss_fn these go to it, and the model gets the "
+            "rest of the batch; leave one of the two out."
+        )
     given, fixed, values = _inputs(module, example)
     through = _through(module, _blocks(module) if points is None else _checked(module, points))
     _check_hooks(through)
