@@ -101,7 +101,7 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
     files = {
         "zoo/layout/__init__.py": "",
         "zoo/layout/bad.py": "import torch\nimport zoo.io\n",
-        "zoo/pipe/__init__.py": "import zoo.autotuning\n",
+        "zoo/profiling/__init__.py": "import zoo.autotuning\n",
         "zoo/autotuning/__init__.py": "import zoo.moe\n",
     }
     for name, text in files.items():
@@ -113,6 +113,6 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
-    for importer, imported in (("layout", "zoo.io"), ("pipe", "zoo.autotuning"), ("autotuning", "zoo.moe")):
+    for importer, imported in (("layout", "zoo.io"), ("profiling", "zoo.autotuning"), ("autotuning", "zoo.moe")):
         assert f"zoo.{importer} is not allowed to import {imported}" in result.stdout
     assert "zoo.layout.bad -> torch" in result.stdout

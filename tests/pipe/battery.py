@@ -66,6 +66,11 @@ def all_sizes(case: Case, max_ranks: int = 16, max_micro_batches: int = 64) -> I
     return ((R, M) for R in range(1, max_ranks + 1) for M in range(1, max_micro_batches + 1) if case.takes(R, M))
 
 
+def some_sizes(case: Case) -> Iterator[tuple[int, int]]:
+    """A share of them: small, odd, and the largest."""
+    return ((R, M) for R in (1, 2, 3, 5, 16) for M in (1, 2, 3, 8, 33, 64) if case.takes(R, M))
+
+
 @st.composite
 def tables(draw: st.DrawFn, max_ranks: int = 16, max_micro_batches: int = 64) -> Table:
     """A schedule of the battery and sizes that it takes."""

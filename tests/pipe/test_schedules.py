@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.pipe.battery import CASES, KINDS, Case, all_sizes, tables
+from tests.pipe.battery import CASES, KINDS, Case, all_sizes, some_sizes, tables
 from tests.pipe.mutants import mutant
 from tests.profiles import examples
 
@@ -42,10 +42,12 @@ def test_schedules_are_accepted_and_compute_what_one_process_computes(table: Tab
     assert verdict.outcome is Outcome.DONE, verdict.reason
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(some_sizes, marks=pytest.mark.slow), pytest.param(all_sizes, marks=pytest.mark.campaign)]
+)
 @BY_NAME
-def test_schedules_of_all_sizes_are_accepted(case: Case) -> None:
-    for num_ranks, num_micro_batches in all_sizes(case):
+def test_schedules_of_all_sizes_are_accepted(case: Case, sizes: Any) -> None:
+    for num_ranks, num_micro_batches in sizes(case):
         table = case.build(num_ranks, num_micro_batches)
         check(table)
         verdict = interpret(lower(table), **facts(table))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.pipe.battery import CASES, Case, all_sizes, tables
+from tests.pipe.battery import CASES, Case, all_sizes, some_sizes, tables
 from tests.profiles import examples
 
 from zoo.pipe import Kind, ScheduleError, Table, build, lower
@@ -38,10 +38,12 @@ def test_bubbles_and_memory_are_as_published(case: Case, data: st.DataObject) ->
     check_bubble(case, *data.draw(st.sampled_from(sizes)))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(some_sizes, marks=pytest.mark.slow), pytest.param(all_sizes, marks=pytest.mark.campaign)]
+)
 @BY_NAME
-def test_bubbles_of_all_sizes_are_as_published(case: Case) -> None:
-    for num_ranks, num_micro_batches in all_sizes(case):
+def test_bubbles_of_all_sizes_are_as_published(case: Case, sizes: Any) -> None:
+    for num_ranks, num_micro_batches in sizes(case):
         if case.optimal(num_ranks, num_micro_batches):
             check_bubble(case, num_ranks, num_micro_batches)
 

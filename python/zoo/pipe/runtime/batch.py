@@ -13,6 +13,7 @@ from zoo.pipe.runtime.channels import Channels, Meta, Name
 from zoo.pipe.runtime.losses import Attached, attaching
 from zoo.pipe.runtime.splitting import Split, split_backward
 from zoo.pipe.schedules.table import Computation, Kind
+from zoo.pipe.segments import loss_of
 from zoo.pipe.trees import flatten, outline_text, unflatten
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class Batch:
         module = self._module
         if self._keeps:
             self.outputs[micro_batch] = out
-        loss = out
+        loss = loss_of(out)
         if module.loss_fn is not None:
             if self._micro_batches is None:
                 raise AssertionError("the last stage has no micro-batches.")
@@ -193,7 +194,12 @@ class Batch:
         wanted = [trains and t.requires_grad and t.is_floating_point() for t in tensors]
         meta = Meta(outline, tuple((tuple(t.shape), t.dtype, w) for t, w in zip(tensors, wanted, strict=True)))
         name = ("activation", c.stage, c.micro_batch)
-        self._metas[name] = meta
+        if self._metas.setdefault(name, meta) != meta:
+            raise ValueError(
+                f"the output of layer {self._module.bounds[c.stage + 1] - 1} looks otherwise than that of the same "
+                f"micro-batch in an earlier batch whose inputs had the same shapes: {outline_text(out)}. Say "
+                '{"pipeline": {"dynamic_shapes": true}}, or engine.reset_activation_shape() on all ranks before it.'
+            )
         if self._rank_of[c.stage + 1] == self._me:
             given = self._as_inputs(meta, [t.detach() for t in tensors])
             self._given[c.stage + 1, c.micro_batch] = given
