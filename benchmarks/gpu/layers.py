@@ -174,8 +174,8 @@ def choices(tokens: int, k: int, experts: int) -> Tensor:
 
 
 def places_cases(large: bool) -> Iterator[Case]:
-    def operation(indices: Any, experts: int, capacity: int | None, first: bool) -> Any:
-        priority: gating.ops.Priority = "choice" if first else "token"
+    def operation(indices: Any, experts: int, capacity: int | None, first: bool, key: Any) -> Any:
+        priority: gating.ops.Priority = ("choice" if first else "token") if key is None else key
         found = gating.positions_in_expert(indices, experts, capacity=capacity, priority=priority)
         return found.positions, found.counts, found.demand
 
@@ -183,9 +183,12 @@ def places_cases(large: bool) -> Iterator[Case]:
         (0, 2, 3), (1, 1, 1), (5, 3, 4), (129, 2, 8), (3000, 2, 64), *([(400_003, 3, 257)] * large),
     ):  # fmt: skip
         for capacity in (None, 0, 3, tokens * k // experts + 1):
-            for first in (False, True):
-                args = (choices(tokens, k, experts), experts, capacity, first)
-                what = f"{tokens} x {k}, {experts} experts, capacity {capacity}, choices first: {first}"
+            many, few = values((tokens, k), 3, special=True), (values((tokens, k), 4) * 2).round()  # few: equal ones
+            orders = [(True, None), (False, None), (False, few), *((False, many.to(dtype)) for dtype in DTYPES)]
+            for first, key in orders:
+                args = (choices(tokens, k, experts), experts, capacity, first, key)
+                by = "choice" if first else "token" if key is None else f"key of {key.dtype}"
+                what = f"{tokens} x {k}, {experts} experts, capacity {capacity}, by {by}"
                 yield Case(what=what, args=args, operation=operation, reference=gating_reference.positions_in_expert)
 
 

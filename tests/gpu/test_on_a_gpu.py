@@ -48,6 +48,11 @@ def test_indices_and_rows_out_of_range_touch_nothing_else_and_show() -> None:
     at = gating.positions_in_expert(indices, 4)
     assert at.positions.tolist() == [[0, 0], [0, -1], [-1, 0]]
     assert at.demand.tolist() == [1, 1, 1, 1]
+    crowded = torch.tensor([[0, 1], [0, 4], [-(2**40), 0]], device="cuda")
+    key = torch.tensor([[1.0, 9.0], [3.0, 9.0], [9.0, 2.0]], device="cuda")
+    at = gating.positions_in_expert(crowded, 4, capacity=2, priority=key)
+    assert at.positions.tolist() == [[-1, 0], [0, -1], [-1, 1]]
+    assert (at.counts.tolist(), at.demand.tolist()) == ([2, 1, 0, 0], [3, 1, 0, 0])
     x = torch.arange(1.0, 4.0, device="cuda")[:, None]
     rows = torch.tensor([[0, 2], [2, 2**40], [3, -1]], device="cuda")
     y = gating.permute(x, rows, num_rows=4)

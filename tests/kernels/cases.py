@@ -39,3 +39,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_floating_point():
         equal |= a.isnan() & b.isnan()
     return bool(equal.all())
+
+
+def random_indices(tokens: int, choices: int, experts: int, seed: int) -> torch.Tensor:
+    """``choices`` different experts a token, the lower ones more often."""
+    generator = torch.Generator().manual_seed(seed)
+    likely = 1.0 / (1.0 + torch.arange(experts))
+    if tokens == 0:
+        return torch.zeros(0, choices, dtype=torch.int64)
+    return torch.multinomial(likely.expand(tokens, experts), choices, generator=generator)

@@ -24,7 +24,7 @@ from zoo.kernels.gating import (
     unpermute_backward,
 )
 
-from .cases import DTYPES, same_bits
+from .cases import DTYPES, random_indices, same_bits
 from .oracles import THREADS, assert_all_same, num_threads, tensor
 
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
@@ -34,15 +34,6 @@ DIMS = st.one_of(st.sampled_from([0, 1, 2, 7, 63, 64, 65, 129, 1024]), st.intege
 CAPACITIES = st.one_of(st.none(), st.integers(0, 40))
 PRIORITIES = st.sampled_from(["choice", "token"])
 MODES = pytest.mark.parametrize("mode", ["native", "reference"])
-
-
-def random_indices(tokens: int, choices: int, experts: int, seed: int) -> torch.Tensor:
-    """``choices`` different experts a token, the lower ones more often."""
-    generator = torch.Generator().manual_seed(seed)
-    likely = 1.0 / (1.0 + torch.arange(experts))
-    if tokens == 0:
-        return torch.zeros(0, choices, dtype=torch.int64)
-    return torch.multinomial(likely.expand(tokens, experts), choices, generator=generator)
 
 
 def random_rows(tokens: int, choices: int, num_rows: int, seed: int) -> torch.Tensor:
@@ -391,6 +382,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: positions_in_expert(N, 0), "num_experts is 0"),
     (lambda: positions_in_expert(N, 4, capacity=-1), "capacity is -1"),
     (lambda: positions_in_expert(N, 4, priority="first"), "priority is 'first'"),  # type: ignore[arg-type]
+    (lambda: positions_in_expert(N, 4, priority=W[:2]), r"priority has shape .*2, 2.*must be .*3, 2"),
+    (lambda: positions_in_expert(N, 4, capacity=1, priority=N), "priority is .*(Long|int64)"),
+    (lambda: positions_in_expert(N, 4, capacity=1, priority=torch.ones(2, 3).t()), "priority of shape .*strides"),
+    (lambda: positions_in_expert(N, 4, capacity=1, priority=W.to("meta")), "priority is on meta"),
+    (lambda: positions_in_expert(N, 3, capacity=1, priority=W), r"indices\[1, 1\] is 3; .*number of experts, here 3"),
     (lambda: expert_rows(N, positions_in_expert(N, 4), padded=True), "no capacity"),
     (lambda: expert_rows(N[:2], positions_in_expert(N, 4)), r"indices has shape \(2, 2\)"),
     (lambda: permute(X.long(), R), "x is .*(Long|int64)"),
@@ -429,8 +425,9 @@ def test_opcheck() -> None:
     for renormalise in (False, True):
         check(zoo.top_k_gate.default, (v, 2, renormalise))
         check(zoo.top_k_gate_backward.default, (W, V, N, renormalise))
-    check(zoo.positions_in_expert.default, (N, 4, None, True))
-    check(zoo.positions_in_expert.default, (N, 4, 1, False))
+    check(zoo.positions_in_expert.default, (N, 4, None, True, None))
+    check(zoo.positions_in_expert.default, (N, 4, 1, False, None))
+    check(zoo.positions_in_expert.default, (N, 4, 1, False, W))
     check(zoo.permute.default, (x, R, 7))
     check(zoo.unpermute.default, (y, R, None))
     check(zoo.unpermute.default, (y, R, w))
@@ -440,10 +437,10 @@ def test_opcheck() -> None:
 def test_it_compiles_without_a_break() -> None:
     def layer(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         gate = top_k_gate(logits, 2, renormalise=True)
-        at: Positions = positions_in_expert(gate.indices, 4, capacity=3)
+        at: Positions = positions_in_expert(gate.indices, 4, capacity=3, priority=gate.probabilities)
         rows = expert_rows(gate.indices, at, padded=True)
         return unpermute(permute(x, rows, num_rows=12) * 2.0, rows, gate.probabilities)
 
-    x, logits = torch.randn(6, 5), torch.randn(6, 4)
+    x, logits = torch.randn(6, 5), torch.randn(6, 4, requires_grad=True)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, logits), layer(x, logits), rtol=0, atol=0)

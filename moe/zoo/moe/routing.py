@@ -34,7 +34,7 @@ class Routing:
     """(): mean_t (log Σ_e exp v_te)^2 of the logits v."""
     priority: Priority = "choice"
     """Which assignments a full expert keeps: all first choices before second ones, all choices of earlier tokens, or
-    those with the greatest values of a (T, K) tensor."""
+    those with the greatest values of a (T, K) tensor of floating point numbers."""
     renormalise: bool = False
     """Weights are divided by the sum over what was not dropped."""
     scale: float = 1.0
@@ -113,7 +113,8 @@ def place(routing: Routing, limit: int | None) -> Places:
     """
     num_experts = routing.demand.numel()
     # Expert E takes the assignments that are none.
-    at = positions_in_expert(routing.experts, num_experts + 1, capacity=limit, priority=routing.priority)
+    priority = routing.priority.contiguous() if isinstance(routing.priority, torch.Tensor) else routing.priority
+    at = positions_in_expert(routing.experts, num_experts + 1, capacity=limit, priority=priority)
     counts = at.counts[:num_experts]
     rows = torch.where(routing.experts < num_experts, expert_rows(routing.experts, at), -1)
     weights = torch.where(rows >= 0, routing.weights, 0.0)

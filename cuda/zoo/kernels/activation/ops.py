@@ -40,6 +40,9 @@ def activate_backward_(
     Args:
         a, grad_pre: of the shapes of a and p; overwritten.
         grad_a: da. pre, activation, gated: of the forward.
+
+    Raises:
+        ValueError: as :func:`activate_`.
     """
 
     def check() -> None:

@@ -71,8 +71,9 @@ Tensor top_k_gate_backward_(const Tensor& grad_probabilities, const Tensor& logi
 }
 
 std::tuple<Tensor, Tensor, Tensor> positions_in_expert_(const Tensor& indices, int64_t num_experts,
-                                                        std::optional<int64_t> capacity, bool choices_first) {
-  return positions_in_expert(indices, num_experts, capacity, choices_first, at::kCPU, places);
+                                                        std::optional<int64_t> capacity, bool choices_first,
+                                                        const std::optional<Tensor>& key) {
+  return positions_in_expert(indices, num_experts, capacity, choices_first, key, at::kCPU, places);
 }
 
 Tensor permute_(const Tensor& x, const Tensor& rows, int64_t num_rows) {
@@ -94,7 +95,7 @@ TORCH_LIBRARY_FRAGMENT(zoo, m) {
   m.def("top_k_gate(Tensor logits, int k, bool renormalise) -> (Tensor, Tensor)");
   m.def("top_k_gate_backward(Tensor grad_probabilities, Tensor logits, Tensor indices, bool renormalise) -> Tensor");
   m.def(
-      "positions_in_expert(Tensor indices, int num_experts, int? capacity, bool choices_first) -> "
+      "positions_in_expert(Tensor indices, int num_experts, int? capacity, bool choices_first, Tensor? key) -> "
       "(Tensor, Tensor, Tensor)");
   m.def("permute(Tensor x, Tensor rows, SymInt num_rows) -> Tensor");
   m.def("unpermute(Tensor y, Tensor rows, Tensor? weights) -> Tensor");

@@ -64,15 +64,23 @@ at::Tensor top_k_gate_backward(const at::Tensor& grad_probabilities, const at::T
 template <class Launch>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> positions_in_expert(const at::Tensor& indices, int64_t num_experts,
                                                                    std::optional<int64_t> capacity, bool choices_first,
+                                                                   const std::optional<at::Tensor>& key,
                                                                    at::DeviceType kind, const Launch& launch) {
   TORCH_CHECK_VALUE(num_experts >= 1, "num_experts is ", num_experts, "; it must be at least 1.");
   TORCH_CHECK_VALUE(!capacity || *capacity >= 0, "capacity is ", *capacity, "; it must not be negative.");
-  check_assignments(indices, "indices", device_of(indices, kind));
+  const at::Device device = device_of(indices, kind);
+  check_assignments(indices, "indices", device);
+  Dtype key_dtype = F32;
+  if (key.has_value()) {
+    key_dtype = dtype_of(*key, "priority");
+    check_argument(*key, "priority", indices.sizes(), key->scalar_type(), device);
+  }
   at::Tensor positions = new_like(indices), counts = new_tensor(indices, {num_experts}, at::kLong);
   at::Tensor demand = new_like(counts);
   launch(Places{indices.const_data_ptr<int64_t>(), positions.mutable_data_ptr<int64_t>(),
                 counts.mutable_data_ptr<int64_t>(), demand.mutable_data_ptr<int64_t>(), indices.size(0),
-                indices.size(1), num_experts, capacity.value_or(-1), choices_first}, indices);
+                indices.size(1), num_experts, capacity.value_or(-1), choices_first,
+                key.has_value() ? key->const_data_ptr() : nullptr, key_dtype}, indices);
   return {positions, counts, demand};
 }
 

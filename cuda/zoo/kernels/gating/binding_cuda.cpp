@@ -23,7 +23,10 @@ void places(const Places& c, const Tensor& indices) {
   const CudaCall call("positions_in_expert", indices);
   const int64_t parts = (indices.numel() + PLACES_PART - 1) / PLACES_PART;
   Tensor taken = call.scratch(parts * c.experts, at::kLong);
-  call.check(zoo_positions_in_expert_cuda(&c, taken.mutable_data_ptr<int64_t>(), call.stream()));
+  const bool by_key = c.key != nullptr && c.capacity >= 0;
+  Tensor order = call.scratch(by_key ? c.experts + indices.numel() : 0, at::kLong);
+  call.check(zoo_positions_in_expert_cuda(&c, taken.mutable_data_ptr<int64_t>(), order.mutable_data_ptr<int64_t>(),
+                                          call.stream()));
 }
 
 // `source` for a call; its memory is used again in the order of the stream.
@@ -63,8 +66,9 @@ Tensor top_k_gate_backward_(const Tensor& grad_probabilities, const Tensor& logi
 }
 
 std::tuple<Tensor, Tensor, Tensor> positions_in_expert_(const Tensor& indices, int64_t num_experts,
-                                                        std::optional<int64_t> capacity, bool choices_first) {
-  return positions_in_expert(indices, num_experts, capacity, choices_first, at::kCUDA, places);
+                                                        std::optional<int64_t> capacity, bool choices_first,
+                                                        const std::optional<Tensor>& key) {
+  return positions_in_expert(indices, num_experts, capacity, choices_first, key, at::kCUDA, places);
 }
 
 Tensor permute_(const Tensor& x, const Tensor& rows, int64_t num_rows) {

@@ -1,5 +1,5 @@
-// Gating on CUDA: a warp a token for the choice, a warp a part of 256 assignments for the places, a block a row
-// otherwise.
+// Gating on CUDA: a warp a token for the choice, a warp a part of 256 assignments for the places, a block an expert for
+// what its key keeps, a block a row otherwise.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
 #include "gating_cuda.h"
@@ -121,7 +121,7 @@ __global__ void places_kernel(Places c, int64_t* taken, int64_t parts) {
     const bool valid = e >= 0 && e < c.experts;
     const unsigned same = __match_any_sync(ALL, valid ? e : -1LL);
     const int64_t rank = __popc(same & ((1u << t) - 1u)), base = valid ? mine[e] : 0;
-    if (WRITE && here) c.positions[at] = valid ? place_of(base + rank, c.capacity) : -1;
+    if (WRITE && here) c.positions[at] = valid ? place_of(base + rank, capacity_in_order(c)) : -1;
     __syncwarp();  // all have read before one of each expert writes
     if (valid && rank == 0) mine[e] = base + __popc(same);
     __syncwarp();
@@ -139,6 +139,105 @@ __global__ void scan_kernel(Places c, int64_t* taken, int64_t parts) {
   }
   c.demand[e] = sum;
   c.counts[e] = count_of(sum, c.capacity);
+}
+
+// first_e = assignments to the experts before e; one warp.
+__global__ void first_kernel(const int64_t* demand, int64_t experts, int64_t* first) {
+  const int t = threadIdx.x;
+  int64_t sum = 0;
+  for (int64_t begin = 0; begin < experts; begin += WARP) {
+    const int64_t mine = begin + t < experts ? demand[begin + t] : 0;
+    int64_t up_to_me = mine;
+    for (int step = 1; step < WARP; step *= 2) {
+      const int64_t other = __shfl_up_sync(ALL, (long long)up_to_me, step);
+      if (t >= step) up_to_me += other;
+    }
+    if (begin + t < experts) first[begin + t] = sum + up_to_me - mine;
+    sum += __shfl_sync(ALL, (long long)up_to_me, WARP - 1);
+  }
+}
+
+// order[first_e ...]: where the assignments to e are, in the order of priority; of experts with more than they keep.
+__global__ void group_kernel(Places c, const int64_t* first, int64_t* order) {
+  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= c.tokens * c.choices) return;
+  const int64_t e = c.indices[at];
+  if (e < 0 || e >= c.experts || c.demand[e] <= c.capacity) return;
+  order[first[e] + c.positions[at]] = at;
+}
+
+struct Threshold {
+  uint32_t key;  // the least that is kept
+  int64_t ties;  // how many of those that are equal to it
+};
+
+// The C-th greatest of n keys by its digits of 8 bits, the highest first; known to all threads of the block.
+__device__ Threshold threshold_of(const Places& c, const int64_t* at, int64_t n) {
+  __shared__ unsigned long long counts[THREADS];  // a thread a digit
+  __shared__ uint32_t digit;
+  __shared__ long long left;
+  static_assert(THREADS == 256, "a digit has 8 bits");
+  uint32_t prefix = 0;
+  int64_t wanted = c.capacity;  // of the keys that begin with the prefix
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    counts[threadIdx.x] = 0;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) {
+      const uint32_t key = key_of(c, at[i]);
+      if (uint64_t(key) >> (shift + 8) == prefix) atomicAdd(&counts[key >> shift & 255u], 1ull);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int d = 255;
+      for (; d > 0 && int64_t(counts[d]) < wanted; --d) wanted -= int64_t(counts[d]);
+      digit = uint32_t(d);
+      left = wanted;
+    }
+    __syncthreads();
+    prefix = prefix << 8 | digit;
+    wanted = left;
+  }
+  return {prefix, wanted};  // with a capacity of 0: no NaN
+}
+
+struct Rank {
+  int before_me, all;
+};
+
+// Among the threads of the block whose flag is set.
+__device__ Rank rank_of(bool flag) {
+  __shared__ int of_warps[THREADS / WARP];
+  const int t = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const unsigned mask = __ballot_sync(ALL, flag);
+  __syncthreads();  // all have read those of the call before
+  if (t == 0) of_warps[warp] = __popc(mask);
+  __syncthreads();
+  Rank rank{__popc(mask & ((1u << t) - 1u)), 0};
+  for (int w = 0; w < THREADS / WARP; ++w) {
+    if (w < warp) rank.before_me += of_warps[w];
+    rank.all += of_warps[w];
+  }
+  return rank;
+}
+
+// The places of an expert with more assignments than it keeps, among those that it keeps by their keys.
+__global__ void keep_kernel(Places c, const int64_t* first, const int64_t* order) {
+  const int64_t e = blockIdx.x, n = c.demand[e];
+  if (n <= c.capacity) return;
+  const int64_t* mine = order + first[e];
+  const Threshold least = threshold_of(c, mine, n);
+  int64_t place = 0, ties = least.ties;
+  for (int64_t begin = 0; begin < n; begin += THREADS) {
+    const int64_t i = begin + threadIdx.x, at = i < n ? mine[i] : 0;
+    const uint32_t key = i < n ? key_of(c, at) : 0;
+    const bool equal = i < n && key == least.key;
+    const Rank tie = rank_of(equal);
+    const bool kept = i < n && (key > least.key || (equal && tie.before_me < ties));
+    const Rank rank = rank_of(kept);
+    if (i < n) c.positions[at] = kept ? place + rank.before_me : -1;
+    ties -= tie.all;
+    place += rank.all;
+  }
 }
 
 __global__ void invert_kernel(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source) {
@@ -218,7 +317,7 @@ int32_t zoo_top_k_gate_backward_cuda(const zoo::GateBackward* c, void* stream) {
   return cudaGetLastError();
 }
 
-int32_t zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, void* stream) {
+int32_t zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, int64_t* order, void* stream) {
   using namespace zoo;
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   const int64_t parts = (c->tokens * c->choices + PLACES_PART - 1) / PLACES_PART;
@@ -229,6 +328,13 @@ int32_t zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, void*
   }
   scan_kernel<<<blocks_for(c->experts, THREADS), THREADS, 0, s>>>(*c, taken, parts);
   if (parts > 0) places_kernel<true><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(*c, taken, parts);
+  if (parts > 0 && c->key != nullptr && c->capacity >= 0) {
+    if (c->experts > MAX_BLOCKS) return cudaErrorInvalidValue;
+    int64_t *first = order, *grouped = order + c->experts;
+    first_kernel<<<1, WARP, 0, s>>>(c->demand, c->experts, first);
+    group_kernel<<<blocks_for(c->tokens * c->choices, THREADS), THREADS, 0, s>>>(*c, first, grouped);
+    keep_kernel<<<unsigned(c->experts), THREADS, 0, s>>>(*c, first, grouped);
+  }
   return cudaGetLastError();
 }
 

@@ -11,10 +11,14 @@
 // all w (and dv) of its token NaN; where all v are -∞, all w are 0; an expert at -∞ that had to be chosen has w = 0.
 //
 // Places (Lepikhin et al. 2021, algorithm 1): assignment (t, j) to expert e gets the number of assignments to e before
-// it, in the order of (j, t), all first choices before all second ones, or of (t, j). From the capacity on it is -1:
+// it, in the order of (j, t), all first choices before all second ones, or of (t, j). From the capacity C on it is -1:
 // dropped.
 //
-//   demand_e = assignments to e     count_e = min(demand_e, capacity)
+//   demand_e = assignments to e     count_e = min(demand_e, C)
+//
+// With a key q (T, k) an expert of demand above C keeps the C assignments of the greatest q, of equal ones those that come
+// first, and these have the places 0, ..., C - 1, in the order as before. A NaN is the greatest, both zeros are equal. No
+// sort: θ = the C-th greatest q of the expert; above θ all are kept, of those equal to θ the first C - #{q > θ}.
 //
 // There and back (Gale et al. 2023, section 5.2), with r(t, j) the row of an assignment, or -1, no row twice:
 //
@@ -28,8 +32,9 @@
 //
 // Memory contract. Everything contiguous: v, dv (T, E); i, w, dw, places, rows (T, k); demand, count (E,); x, o (T, D);
 // y (R, D). Indices, places, rows and counts: int64. w of the gate: fp32; w of unpermute, v, and x with y: any format
-// each. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 3 times) and writes its
-// results once. `source` is the inverse of r: t·k + j, or -1, for each of R rows.
+// each; q (T, k), any format. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 3 times,
+// places are counted and then written, a key on CUDA is read up to 5 times) and writes its results once. `source` is the
+// inverse of r: t·k + j, or -1, for each of R rows.
 #pragma once
 
 #include "../softmax/softmax.h"
@@ -60,6 +65,8 @@ struct Places {
   int64_t *positions, *counts, *demand;
   int64_t tokens, choices, experts, capacity;  // capacity: negative where there is none
   bool choices_first;
+  const void* key;  // null where the order decides who is dropped
+  Dtype key_dtype;
 };
 
 struct Permute {
@@ -97,6 +104,24 @@ ZOO_HD int64_t place_of(int64_t taken, int64_t capacity) { return capacity < 0 |
 
 ZOO_HD int64_t count_of(int64_t demand, int64_t capacity) {
   return capacity < 0 || demand < capacity ? demand : capacity;
+}
+
+// The capacity that the order alone enforces; with a key all have places before some are dropped.
+ZOO_HD int64_t capacity_in_order(const Places& c) { return c.key == nullptr ? c.capacity : -1; }
+
+// The key of an assignment as a number that grows with it. In integers, since a processor may take subnormals for zeros.
+ZOO_HD uint32_t key_of(const Places& c, int64_t at) {
+  uint32_t bits;
+  if (c.key_dtype == F32) {
+    bits = bits_of_float(static_cast<const float*>(c.key)[at]);
+  } else {
+    // bf16 becomes fp32; moved up, fp16 has another exponent but the same order, and its NaNs are no NaNs yet.
+    bits = uint32_t(static_cast<const uint16_t*>(c.key)[at]) << 16;
+    if (c.key_dtype == F16 && (bits & 0x7FFFFFFFu) > 0x7C000000u) bits = 0x7FFFFFFFu;
+  }
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return 0xFFFFFFFFu;  // NaN
+  return magnitude == bits ? 0x80000000u + magnitude : 0x80000000u - magnitude;
 }
 
 // Where assignment number s in the order of priority stands in the memory of (T, k).

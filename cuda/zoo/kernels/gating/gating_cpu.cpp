@@ -1,6 +1,8 @@
 #include "gating_cpu.h"
 
+#include <algorithm>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "../common/parallel.h"
@@ -21,6 +23,57 @@ void each_assignment(const Places& c, int64_t begin, int64_t end, const Fn& fn) 
     at += c.choices;
     if (at >= total) at -= total - 1;  // on to the first token's next choice
   }
+}
+
+// Of n assignments to one expert, at `at` in the order of priority and with these keys, the first capacity ones by key get
+// places in that order. `scratch`: n numbers.
+void keep_greatest(const Places& c, const int64_t* at, const uint32_t* keys, int64_t n, uint32_t* scratch) {
+  uint32_t least = 0xFFFFFFFFu;  // of what is kept
+  int64_t ties = 0;              // how many of those that are equal to it
+  if (c.capacity > 0) {
+    std::copy(keys, keys + n, scratch);
+    std::nth_element(scratch, scratch + c.capacity - 1, scratch + n, std::greater<uint32_t>());
+    least = scratch[c.capacity - 1];
+    ties = c.capacity;
+    for (int64_t i = 0; i < n; ++i) ties -= keys[i] > least;
+  }
+  int64_t place = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool equal = keys[i] == least, kept = keys[i] > least || (equal && ties > 0);
+    ties -= equal;
+    c.positions[at[i]] = kept ? place : -1;
+    place += kept;
+  }
+}
+
+// Once every assignment has its place among all of its expert: that of experts whose demand is above the capacity.
+void places_by_key(const Places& c) {
+  std::vector<int64_t> first(static_cast<size_t>(c.experts));
+  int64_t total = 0;
+  for (int64_t e = 0; e < c.experts; ++e) {
+    first[size_t(e)] = total;
+    if (c.demand[e] > c.capacity) total += c.demand[e];
+  }
+  if (total == 0) return;
+  std::vector<int64_t> at(static_cast<size_t>(total));
+  std::vector<uint32_t> keys(static_cast<size_t>(total)), scratch(static_cast<size_t>(total));
+  const int64_t n = c.tokens * c.choices;
+  split_evenly(n, 1, n, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t e = c.indices[i];
+      if (c.demand[e] <= c.capacity) continue;
+      const size_t to = size_t(first[size_t(e)] + c.positions[i]);
+      at[to] = i;
+      keys[to] = key_of(c, i);
+    }
+  });
+  split_evenly(c.experts, 1, total, [&](int64_t begin, int64_t end) {
+    for (int64_t e = begin; e < end; ++e) {
+      if (c.demand[e] <= c.capacity) continue;
+      const int64_t from = first[size_t(e)];
+      keep_greatest(c, at.data() + from, keys.data() + from, c.demand[e], scratch.data() + from);
+    }
+  });
 }
 
 }  // namespace
@@ -61,7 +114,9 @@ void places_cpu(const Places& c) {
     c.demand[e] = sum;
     c.counts[e] = count_of(sum, c.capacity);
   }
-  of_parts([&](int64_t at, int64_t before_me) { c.positions[at] = place_of(before_me, c.capacity); });
+  const int64_t capacity = capacity_in_order(c);
+  of_parts([&](int64_t at, int64_t before_me) { c.positions[at] = place_of(before_me, capacity); });
+  if (c.key != nullptr && c.capacity >= 0) places_by_key(c);
 }
 
 void permute_cpu(const Permute& c) {

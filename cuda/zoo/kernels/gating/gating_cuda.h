@@ -12,8 +12,9 @@
 extern "C" int32_t zoo_top_k_gate_cuda(const zoo::Gate* c, void* stream);
 extern "C" int32_t zoo_top_k_gate_backward_cuda(const zoo::GateBackward* c, void* stream);
 
-// `taken`: E numbers for each PLACES_PART assignments begun.
-extern "C" int32_t zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, void* stream);
+// `taken`: E numbers for each PLACES_PART assignments begun. `order`: E + T·k numbers, read and written only where there are
+// a key and a capacity.
+extern "C" int32_t zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, int64_t* order, void* stream);
 
 // source (R,), which permute and the backward of unpermute read, from rows (n = T·k,).
 extern "C" int32_t zoo_invert_rows_cuda(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source, void* stream);

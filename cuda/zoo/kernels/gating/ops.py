@@ -92,17 +92,17 @@ def positions_in_expert(
         num_experts: E.
         capacity: how many an expert keeps; the others are dropped: position -1. None: all.
         priority: ``"choice"`` serves all first choices before any second one, as GShard does; ``"token"`` all choices
-            of a token before those of the next. Or a key, (T, k): an expert that is full keeps the assignments of
-            greatest keys, of equal ones the earlier in the order of tokens, and these have their places in that order.
+            of a token before those of the next. Or a key, (T, k), contiguous, fp32, bf16 or fp16 (fp64 runs in the
+            reference): a full expert keeps the assignments of greatest keys, of equal ones the earlier in the order of
+            tokens, and these have their places in that order. A NaN is the greatest key. Without a gradient.
 
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be, an index or option out of range; with the numbers.
             The CUDA kernel does not wait for the GPU to find an index out of range: its position is -1, and it is in no
             demand, so that the demand sums to less than T·k.
     """
-    if isinstance(priority, torch.Tensor):
-        return _by_key(indices, num_experts, capacity, priority)
-    if priority not in ("choice", "token"):
+    key = priority.detach() if isinstance(priority, torch.Tensor) else None
+    if key is None and priority not in ("choice", "token"):
         raise ValueError(f"priority is {priority!r}; it must be 'choice', 'token' or a tensor of keys.")
 
     def check() -> None:
@@ -111,29 +111,14 @@ def positions_in_expert(
         if capacity is not None and capacity < 0:
             raise ValueError(f"capacity is {capacity}; it must not be negative.")
         _check_assignments("indices", indices, 0, num_experts, "the number of experts", indices)
+        if key is not None:
+            check_input("priority", key)
+            check_like("priority", key, indices.shape, indices, key.dtype)
 
-    args = (indices, num_experts, capacity, priority == "choice")
-    positions, counts, demand = _run(check, "positions_in_expert", reference.positions_in_expert, *args)
+    args = (indices, num_experts, capacity, key is None and priority == "choice", key)
+    main = 0 if key is None else 4  # the key, whose dtype decides
+    positions, counts, demand = _run(check, "positions_in_expert", reference.positions_in_expert, *args, of=main)
     return Positions(positions, counts, demand, capacity)
-
-
-def _by_key(indices: Tensor, num_experts: int, capacity: int | None, key: Tensor) -> Positions:
-    """Those of greatest keys are served first, and what is left gets places in the order of tokens."""
-    if key.shape != indices.shape:
-        raise ValueError(
-            f"priority has shape {tuple(key.shape)}; as a key it has that of the indices, {tuple(indices.shape)}."
-        )
-    if capacity is None:
-        return positions_in_expert(indices, num_experts, priority="token")
-    order = torch.sort(key.detach().reshape(-1), descending=True, stable=True).indices
-    served = positions_in_expert(
-        indices.reshape(-1)[order].unsqueeze(1), num_experts, capacity=capacity, priority="token"
-    )
-    kept = torch.empty_like(order, dtype=torch.bool).scatter_(0, order, served.positions.squeeze(1) >= 0)
-    kept = kept.view(indices.shape)
-    # What is dropped takes places of an expert of its own.
-    among = positions_in_expert(torch.where(kept, indices, num_experts), num_experts + 1, priority="token")
-    return Positions(torch.where(kept, among.positions, -1), served.counts, served.demand, capacity)
 
 
 def expert_rows(indices: Tensor, at: Positions, *, padded: bool = False) -> Tensor:

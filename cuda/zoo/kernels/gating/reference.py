@@ -34,20 +34,33 @@ def top_k_gate_backward(grad_probabilities: Tensor, logits: Tensor, indices: Ten
 
 
 def positions_in_expert(
-    indices: Tensor, num_experts: int, capacity: int | None, choices_first: bool
+    indices: Tensor, num_experts: int, capacity: int | None, choices_first: bool, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(positions, counts, demand)."""
     tokens, choices = indices.shape
     sequence = (indices.t() if choices_first else indices).reshape(-1)
     demand = torch.bincount(sequence, minlength=num_experts)
-    order = torch.sort(sequence, stable=True).indices
-    starts = (demand.cumsum(0) - demand)[sequence[order]]
-    places = torch.empty_like(sequence)
-    places[order] = torch.arange(len(sequence), device=indices.device) - starts
-    if capacity is not None:
+    everyone = torch.arange(len(sequence), device=indices.device)
+    places = _places(sequence, demand, everyone)
+    if capacity is not None and key is None:
         places = torch.where(places < capacity, places, -1)
+    if capacity is not None and key is not None:
+        keys = (key.t() if choices_first else key).reshape(-1)
+        by_key = _places(sequence, demand, torch.sort(keys, descending=True, stable=True).indices)
+        kept = (by_key < capacity).nonzero()[:, 0]
+        places = torch.full_like(sequence, -1)
+        places[kept] = _places(sequence, demand.clamp(max=capacity), kept)[kept]
     positions = places.view(choices, tokens).t().contiguous() if choices_first else places.view(tokens, choices)
     return positions, demand.clone() if capacity is None else demand.clamp(max=capacity), demand
+
+
+def _places(sequence: Tensor, demand: Tensor, order: Tensor) -> Tensor:
+    """Of the assignments ``order``, in that order, among those to the same expert; ``demand`` counts them."""
+    order = order[torch.sort(sequence[order], stable=True).indices]
+    starts = (demand.cumsum(0) - demand)[sequence[order]]
+    places = torch.empty_like(sequence)
+    places[order] = torch.arange(len(order), device=sequence.device) - starts
+    return places
 
 
 def permute(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -32,7 +32,7 @@ def _fake_gate(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tenso
 
 
 def _fake_positions(
-    indices: Tensor, num_experts: int, capacity: int | None, choices_first: bool
+    indices: Tensor, num_experts: int, capacity: int | None, choices_first: bool, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(indices), indices.new_empty(num_experts), indices.new_empty(num_experts)
 
