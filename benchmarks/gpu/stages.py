@@ -346,6 +346,28 @@ def places(device: str, elements: int) -> tuple[Contenders, int]:
     return {"zoo": lambda: gating.positions_in_expert(indices, EXPERTS), "torch": one_hot}, 16 * indices.numel()
 
 
+def places_by_key(device: str, elements: int) -> tuple[Contenders, int]:
+    """The same, where an expert keeps as many as there are for each on average: those of the greatest keys."""
+    indices = chosen(max(1, elements // 4096), device)
+    key = normal([indices.numel()], torch.float32, device)[0].view(indices.shape)
+    limit = max(1, indices.numel() // EXPERTS)
+
+    def among(sequence: Tensor, counted: Tensor) -> Tensor:
+        before = (F.one_hot(sequence, EXPERTS) * counted[:, None]).cumsum(0) - 1
+        return before.gather(1, sequence[:, None])[:, 0]
+
+    def by_sort() -> Tensor:
+        sequence, order = indices.reshape(-1), torch.sort(key.reshape(-1), descending=True, stable=True).indices
+        kept = torch.empty_like(sequence)
+        kept[order] = (among(sequence[order], torch.ones_like(order)) < limit).long()
+        return torch.where(kept > 0, among(sequence, kept), -1).view(indices.shape)
+
+    def by_key() -> Any:
+        return gating.positions_in_expert(indices, EXPERTS, capacity=limit, priority=key)
+
+    return {"zoo": by_key, "torch": by_sort}, 20 * indices.numel()
+
+
 def assigned(device: str, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, 4096); rows (T, 2), grouped by expert; and the token of each of the 2·T rows."""
     x, _ = rows(elements, device, dtype)
@@ -425,6 +447,7 @@ STAGES = (
     ),
     Stage(name="two of 64 experts", make=gate, note="torch: softmax and topk"),
     Stage(name="places within 64 experts", make=places, note="torch: one_hot and cumsum"),
+    Stage(name="places within 64 experts, by a key", make=places_by_key, note="torch: sort, and twice the same"),
     Stage(
         name="permute to two experts", make=permute,
         note="torch is given the token of each row; zoo makes it from the row of each token",

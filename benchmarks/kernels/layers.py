@@ -36,7 +36,11 @@ WITH_DTYPE: dict[str, Callable[[torch.dtype], Callable[[str, int], tuple[stages.
     "unpermute, weighted": lambda t: lambda d, n: stages.unpermute(d, n, t),
     "unpermute, gradient": lambda t: lambda d, n: stages.unpermute_grad(d, n, t),
 }
-FP32_ONLY = {"two of 64 experts": stages.gate, "places within 64 experts, 1,024 tokens": stages.places}
+FP32_ONLY = {
+    "two of 64 experts": stages.gate,
+    "places within 64 experts, 1,024 tokens": stages.places,
+    "places by a key, 1,024 tokens": stages.places_by_key,
+}
 
 
 def workloads() -> dict[str, Callable[[str, int], tuple[stages.Contenders, int]]]:
