@@ -156,7 +156,8 @@ class Loss(nn.Module):
 
 
 def check(case: Case) -> None:
-    expected_losses, expected, norm = reference(case)
+    # On a rank too: how many threads compute decides the order of some sums (layer norms on torch 2.11).
+    expected_losses, expected, norm = sim.run(1, lambda rank: reference(case))[0]
     ranks = sim.run(case.pipe * case.data, lambda rank: pipelined(case, rank), seed=case.seed)
     exact = case.data == 1 and not case.tied and not case.clip and case.dtype == "fp32" and case.reduce == "once"
     exact = exact and case.schedule in ("1f1b", "gpipe")

@@ -44,7 +44,7 @@ def build(
         f"{name}: asked for, and nobody carries it out: the runner {section.runner!r} does, and a "
         f"{type(model).__name__} is run by {runs!r}."
         for name, section in config.package_sections.items()
-        if section.runner not in ("", runs) and config.asks_for(name)
+        if section.runner not in ("", runs) and config.asks_for(name) and getattr(config, name) != section()
     ]
     if idle:
         raise ConfigError(idle)

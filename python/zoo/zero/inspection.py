@@ -124,18 +124,23 @@ class Inspection:
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket.
 
         Of tensors that are split along further mesh axes (experts, tensor-parallel layers) they are the whole ones, by
-        their names in the whole model: see :meth:`~zoo.zero.sharded.ShardedModel.whole_model`.
+        their names in the whole model: see :meth:`~zoo.zero.sharded.ShardedModel.whole_model`. Along ``layer_axes`` each
+        rank has those of its own layers.
         """
-        now = [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
         if all(axes.parts is None for axes in self.sharded.families.values()):
             found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
-            return {name: found[was] for name, was in now}  # they may have moved to another place of the model
+            return {name: found[was] for name, was in self._moved()}
+        whole = self.sharded.whole_model(layers=False)
+        now = self._moved()
         called = {name: bucket.logical(name)[0] for bucket in self._buckets for name in bucket.spec.names}
         moved = {called[was]: logical_name(self.model, name) for name, was in now}
         for elsewhere in self.sharded.comm.all_gather_object(moved):
             moved = {**elsewhere, **moved}
-        whole = self.sharded.whole_model()
         return {moved.get(name, name): value.to("cpu", dtype, copy=True) for name, value in whole}
+
+    def _moved(self) -> list[tuple[str, str]]:
+        """Of each parameter the name that it has, and the one that it came with: parts of the model may move."""
+        return [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
 
     @property
     def holds_gradients(self) -> bool:

@@ -537,7 +537,7 @@ class ShardedModel:
         self.settle()
         return whole_parameters(b for b in self.buckets if frozen or b.spec.trainable)
 
-    def whole_model(self, *, frozen: bool = True) -> WholeModel:
+    def whole_model(self, *, frozen: bool = True, layers: bool = True) -> WholeModel:
         """As :meth:`whole_parameters`, under their names in the whole model, and with what other ranks have of tensors
         that are split along further mesh axes (experts, tensor-parallel layers), and other layers. Collective, and so
         is the iteration.
@@ -545,7 +545,8 @@ class ShardedModel:
         self._check_open()
         self.members.check()
         self.settle()
-        return WholeModel([b for b in self.buckets if frozen or b.spec.trainable], self.families, self.layers)
+        buckets = [b for b in self.buckets if frozen or b.spec.trainable]
+        return WholeModel(buckets, self.families, self.layers if layers else None)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""
