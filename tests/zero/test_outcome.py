@@ -22,6 +22,7 @@ from zoo.zero.update.clipping import Clipping
 from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.probe import takes_found_inf
 
+OLD = torch.torch_version.TorchVersion(torch.__version__) < (2, 15)
 FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"fused": True}),
     "Adam, amsgrad": (torch.optim.Adam, {"fused": True, "amsgrad": True, "weight_decay": 0.1}),
@@ -251,7 +252,9 @@ def test_what_only_says_that_it_takes_found_inf_is_found_out() -> None:
     def tried(kind: Any, **options: Any) -> bool:
         return takes_found_inf(lambda tensors: kind([{"params": [t]} for t in tensors], **options), 2)
 
-    assert all(tried(kind, **{"lr": 0.1, **options}) for kind, options in FUSED.values())
+    # torch 2.11's fused Adagrad says so on the CPU, and moves its parameters all the same.
+    takes = {name: tried(kind, **{"lr": 0.1, **options}) for name, (kind, options) in FUSED.items()}
+    assert all(took for name, took in takes.items() if name != "Adagrad" or not OLD)
     assert not tried(torch.optim.AdamW, lr=0.1)
     assert not tried(torch.optim.AdamW, lr=0.1, foreach=True)
     assert not tried(Careless, lr=0.1, fused=True)

@@ -52,7 +52,8 @@ class PipelineEngine(Engine):
             data_iter: as for :meth:`train_batch`.
             return_logits: return (loss, outputs), the outputs being a list with what the last stage returned for each
                 micro-batch there, and None on other stages.
-            compute_loss: False: only outputs; the loss is None.
+            compute_loss: False: only outputs; the loss is None. ``loss_fn`` is not called, and batches may be inputs
+                without labels.
             reduce_output: "avg": the mean over micro-batches and data-parallel ranks; None: a list of this pipeline's
                 losses, one for each micro-batch.
             bcast_loss: the loss is on all stages; otherwise on the last, and None elsewhere.
@@ -66,10 +67,14 @@ class PipelineEngine(Engine):
         n = self.accumulation if num_micro_batches is None else num_micro_batches
         if n < 1:
             raise ValueError(f"eval_batch got num_micro_batches={num_micro_batches}; at least 1.")
+        if self._destroyed:
+            raise ValueError("eval_batch() after destroy(): this engine is no more. Call initialize again.")
         batches = self._iterator(data_iter)
-        batches = self._own_batches() if batches is None and self.dataloader is not None else batches
+        batches = self._own_batches() if batches is None else batches
         with evaluating(self.module), torch.no_grad():
-            outputs, losses = self._runner.forward(batches, n, outputs=return_logits or not compute_loss)
+            outputs, losses = self._runner.forward(
+                batches, n, outputs=return_logits or not compute_loss, losses=compute_loss
+            )
         kept = outputs if self.is_last_stage() else None
         if not compute_loss:
             return (None, kept) if return_logits else kept
@@ -101,10 +106,16 @@ class PipelineEngine(Engine):
         return values.reshape(()) if how == "avg" else list(values.unbind())
 
     def _iterator(self, given: Any) -> Any:
+        """None: the engine's own data. What is wrong is raised where all ranks are told."""
         found = self._given if given is None else given
-        if found is None and self.dataloader is None and not (self.is_first_stage() or self.is_last_stage()):
+        if found is None and self.dataloader is not None:
+            return None
+        if found is None and not (self.is_first_stage() or self.is_last_stage()):
             return _NO_BATCHES
-        return iter(found) if found is not None else None
+        try:
+            return iter(found)
+        except TypeError:
+            return _Wrong(found)
 
     _given: Any = None
 
@@ -203,6 +214,19 @@ class _NoBatches:
 
     def __next__(self) -> NoReturn:
         raise AssertionError("a stage that needs no batches asked for one.")
+
+
+class _Wrong:
+    """In the place of batches that there are not."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = "no batches" if given is None else f"something of type {type(given).__name__}"
+
+    def __next__(self) -> NoReturn:
+        raise ValueError(
+            f"a first or last stage of a pipeline got {self._given}; it needs an iterator of batches, by "
+            "train_batch(batches) or set_dataiterator(batches), or data given to initialize(training_data=...)."
+        )
 
 
 _NO_BATCHES = _NoBatches()

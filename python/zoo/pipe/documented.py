@@ -47,7 +47,8 @@ class Documented:
     def allreduce_tied_weight_gradients(self) -> None:
         """``.grad`` of each tied parameter = the sum over the pipeline ranks that have it; a missing one is 0.
 
-        For a module that is trained without an engine, between backward and the step. An engine does it by itself.
+        For a module that is trained without an engine, between backward and the step: those that ``tied_weight_attr``
+        names. An engine does it by itself, for all parameters of a tied module.
         Collective over the ranks of a pipeline; the first call is so over all ranks of the job (:meth:`mpu`).
 
         Raises:

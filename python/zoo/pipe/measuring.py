@@ -127,7 +127,7 @@ def _parameters(call: Any) -> list[nn.Parameter]:
 def _entering(x: Any, number: int) -> tuple[Any, list[torch.Tensor]]:
     """The inputs, cut off from what made them, and those that get gradients."""
     tensors, outline = flatten(x, f"the input of layer {number}")
-    tensors = [t.detach().requires_grad_(number > 0 and t.is_floating_point()) for t in tensors]
+    tensors = [t.detach().requires_grad_(number > 0 and (t.is_floating_point() or t.is_complex())) for t in tensors]
     return unflatten(tensors, outline), [t for t in tensors if t.requires_grad]
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zoo.layout import declare_tied, declare_unit
+from zoo.layout import declare_tied, declare_unit, split_of
 from zoo.pipe.documented import Documented
 from zoo.pipe.partition import split_layers
+from zoo.pipe.runtime.losses import again
 from zoo.pipe.segments import Segment
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
@@ -189,6 +190,10 @@ class PipelineModule(Documented, nn.Module):
             if isinstance(spec, TiedLayerSpec) and spec.key in self.tied_modules:
                 module = self.tied_modules[spec.key]
                 named = dict(module.named_parameters())
+                if len(ranks[spec.key]) > 1:  # one module, on however many ranks
+                    for parameter in named.values():
+                        if not split_of(parameter).axes:
+                            declare_tied(parameter, spec.key)
                 for name in spec.tied_weight_attr:
                     if name not in named:
                         raise ValueError(
@@ -218,9 +223,11 @@ class PipelineModule(Documented, nn.Module):
     def _checkpointed(self, x: Any, numbers: range) -> Any:
         given = x if isinstance(x, tuple) else (x,)
         single = not isinstance(x, tuple)
+        offset, repeats = self.micro_offset, again()  # when it runs again, other micro-batches have begun
 
         def run(*inputs: Any) -> Any:
-            return self._run_layers(inputs[0] if single else inputs, numbers)
+            with repeats():
+                return self._run_layers(inputs[0] if single else inputs, numbers, offset)
 
         return self.activation_checkpoint_func(run, *given)
 
@@ -238,10 +245,11 @@ class PipelineModule(Documented, nn.Module):
         call = self._calls[number]
         return call.module if isinstance(call, _Tied) else call
 
-    def _run_layers(self, x: Any, numbers: range) -> Any:
+    def _run_layers(self, x: Any, numbers: range, offset: int | None = None) -> Any:
+        offset = self.micro_offset if offset is None else offset
         for number in numbers:
             if self.seed_layers:
-                self.seed_fn(self.base_seed + number + self.num_layers * (1 + self.micro_offset))
+                self.seed_fn(self.base_seed + number + self.num_layers * (1 + offset))
             try:
                 x = self._calls[number](x)
             except Exception as error:

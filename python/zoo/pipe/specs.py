@@ -50,8 +50,8 @@ class TiedLayerSpec(LayerSpec):
     Args:
         key: of the module; the same class and arguments for all layers with it.
         forward_fn: ``forward_fn(module, x)`` instead of ``module(x)``, such as an embedding's transposed use.
-        tied_weight_attr: names of the parameters that are tied (``"weight"``, ``"embed.weight"``). Parameters of the
-            module that are not named are each stage's own.
+        tied_weight_attr: names of the parameters that are tied (``"weight"``, ``"embed.weight"``), at least one. Those
+            of the module that are not named are tied all the same: with them it is one module at any number of stages.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,21 +66,22 @@ class Batch:
         micro_batches: (inputs, labels) of each on the first and last stage; None elsewhere.
         metas: how messages look, by name; this adds to it.
         offset: number of the first forward, for seeds. stride: from one micro-batch to the next.
-        keeps: "outputs" of the last stage, or only losses.
+        keeps: outputs of the last stage, too. computes_loss: losses.
     """
 
     def __init__(
         self, module: PipelineModule, channels: Channels | None, hooks: Hooks, *,
         micro_batches: Sequence[tuple[Any, Any]] | None, metas: dict[Name, Meta], device: torch.device,
-        offset: int = 0, stride: int = 1, keeps: bool = False,
+        offset: int = 0, stride: int = 1, keeps: bool = False, computes_loss: bool = True,
     ) -> None:  # fmt: skip
         self._module, self._channels, self._hooks = module, channels, hooks
         self._micro_batches, self._metas, self._device = micro_batches, metas, device
-        self._offset, self._stride, self._keeps = offset, stride, keeps
+        self._offset, self._stride, self._keeps, self._computes_loss = offset, stride, keeps, computes_loss
         self._rank_of, self._me = module.rank_of, module.stage_id
         self._last = len(module.rank_of) - 1
         self._passed: dict[Key, _Passed] = {}
         self._given: dict[Key, tuple[Any, list[torch.Tensor]]] = {}  # inputs from a stage of this rank
+        self._shared: dict[Key, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # with outputs whose memory they have
         self._gradients: dict[Key, list[torch.Tensor]] = {}  # of the outputs, from a stage of this rank
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, Any] = {}
@@ -132,6 +133,7 @@ class Batch:
             window.forward(key) if trains else contextlib.nullcontext(),
             self._hooks.computing("forward"),
             attaching(passed.attached),
+            _versions(self._shared.pop(key, ())),
         ):
             out = module(x, stage=c.stage)
             if c.stage == self._last:
@@ -173,6 +175,8 @@ class Batch:
         module = self._module
         if self._keeps:
             self.outputs[micro_batch] = out
+        if not self._computes_loss:
+            return out
         loss = loss_of(out)
         if module.loss_fn is not None:
             if self._micro_batches is None:
@@ -191,21 +195,32 @@ class Batch:
     def _hand_on(self, c: Computation, out: Any, trains: bool) -> list[torch.Tensor]:
         """To the next stage, on this rank or as a message; returns the outputs that get gradients."""
         tensors, outline = flatten(out, f"the output of layer {self._module.bounds[c.stage + 1] - 1}")
-        wanted = [trains and t.requires_grad and t.is_floating_point() for t in tensors]
-        meta = Meta(outline, tuple((tuple(t.shape), t.dtype, w) for t, w in zip(tensors, wanted, strict=True)))
         name = ("activation", c.stage, c.micro_batch)
-        if self._metas.setdefault(name, meta) != meta:
-            raise ValueError(
-                f"the output of layer {self._module.bounds[c.stage + 1] - 1} looks otherwise than that of the same "
-                f"micro-batch in an earlier batch whose inputs had the same shapes: {outline_text(out)}. Say "
-                '{"pipeline": {"dynamic_shapes": true}}, or engine.reset_activation_shape() on all ranks before it.'
-            )
+        wanted = [trains and t.requires_grad and (t.is_floating_point() or t.is_complex()) for t in tensors]
+        meta = Meta(outline, tuple((tuple(t.shape), t.dtype, w) for t, w in zip(tensors, wanted, strict=True)))
+        meta = self._metas[name] = self._as_before(meta, self._metas.get(name), c.stage)
         if self._rank_of[c.stage + 1] == self._me:
-            given = self._as_inputs(meta, [t.detach() for t in tensors])
-            self._given[c.stage + 1, c.micro_batch] = given
+            x, leaves = self._given[c.stage + 1, c.micro_batch] = self._as_inputs(meta, [t.detach() for t in tensors])
+            self._shared[c.stage + 1, c.micro_batch] = list(zip(flatten(x)[0], tensors, strict=True)) if leaves else []
         else:
             self._out[name] = meta, tensors
-        return [t for t, w in zip(tensors, wanted, strict=True) if w]
+        return [tensors[i] for i in meta.differentiable]
+
+    def _as_before(self, meta: Meta, known: Meta | None, stage: int) -> Meta:
+        """How a message looks for its receiver, who takes it to look as in an earlier batch: a gradient that comes back
+        is not needed where a layer was frozen or left out."""
+        if known is None or known == meta:
+            return meta
+        wanted = [before[2] or now[2] for before, now in zip(known.tensors, meta.tensors, strict=False)]
+        wider = Meta(meta.outline, tuple((*now[:2], w) for now, w in zip(meta.tensors, wanted, strict=False)))
+        if wider.encode() == known.encode() and len(known.tensors) == len(meta.tensors):
+            return known
+        raise ValueError(
+            f"the output of layer {self._module.bounds[stage + 1] - 1} looks otherwise than that of the same "
+            f"micro-batch in an earlier batch whose inputs had the same shapes: {meta.text()}, and {known.text()} "
+            'before. Say {"pipeline": {"dynamic_shapes": true}}, or engine.reset_activation_shape() on all ranks '
+            "before it."
+        )
 
     # Backward --------------------------------------------------------------------------------------------------------
 
@@ -226,7 +241,8 @@ class Batch:
         gradients = self._gradients_of(c, passed)
         passed.attached.factor = self._hooks.scale
         if gradients is not None:
-            return passed.outputs, list(gradients)
+            pairs = [(o, g) for o, g in zip(passed.outputs, gradients, strict=True) if o.requires_grad]
+            return [o for o, _ in pairs], [g for _, g in pairs]
         loss = passed.outputs[0]
         if not loss.requires_grad:
             return [], []
@@ -238,6 +254,7 @@ class Batch:
         with (
             self._hooks.window.backward((c.stage, c.micro_batch), reduce=self._hooks.reduce(c)),
             self._hooks.computing("backward"),
+            attaching(passed.attached.repeated()),
         ):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
@@ -246,7 +263,11 @@ class Batch:
     def _backward_inputs(self, c: Computation) -> None:
         passed = self._passed[c.stage, c.micro_batch]
         outputs, gradients = self._started(c, passed)
-        with self._hooks.window.backward_inputs((c.stage, c.micro_batch)), self._hooks.computing("backward"):
+        with (
+            self._hooks.window.backward_inputs((c.stage, c.micro_batch)),
+            self._hooks.computing("backward"),
+            attaching(passed.attached.repeated()),
+        ):
             found, passed.split = split_backward(outputs, gradients, passed.inputs)
         passed.outputs = []
         self._hand_back(c, passed, found)
@@ -260,6 +281,7 @@ class Batch:
         with (
             window.backward_weights((c.stage, c.micro_batch), reduce=self._hooks.reduce(c)),
             self._hooks.computing("backward"),
+            attaching(passed.attached.repeated()),
         ):
             for parameter, gradient in passed.split.weights():
                 accumulate(parameter, gradient)
@@ -275,6 +297,17 @@ class Batch:
             self._gradients[c.stage - 1, c.micro_batch] = grads
         else:
             self._out["gradient", c.stage, c.micro_batch] = self._metas["activation", c.stage - 1, c.micro_batch], grads
+
+
+@contextlib.contextmanager
+def _versions(shared: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Where inputs are changed in place that have the memory of outputs of the stage before, autograd is told, which
+    then refuses a backward that needs what was there."""
+    before = [given._version for given, _ in shared]
+    yield
+    for (given, output), version in zip(shared, before, strict=True):
+        if given._version != version:
+            torch.autograd.graph.increment_version(output)
 
 
 class _Own(torch.autograd.Function):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from zoo.comm import Communicator, Handle
-from zoo.pipe.trees import Outline
+from zoo.pipe.trees import Outline, outline_text, unflatten
 
 __all__ = ["AHEAD", "Channels", "Meta", "Name"]
 
@@ -49,6 +49,12 @@ class Meta:
             for shape, dtype, wanted in self.tensors
             if wanted or not gradients
         ]
+
+    def text(self) -> str:
+        """For a sentence."""
+        return outline_text(unflatten(self.empty(torch.device("meta"), gradients=False), self.outline)) + "".join(
+            f", tensor {i} with a gradient" for i in self.differentiable
+        )
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -108,7 +114,7 @@ class Channels:
         """Send a message; the tensors must not change any more."""
         comm = self._of[self.comm.rank, peer]
         handles: list[Handle] = []
-        tensors = [tensor.detach().contiguous() for tensor in tensors]
+        tensors = [_wire(tensor.detach().resolve_conj().resolve_neg().contiguous()) for tensor in tensors]
         if self._headers and name[0] == "activation":
             data = torch.frombuffer(bytearray(meta.encode()), dtype=torch.uint8).to(self._device)
             size = torch.tensor([data.numel()], device=self._device)
@@ -175,7 +181,7 @@ class Channels:
                 return
             expected.popleft()
             tensors = meta.empty(self._device, gradients=name[0] == "gradient")
-            posted.append((name, tensors, [comm.recv(tensor, peer) for tensor in tensors if tensor.numel()]))
+            posted.append((name, tensors, [comm.recv(_wire(t), peer) for t in tensors if t.numel()]))
 
     def _take(self, peer: int, name: Name) -> tuple[Meta, list[torch.Tensor]]:
         """Receive a message whose looks may come with it."""
@@ -192,9 +198,14 @@ class Channels:
         if meta is None:
             raise AssertionError(f"message {name} is received before anybody knows how it looks.")
         tensors = meta.empty(self._device, gradients=name[0] == "gradient")
-        for handle in [comm.recv(tensor, peer) for tensor in tensors if tensor.numel()]:
+        for handle in [comm.recv(_wire(tensor), peer) for tensor in tensors if tensor.numel()]:
             handle.wait()
         return meta, tensors
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as it is sent: complex numbers, which not every backend knows, are pairs."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _colours(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:

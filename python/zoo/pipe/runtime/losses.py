@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["Attached", "attach_loss", "attaching"]
+__all__ = ["Attached", "again", "attach_loss", "attaching"]
 
 
 @dataclass
@@ -19,6 +19,10 @@ class Attached:
 
     factor: float | torch.Tensor = 1.0
     values: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def repeated(self) -> Attached:
+        """For a forward that is repeated in backward, for its activations."""
+        return Attached(self.factor)
 
 
 _current: ContextVar[Attached | None] = ContextVar("zoo_pipe_attached", default=None)
@@ -32,6 +36,18 @@ def attaching(attached: Attached) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def again() -> Callable[[], AbstractContextManager[None]]:
+    """A context for a part of the forward that runs here for the first time, and once more in backward: then its
+    losses belong to the same micro-batch, and their values are known already."""
+    attached, runs = _current.get(), [0]
+
+    def context() -> AbstractContextManager[None]:
+        runs[0] += 1
+        return nullcontext() if attached is None or runs[0] == 1 else attaching(attached.repeated())
+
+    return context
 
 
 class _Attach(torch.autograd.Function):

@@ -27,6 +27,9 @@ __all__ = ["Event", "PipelineRunner"]
 
 _OK, _EMPTY, _SHORT, _FAILED = range(4)
 
+KEPT = 256
+"""Looks of batches of which it is remembered how their messages look."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -98,7 +101,7 @@ class PipelineRunner:
         """
         engine = self._engine
         plan = self._plan(n, trains=True)
-        loaded, metas, headers = self._load(batches, n, trains=True)
+        loaded, metas, headers = self._load(batches, n, trains=True, labels=True)
         optimizer = engine.optimizer
         each = self._option("reduce", "once") == "each"
         last = plan.last[max(plan.last, key=lambda s: self._place(plan, s))]
@@ -110,7 +113,7 @@ class PipelineRunner:
                     scale=scale * float(optimizer.loss_scale), reduce=lambda c: each or c == last,
                     timed=self._timing(),
                 )  # fmt: skip
-                batch = self._batch(hooks, loaded, metas, n)
+                batch = self._batch(hooks, loaded, metas)
                 self._run(batch, plan, headers)
             engine.sharded.reduce()
         except BaseException as error:
@@ -123,18 +126,20 @@ class PipelineRunner:
 
     def evaluate(self, batch: Any) -> Any:
         """The output of the last stage for one micro-batch there, None elsewhere. Collective over all ranks."""
-        outputs, _ = self.forward(iter([batch]), 1, outputs=True)
+        outputs, _ = self.forward(iter([batch]), 1, outputs=True, losses=False)
         return outputs[0] if outputs else None
 
-    def forward(self, batches: Iterator[Any] | None, n: int, *, outputs: bool) -> tuple[list[Any], list[torch.Tensor]]:
-        """The outputs (if asked for) and losses of n micro-batches, on the last stage. No gradients. Collective."""
+    def forward(
+        self, batches: Iterator[Any] | None, n: int, *, outputs: bool, losses: bool = True
+    ) -> tuple[list[Any], list[torch.Tensor]]:  # fmt: skip
+        """The outputs and losses (if asked for) of n micro-batches, on the last stage. No gradients. Collective."""
         plan = self._plan(n, trains=False)
-        loaded, metas, headers = self._load(batches, n, trains=False)
+        loaded, metas, headers = self._load(batches, n, trains=False, labels=losses)
         hooks = Hooks(
             window=None, computing=self._engine.computing, final_loss=lambda loss, m: loss, reduce=lambda c: False,
             timed=self._timing(),
         )  # fmt: skip
-        batch = self._batch(hooks, loaded, metas, n, keeps=outputs)
+        batch = self._batch(hooks, loaded, metas, keeps=outputs, computes_loss=losses)
         try:
             with torch.no_grad():
                 self._run(batch, plan, headers)
@@ -190,12 +195,12 @@ class PipelineRunner:
             return self._module.schedule
         return registry.build("pipe_schedule", choice.type, choice.params)
 
-    def _batch(self, hooks: Hooks, loaded: Any, metas: dict[Name, Meta], n: int, *, keeps: bool = False) -> Batch:
+    def _batch(self, hooks: Hooks, loaded: Any, metas: dict[Name, Meta], **more: bool) -> Batch:
         engine, module = self._engine, self._module
         ranks, done = engine.batch_ranks, engine.micro_steps
         return Batch(
             module, self._open_channels(), hooks, micro_batches=loaded, metas=metas, device=engine.device,
-            offset=done * ranks + engine.batch_rank, stride=ranks, keeps=keeps,
+            offset=done * ranks + engine.batch_rank, stride=ranks, **more,
         )  # fmt: skip
 
     def _run(self, batch: Batch, plan: _Plan, headers: bool) -> None:
@@ -240,7 +245,9 @@ class PipelineRunner:
 
     # Data ------------------------------------------------------------------------------------------------------------
 
-    def _load(self, batches: Iterator[Any] | None, n: int, *, trains: bool) -> tuple[Any, dict[Name, Meta], bool]:
+    def _load(
+        self, batches: Iterator[Any] | None, n: int, *, trains: bool, labels: bool
+    ) -> tuple[Any, dict[Name, Meta], bool]:  # fmt: skip
         """The micro-batches (None where no stage needs them), what is known of messages, and whether headers travel.
 
         All ranks agree on whether all of them have their data; and those of a pipeline on what the data look like.
@@ -249,24 +256,25 @@ class PipelineRunner:
         needed = module.is_first_stage or module.is_last_stage
         if not needed and getattr(batches, "empty", False):
             batches = None
-        if batches is None and needed:
-            which = "first" if module.is_first_stage else "last"
-            raise ValueError(f"the {which} stage of a pipeline needs batches, and this rank got none.")
         loaded: list[tuple[Any, Any]] = []
         counted = [0, 0]
         error: BaseException | None = None
         status = _OK
+        signature = 0
         try:
+            if batches is None and needed:
+                which = "first" if module.is_first_stage else "last"
+                raise ValueError(f"the {which} stage of a pipeline needs batches, and this rank got none.")
             for m in range(n):
                 if batches is None:
                     break
-                loaded.append(self._admit(next(batches), m, trains))
+                loaded.append(self._admit(next(batches), m, trains, labels))
                 counted = [a + b for a, b in zip(counted, engine.take_counts(), strict=True)]
+            signature = zlib.crc32(repr([_looks(inputs) for inputs, _ in loaded]).encode()) if loaded else 0
         except StopIteration:
             status = _SHORT if loaded else _EMPTY
         except Exception as raised:
             status, error = _FAILED, raised
-        signature = zlib.crc32(repr([_looks(inputs) for inputs, _ in loaded]).encode()) if loaded else 0
         if self._everyone is not None:
             status, signature, counted = self._exchange(status, signature, counted, n, len(loaded), error)
         elif error is not None:
@@ -278,12 +286,13 @@ class PipelineRunner:
         if trains:
             engine.note_counts(counted)
         key = hash((signature, n, module.training)), trains
-        known = key in self._metas and not self._option("dynamic_shapes", False)
-        if not known:
-            self._metas[key] = {}
-        return loaded if needed else None, self._metas[key], not known
+        found = None if self._option("dynamic_shapes", False) else self._metas.pop(key, None)
+        self._metas[key] = {} if found is None else found  # the latest one, on all ranks
+        if len(self._metas) > KEPT:
+            del self._metas[next(iter(self._metas))]
+        return loaded if needed else None, self._metas[key], found is None
 
-    def _admit(self, batch: Any, m: int, trains: bool) -> tuple[Any, Any]:
+    def _admit(self, batch: Any, m: int, trains: bool, labels: bool) -> tuple[Any, Any]:
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
         if not isinstance(batch, tuple | list):
@@ -297,15 +306,15 @@ class PipelineRunner:
             return (args[0] if len(args) == 1 else args), None
         if len(args) == 1 and isinstance(args[0], dict) and "labels" in args[0]:
             given = dict(args[0])
-            labels = given.pop("labels")
-            return given, labels
+            return given, given.pop("labels")
+        if len(args) == 1 and not labels:
+            return args[0], None
         if len(args) != 2:
             raise ValueError(
                 f"a batch of {len(args)} parts; with a loss_fn it is (inputs, labels), or a dict with 'labels'. "
                 "set_batch_fn brings others to that form."
             )
-        inputs, labels = args
-        return inputs, labels
+        return args[0], args[1]
 
     def _exchange(
         self, status: int, signature: int, counted: list[int], n: int, num_loaded: int, error: BaseException | None

@@ -90,9 +90,14 @@ def split_backward(
         outputs, gradients: where backward begins.
         inputs: leaves that get gradients. All other leaves are weights, whose gradients may wait.
     """
+    own = {id(x) for x in inputs}
+    weights = [o.grad_fn is None and id(o) not in own for o in outputs]  # a weight itself is handed on
+    direct = [(o, g) for o, g, w in zip(outputs, gradients, weights, strict=True) if w and g is not None]
+    gradients = [g for g, w in zip(gradients, weights, strict=True) if not w]
+    outputs = [o for o, w in zip(outputs, weights, strict=True) if not w]
     roots = [o.grad_fn for o in outputs if o.grad_fn is not None]
     if not roots:
-        return [None] * len(inputs), Split([], [])
+        return [None] * len(inputs), Split([], direct)
     graph = _Graph(roots, inputs)
     groups, now = graph.groups()
     forks = [fork for group in groups for fork in group.forks]
@@ -103,7 +108,7 @@ def split_backward(
     finally:
         for hook in hooks:
             hook.remove()
-    ready = [(_variable(w), g) for w, g in zip(now, found[len(inputs) :], strict=True) if g is not None]
+    ready = direct + [(_variable(w), g) for w, g in zip(now, found[len(inputs) :], strict=True) if g is not None]
     return list(found[: len(inputs)]), Split(groups, ready)
 
 

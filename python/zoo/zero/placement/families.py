@@ -105,8 +105,10 @@ def make_families(
     """
     dense = make_axes(comm, config)
     wanted: dict[Family, str] = {}
+    trained: dict[Family, list[bool]] = {}
     for name, parameter in parameters:
         wanted.setdefault(family_of(parameter), name)
+        trained.setdefault(family_of(parameter), []).append(parameter.requires_grad)
     wanted.pop((), None)
     ties = {family for family in wanted if family[0].startswith(TIED)}
     if layers is None:  # this rank has all layers
@@ -119,6 +121,8 @@ def make_families(
             )
         return {(): dense, **dict.fromkeys(ties, dense)}
     on_layers = layers.all_gather_object(wanted) if layers is not None else []
+    if layers is not None:
+        _check_trained(layers.all_gather_object({family: trained[family] for family in ties}), wanted)
     everywhere = dict(wanted)  # what a stage refuses all of them refuse
     for there in on_layers:
         everywhere = {**there, **everywhere}
@@ -184,6 +188,19 @@ def family_of(parameter: Any) -> Family:
             )
         return (f"{TIED}{split.tied}",)
     return tuple(sorted([*split.axes, *(f"+{axis}" for axis in split.partial)]))
+
+
+def _check_trained(on_layers: Sequence[Mapping[Family, Sequence[bool]]], names: Mapping[Family, str]) -> None:
+    """Raise ValueError on all ranks where stages differ in what of a tied module is trained."""
+    first: dict[Family, Sequence[bool]] = {}
+    for there in on_layers:
+        for family, trained in there.items():
+            if first.setdefault(family, trained) != trained:
+                named = f" ({names[family]!r})" if family in names else ""
+                raise ValueError(
+                    f"what is tied as {family[0].removeprefix(TIED)!r}{named} is trained on some of the stages that "
+                    "have it, and frozen on others; set requires_grad alike on all of them."
+                )
 
 
 def _plain(axis: str) -> str:
