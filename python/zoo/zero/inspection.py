@@ -124,8 +124,8 @@ class Inspection:
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket.
 
         Of tensors that are split along further mesh axes (experts, tensor-parallel layers) they are the whole ones, by
-        their names in the whole model: see :meth:`~zoo.zero.sharded.ShardedModel.whole_model`. Along ``layer_axes`` each
-        rank has those of its own layers.
+        their names in the whole model: see :meth:`~zoo.zero.sharded.ShardedModel.whole_model`. Along ``layer_axes``
+        each rank has those of its own layers.
         """
         if all(axes.parts is None for axes in self.sharded.families.values()):
             found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
