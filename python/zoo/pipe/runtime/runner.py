@@ -33,7 +33,7 @@ KEPT = 256
 
 @dataclass(frozen=True)
 class Event:
-    """A computation that has run: when, in seconds since its batch began."""
+    """A computation that has run: when, in seconds since ``PipelineRunner.began_s``. To wait for a message is no part."""
 
     computation: Computation
     start_s: float
@@ -57,7 +57,8 @@ class PipelineRunner:
     messages to and from the neighbours beside them. Gradients are reduced in the last backward of a batch, or in each.
 
     Attributes:
-        timeline: the computations of the latest batch, where ``times`` is set.
+        timeline: the computations of the latest batch, where ``times`` is set. began_s: its zero, as
+            ``time.perf_counter`` of this rank; ranks of one Linux machine have this clock in common.
         additional_losses: means of the latest batch by name, of this rank's stages.
     """
 
@@ -78,6 +79,7 @@ class PipelineRunner:
             )
         self.times = False
         self.timeline: list[Event] = []
+        self.began_s = 0.0
         self.additional_losses: dict[str, float] = {}
         self.batch_fn: Callable[[Any], Any] | None = None
         self._plans: dict[tuple[int, bool], _Plan] = {}
@@ -226,7 +228,8 @@ class PipelineRunner:
     def _timing(self) -> Callable[[Computation], Any] | None:
         if not self.times:
             return None
-        self.timeline, begun = [], time.perf_counter()
+        self.timeline, self.began_s = [], time.perf_counter()
+        begun = self.began_s
 
         @contextlib.contextmanager
         def timed(computation: Computation) -> Iterator[None]:
