@@ -148,3 +148,13 @@ def compare(record: Mapping[str, Any]) -> tuple[Simulation, list[float], list[Sp
     compared = sorted((spans_of(ranks, n) for n in (every if sleeps else every[1::2])), key=makespan)
     ratios = [makespan(spans) / predicted.makespan_s for spans in compared]
     return predicted, ratios, compared[len(compared) // 2]
+
+
+def own_ratios(record: Mapping[str, Any]) -> list[float]:
+    """Measured ÷ simulated makespan of each batch, under the mean costs of the same batch."""
+    ranks = record["ranks"]
+    table = build(record["schedule"], len(ranks), record["micro_batches"])
+    return [
+        makespan(spans_of(ranks, n)) / simulate(table, measured_costs(ranks, table, [n])).makespan_s
+        for n in range(len(ranks[0]["batches"]))
+    ]

@@ -1,0 +1,138 @@
+"""What layers cost, before anything has run: from the shapes of their parameters and the tokens of a micro-batch.
+
+For a layer with weight matrices of a rows and b columns, T tokens in a micro-batch, and numbers of ``itemsize`` bytes::
+
+    seconds of F, of I, and of W  = 2 T Σ a b / flops_per_s
+    bytes that F keeps            = T Σ (a + b) itemsize
+
+A product needs its input again, and what comes after it its output. An embedding multiplies nothing and keeps what it
+returns; a module with vectors only (a norm) keeps what it was given. With GPT's blocks of width D that is 16 T D
+numbers; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, count 17 T D beside the scores of attention, which
+no parameter tells of and which are left out here, as is all that has no parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.pipe.schedules.table import ScheduleError
+from zoo.pipe.segments import Segment
+from zoo.pipe.simulate import Costs
+from zoo.pipe.specs import LayerSpec
+
+__all__ = ["LayerCosts", "LayerSize", "costs_of_stages", "layer_costs", "size_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """Of one layer: multiplications and kept bytes of a token; bytes of a token that come in, where that is known."""
+
+    multiplied: int
+    kept_bytes: int
+    entering_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """Of one layer and one micro-batch."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    kept_bytes: float
+    entering_bytes: float
+
+
+def size_of(layer: Any) -> LayerSize:
+    """Of a spec (without memory, on the meta device), a module, or a function, which has none.
+
+    Of a segment of a traced forward only the number of parameters is known before its place is.
+    """
+    if isinstance(layer, LayerSpec):
+        try:
+            with torch.device("meta"):
+                layer = layer.build()
+        except Exception:  # a constructor that needs values
+            with torch.random.fork_rng(devices=[]):
+                layer = layer.build()
+    if isinstance(layer, Segment):
+        return LayerSize(multiplied=layer.num_parameters, kept_bytes=0, entering_bytes=0)
+    multiplied = kept = entering = 0
+    for shapes, itemsize, embeds in _leaves(layer):
+        matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
+        if embeds:
+            kept += sum(columns for _, columns in matrices) * itemsize
+            continue
+        multiplied += sum(rows * columns for rows, columns in matrices)
+        width = sum(rows + columns for rows, columns in matrices) or max((math.prod(s) for s in shapes), default=0)
+        kept += width * itemsize
+        first = matrices[0][1] if matrices else width
+        entering = entering or first * itemsize
+    return LayerSize(multiplied=multiplied, kept_bytes=kept, entering_bytes=entering)
+
+
+def _leaves(layer: Any) -> list[tuple[list[tuple[int, ...]], int, bool]]:
+    """(shapes, bytes of a number, whether it embeds) of each module with parameters of its own."""
+    if not isinstance(layer, nn.Module):
+        return []
+    found = [(list(m.parameters(recurse=False)), isinstance(m, nn.Embedding)) for m in layer.modules()]
+    return [
+        ([tuple(getattr(p, "_zoo_shape", None) or p.shape) for p in own], own[0].element_size(), embeds)
+        for own, embeds in found if own
+    ]  # fmt: skip
+
+
+def layer_costs(sizes: Sequence[LayerSize], *, tokens: int, flops_per_s: float) -> list[LayerCosts]:
+    """The formula above, for each layer."""
+    return [
+        LayerCosts(
+            forward_s=2 * tokens * size.multiplied / flops_per_s, input_s=2 * tokens * size.multiplied / flops_per_s,
+            weight_s=2 * tokens * size.multiplied / flops_per_s, kept_bytes=float(tokens * size.kept_bytes),
+            entering_bytes=float(tokens * size.entering_bytes),
+        )
+        for size in sizes
+    ]  # fmt: skip
+
+
+def costs_of_stages(
+    layers: Sequence[LayerCosts], bounds_of: Callable[[int], Sequence[int]], *, checkpoint_interval: int = 0,
+    activation_bytes: float = 0.0, latency_s: float = 0.0, bytes_per_s: float = math.inf,
+) -> Callable[[int], Costs]:  # fmt: skip
+    """Costs for any number of stages, as ``zoo.pipe.choose`` takes them.
+
+    Args:
+        bounds_of: number of stages → bounds; a ValueError says that the layers cannot be cut so.
+        checkpoint_interval: layers of a run whose activations are computed again: of a run only what comes in is kept,
+            and its backward has a forward more. (What one run keeps while it runs again is left out.)
+        activation_bytes, latency_s, bytes_per_s: of messages, see :class:`~zoo.pipe.simulate.Costs`.
+    """
+
+    def of(num_stages: int) -> Costs:
+        try:
+            bounds = list(bounds_of(num_stages))
+        except ValueError as error:
+            raise ScheduleError(str(error)) from error
+        forward, input_, weight, kept = [], [], [], []
+        for start, end in itertools.pairwise(bounds):
+            own = layers[start:end]
+            again = sum(layer.forward_s for layer in own) if checkpoint_interval else 0.0
+            forward.append(sum(layer.forward_s for layer in own))
+            input_.append(sum(layer.input_s for layer in own) + again)
+            weight.append(sum(layer.weight_s for layer in own))
+            if checkpoint_interval:
+                kept.append(sum(layer.entering_bytes for layer in own[::checkpoint_interval]))
+            else:
+                kept.append(sum(layer.kept_bytes for layer in own))
+        return Costs(
+            forward_s=forward, input_s=input_, weight_s=weight, kept_bytes=kept, activation_bytes=activation_bytes,
+            latency_s=latency_s, bytes_per_s=bytes_per_s,
+        )  # fmt: skip
+
+    return of
