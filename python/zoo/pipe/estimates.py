@@ -17,22 +17,16 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
 
 from zoo.pipe.schedules.table import ScheduleError
-from zoo.pipe.segments import Segment
 from zoo.pipe.simulate import Costs
-from zoo.pipe.specs import LayerSpec
 
-__all__ = ["LayerCosts", "LayerSize", "costs_of_stages", "layer_costs", "size_of"]
+__all__ = ["LayerCosts", "LayerSize", "costs_of_stages", "layer_costs"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSize:
-    """Of one layer: multiplications and kept bytes of a token; bytes of a token that come in, where that is known."""
+    """Of one layer, as ``zoo.pipe.sizes`` finds it: multiplications and kept bytes of a token; bytes of a token that come in, where that is known."""
 
     multiplied: int
     kept_bytes: int
@@ -48,45 +42,6 @@ class LayerCosts:
     weight_s: float
     kept_bytes: float
     entering_bytes: float
-
-
-def size_of(layer: Any) -> LayerSize:
-    """Of a spec (without memory, on the meta device), a module, or a function, which has none.
-
-    Of a segment of a traced forward only the number of parameters is known before its place is.
-    """
-    if isinstance(layer, LayerSpec):
-        try:
-            with torch.device("meta"):
-                layer = layer.build()
-        except Exception:  # a constructor that needs values
-            with torch.random.fork_rng(devices=[]):
-                layer = layer.build()
-    if isinstance(layer, Segment):
-        return LayerSize(multiplied=layer.num_parameters, kept_bytes=0, entering_bytes=0)
-    multiplied = kept = entering = 0
-    for shapes, itemsize, embeds in _leaves(layer):
-        matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
-        if embeds:
-            kept += sum(columns for _, columns in matrices) * itemsize
-            continue
-        multiplied += sum(rows * columns for rows, columns in matrices)
-        width = sum(rows + columns for rows, columns in matrices) or max((math.prod(s) for s in shapes), default=0)
-        kept += width * itemsize
-        first = matrices[0][1] if matrices else width
-        entering = entering or first * itemsize
-    return LayerSize(multiplied=multiplied, kept_bytes=kept, entering_bytes=entering)
-
-
-def _leaves(layer: Any) -> list[tuple[list[tuple[int, ...]], int, bool]]:
-    """(shapes, bytes of a number, whether it embeds) of each module with parameters of its own."""
-    if not isinstance(layer, nn.Module):
-        return []
-    found = [(list(m.parameters(recurse=False)), isinstance(m, nn.Embedding)) for m in layer.modules()]
-    return [
-        ([tuple(getattr(p, "_zoo_shape", None) or p.shape) for p in own], own[0].element_size(), embeds)
-        for own, embeds in found if own
-    ]  # fmt: skip
 
 
 def layer_costs(sizes: Sequence[LayerSize], *, tokens: int, flops_per_s: float) -> list[LayerCosts]:

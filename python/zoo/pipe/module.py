@@ -15,10 +15,11 @@ from torch import nn
 
 from zoo.layout import declare_tied, declare_unit, split_of
 from zoo.pipe.documented import Documented
-from zoo.pipe.estimates import LayerSize, size_of
+from zoo.pipe.estimates import LayerSize
 from zoo.pipe.partition import split_layers
 from zoo.pipe.runtime.losses import again
 from zoo.pipe.segments import Segment
+from zoo.pipe.sizes import size_of
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from zoo.pipe.trees import outline_text
@@ -114,7 +115,9 @@ class PipelineModule(Documented, nn.Module):
         # Modules may be let go below.
         self._sized = [spec if isinstance(spec, LayerSpec) else size_of(spec) for spec in self.specs]
         names = list(map(_name_of, self.specs))
-        self._bounds_of = lambda num_stages: split_layers(partition_method, num_stages, names, lambda: counts)
+        self._bounds_of: Callable[[int], list[int]] = lambda num_stages: split_layers(
+            partition_method, num_stages, names, lambda: counts
+        )
         self.schedule = self.adapted(builder(schedule))
         self.rank_of = tuple(self.schedule.placement(self.num_stages))
         self.stages = tuple(s for s, r in enumerate(self.rank_of) if r == self.stage_id)

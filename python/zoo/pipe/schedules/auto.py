@@ -114,7 +114,9 @@ class AutoSchedule:
             self._measured(layers), bounds_of, checkpoint_interval=checkpoint_interval, latency_s=given.latency_s,
             activation_bytes=given.activation_bytes, bytes_per_s=given.bytes_per_s,
         )  # fmt: skip
-        found._rank_of, found._logs = rank_of, logs
+        found._logs = logs
+        if rank_of is not None:
+            found._placements[max(rank_of) + 1] = rank_of
         return found
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
