@@ -26,7 +26,10 @@ __all__ = ["LayerCosts", "LayerSize", "costs_of_stages", "layer_costs"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSize:
-    """Of one layer, as ``zoo.pipe.sizes`` finds it: multiplications and kept bytes of a token; bytes of a token that come in, where that is known."""
+    """Of one layer, as ``zoo.pipe.sizes`` finds it.
+
+    Multiplications and kept bytes of a token; bytes of a token that come in, where that is known.
+    """
 
     multiplied: int
     kept_bytes: int
