@@ -90,6 +90,13 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def save(args: argparse.Namespace, raw: dict[str, Any]) -> None:
+    """Keep the figures."""
+    if not args.quick:
+        args.raw.parent.mkdir(parents=True, exist_ok=True)
+        args.raw.write_text(json.dumps(raw))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Sections that are asked for are measured again; the others stay as they are."""
     args = parsed(argv)
@@ -103,9 +110,7 @@ def main(argv: list[str] | None = None) -> None:
                 except ContenderError as error:
                     print(f"{name} failed: {error}", file=sys.stderr, flush=True)
                     raise SystemExit(1) from error
-                if not args.quick:
-                    args.raw.parent.mkdir(parents=True, exist_ok=True)
-                    args.raw.write_text(json.dumps(raw))
+                save(args, raw)
     print(report.tables(raw))
     if args.write_results:
         report.write(raw)
