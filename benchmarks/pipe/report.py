@@ -108,10 +108,15 @@ def targets(raw: Mapping[str, Any]) -> list[str]:
             if peer is not None and peaks(rounds, name, 0):
                 value = statistics.median(peaks(rounds, name, 0)) / MIB
                 lines.append(verdict(f"peak memory of stage 0 of {name}, MiB, {peer}", value, middles[peer], 1))
-    for record in raw.get("timeline", ()):
+    for record in records_of(raw):
         middle = abs(statistics.median(compare(record)[1]) - 1)
         lines.append(verdict(f"makespan, {_what(record)}: away from the prediction", middle, MAKESPAN_TARGET))
     return lines
+
+
+def records_of(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """All timelines."""
+    return [*raw.get("timeline", ()), *raw.get("sleeps", ())]
 
 
 def _what(record: Mapping[str, Any]) -> str:
@@ -147,7 +152,7 @@ def pictures(raw: Mapping[str, Any], folder: Path) -> None:
     from zoo.pipe.simulate import write_spans
 
     folder.mkdir(parents=True, exist_ok=True)
-    for record in raw.get("timeline", ()):
+    for record in records_of(raw):
         predicted, _, spans = compare(record)
         name = f"{record['section']}_{record['schedule']}_{len(record['ranks'])}"
         (folder / f"{name}.json").write_text(json.dumps(write_spans(from_zero(spans))))
@@ -165,8 +170,8 @@ def tables(raw: Mapping[str, Any]) -> str:
     if raw.get("memory"):
         found += ["", "## Memory", "", f"{MEMORY} {len(raw['memory'])} rounds: median (smallest–largest).", ""]
         found.append(memory_table(raw["memory"]))
-    if raw.get("timeline"):
-        found += ["", "## Timelines", "", TIMELINE, "", timeline_table(raw["timeline"])]
+    if records_of(raw):
+        found += ["", "## Timelines", "", TIMELINE, "", timeline_table(records_of(raw))]
     return "\n".join(found)
 
 

@@ -46,19 +46,28 @@ def run_memory(args: argparse.Namespace) -> list[dict[str, list[dict[str, Any]]]
 
 
 def run_timeline(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The model on two ranks, then layers that sleep."""
+    """The model on two ranks."""
     shape, records = shape_of(args), []
     for schedule in args.schedules:
         spec = {"section": "timeline", "shape": shape.record(), "schedule": schedule, "rounds": 2 * args.rounds}
         ranks = run_ranks(spec, 2, args.timeout, None, WORKER)
         records.append({**spec, "micro_batches": shape.micro_batches, "ranks": ranks})
         print(report.timeline_line(records[-1]), flush=True)
+    return records
+
+
+def run_sleeps(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Layers that sleep, on more ranks than there may be cores."""
+    records = []
     for schedule, size in SLEEPS:
         if schedule in args.schedules:
             spec = {"section": "sleeps", "schedule": schedule, "micro_batches": 2 * size, "rounds": args.sleep_rounds}
             records.append({**spec, "ranks": run_ranks(spec, size, args.timeout, None, WORKER)})
             print(report.timeline_line(records[-1]), flush=True)
     return records
+
+
+SECTIONS = {"step": run_step, "memory": run_memory, "timeline": run_timeline, "sleeps": run_sleeps}
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
@@ -68,8 +77,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipe")
-    sections = ("step", "memory", "timeline")
-    parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
+    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     for key, value in Shape().record().items():
@@ -103,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     raw: dict[str, Any] = json.loads(args.raw.read_text()) if args.raw.exists() and not args.quick else {}
     if not args.report_only:
         raw["machine"] = machine(["torch", "deepspeed"])
-        for name, run in (("step", run_step), ("memory", run_memory), ("timeline", run_timeline)):
+        for name, run in SECTIONS.items():
             if name in args.sections:
                 try:
                     raw[name] = run(args)

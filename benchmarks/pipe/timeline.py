@@ -52,7 +52,8 @@ class _Sleeps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
+        if forward_s:  # a sleep of 0 s gives the core away
+            time.sleep(forward_s)
         return x.view_as(x)
 
     @staticmethod
