@@ -82,7 +82,12 @@ class Sleeping(nn.Module):
 def sleep_costs(table: Table) -> Costs:
     """Those of the layers that :func:`measure_sleeps` runs."""
     share = table.num_ranks / table.num_stages
-    return Costs(forward_s=SLEEP_S["F"] * share, input_s=SLEEP_S["I"] * share, weight_s=SLEEP_S["W"] * share)
+    forward_s, input_s, weight_s = (SLEEP_S[kind] * share for kind in "FIW")
+    others = table.num_stages - 1
+    # Nothing leads to an input of the first stage, and the runtime has all gradients of its weights at once.
+    return Costs(
+        forward_s=forward_s, input_s=[input_s + weight_s, *[input_s] * others], weight_s=[0.0, *[weight_s] * others]
+    )
 
 
 def measure_sleeps(schedule: str, micro_batches: int, rounds: int) -> dict[str, Any]:
@@ -92,8 +97,8 @@ def measure_sleeps(schedule: str, micro_batches: int, rounds: int) -> dict[str, 
     from zoo.pipe.specs import LayerSpec
 
     table = build(schedule, dist.get_world_size(), micro_batches)
-    costs = sleep_costs(table)
-    spec = LayerSpec(Sleeping, costs.forward_s, costs.input_s, costs.weight_s)
+    share = table.num_ranks / table.num_stages
+    spec = LayerSpec(Sleeping, *(SLEEP_S[kind] * share for kind in "FIW"))
     model = PipelineModule(
         [spec] * table.num_stages, num_stages=table.num_ranks, schedule=schedule, loss_fn=nn.functional.mse_loss,
         partition_method="uniform",

@@ -85,7 +85,9 @@ def test_uneven_layers_are_forecast_as_they_are_cut() -> None:
                 work = [sum(size[a:b]) for a, b in itertools.pairwise(bounds)]
                 from zoo.pipe.simulate import Costs
 
-                times[str(table)] = simulate(table, Costs(forward_s=work, input_s=work, weight_s=work)).makespan_s
+                times[str(table)] = simulate(
+                    table, Costs(forward_s=work, input_s=[2 * work[0], *work[1:]], weight_s=[0.0, *work[1:]])
+                ).makespan_s
         return times[str(model.schedule.build(2, 8))] == pytest.approx(min(times.values()))
 
     assert all(sim.run(2, fn, seed=0))

@@ -88,6 +88,8 @@ def costs_of_stages(
                 kept.append(sum(layer.entering_bytes for layer in own[::checkpoint_interval]))
             else:
                 kept.append(sum(layer.kept_bytes for layer in own))
+        # Nothing leads to an input of the first stage, and the runtime has all gradients of its weights at once.
+        input_[0], weight[0] = input_[0] + weight[0], 0.0
         return Costs(
             forward_s=forward, input_s=input_, weight_s=weight, kept_bytes=kept, activation_bytes=activation_bytes,
             latency_s=latency_s, bytes_per_s=bytes_per_s,
