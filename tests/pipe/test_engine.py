@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -286,6 +287,31 @@ def test_the_timeline_has_every_computation() -> None:
 
     found = sim.run(2, fn, seed=0)
     assert found[0] == sorted(f"0{kind}{m}" for kind in "FIW" for m in range(3))
+
+
+def slow(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.05)
+    return x
+
+
+def test_to_wait_for_a_message_is_no_part_of_a_computation() -> None:
+    specs = [slow, LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    x = torch.ones(2, WIDTH)
+
+    def fn(rank: int) -> list[tuple[str, float, float]]:
+        options = {"loss_fn": nn.functional.mse_loss, "partition_method": [1.0, 1.0, 1.0]}
+        engine = engine_of(Case(num_micro=2), specs, options=options)
+        engine.time_computations()
+        engine.train_batch(iter([(x, x)] * 2))
+        began = engine.timeline_began_s
+        return [(str(e.computation), began + e.start_s, began + e.end_s) for e in engine.timeline]
+
+    first, second = sim.run(2, fn, seed=0)
+    spans = {name: (start, end) for name, start, end in first + second}
+    assert all(spans[f"0F{m}"][1] - spans[f"0F{m}"][0] >= 0.05 for m in range(2))
+    for m in range(2):  # by one clock: what needs a message begins after what sends it has ended
+        assert spans[f"0F{m}"][1] <= spans[f"1F{m}"][0]
+        assert spans[f"1B{m}"][1] <= spans[f"0B{m}"][0]
 
 
 def test_the_vocabulary_of_the_models() -> None:

@@ -159,6 +159,11 @@ class PipelineEngine(Engine):
         """The computations of the latest batch on this rank, where :meth:`time_computations` was asked for."""
         return self._runner.timeline
 
+    @property
+    def timeline_began_s(self) -> float:
+        """The zero of :attr:`timeline`, as ``time.perf_counter`` of this rank; ranks of one Linux machine share it."""
+        return self._runner.began_s
+
     def time_computations(self, on: bool = True) -> None:
         """Whether the time of each computation is taken from now on: ``engine.timeline``."""
         self._runner.times = on

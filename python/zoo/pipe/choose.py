@@ -84,11 +84,14 @@ class Choice:
         second = next((f for f in others if not f.refused and f.simulation is not None), None)
         if second is not None and second.simulation is not None:
             next_time = second.simulation.makespan_s
-            equal = next_time == time
+            equal = _rounded(next_time) == _rounded(time)
             said += f"; {second.candidate} " + (
                 "is as fast" if equal else f"takes {next_time:.4g} s ({next_time / time - 1:+.1%})"
             )
-        faster = [f for f in others if f.refused and f.simulation is not None and f.simulation.makespan_s < time]
+        faster = [
+            f for f in others
+            if f.refused and f.simulation is not None and _rounded(f.simulation.makespan_s) < _rounded(time)
+        ]  # fmt: skip
         if faster:
             said += "; " + ", ".join(f"{f.candidate} would be faster, but {f.refused}" for f in faster)
         return said
@@ -148,6 +151,11 @@ def evenly(costs: Costs) -> Callable[[int], Costs]:
     return of
 
 
+def _rounded(time_s: float) -> float:
+    """Without the rounding errors in which sums of the same numbers differ."""
+    return float(f"{time_s:.9g}")
+
+
 def _number(value: float | Sequence[float]) -> float:
     if isinstance(value, Sequence):
         raise ValueError(f"evenly got {list(value)}, numbers of stages; it takes one number, of the whole model.")
@@ -167,7 +175,8 @@ def choose(
     The same on every rank that is given the same costs: measure on one, and let the others have its numbers.
 
     Args:
-        num_ranks: of the pipeline. num_micro_batches: of a batch. costs_of: the costs for a number of stages;
+        num_ranks: of the pipeline. num_micro_batches: of a batch. costs_of: the costs for a number of stages (a
+        ScheduleError says that the model cannot be cut so);
         :func:`evenly` makes one from those of the whole model. limit_bytes: what a rank may keep for backwards
         (beside weights, gradients and states); one number, or one a rank. candidates: schedules.
 
@@ -184,15 +193,15 @@ def choose(
         try:
             table = build(candidate.name, num_ranks, num_micro_batches, **candidate.options)
             check(table)
+            simulation = simulate(table, costs_of(table.num_stages))
         except ScheduleError as error:
             found.append(
                 (True, float("inf"), index, Forecast(candidate=candidate, simulation=None, refused=str(error)))
             )
             continue
-        simulation = simulate(table, costs_of(table.num_stages))
         refused = _too_much(simulation, limits)
         forecast = Forecast(candidate=candidate, simulation=simulation, refused=refused)
-        found.append((bool(refused), simulation.makespan_s, index, forecast))
+        found.append((bool(refused), _rounded(simulation.makespan_s), index, forecast))
     whole = None if limit_bytes is None else min(limit for limit in limits if limit is not None)
     return Choice(forecasts=tuple(f for *_, f in sorted(found, key=lambda entry: entry[:3])), limit_bytes=whole)
 

@@ -21,6 +21,9 @@ class ScheduleChoice(ComponentChoice):
 
     kind: ClassVar[str] = "pipe_schedule"
 
+    type: Literal["auto"] | str
+    """Name of the component; "auto" is one of them, and nothing that is left to be filled in."""
+
 
 class PipelineConfig(Section):
     """How a pipeline of stages is run. The model, a PipelineModule, says what the stages are."""

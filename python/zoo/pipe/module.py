@@ -15,9 +15,11 @@ from torch import nn
 
 from zoo.layout import declare_tied, declare_unit, split_of
 from zoo.pipe.documented import Documented
+from zoo.pipe.estimates import LayerSize
 from zoo.pipe.partition import split_layers
 from zoo.pipe.runtime.losses import again
 from zoo.pipe.segments import Segment
+from zoo.pipe.sizes import size_of
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from zoo.pipe.trees import outline_text
@@ -69,6 +71,8 @@ class PipelineModule(Documented, nn.Module):
             default.
         checkpointable_layers: names of classes; only runs in which one of them is are checkpointed. None: all.
         schedule: name of the schedule, or a builder (``zoo.pipe.schedules``): it says how many stages a rank has.
+            "auto": the one that the forecast for these layers puts first; :class:`zoo.pipe.schedules.auto.AutoSchedule`
+            has options. A mapping {"type": name, "params": {...}} gives options too.
         mesh: a DeviceMesh with an axis "pipe", instead of ``num_stages``.
 
     Attributes:
@@ -95,9 +99,6 @@ class PipelineModule(Documented, nn.Module):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_stages: int = self._topology.get_dim(AXIS)
         self.stage_id: int = getattr(self._topology.get_coord(rank), AXIS)
-        self.schedule = builder(schedule)
-        self.rank_of: tuple[int, ...] = tuple(self.schedule.placement(self.num_stages))
-        self.stages = tuple(s for s, r in enumerate(self.rank_of) if r == self.stage_id)
         self.loss_fn, self.seed_layers, self.base_seed = loss_fn, seed_layers, base_seed
         self.seed_fn = _seed if seed_fn is None else seed_fn
         if activation_checkpoint_interval < 0:
@@ -111,7 +112,16 @@ class PipelineModule(Documented, nn.Module):
         _check_layers(self.specs)
         self.num_layers = len(self.specs)
         counts = [_num_parameters(spec) for spec in self.specs]
-        self.bounds = split_layers(partition_method, len(self.rank_of), list(map(_name_of, self.specs)), lambda: counts)
+        # Modules may be let go below.
+        self._sized = [spec if isinstance(spec, LayerSpec) else size_of(spec) for spec in self.specs]
+        names = list(map(_name_of, self.specs))
+        self._bounds_of: Callable[[int], list[int]] = lambda num_stages: split_layers(
+            partition_method, num_stages, names, lambda: counts
+        )
+        self.schedule = self.adapted(builder(schedule))
+        self.rank_of = tuple(self.schedule.placement(self.num_stages))
+        self.stages = tuple(s for s, r in enumerate(self.rank_of) if r == self.stage_id)
+        self.bounds = self._bounds_of(len(self.rank_of))
         self._check_parameters(counts)
         self._check_shared()
         self._calls: dict[int, Callable[[Any], Any]] = {}
@@ -124,6 +134,18 @@ class PipelineModule(Documented, nn.Module):
         self.specs = [spec if number in self._calls else None for number, spec in enumerate(self.specs)]
         self.micro_offset = 0
         """Which forward this is: counted over (step, micro-batch, data-parallel rank) by the runner."""
+
+    rank_of: tuple[int, ...]
+
+    def adapted(self, schedule: Any) -> Any:
+        """The builder of a schedule, for the layers of this model where it asks for them (``for_model``)."""
+        if not hasattr(schedule, "for_model"):
+            return schedule
+        return schedule.for_model(
+            lambda: [one if isinstance(one, LayerSize) else size_of(one) for one in self._sized], self._bounds_of,
+            checkpoint_interval=self.activation_checkpoint_interval, rank_of=self.__dict__.get("rank_of"),
+            logs=self.stage_id == 0,
+        )  # fmt: skip
 
     # Building --------------------------------------------------------------------------------------------------------
 
@@ -365,12 +387,16 @@ def call_of(spec: TiedLayerSpec, module: nn.Module) -> Callable[[Any], Any]:
 
 
 def builder(schedule: Any) -> Any:
-    """A schedule's builder: itself, or by name."""
-    if not isinstance(schedule, str):
-        return schedule
+    """A schedule's builder: itself, or by name, or by name and options."""
     from zoo import registry
 
-    return registry.build("pipe_schedule", schedule, {})
+    if isinstance(schedule, str):
+        return registry.build("pipe_schedule", schedule, {})
+    if isinstance(schedule, Mapping):
+        if set(schedule) - {"type", "params"} or not isinstance(schedule.get("type"), str):
+            raise ValueError(f"schedule={schedule}; a mapping is {{'type': a name, 'params': its options}}.")
+        return registry.build("pipe_schedule", schedule["type"], dict(schedule.get("params") or {}))
+    return schedule
 
 
 def _check_layers(layers: Sequence[Any]) -> None:

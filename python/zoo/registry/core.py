@@ -78,6 +78,7 @@ CORE: dict[str, dict[str, str]] = {
     },
     "pipe_schedule": {
         "1f1b": "zoo.pipe.schedules.one_f_one_b:OneFOneB",
+        "auto": "zoo.pipe.schedules.auto:AutoSchedule",
         "csv": "zoo.pipe.schedules.csv_table:CsvSchedule",
         "data_parallel": "zoo.pipe.schedules.data_parallel:DataParallel",
         "dualpipe_v": "zoo.pipe.schedules.dualpipe_v:DualPipeV",

@@ -98,14 +98,29 @@ class Batch:
         for step in steps:
             computation = step.computation
             if computation is not None:
-                with timed(computation) if timed is not None else contextlib.nullcontext():
+                if timed is None:
                     verbs[computation.kind](computation)
+                else:
+                    self._await(computation)
+                    with timed(computation):
+                        verbs[computation.kind](computation)
             for transfer in step.transfers:
                 if transfer.sends:
                     name = (transfer.what, transfer.stage, transfer.micro_batch)
                     self._send(transfer.peer, name)
         if self._channels is not None:
             self._channels.finish()
+
+    def _await(self, c: Computation) -> None:
+        """Have the message that a computation needs, so that its time is not a time of waiting."""
+        channels, key = self._channels, (c.stage, c.micro_batch)
+        if channels is None or c.kind is Kind.WEIGHT:
+            return
+        if c.kind is Kind.FORWARD:
+            if c.stage and key not in self._given:
+                channels.arrive(self._rank_of[c.stage - 1], ("activation", c.stage - 1, c.micro_batch))
+        elif c.stage != self._last and key not in self._gradients and self._passed[key].outputs:
+            channels.arrive(self._rank_of[c.stage + 1], ("gradient", c.stage + 1, c.micro_batch))
 
     def meta_of(self, name: Name) -> Meta | None:
         """How a message looks; None as long as that is not known. A gradient looks like the activation it is of."""

@@ -130,6 +130,11 @@ class Channels:
 
     def receive(self, peer: int, name: Name) -> tuple[Meta, list[torch.Tensor]]:
         """A message from ``peer``; those before it on its channel are received too, and kept."""
+        self.arrive(peer, name)
+        return self._early.pop(name)
+
+    def arrive(self, peer: int, name: Name) -> None:
+        """Wait for a message, which is kept for :meth:`receive`."""
         while name not in self._early:
             posted = self._posted[peer]
             if posted:
@@ -145,7 +150,6 @@ class Channels:
             if meta is None:
                 raise AssertionError(f"message {found} was received, and nobody knows how it looks.")
             self._early[found] = meta, tensors
-        return self._early.pop(name)
 
     def finish(self) -> None:
         """Wait for all that was sent."""

@@ -33,7 +33,10 @@ KEPT = 256
 
 @dataclass(frozen=True)
 class Event:
-    """A computation that has run: when, in seconds since its batch began."""
+    """A computation that has run: when, in seconds since ``PipelineRunner.began_s``.
+
+    To wait for a message is no part of it.
+    """
 
     computation: Computation
     start_s: float
@@ -57,7 +60,8 @@ class PipelineRunner:
     messages to and from the neighbours beside them. Gradients are reduced in the last backward of a batch, or in each.
 
     Attributes:
-        timeline: the computations of the latest batch, where ``times`` is set.
+        timeline: the computations of the latest batch, where ``times`` is set. began_s: its zero, as
+            ``time.perf_counter`` of this rank; ranks of one Linux machine have this clock in common.
         additional_losses: means of the latest batch by name, of this rank's stages.
     """
 
@@ -70,7 +74,8 @@ class PipelineRunner:
         stages = self._option("stages", None)
         if isinstance(stages, int) and stages != module.num_stages:
             raise ValueError(f"pipeline.stages = {stages}, and the model was cut for {module.num_stages} stages.")
-        placed = tuple(self._schedule().placement(module.num_stages))
+        self._schedule = self._chosen_schedule()
+        placed = tuple(self._schedule.placement(module.num_stages))
         if placed != module.rank_of:
             raise ValueError(
                 f"the schedule of the section pipeline has its stages on the ranks {placed}, and the model was cut for "
@@ -78,6 +83,7 @@ class PipelineRunner:
             )
         self.times = False
         self.timeline: list[Event] = []
+        self.began_s = 0.0
         self.additional_losses: dict[str, float] = {}
         self.batch_fn: Callable[[Any], Any] | None = None
         self._plans: dict[tuple[int, bool], _Plan] = {}
@@ -177,7 +183,7 @@ class PipelineRunner:
         found = self._plans.get((n, trains))
         if found is None:
             module = self._module
-            table = self._schedule().build(module.num_stages, n) if trains else forwards(module.rank_of, n)
+            table = self._schedule.build(module.num_stages, n) if trains else forwards(module.rank_of, n)
             programs = lower(table)
             check(table)
             program = programs[module.stage_id]
@@ -189,11 +195,11 @@ class PipelineRunner:
             found = self._plans[n, trains] = _Plan(table, program, last)
         return found
 
-    def _schedule(self) -> Any:
+    def _chosen_schedule(self) -> Any:
         choice = self._option("schedule", None)
         if choice is None:
             return self._module.schedule
-        return registry.build("pipe_schedule", choice.type, choice.params)
+        return self._module.adapted(registry.build("pipe_schedule", choice.type, choice.params))
 
     def _batch(self, hooks: Hooks, loaded: Any, metas: dict[Name, Meta], **more: bool) -> Batch:
         engine, module = self._engine, self._module
@@ -226,7 +232,8 @@ class PipelineRunner:
     def _timing(self) -> Callable[[Computation], Any] | None:
         if not self.times:
             return None
-        self.timeline, begun = [], time.perf_counter()
+        self.timeline, self.began_s = [], time.perf_counter()
+        begun = self.began_s
 
         @contextlib.contextmanager
         def timed(computation: Computation) -> Iterator[None]:

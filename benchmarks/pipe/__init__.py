@@ -1,0 +1,1 @@
+"""Pipelines: a training step beside the serial model's and peers', measured timelines beside simulated ones."""

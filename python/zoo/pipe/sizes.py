@@ -1,0 +1,54 @@
+"""Layers in numbers, as far as the shapes of their parameters tell: for estimates of what they cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.pipe.estimates import LayerSize
+from zoo.pipe.segments import Segment
+from zoo.pipe.specs import LayerSpec
+
+__all__ = ["size_of"]
+
+
+def size_of(layer: Any) -> LayerSize:
+    """Of a spec (without memory, on the meta device), a module, or a function, which has none.
+
+    Of a segment of a traced forward only the number of parameters is known before its place is.
+    """
+    if isinstance(layer, LayerSpec):
+        try:
+            with torch.device("meta"):
+                layer = layer.build()
+        except Exception:  # a constructor that needs values
+            with torch.random.fork_rng(devices=[]):
+                layer = layer.build()
+    if isinstance(layer, Segment):
+        return LayerSize(multiplied=layer.num_parameters, kept_bytes=0, entering_bytes=0)
+    multiplied = kept = entering = 0
+    for shapes, itemsize, embeds in _leaves(layer):
+        matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
+        if embeds:
+            kept += sum(columns for _, columns in matrices) * itemsize
+            continue
+        multiplied += sum(rows * columns for rows, columns in matrices)
+        width = sum(rows + columns for rows, columns in matrices) or max((math.prod(s) for s in shapes), default=0)
+        kept += width * itemsize
+        first = matrices[0][1] if matrices else width
+        entering = entering or first * itemsize
+    return LayerSize(multiplied=multiplied, kept_bytes=kept, entering_bytes=entering)
+
+
+def _leaves(layer: Any) -> list[tuple[list[tuple[int, ...]], int, bool]]:
+    """(shapes, bytes of a number, whether it embeds) of each module with parameters of its own."""
+    if not isinstance(layer, nn.Module):
+        return []
+    found = [(list(m.parameters(recurse=False)), isinstance(m, nn.Embedding)) for m in layer.modules()]
+    return [
+        ([tuple(p.shape) for p in own], own[0].element_size(), embeds)
+        for own, embeds in found if own
+    ]  # fmt: skip
