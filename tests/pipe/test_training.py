@@ -211,7 +211,7 @@ def cases(draw: st.DrawFn) -> Case:
     num_blocks = draw(st.integers(max(0, pipe * chunks - 2), 2 * pipe * chunks))
     return Case(
         schedule=schedule, pipe=pipe, data=data, tied=tied, stage=draw(st.integers(0, 3)),
-        num_micro=draw(st.sampled_from([n for n in range(1, 9) if n % pipe == 0 or schedule != "interleaved_1f1b"])),
+        num_micro=draw(st.integers(2 * pipe if schedule == "dualpipe_v" else 1, 8)),
         num_blocks=num_blocks, checkpoint_every=draw(st.sampled_from([0, 1, 2])),
         frozen=draw(st.sampled_from([(), (1,), (0, 1)])) if num_blocks > 2 * pipe * chunks - 2 else (),
         reduce=draw(st.sampled_from(["once", "each"])), max_bytes=draw(st.sampled_from([None, 0, 10**6])),
