@@ -205,13 +205,13 @@ def test_a_pipeline_trains_as_one_process_does(case: Case) -> None:
 def cases(draw: st.DrawFn) -> Case:
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]))
     chunks = Case(schedule=schedule).chunks
-    pipe = draw(st.sampled_from([1, 2, 3, 4]))
+    pipe = draw(st.sampled_from([1, 2, 3, 4, 5, 8]))
     data = draw(st.sampled_from([1, 2])) if pipe <= 2 else 1
     tied = draw(st.booleans())
     num_blocks = draw(st.integers(max(0, pipe * chunks - 2), 2 * pipe * chunks))
     return Case(
         schedule=schedule, pipe=pipe, data=data, tied=tied, stage=draw(st.integers(0, 3)),
-        num_micro=draw(st.integers(2 * pipe if schedule == "dualpipe_v" else 1, 8)),
+        num_micro=draw(st.integers(2 * pipe if schedule == "dualpipe_v" else 1, max(8, 2 * pipe))),
         num_blocks=num_blocks, checkpoint_every=draw(st.sampled_from([0, 1, 2])),
         frozen=draw(st.sampled_from([(), (1,), (0, 1)])) if num_blocks > 2 * pipe * chunks - 2 else (),
         reduce=draw(st.sampled_from(["once", "each"])), max_bytes=draw(st.sampled_from([None, 0, 10**6])),
