@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from benchmarks.pipe import step, timeline
 from benchmarks.pipe.model import Shape
+from benchmarks.zero.launch import answer
 
 
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -26,16 +21,5 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     return step.measure(shape, spec["rounds"], spec["names"], rank)
 
 
-def main() -> None:
-    """``worker SPEC OUT``: figures go to OUT/rank<r>.json."""
-    rank, size, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=size)
-    figures = measure(json.loads(sys.argv[1]), rank)
-    (out / f"rank{rank}.json").write_text(json.dumps(figures))
-    dist.barrier()
-    os._exit(0)  # some libraries hang or complain at exit; nothing is left to do
-
-
 if __name__ == "__main__":
-    main()
+    answer(measure)

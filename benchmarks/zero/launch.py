@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +112,17 @@ def run_ranks(
                 process.kill()
                 process.wait()
         return _figures(spec, size, out)
+
+
+def answer(measure: Callable[[dict[str, Any], int], Any]) -> None:
+    """What a process of :func:`run_ranks` does, ``worker SPEC OUT``: figures go to OUT/rank<r>.json."""
+    import torch
+    import torch.distributed as dist
+
+    rank, size, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=size)
+    figures = measure(json.loads(sys.argv[1]), rank)
+    (out / f"rank{rank}.json").write_text(json.dumps(figures))
+    dist.barrier()
+    os._exit(0)  # some libraries hang or complain at exit; nothing is left to do

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import nn
 
 from zoo.pipe.estimates import LayerSize
@@ -21,12 +20,7 @@ def size_of(layer: Any) -> LayerSize:
     Of a segment of a traced forward only the number of parameters is known before its place is.
     """
     if isinstance(layer, LayerSpec):
-        try:
-            with torch.device("meta"):
-                layer = layer.build()
-        except Exception:  # a constructor that needs values
-            with torch.random.fork_rng(devices=[]):
-                layer = layer.build()
+        layer = layer.outline()
     if isinstance(layer, Segment):
         return LayerSize(multiplied=layer.num_parameters, kept_bytes=0, entering_bytes=0)
     multiplied = kept = entering = 0

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["LayerSpec", "TiedLayerSpec"]
@@ -35,6 +36,16 @@ class LayerSpec:
         if log:
             _log.info("building %r", self)
         return self.typename(*self.module_args, **self.module_kwargs)
+
+    def outline(self) -> nn.Module:
+        """The module on the meta device, without memory and without drawing random numbers; where its constructor needs
+        values, a real one."""
+        try:
+            with torch.device("meta"):
+                return self.build()
+        except Exception:
+            with torch.random.fork_rng(devices=[]):
+                return self.build()
 
     def __repr__(self) -> str:
         given = [*map(repr, self.module_args), *(f"{k}={v!r}" for k, v in self.module_kwargs.items())]
