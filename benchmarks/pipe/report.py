@@ -76,8 +76,9 @@ def memory_table(rounds: Sequence[Mapping[str, Any]]) -> str:
         cells = [
             f"{statistics.median(one):.1f} ({min(one):.1f}–{max(one):.1f})" if one else "left out" for one in found
         ]
+        cells += [f"{of['tensors'] / MIB:.1f}" if "tensors" in of else "" for of in rounds[0][name][:2]]
         rows.append([name, *cells])
-    return table(["contender", "stage 0, MiB", "stage 1, MiB"], rows)
+    return table(["contender", "stage 0, MiB", "stage 1, MiB", "tensors of stage 0, MiB", "of stage 1"], rows)
 
 
 def verdict(text: str, value: float, limit: float, digits: int = 3) -> str:
@@ -192,7 +193,8 @@ STEP = (
 )
 MEMORY = (
     "Growth of the resident set of a rank at its peak, from before the model is built to the end of the third step, in "
-    "fresh processes, the same model. *serial* has the whole model."
+    "fresh processes, the same model, after a small one was trained. *Tensors*: the bytes that torch's allocator had "
+    "given at their peak, in one more process; what the C library keeps is left out. *serial* has the whole model."
 )
 TIMELINE = (
     "When computations began and ended on each rank, by the clock of the machine; to wait for a message is no part of "

@@ -38,8 +38,11 @@ def run_memory(args: argparse.Namespace) -> list[dict[str, list[dict[str, Any]]]
         for name in args.contenders:
             if name != BOTH:
                 print(f"\rmemory {number + 1}/{args.memory_rounds} {name:<20}", end="", file=sys.stderr, flush=True)
-                spec = {"section": "memory", "shape": shape_of(args).record(), "name": name}
+                spec = {"section": "memory", "shape": shape_of(args).record(), "name": name, "tensors": False}
                 figures[name] = run_ranks(spec, 2, args.timeout, None, WORKER)
+                if not number:  # the same in every round
+                    counted = run_ranks({**spec, "tensors": True}, 2, args.timeout, None, WORKER)
+                    figures[name] = [{**a, **b} for a, b in zip(figures[name], counted, strict=True)]
         rounds.append(figures)
     print(file=sys.stderr)
     return rounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.pipe.contenders import BOTH, CONTENDERS, SERIAL, NotMeasuredError, Step
 from benchmarks.pipe.model import Shape
 from benchmarks.zero.worker import reset_peak, status_bytes, warm_up
+from torch.profiler import ProfilerActivity, profile
 
 NUM_CHECKED = 2
 """Steps whose losses are compared before anything is timed."""
@@ -60,15 +62,31 @@ def check_losses(ranks: list[dict[str, Any]]) -> None:
                     raise AssertionError(f"{name}, rank {rank}, step {step}: a loss of {loss}, serial {wanted}")
 
 
-def measure_memory(shape: Shape, name: str) -> dict[str, Any]:
-    """Growth of the resident set at its peak, from before the model is built to the last of some steps."""
+def measure_memory(shape: Shape, name: str, tensors: bool) -> dict[str, Any]:
+    """Growth of the resident set at its peak, from before the model is built to the last of some steps; or with
+    ``tensors`` the bytes that tensors had at their peak, as torch's allocator counts them: the same in every run.
+
+    A small model is trained first, so that what a library imports late does not count.
+    """
     try:
         build = CONTENDERS[name].load()
     except NotMeasuredError as error:
         return {"left_out": str(error)}
     warm_up()
-    before = reset_peak()
-    step = build(shape)
-    for number in range(NUM_MEMORY_STEPS):
-        step(shape.data(number))
-    return {"peak": status_bytes("VmHWM") - before}
+    small = Shape(layers=shape.layers, width=16, heads=shape.heads, context=8, batch=1)
+    build(small)(small.data(0))
+
+    def train() -> None:
+        step = build(shape)
+        for number in range(NUM_MEMORY_STEPS):
+            step(shape.data(number))
+
+    if not tensors:
+        before = reset_peak()
+        train()
+        return {"peak": status_bytes("VmHWM") - before}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        train()
+    changes = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes.sort(key=lambda e: e.start_ns())
+    return {"tensors": max(itertools.accumulate(e.nbytes() for e in changes))}

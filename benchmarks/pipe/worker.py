@@ -17,7 +17,7 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     if spec["section"] == "timeline":
         return timeline.measure(shape, spec["schedule"], spec["rounds"])
     if spec["section"] == "memory":
-        return step.measure_memory(shape, spec["name"])
+        return step.measure_memory(shape, spec["name"], spec["tensors"])
     return step.measure(shape, spec["rounds"], spec["names"], rank)
 
 
