@@ -252,7 +252,7 @@ def test_what_is_no_data_is_told_to_all_ranks() -> None:
 
     together(3, fn(lambda rank: None), "got no batches; it needs an iterator")
     together(3, fn(lambda rank: 5 if rank == 0 else iter(data(2))), "got something of type int; it needs an iterator")
-    together(3, fn(lambda rank: iter(data(2)) if rank == 0 else None), "rank(s) 2 failed to get the data")
+    together(3, fn(lambda rank: iter(data(2)) if rank == 0 else None), "rank 2 says ValueError: a first or last stage")
     odd = [({"ids": {1, 2}}, torch.zeros(3, WIDTH))] * 2
     together(3, fn(lambda rank: iter(odd if rank == 0 else data(2))), "the inputs of a batch has a set at ['ids']")
 

@@ -100,7 +100,9 @@ def test_data_that_fail_on_one_rank() -> None:
 
     def fn(rank: int) -> None:
         engine = engine_of(case)
-        kind, words = (OSError, "the disk is gone") if rank == 1 else (RuntimeError, r"rank\(s\) 1 failed to get")
+        kind, words = (
+            (OSError, "the disk is gone") if rank == 1 else (RuntimeError, "rank 1 says OSError: the disk is gone")
+        )
         with pytest.raises(kind, match=words):
             engine.train_batch(broken() if rank == 1 else batches(case, engine))
         with pytest.raises(ValueError, match=r"\(inputs, labels\)"):
@@ -149,20 +151,6 @@ class Exploded(RuntimeError):
 
 def explode(*args: Any) -> None:
     raise Exploded("boom")
-
-
-def test_a_shape_that_does_not_fit_is_named() -> None:
-    specs = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 6), LayerSpec(nn.Linear, 8, 2)]
-
-    def fn(rank: int) -> None:
-        model = PipelineModule(specs, num_stages=3, loss_fn=nn.functional.mse_loss)
-        engine = zoo.engine.initialize({**config(Case(pipe=3, num_micro=3))}, model)[0]
-        with pytest.raises(
-            RuntimeError, match=r"in layer 2 \(Linear\) of the pipeline, whose input is \(5, 6\) float32"
-        ):
-            engine.train_batch(iter([(torch.ones(5, 4), torch.ones(5, 2))] * 3))
-
-    sim.run(3, fn, seed=0, group_timeout_s=5.0)
 
 
 def test_a_rank_that_goes() -> None:

@@ -12,7 +12,7 @@ training systems are built from. It adds three things to torch's own functions:
 """
 
 from zoo.comm.check import CollectiveMismatchError
-from zoo.comm.communicator import Communicator
+from zoo.comm.communicator import Communicator, no_collectives
 from zoo.comm.exchange import exchange
 from zoo.comm.failures import RankFailedError, report_uncaught, together
 from zoo.comm.handles import DONE, Handle
@@ -34,6 +34,7 @@ __all__ = [
     "Send",
     "exchange",
     "init_distributed",
+    "no_collectives",
     "report_uncaught",
     "speak_as_torchrun",
     "together",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
 from zoo.comm.objects import check_packed, pack, size_of, unpack
 from zoo.comm.shared import share, unshare
 from zoo.comm.transport import choose_transport
+
+_alone: ContextVar[bool] = ContextVar("zoo_comm_alone", default=False)
+
+
+@contextlib.contextmanager
+def no_collectives() -> Iterator[None]:
+    """Collectives and messages of communicators inside raise NotImplementedError: other ranks do not come along."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 class Communicator:
@@ -228,6 +241,8 @@ class Communicator:
         self.close()
 
     def _check_open(self) -> None:
+        if _alone.get():
+            raise NotImplementedError(f"a collective of {self!r} in a forward that this rank makes alone.")
         if self._closed:
             raise ValueError(f"{self!r} was closed; make another one, or close it after its last use.")
 

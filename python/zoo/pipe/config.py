@@ -50,6 +50,11 @@ class PipelineConfig(Section):
     """Whether activations have other shapes each time, also where the inputs look alike: their shapes travel with
     them."""
 
+    check_shapes: bool = True
+    """Whether the layers are run once on the meta device, where the first stage is, before the first batch: a layer
+    that does not take what the one before it gives is then named before anything is sent. Functions among the layers
+    are called once more for it."""
+
     fates: ClassVar[Mapping[str, Fate]] = {
         "partition": unnecessary("PipelineModule(partition_method=...) says which layers a stage has", "best"),
         "seed_layers": unnecessary("PipelineModule(seed_layers=...) says it", False, nothing=(True,)),

@@ -15,6 +15,7 @@ from torch import nn
 
 from zoo.layout import declare_tied, declare_unit, split_of
 from zoo.pipe.documented import Documented
+from zoo.pipe.dry_run import misfit, outline_of
 from zoo.pipe.estimates import LayerSize
 from zoo.pipe.partition import split_layers
 from zoo.pipe.runtime.losses import again
@@ -114,7 +115,7 @@ class PipelineModule(Documented, nn.Module):
         counts = [_num_parameters(spec) for spec in self.specs]
         # Modules may be let go below.
         self._sized = [spec if isinstance(spec, LayerSpec) else size_of(spec) for spec in self.specs]
-        names = list(map(_name_of, self.specs))
+        names = self._names = list(map(_name_of, self.specs))
         self._bounds_of: Callable[[int], list[int]] = lambda num_stages: split_layers(
             partition_method, num_stages, names, lambda: counts
         )
@@ -124,6 +125,7 @@ class PipelineModule(Documented, nn.Module):
         self.bounds = self._bounds_of(len(self.rank_of))
         self._check_parameters(counts)
         self._check_shared()
+        self._outlines = self._outlined()
         self._calls: dict[int, Callable[[Any], Any]] = {}
         self.tied_modules = nn.ModuleDict()
         self.tied_ranks, self.tied_parameters = {}, {}
@@ -160,6 +162,18 @@ class PipelineModule(Documented, nn.Module):
                     f"pipeline rank {rank} of {self.num_stages} has no parameters: its layers are {named}. Use fewer "
                     "stages, or another partition_method."
                 )
+
+    def _outlined(self) -> list[Any]:
+        """The layers without memory, where the first stage is."""
+        if self.num_stages == 1 or not self.is_first_stage:
+            return []
+        return [outline_of(layer) for layer in self.specs]
+
+    def misfit(self, x: Any) -> str | None:
+        """On the rank with the first stage: a sentence on the first layer that does not take what it would get in a
+        forward of ``x``, found without numbers (:mod:`zoo.pipe.dry_run`); None where none is known."""
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
+        return misfit(self._outlines, x, names=self._names, dtype=dtype, training=self.training)
 
     def _rank_with(self, number: int) -> int:
         """The pipeline rank that has a layer."""

@@ -217,6 +217,8 @@ class SimGroup(dist.ProcessGroup):
         )
 
     def _call(self, op: str, inputs: Tensors, outputs: Tensors, payload: Tensors, **more: Any) -> Call:
+        if any(tensor.is_meta for tensor in inputs):
+            raise NotImplementedError(f"{op} got a tensor of the meta device, which has nothing that could be sent.")
         return Call(op, self._state, self._index, list(inputs), list(outputs), list(payload), **more)
 
     def _same(self, op: str, tensors: Tensors, outputs: Tensors | None = None, **more: Any) -> Call:

@@ -92,6 +92,7 @@ class PipelineRunner:
         self._num_channels = 0
         self._pipe: Communicator | None = None
         self._everyone: Communicator | None = None
+        self._fits = module.num_stages == 1 or not module.is_first_stage or not self._option("check_shapes", True)
         self._adds_losses = False  # some rank's stages have additional losses
         if module.num_stages > 1:
             self._pipe, self._everyone = _communicators(engine)
@@ -277,6 +278,8 @@ class PipelineRunner:
                     break
                 loaded.append(self._admit(next(batches), m, trains, labels))
                 counted = [a + b for a, b in zip(counted, engine.take_counts(), strict=True)]
+            if loaded and not self._fits:
+                self._check_fit(loaded[0][0])
             signature = zlib.crc32(repr([_looks(inputs) for inputs, _ in loaded]).encode()) if loaded else 0
         except StopIteration:
             status = _SHORT if loaded else _EMPTY
@@ -298,6 +301,13 @@ class PipelineRunner:
         if len(self._metas) > KEPT:
             del self._metas[next(iter(self._metas))]
         return loaded if needed else None, self._metas[key], found is None
+
+    def _check_fit(self, x: Any) -> None:
+        """Raise ValueError where the layers do not fit each other, before the first batch is sent through them."""
+        text = self._module.misfit(x)
+        if text is not None:
+            raise ValueError(text)
+        self._fits = True
 
     def _admit(self, batch: Any, m: int, trains: bool, labels: bool) -> tuple[Any, Any]:
         if self.batch_fn is not None:
@@ -350,13 +360,13 @@ class PipelineRunner:
         if not all(row[7] for row in rows):  # at first, and where a batch failed on some ranks
             self._close_channels()
             self._num_channels = 1 + max(row[6] for row in rows)
-        if error is not None:
-            raise error
-        failed = [everyone.ranks[i] for i, row in enumerate(rows) if row[0] == _FAILED]
+        failed = [i for i, row in enumerate(rows) if row[0] == _FAILED]
         if failed:
-            raise RuntimeError(
-                f"rank(s) {', '.join(map(str, failed))} failed to get the data of a batch; see there why."
-            )
+            said = everyone.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            text = "; ".join(f"rank {everyone.ranks[i]} says {said[i]}" for i in failed)
+            raise RuntimeError(f"nothing of this batch was sent: {text}")
         pulling = [row for row in rows if row[4] or row[0] != _OK]
         if pulling and all(row[0] == _EMPTY for row in pulling):
             return _EMPTY, 0, counted
