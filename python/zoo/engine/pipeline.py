@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,6 +10,7 @@ import torch
 
 from zoo.engine.batches import evaluating
 from zoo.engine.engine import Engine
+from zoo.zero import Drive, Forecast
 
 if TYPE_CHECKING:
     from zoo.pipe.runtime.runner import PipelineRunner
@@ -175,6 +177,26 @@ class PipelineEngine(Engine):
     def is_gradient_accumulation_boundary(self) -> bool:
         """True: a pipeline is driven batch by batch, and each ends in a step."""
         return True
+
+    def forecast(self, num_micro_batches: int | None = None) -> Forecast:
+        """What a training batch will cost this rank: the schedule is the list of which the plan of gathers and
+        reductions is made, and its messages are counted as "send".
+
+        Exact after two batches that were like it; before the first, modules are taken to be called one after the other,
+        and messages are not known. Left out are the numbers that ranks exchange once a batch to agree on their data,
+        and the loss.
+
+        Args:
+            num_micro_batches: of the batch; by default ``gradient_accumulation_steps``.
+        """
+        n = self.accumulation if num_micro_batches is None else num_micro_batches
+        if n < 1:
+            raise ValueError(f"forecast got num_micro_batches={num_micro_batches}; at least 1.")
+        optimizer = self.training("forecast")
+        drives = [Drive(**given) for given in self._runner.drives(n)]
+        found = optimizer.forecast(drives, max_bytes=self.config.pipeline.max_bytes)
+        sent = self._runner.sent_bytes(n)
+        return dataclasses.replace(found, wire_bytes={**found.wire_bytes, **({"send": sent} if sent else {})})
 
     # -- what a pipeline has not --------------------------------------------------------------------------------------
 

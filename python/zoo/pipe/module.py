@@ -273,6 +273,18 @@ class PipelineModule(Documented, nn.Module):
             return any(isinstance(p, nn.Parameter) for n in numbers for p in _parameters(self._calls[n]))
         return any(type(self._layer(n)).__name__ in names for n in numbers)
 
+    def names_of(self, stage: int) -> tuple[str, ...]:
+        """Names of the modules of a stage of this rank."""
+        found: dict[str, None] = {}
+        for number in range(self.bounds[stage], self.bounds[stage + 1]):
+            call = self._calls[number]
+            if isinstance(call, _Tied):
+                key = next(key for key, module in self.tied_modules.items() if module is call.module)
+                found[f"tied_modules.{key}"] = None
+            elif isinstance(call, nn.Module):
+                found[str(number)] = None
+        return tuple(found)
+
     def layer_call(self, number: int) -> Callable[[Any], Any]:
         """One of this rank's layers, as it is called."""
         return self._calls[number]

@@ -27,6 +27,7 @@ from zoo.zero.init import Init, InitReport
 from zoo.zero.offload import OffloadError, OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.optimizer import ZeroOptimizer
 from zoo.zero.runtime.external import register_external_parameter, unregister_external_parameter
+from zoo.zero.runtime.planning import Drive
 from zoo.zero.runtime.window import Window
 from zoo.zero.sharded import ShardedModel
 from zoo.zero.sharding.guard import PartitionedAccessError
@@ -54,6 +55,7 @@ from zoo.zero.update.clipping import NonFiniteGradientsError
 from zoo.zero.update.loss_scaler import LossScaler
 
 __all__ = [
+    "Drive",
     "DryRun",
     "Forecast",
     "GatheredParameters",

@@ -20,6 +20,7 @@ from zoo.zero.sharding.gradients import Phase
 if TYPE_CHECKING:
     from zoo.zero.collectives.feedback import Feedback
     from zoo.zero.runtime.hooks import Runtime
+    from zoo.zero.runtime.planning import Drive
     from zoo.zero.sharded import ShardedModel
     from zoo.zero.sharding.buckets import Bucket
     from zoo.zero.sharding.gradients import BucketGradients
@@ -171,13 +172,18 @@ class Inspection:
         """Bytes that this rank has read from and written to NVMe since construction."""
         return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
 
-    def forecast(self) -> Forecast:
+    def forecast(self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None) -> Forecast:
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
 
         The order of the units is the recorded one where a training forward has run, else that of ``named_modules``.
         Exact where the next forwards are like it and nothing is recomputed in backward.
+
+        Args:
+            drives: of a step in a window, what its schedule does from the window's beginning to its end; None: one
+                forward and its backward. max_bytes: of the window.
         """
-        states, plan = self._updater.forecast_bytes(), self._runtime.plan()
+        states, runtime = self._updater.forecast_bytes(), self._runtime
+        plan = runtime.plan() if drives is None else runtime.plan_window(drives, max_bytes)
         clips = self.clipping.measures
         found = make_forecast(
             self._buckets,

@@ -12,6 +12,7 @@ are needed. Otherwise a header travels before the data. Gradients need none: the
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class Meta:
             for shape, dtype, wanted in self.tensors
             if wanted or not gradients
         ]
+
+    def num_bytes(self, *, gradients: bool) -> int:
+        """Of the tensors, or of their gradients."""
+        return sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype, wanted in self.tensors if wanted or not gradients
+        )
 
     def text(self) -> str:
         """For a sentence."""

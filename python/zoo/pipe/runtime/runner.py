@@ -26,6 +26,7 @@ from zoo.pipe.validate import check
 __all__ = ["Event", "PipelineRunner"]
 
 _OK, _EMPTY, _SHORT, _FAILED = range(4)
+_VERBS = {Kind.BACKWARD: "backward", Kind.INPUT: "backward_inputs", Kind.WEIGHT: "backward_weights"}
 
 KEPT = 256
 """Looks of batches of which it is remembered how their messages look."""
@@ -110,14 +111,12 @@ class PipelineRunner:
         plan = self._plan(n, trains=True)
         loaded, metas, headers = self._load(batches, n, trains=True, labels=True)
         optimizer = engine.optimizer
-        each = self._option("reduce", "once") == "each"
-        last = plan.last[max(plan.last, key=lambda s: self._place(plan, s))]
         try:
             with engine.sharded.window(max_bytes=self._option("max_bytes", None)) as window:
                 hooks = Hooks(
                     window=window, accumulate=engine.sharded.accumulate, computing=engine.computing,
                     final_loss=lambda loss, m: engine.final_loss(loss, ahead=m),
-                    scale=scale * float(optimizer.loss_scale), reduce=lambda c: each or c == last,
+                    scale=scale * float(optimizer.loss_scale), reduce=self._reduces(plan),
                     timed=self._timing(),
                 )  # fmt: skip
                 batch = self._batch(hooks, loaded, metas)
@@ -155,6 +154,40 @@ class PipelineRunner:
             raise
         return [batch.outputs[m] for m in sorted(batch.outputs)], [batch.losses[m] for m in sorted(batch.losses)]
 
+    def drives(self, n: int) -> list[dict[str, Any]]:
+        """What a training batch of n micro-batches does to the window of this rank's model, in order: arguments of
+        :class:`zoo.zero.Drive`."""
+        plan = self._plan(n, trains=True)
+        reduces = self._reduces(plan)
+        found: list[dict[str, Any]] = []
+        for step in plan.program:
+            c = step.computation
+            if c is None:
+                continue
+            key = c.stage, c.micro_batch
+            if c.kind is Kind.FORWARD:
+                found.append({"verb": "forward", "key": key, "like": key, "modules": self._module.names_of(c.stage)})
+            else:
+                found.append({"verb": _VERBS[c.kind], "key": key, "reduce": reduces(c)})
+        return found
+
+    def sent_bytes(self, n: int) -> int | None:
+        """Bytes of activations and gradients that this rank sends in a training batch of n micro-batches that looks
+        like the latest one; None as long as there was none."""
+        known = [metas for (_, trains), metas in self._metas.items() if trains]
+        if not known and self._module.num_stages > 1:
+            return None
+        total = 0
+        for step in self._plan(n, trains=True).program:
+            for transfer in step.transfers:
+                if transfer.sends:
+                    stage = transfer.stage - (transfer.what == "gradient")
+                    meta = known[-1].get(("activation", stage, transfer.micro_batch))
+                    if meta is None:
+                        return None
+                    total += meta.num_bytes(gradients=transfer.what == "gradient")
+        return total
+
     def forget_shapes(self) -> None:
         """What is known of the shapes of activations is forgotten. On all ranks."""
         self._metas.clear()
@@ -175,6 +208,12 @@ class PipelineRunner:
 
     def _option(self, name: str, default: Any) -> Any:
         return getattr(self._config, name, default)
+
+    def _reduces(self, plan: _Plan) -> Callable[[Computation], bool]:
+        """Whether a backward reduces: the last one of a batch, or each that gives gradients of weights."""
+        each = self._option("reduce", "once") == "each"
+        last = plan.last[max(plan.last, key=lambda s: self._place(plan, s))]
+        return lambda c: c.kind is not Kind.INPUT and (each or c == last)
 
     @staticmethod
     def _place(plan: _Plan, stage: int) -> int:

@@ -83,7 +83,7 @@ def forecast(
     """Forecast a step of the given buckets.
 
     Args:
-        plan: of a forward and its backward.
+        plan: of a forward and its backward, or of a window.
         reduce_dtype: in which gradients are sent, None for their own.
         optimizer_bytes: bytes of masters and optimizer states on this rank, by tier.
         clips: whether the gradient norm is exchanged.
@@ -95,7 +95,8 @@ def forecast(
         parameters += bucket.kept_bytes()
         if bucket.spec.trainable:
             gradients += 0 if bucket.gradients_on_nvme else bucket.gradient_bytes()
-            hops += bucket.reduce_hops(reduce_dtype)
+            waits = bucket.routes.axes.spans_layers  # for the step
+            hops += bucket.reduce_hops(reduce_dtype, times=1 if waits else plan.reductions)
     for bucket, again in plan.gathers:
         hops += bucket.gather_hops(again=again)
     secondary = sum(bucket.secondary_bytes() for bucket in plan.secondary)

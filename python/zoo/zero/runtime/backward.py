@@ -303,6 +303,11 @@ class Backward:
         self._done.clear()
         self._newly_done = True
 
+    def drive_through(self, context: Context, part: Part) -> None:
+        """A driven backward without autograd, and without what it reduces: what a plan does."""
+        self.drive(context, part, syncs=False)
+        self.arrive()
+
     def _leave(self) -> None:
         """This backward is through with the context it is at."""
         context = self._at

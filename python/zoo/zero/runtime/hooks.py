@@ -11,7 +11,7 @@ All of it is a constant number of Python operations a unit; nothing is done by p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from zoo.zero.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.external import registered
 from zoo.zero.runtime.outputs import tensors_in
-from zoo.zero.runtime.planning import Call, Enter, Exit, Plan, in_turn, plan_pass
+from zoo.zero.runtime.planning import Drive, Plan, calls_of, plan_pass, plan_window, units_in_turn
 from zoo.zero.runtime.reductions import Demand, Reductions
 from zoo.zero.runtime.residency import Residency
 from zoo.zero.runtime.stacks import exception_of_call, is_called
@@ -94,6 +94,7 @@ class Runtime:
         self._pass_grad = self._trained = False
         self._events: list[Unit | bool] = []  # of this pass: units that start; for each that ends, whether it is a call
         self._latest: list[Unit | bool] = []  # of the latest training pass
+        self.window_calls: dict[Hashable, list[Unit | bool]] = {}  # of each micro-batch of the latest window
         self.held: dict[Bucket, list[int]] = {}
         self._running: list[Unit] = []
         self._pass = 0  # its number
@@ -480,15 +481,27 @@ class Runtime:
 
     def plan(self) -> Plan:
         """What a training forward like the latest one and its backward do; before the first: all units in turn."""
-        if self._latest:
-            calls: list[Call] = [
-                Exit(event) if isinstance(event, bool) else Enter(event.name, event.partitioned)
-                for event in self._latest
-            ]
-        else:
-            calls = in_turn((unit.name, unit.partitioned) for unit in self._units if unit.partitioned)
+        calls = calls_of(self._latest) if self._latest else units_in_turn(self._units)
         residency = self.residency
         return plan_pass(calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes)
+
+    def plan_window(self, drives: Sequence[Drive], max_bytes: int | None) -> Plan:
+        """What a window with these drives does."""
+        calls = {}
+        for drive in drives:
+            if drive.verb == "forward" and drive.like not in calls:
+                seen = self.window_calls.get(drive.like)
+                calls[drive.like] = units_in_turn(self._units, drive.modules) if seen is None else calls_of(seen)
+        residency = self.residency
+        return plan_window(
+            drives, calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes,
+            window_bytes=max_bytes,
+        )  # fmt: skip
+
+    def note_calls(self, key: Hashable) -> None:
+        """The forward that has just ended was that of micro-batch ``key`` of a window."""
+        if self._has_partitioned and self._trained:
+            self.window_calls[key] = self._events
 
     def updated(self) -> None:
         """The parameters have other values: what is gathered is stale, and so is every forward before."""

@@ -4,18 +4,18 @@ It is the runtime's own code (``residency.py``, the walk of ``backward.py``) run
 no memory and write down what is asked of them. So there is one policy, and a plan is what a recording will be.
 
 The plan is that of a training pass that is predicted right: prefetching knows its order, and no unit is recomputed in
-backward.
+backward. That of a window (``window.py``) comes from a schedule's list of :class:`Drive`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zoo.plan import Action, Actions, Kind, Moment
 from zoo.zero.runtime.backward import Backward
-from zoo.zero.runtime.contexts import Context, Contexts
+from zoo.zero.runtime.contexts import Context, Contexts, Part
 from zoo.zero.runtime.residency import Residency
 from zoo.zero.sharding.buckets import Bucket
 
@@ -40,22 +40,58 @@ Call = Enter | Exit
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One forward and its backward.
+    """One forward and its backward, or those of a window.
 
     Attributes:
         actions: unshards, prefetches and reshards, in order.
         gathers: the buckets that are gathered, and whether from what hpZ keeps of them.
         secondary: the buckets of which hpZ keeps a part for backward.
+        reductions: how often gradients are reduced.
     """
 
     actions: Actions
     gathers: tuple[tuple[Bucket, bool], ...]
     secondary: frozenset[Bucket]
+    reductions: int = 1
+
+
+Verb = Literal["forward", "backward", "backward_inputs", "backward_weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """What a schedule does to one micro-batch: a verb of :class:`~zoo.zero.runtime.window.Window`, and its ``key``.
+
+    Attributes:
+        like: of a forward: it calls the units that the one of this key called in the latest window, if there was one.
+        modules: otherwise in turn those that have one of these names, or are within them; () for all.
+        reduce: of a backward.
+    """
+
+    verb: Verb
+    key: Hashable
+    like: Hashable = None
+    modules: tuple[str, ...] = ()
+    reduce: bool = False
 
 
 def in_turn(units: Iterable[tuple[str, tuple[Bucket, ...]]]) -> list[Call]:
     """Calls of units that do not nest, one after the other."""
     return [event for name, buckets in units for event in (Enter(name, buckets), Exit())]
+
+
+def units_in_turn(units: Iterable[Any], modules: Sequence[str] = ()) -> list[Call]:
+    """Calls of all units that have partitioned buckets, or of those within ``modules``."""
+    within = tuple(f"{name}." for name in modules)
+    return in_turn(
+        (unit.name, unit.partitioned) for unit in units
+        if unit.partitioned and (not modules or f"{unit.name}.".startswith(within))
+    )  # fmt: skip
+
+
+def calls_of(events: Iterable[Any]) -> list[Call]:
+    """What the hooks have noted of a pass: units that start, and for each that ends, whether backward comes back."""
+    return [Exit(event) if isinstance(event, bool) else Enter(event.name, event.partitioned) for event in events]
 
 
 def plan_pass(calls: Sequence[Call], *, prefetch_bytes: int, keep_bytes: int) -> Plan:
@@ -67,6 +103,29 @@ def plan_pass(calls: Sequence[Call], *, prefetch_bytes: int, keep_bytes: int) ->
     """
     buckets = list(dict.fromkeys(b for event in calls if isinstance(event, Enter) for b in event.buckets))
     return _Planner(buckets, prefetch_bytes, keep_bytes).run(calls)
+
+
+def plan_window(
+    drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]], *, prefetch_bytes: int, keep_bytes: int,
+    window_bytes: int | None,
+) -> Plan:  # fmt: skip
+    """What happens to partitioned buckets in a window with these drives, after one that was like it.
+
+    Args:
+        calls: by ``like``: what a forward enters and exits.
+        prefetch_bytes, keep_bytes, window_bytes: see :class:`~zoo.zero.runtime.residency.Residency`.
+    """
+    every = [event for part in calls.values() for event in part if isinstance(event, Enter)]
+    planner = _Planner(list(dict.fromkeys(b for event in every for b in event.buckets)), prefetch_bytes, keep_bytes)
+    planner.window(drives, calls, window_bytes)  # prefetching knows its orders from this
+    planner.restart()
+    return planner.window(drives, calls, window_bytes)
+
+
+def _reductions(drives: Sequence[Drive]) -> int:
+    """Those that are asked for, and that of the step where something was accumulated after them."""
+    accumulating = [drive for drive in drives if drive.verb in ("backward", "backward_weights")]
+    return sum(drive.reduce for drive in accumulating) + (not accumulating or not accumulating[-1].reduce)
 
 
 class _Planner:
@@ -91,11 +150,39 @@ class _Planner:
             for bucket in event.buckets if isinstance(event, Enter) else ():
                 residency.orders.advance(bucket.index)
         residency.orders.end()
-        self._backward(self._forward(calls, mode))
-        return Plan(actions=self.actions, gathers=tuple(self.gathers), secondary=frozenset(self.secondary))
+        context = self._forward(calls, mode, Context(0, 0))
+        self._walker().walk_through(context)
+        self._residency.clear()
+        return self._plan()
 
-    def _forward(self, calls: Sequence[Call], mode: str) -> Context:
-        residency, context = self._residency, Context(0, 0)
+    def window(self, drives: Sequence[Drive], calls: Mapping[Hashable, Sequence[Call]], num_bytes: int | None) -> Plan:
+        """All that a schedule does, from the beginning of the window to its end."""
+        self._residency.window_bytes = num_bytes
+        contexts, walker = Contexts(), self._walker()
+        running: dict[Hashable, Context] = {}
+        for drive in drives:
+            if drive.verb == "forward":
+                running[drive.key] = self._forward(calls[drive.like], "training", contexts.drive(f"{drive.key}"))
+                continue
+            self.now = (Moment.BACKWARD, "")
+            part = Part(drive.verb)
+            walker.drive_through(running[drive.key], part)
+            if part is not Part.INPUTS:
+                contexts.close(running.pop(drive.key))
+        self._residency.clear()
+        return self._plan(reductions=_reductions(drives))
+
+    def restart(self) -> None:
+        """What was planned is forgotten, but not the orders."""
+        self.actions, self.gathers, self.secondary = Actions(), [], set()
+
+    def _plan(self, **more: int) -> Plan:
+        return Plan(
+            actions=self.actions, gathers=tuple(self.gathers), secondary=frozenset(self.secondary), **more
+        )  # fmt: skip
+
+    def _forward(self, calls: Sequence[Call], mode: str, context: Context) -> Context:
+        residency = self._residency
         running: list[Any] = []
         residency.begin(mode)
         for event in calls:
@@ -115,9 +202,9 @@ class _Planner:
         residency.end()
         return context
 
-    def _backward(self, context: Context) -> None:
-        walker: Any = Backward
-        backward = walker(
+    def _walker(self) -> Any:
+        made: Any = Backward
+        backward = made(
             Contexts(), self._residency, None, self._used, comm=None, overlap=False, on_end=lambda synced: None
         )
         self.now = (Moment.BACKWARD, "")
@@ -129,8 +216,7 @@ class _Planner:
             self.ahead = False
 
         backward.prefetch = prefetch
-        backward.walk_through(context)
-        self._residency.clear()
+        return backward
 
     def note(self, kind: Kind, bucket: Bucket) -> None:
         moment, unit = self.now
@@ -159,6 +245,14 @@ class _Planned(Residency):
         by_index, self._buckets = self._buckets, self._used
         super().clear()
         self._buckets = by_index
+
+    def settle(self) -> None:
+        by_index, self._buckets = self._buckets, self._used
+        super().settle()
+        self._buckets = by_index
+
+    def _whole_bytes(self) -> int:
+        return sum(b.num_bytes for b in self._used if b.live)
 
 
 class _Unit:

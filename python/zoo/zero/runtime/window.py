@@ -92,6 +92,7 @@ class Window:
         if runtime.window is not None:
             raise RuntimeError("a window inside of another window of the same model: one schedule drives it at a time.")
         runtime.window, self._entered = self, True
+        runtime.window_calls = {}
         runtime.residency.window_bytes = self._max_bytes
         return self
 
@@ -137,6 +138,7 @@ class Window:
             raise
         else:
             self._all[key].state = State.RAN
+            self._runtime.note_calls(key)
         finally:
             self._runtime.drive(None)
 

@@ -284,13 +284,13 @@ class Bucket:
             return self.num_gradient_bytes
         return self.num_gradient_bytes // self.num_chunks if self.placements.keep_gradients else 0
 
-    def reduce_hops(self, reduce_dtype: torch.dtype | None) -> list[Hop]:
-        """The collectives of one backward and step for a trainable bucket, beside gathers."""
-        hops = self.routes.reduce.hops(self.layout.size, (reduce_dtype or self.spec.gradient_dtype).itemsize)
+    def reduce_hops(self, reduce_dtype: torch.dtype | None, *, times: int = 1) -> list[Hop]:
+        """The collectives of a step for a trainable bucket, reduced ``times`` times, beside gathers."""
+        hops = self.routes.reduce.hops(self.layout.size, (reduce_dtype or self.spec.gradient_dtype).itemsize) * times
         if not self.placements.states.is_split:  # the mean gradient
             if self.routes.reduces_whole:
                 return hops
-            hops.append(Hop("all_gather", self.shard_group, self.num_gradient_bytes))
+            hops += [Hop("all_gather", self.shard_group, self.num_gradient_bytes)] * times
         elif not self.partitioned:  # the new parameters
             hops.append(Hop("all_gather", self.shard_group, self.num_bytes))
         return hops
