@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
+from zoo.pipe.leaves import changed_in_place
+from zoo.pipe.regions import Around
 from zoo.pipe.symbols import Recorded, filled
 
 __all__ = ["Segment", "Use", "cut", "loss_of"]
@@ -16,10 +19,12 @@ __all__ = ["Segment", "Use", "cut", "loss_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What of the model nodes use: paths of modules that they call, and of parameters and buffers that they read."""
+    """What of the model nodes use: paths of modules that they call, and of parameters and buffers that they read, and
+    of those among them that they change."""
 
     modules: frozenset[str]
     attributes: frozenset[str]
+    changed: frozenset[str]
 
 
 @dataclass(kw_only=True)
@@ -70,17 +75,19 @@ class Segment:
         owner = self._owner()
         part = self.parts[owner.training]
         values: dict[str, Any] = {} if self.is_first else dict(zip(part.inputs, map(_unpack, x), strict=True))
-        for node in part.nodes:
-            if node.op == "placeholder":
-                values[node.name] = _argument(x, node.meta["key"])
-            elif node.op == "output":
-                outcome = filled(node.args[0], lambda n: values[n.name])
-                training = self.loss_only and owner.training and torch.is_grad_enabled()
-                return loss_of(outcome) if training else outcome
-            else:
-                values[node.name] = _computed(owner, node, values, self.constants)
-            for name in part.over.get(node, ()):
-                values.pop(name, None)
+        with Around() as around:
+            for node in part.nodes:
+                around.move(node.meta.get("region"))
+                if node.op == "placeholder":
+                    values[node.name] = _argument(x, node.meta["key"])
+                elif node.op == "output":
+                    outcome = filled(node.args[0], lambda n: values[n.name])
+                    training = self.loss_only and owner.training and torch.is_grad_enabled()
+                    return loss_of(outcome) if training else outcome
+                else:
+                    values[node.name] = _computed(owner, node, values, self.constants)
+                for name in part.over.get(node, ()):
+                    values.pop(name, None)
         return tuple(_pack(values[name]) for name in part.outputs)
 
 
@@ -110,7 +117,10 @@ def _computed(owner: nn.Module, node: fx.Node, values: Mapping[str, Any], consta
         return _value(owner, str(node.target), constants)
     args, kwargs = (filled(given, lambda n: values[n.name]) for given in (node.args, node.kwargs))
     if node.op == "call_module":
-        return _module(owner, str(node.target))(*args, **kwargs)
+        module, options = _module(owner, str(node.target)), node.meta.get("checkpoint")
+        if options is None or not torch.is_grad_enabled():
+            return module(*args, **kwargs)
+        return checkpoint(module, *args, **options, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = node.target
@@ -207,9 +217,11 @@ def used(model: nn.Module, use: Use) -> list[nn.Parameter]:
 
 def _use(nodes: Iterable[fx.Node], constants: Mapping[str, Any]) -> Use:
     many = list(nodes)
+    changed = (changed_in_place(n) for n in many if n.op != "get_attr")
     return Use(
         modules=frozenset(str(n.target) for n in many if n.op == "call_module"),
         attributes=frozenset(str(n.target) for n in many if n.op == "get_attr" and n.target not in constants),
+        changed=frozenset(str(n.target) for n in changed if n is not None and n.target not in constants),
     )
 
 

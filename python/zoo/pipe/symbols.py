@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
-import inspect
 import linecache
 import operator
 import os
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -23,24 +22,10 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from zoo.pipe.leaves import FACTORIES, IN_PLACE, Refused, has_symbols, leaf_functions, unchanged
+from zoo.pipe.regions import Regions
+
 __all__ = ["Recorded", "Refused", "filled", "guard", "record"]
-
-_FACTORIES = frozenset({
-    torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.normal, torch.ones,
-    torch.rand, torch.randint, torch.randn, torch.randperm, torch.tensor, torch.tril_indices, torch.triu_indices,
-    torch.zeros,
-})  # fmt: skip
-"""They make tensors out of numbers: in each forward anew, on the device of that one."""
-
-_MASKS = "transformers.masking_utils"
-"""A module whose functions ``create_…_mask`` decide by values; they are called as they are, in each forward."""
-
-_SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
-"""Their options to return None where values allow it: a message between stages has the same tensors each time."""
-
-
-class Refused(ValueError):
-    """A forward that cannot be traced."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,17 +60,23 @@ def record(
     tracer = _Tracer(model, through, given, fixed, example)
     try:
         with (
-            _unchanged(model),
+            unchanged(model),
             tracer.fake or contextlib.nullcontext(),
-            _Factories(tracer),
-            _leaf_functions(tracer, functions, through),
+            _Constants(tracer),
+            leaf_functions(tracer, functions, through),
+            tracer.regions.open(),
         ):
             graph = tracer.trace(model)
     except Exception as error:
         raise Refused(_sentence(error, tracer)) from error
     for node in graph.nodes:
-        node.meta = {name: node.meta[name] for name in ("path", "key") if name in node.meta}
+        node.meta = {name: node.meta[name] for name in _LASTING if name in node.meta}
     return Recorded(graph=graph, constants=tracer.constants)
+
+
+_LASTING = ("path", "key", "region", "checkpoint")
+"""What is known of a node and needed when it runs: see ``_Tracer.create_node``, ``create_args_for_root``, and
+``zoo.pipe.leaves``."""
 
 
 class _Symbol(fx.Proxy):
@@ -120,6 +111,14 @@ class _Symbol(fx.Proxy):
         if not found or isinstance(value, torch.Tensor):
             _undecided(self, "whether something is in it")
         return item in value
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Symbol, Any], Any]:
+    return lambda symbol, other: symbol.tracer.create_proxy("call_function", function, (symbol, other), {})
+
+
+for _function in IN_PLACE:
+    setattr(_Symbol, f"__{_function.__name__}__", _in_place(_function))
 
 
 class _Known(_Symbol):
@@ -208,6 +207,7 @@ class _Tracer(fx.Tracer):
         self._paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.path = [""]
         self.evaluating = False
+        self.regions = Regions()
         self.constants: dict[str, Any] = {}
         self._lasting = {id(v) for m in through.values() for v in vars(m).values()}
         self._lasting |= {id(v) for v in fixed.values()}
@@ -271,14 +271,24 @@ class _Tracer(fx.Tracer):
             return found
         return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
+    def attribute(self, path: str) -> Any:
+        """What a node ``get_attr`` with this target is."""
+        return _attribute(self.root, path, self.constants)
+
+    def leaf_path(self, module: nn.Module) -> str | None:
+        """The path of a module that is called as it is; None for others."""
+        return None if id(module) in self._through else self._paths.get(id(module))
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Parameters and buffers of modules that are traced through are nodes."""
         return attr_val if self.evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """It knows in which module it was made."""
+        """It knows in which module it was made, and under ``no_grad`` or ``autocast``."""
         node = super().create_node(*args, **kwargs)
         node.meta["path"] = self.path[-1]
+        if (region := self.regions.now()) is not None:
+            node.meta["region"] = region
         return node
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
@@ -304,6 +314,8 @@ class _Tracer(fx.Tracer):
         if dataclasses.is_dataclass(a) and not isinstance(a, type):
             fields = {f.name: self.create_arg(getattr(a, f.name)) for f in dataclasses.fields(a) if f.init}
             return self.create_node("call_function", type(a), (), fields)
+        if type(a) is OrderedDict:
+            return self.create_node("call_function", OrderedDict, (self.create_arg(dict(a)),), {})
         try:
             return super().create_arg(a)
         except NotImplementedError:
@@ -322,13 +334,24 @@ class _Tracer(fx.Tracer):
         return id(value) in self._lasting and not isinstance(value, plain)
 
     def _constant(self, value: Any) -> fx.Node:
+        if _is_fake(value):
+            raise Refused(
+                "a tensor that is made in forward, or kept by a hook, has no values when it is traced; make it with "
+                "torch.tensor or another function of torch, or in __init__ (register_buffer)"
+            )
         name = next((name for name, known in self.constants.items() if known is value), "")
         if not name:
             name = f"<constant {len(self.constants)}>"
             self.constants[name] = value
         node = self.create_node("get_attr", name, (), {})
-        node.meta["example"] = value
+        node.meta["example"] = self._without_values(value)
         return node
+
+    def _without_values(self, value: Any) -> Any:
+        """So that nothing is changed when it is evaluated."""
+        if self.fake is None or not isinstance(value, torch.Tensor) or _is_fake(value):
+            return value
+        return self.fake.from_tensor(value, static_shapes=True)
 
     def _evaluate(self, node: fx.Node) -> None:
         if node.target is guard:
@@ -342,7 +365,7 @@ class _Tracer(fx.Tracer):
                 elif node.op == "call_method":
                     value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 elif node.op == "get_attr":
-                    value = _attribute(self.root, str(node.target), self.constants)
+                    value = self._without_values(self.attribute(str(node.target)))
                 else:
                     target: Any = node.target
                     value = target(*args, **kwargs)
@@ -374,76 +397,38 @@ def _attribute(model: nn.Module, path: str, constants: Mapping[str, Any]) -> Any
     return getattr(model.get_submodule(owner), name)
 
 
-class _Factories(TorchFunctionMode):
+class _Constants(TorchFunctionMode):
+    """What is made of no symbols, but of numbers or of a module's own tensors, is made in each forward anew."""
+
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FACTORIES and not self._tracer.evaluating:
-            return self._tracer.create_proxy("call_function", func, args, kwargs)
-        return func(*args, **kwargs)
+        kwargs, tracer = kwargs or {}, self._tracer
+        if tracer.evaluating or (func not in FACTORIES and has_symbols((args, kwargs))):
+            return func(*args, **kwargs)
+        if func not in FACTORIES:
+            tracer.evaluating = True  # what it calls in turn is its own
+            try:
+                found = func(*args, **kwargs)
+            finally:
+                tracer.evaluating = False
+            if tracer.fake is None or not any(map(_is_fake, torch.utils._pytree.tree_leaves(found))):
+                return found
+        return tracer.create_proxy("call_function", func, args, kwargs)
 
 
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """What a forward sets on its modules is undone: symbols, and tensors without values."""
-    kept: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, dict[str, Any]]]]] = [
-        (m, dict(vars(m)), [(inside, dict(inside)) for inside in (m._parameters, m._buffers, m._modules)])
-        for m in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, insides in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for inside, items in insides:
-                inside.clear()
-                inside.update(items)
+def _is_fake(value: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
 
-
-@contextlib.contextmanager
-def _leaf_functions(
-    tracer: _Tracer, functions: Iterable[Callable[..., Any]], through: Mapping[str, nn.Module]
-) -> Iterator[None]:
-    """In the modules where the traced classes come from, these functions make nodes while this is open."""
-    masks = vars(sys.modules[_MASKS]) if _MASKS in sys.modules else {}
-    known = {id(f): f for f in functions}
-    known |= {id(f): f for name, f in masks.items() if name.startswith("create_") and callable(f)}
-    homes = {base.__module__ for m in through.values() for base in type(m).__mro__}
-    patched: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for home in homes - {"builtins", "torch.nn.modules.module"}:
-            space = vars(sys.modules[home]) if home in sys.modules else {}
-            for name, value in list(space.items()):
-                if id(value) in known and known[id(value)] is value:
-                    patched.append((space, name, value))
-                    space[name] = _as_node(tracer, value)
-        yield
-    finally:
-        for space, name, value in patched:
-            space[name] = value
-
-
-def _as_node(tracer: _Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
-    options = {name: False for name in _SKIPS if name in inspect.signature(function).parameters}
-
-    @functools.wraps(function)
-    def node(*args: Any, **kwargs: Any) -> Any:
-        if tracer.evaluating:
-            return function(*args, **kwargs)
-        if kwargs.get("attention_mask") is not None:
-            kwargs = {**options, **kwargs}
-        return tracer.create_proxy("call_function", function, args, kwargs)
-
-    return node
+    return type(value) is FakeTensor
 
 
 def _own(name: str) -> bool:
     """Whether a file is the model's, and not of those who trace it."""
-    return not name.startswith(("<", os.path.dirname(torch.__file__), __file__, contextlib.__file__))
+    here = [os.path.join(os.path.dirname(__file__), f"{file}.py") for file in ("symbols", "leaves", "regions")]
+    return not name.startswith(("<", os.path.dirname(torch.__file__), contextlib.__file__, *here))
 
 
 def _where() -> str:

@@ -48,7 +48,8 @@ def split(
 
     Args:
         module: has to return the same for the same inputs: what its forward does beside (counters, prints, random
-            numbers of Python) is done once, when it is traced. It is traced in training and in evaluation.
+            numbers of Python) is done once, when it is traced; buffers that it changes in place are changed each time.
+            It is traced in training and in evaluation.
         points: paths of submodules before which a new stage begins, in the order of the forward, and then each stage is
             one layer. None: every called submodule with parameters begins a layer, blocks that are repeated in a list
             are not cut, and ``partition_method`` (by default equal numbers of parameters) says which layers a stage
@@ -123,6 +124,7 @@ class TracedPipeline(PipelineModule):
                 f"{self.num_layers - 1} points make {self.num_layers} stages, and {self.num_stages} pipeline ranks "
                 f"have {stages} with this schedule; give {stages - 1} points, or num_stages= alone."
             )
+        self._check_changed(original)
         users: dict[int, set[int]] = {}
         for stage, rank in enumerate(self.rank_of):
             for segment in self.specs[self.bounds[stage] : self.bounds[stage + 1]]:
@@ -139,6 +141,17 @@ class TracedPipeline(PipelineModule):
         _mount(self, original, own, rest=0 in self.stages, everywhere=self.specs)
         for segment in own:
             segment.owner = self
+
+    def _check_changed(self, original: nn.Module) -> None:
+        """What one rank changes of its copy, others would not see."""
+        segments = [(self._rank_with(number), segment.use) for number, segment in enumerate(self.specs)]
+        for rank, use in segments:
+            for other, also in segments:
+                if other != rank and (both := use.changed & also.attributes):
+                    raise ValueError(
+                        f"the forward of {type(original).__name__} changes {min(both)!r} on pipeline rank {rank} and "
+                        f"reads it on rank {other}, which has a copy; cut so that one rank does both (points=)."
+                    )
 
 
 # What is cut ---------------------------------------------------------------------------------------------------------
