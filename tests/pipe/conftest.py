@@ -1,0 +1,14 @@
+"""What is done once, before the first test of a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+
+from zoo.kernels import loading
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _native() -> None:
+    """Kernels are compiled and loaded out here: in a simulated rank that would count as computing, which has a limit
+    of 120 s of real time, and on a busy machine they may take longer."""
+    loading.native()
