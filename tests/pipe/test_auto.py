@@ -14,7 +14,7 @@ from torch import nn
 
 import zoo.engine
 from zoo import registry, sim
-from zoo.pipe import build
+from zoo.pipe import build, split
 from zoo.pipe.choose import CANDIDATES, choose
 from zoo.pipe.estimates import LayerSize, costs_of_stages, layer_costs
 from zoo.pipe.module import PipelineModule
@@ -133,6 +133,51 @@ def test_a_model_without_its_stages_is_refused() -> None:
 
     with pytest.raises(sim.RankError, match=r"none of the schedules zb_v has its stages on the ranks \(0, 1\)"):
         sim.run(2, fn, seed=0)
+
+
+def test_a_rank_without_parameters_and_forwards_only_are_not_taken() -> None:
+    ends = [torch.relu, *SPECS[:2], torch.relu]
+    times = {"forward_s": [1.0] * 4, "backward_s": [2.0] * 4}
+    assert placed(2, "zb_h1", ends)[0][0] == (0, 1)
+    assert placed(2, auto(**times, candidates=["zb_v", "inference", "1f1b"]), ends)[0][0] == (0, 1)
+    with pytest.raises(sim.RankError, match=r"rank 0 of 2 has no parameters: its layers are 0 .*relu"):
+        placed(2, auto(**times, candidates=["zb_v"]), ends)
+    with pytest.raises(sim.RankError, match=r"inference: it has forwards only, and does not train\)\."):
+        placed(2, auto(candidates=["inference"]))
+
+
+def test_points_leave_schedules_with_as_many_stages() -> None:
+    def rank_of(*points: str) -> list[Any]:
+        def fn(rank: int) -> Any:
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+            return split(model, points, schedule="auto", num_stages=2, example=torch.ones(2, 4)).rank_of
+
+        return sim.run(2, fn)
+
+    assert rank_of("2") == [(0, 1)] * 2
+    assert rank_of("1", "2", "3") == [(0, 1, 1, 0)] * 2
+    with pytest.raises(sim.RankError, match="2 points make 3 stages, and 2 pipeline ranks have 4 with this schedule"):
+        rank_of("1", "2")
+    with pytest.raises(ValueError, match="give num_stages="):
+        split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ["1"], schedule="auto", example=torch.ones(2, 4))
+
+
+def test_what_is_checkpointed_is_computed_again_in_both_parts_of_a_backward() -> None:
+    sizes = [LayerSize(multiplied=n, kept_bytes=10 * n, entering_bytes=0 if n == 0 else 3) for n in (0, 1, 1, 0, 2, 2)]
+    layers = layer_costs(sizes, tokens=1, flops_per_s=2.0)
+    found = costs_of_stages(
+        layers, lambda _: [0, 3, 6], checkpoint_interval=2, checkpointed=lambda numbers: 2 not in numbers
+    )(2)
+    assert found.forward_s == [2.0, 4.0]
+    assert found.kept_bytes == [3 + 10, 3 + 3]  # of layers 0 and 1, all of layer 2; of layers 3 and 4, of layer 5
+    assert found.backward_s == [2 * 2 + 1, 2 * 4 + 4]
+    assert (found.input_s, found.weight_s) == ([5.0, 4 + 4], [0.0, 4 + 4])
+    specs = [LayerSpec(nn.Linear, 8, 8)] * 4
+    for names, expected in ((None, 2 * 32), (["Linear"], 2 * 32), (["Conv2d"], 4 * 64)):
+        model = PipelineModule(
+            specs, num_stages=1, schedule="auto", activation_checkpoint_interval=2, checkpointable_layers=names
+        )
+        assert model.schedule._costs_of(1).kept_bytes == [expected]
 
 
 def test_sizes_of_layers() -> None:

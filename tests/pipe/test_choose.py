@@ -82,6 +82,19 @@ def test_the_order_is_that_of_the_simulations(
     assert keys == sorted(keys)
 
 
+def test_what_does_not_train_is_not_taken() -> None:
+    found = choose(2, 4, evenly(MODEL), candidates=[Candidate("inference"), Candidate("1f1b")])
+    assert found.best.candidate.name == "1f1b"
+    assert "forwards only" in found.forecasts[1].refused
+
+
+def test_limits_of_some_ranks_only() -> None:
+    assert choose(2, 4, evenly(MODEL), limit_bytes=[None, None]).limit_bytes is None
+    found = choose(2, 4, evenly(MODEL), limit_bytes=[None, 40.0])
+    assert found.limit_bytes == 40.0
+    assert found.best.candidate.name == "1f1b"
+
+
 def test_costs_of_stages_add_up_to_those_of_the_model() -> None:
     model = Costs(forward_s=3.0, input_s=1.0, weight_s=2.0, kept_bytes=12.0, activation_bytes=5.0, latency_s=0.25)
     four = evenly(model)(4)
@@ -97,6 +110,18 @@ def test_costs_of_stages_add_up_to_those_of_the_model() -> None:
         (lambda: choose(2, 2, evenly(MODEL), limit_bytes=[1.0]), "1 limits for 2 ranks"),
         (lambda: evenly(Costs(forward_s=[1.0])), "of the whole model"),
         (lambda: choose(2, 2, evenly(MODEL), candidates=[Candidate("1f2b")]), "1f1b"),
+        (lambda: choose(2, 2, evenly(MODEL), limit_bytes=math.nan), "limit_bytes=nan; a limit is a number"),
+        (lambda: choose(2, 2, evenly(MODEL), limit_bytes=[1.0, -1.0]), "at least 0, or None"),
+        (lambda: choose(0, 2, evenly(MODEL)), "one or more of both"),
+        (
+            lambda: choose(2, 2, evenly(MODEL), candidates=[Candidate("dualpipe_v")]).best,
+            r"more \(zb_v takes fewer\)\)\.$",
+        ),
+        (lambda: choose(2, 2, evenly(MODEL), limit_bytes=0).best, "allow more memory"),
+        (lambda: Costs(forward_s=math.nan), "costs got forward_s=nan; a cost is a finite number"),
+        (lambda: Costs(kept_bytes=[1.0, -2.0]), r"costs got kept_bytes=\[1.0, -2.0\]"),
+        (lambda: Costs(weight_s=None), "costs got weight_s=None"),  # type: ignore[arg-type]
+        (lambda: Costs(input_s="1"), "costs got input_s=1"),
     ],
 )
 def test_mistakes_are_told(call: Any, said: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zoo.pipe.schedules.builder import build
-from zoo.pipe.schedules.table import ScheduleError
+from zoo.pipe.schedules.builder import build, check_sizes
+from zoo.pipe.schedules.table import ScheduleError, Table
 from zoo.pipe.simulate import Costs, Simulation, simulate
 from zoo.pipe.validate import check
 
@@ -67,10 +67,11 @@ class Choice:
             ScheduleError: none does.
         """
         if self.forecasts[0].refused:
-            told = "; ".join(f"{f.candidate}: {f.refused}" for f in self.forecasts)
+            told = "; ".join(f"{f.candidate}: {f.refused.rstrip('.')}" for f in self.forecasts)
+            smaller = any(f.simulation is not None for f in self.forecasts)  # it is too large, and nothing else
             raise ScheduleError(
-                f"no schedule can be taken ({told}): allow more memory, or use smaller micro-batches or activation "
-                "checkpointing."
+                f"no schedule can be taken ({told})"
+                + (": allow more memory, or use smaller micro-batches or activation checkpointing." if smaller else ".")
             )
         return self.forecasts[0]
 
@@ -167,8 +168,9 @@ def choose(
     num_micro_batches: int,
     costs_of: Callable[[int], Costs],
     *,
-    limit_bytes: float | Sequence[float] | None = None,
+    limit_bytes: float | Sequence[float | None] | None = None,
     candidates: Sequence[Candidate] = CANDIDATES,
+    usable: Callable[[Table], None] | None = None,
 ) -> Choice:
     """Simulate each candidate, and order them: those that can be taken by their time, then the others.
 
@@ -178,21 +180,29 @@ def choose(
         num_ranks: of the pipeline. num_micro_batches: of a batch. costs_of: the costs for a number of stages (a
         ScheduleError says that the model cannot be cut so);
         :func:`evenly` makes one from those of the whole model. limit_bytes: what a rank may keep for backwards
-        (beside weights, gradients and states); one number, or one a rank. candidates: schedules.
+        (beside weights, gradients and states); one number, or one a rank, None for no limit. candidates: schedules.
+        usable: raises a ScheduleError for a table that the model cannot have.
 
     Raises:
-        ValueError: no candidates, or limits for another number of ranks.
+        ValueError: no candidates, sizes below 1, limits that are no numbers or for another number of ranks.
     """
+    check_sizes("choose", num_ranks, num_micro_batches)
     if not candidates:
         raise ValueError("choose got no candidates; it takes one or more, such as Candidate('1f1b').")
     limits = list(limit_bytes) if isinstance(limit_bytes, Sequence) else [limit_bytes] * num_ranks
     if len(limits) != num_ranks:
         raise ValueError(f"choose got {len(limits)} limits for {num_ranks} ranks; it takes one number, or one a rank.")
+    if any(limit is not None and not limit >= 0 for limit in limits):
+        raise ValueError(f"choose got limit_bytes={limit_bytes}; a limit is a number of at least 0, or None.")
     found: list[tuple[bool, float, int, Forecast]] = []
     for index, candidate in enumerate(candidates):
         try:
             table = build(candidate.name, num_ranks, num_micro_batches, **candidate.options)
+            if not table.trains:
+                raise ScheduleError("it has forwards only, and does not train")
             check(table)
+            if usable is not None:
+                usable(table)
             simulation = simulate(table, costs_of(table.num_stages))
         except ScheduleError as error:
             found.append(
@@ -202,7 +212,7 @@ def choose(
         refused = _too_much(simulation, limits)
         forecast = Forecast(candidate=candidate, simulation=simulation, refused=refused)
         found.append((bool(refused), _rounded(simulation.makespan_s), index, forecast))
-    whole = None if limit_bytes is None else min(limit for limit in limits if limit is not None)
+    whole = min((limit for limit in limits if limit is not None), default=None)
     return Choice(forecasts=tuple(f for *_, f in sorted(found, key=lambda entry: entry[:3])), limit_bytes=whole)
 
 

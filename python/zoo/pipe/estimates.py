@@ -61,14 +61,16 @@ def layer_costs(sizes: Sequence[LayerSize], *, tokens: int, flops_per_s: float) 
 
 def costs_of_stages(
     layers: Sequence[LayerCosts], bounds_of: Callable[[int], Sequence[int]], *, checkpoint_interval: int = 0,
-    activation_bytes: float = 0.0, latency_s: float = 0.0, bytes_per_s: float = math.inf,
+    checkpointed: Callable[[range], bool] = lambda numbers: True, activation_bytes: float = 0.0,
+    latency_s: float = 0.0, bytes_per_s: float = math.inf,
 ) -> Callable[[int], Costs]:  # fmt: skip
     """Costs for any number of stages, as ``zoo.pipe.choose`` takes them.
 
     Args:
         bounds_of: number of stages → bounds; a ValueError says that the layers cannot be cut so.
         checkpoint_interval: layers of a run whose activations are computed again: of a run only what comes in is kept,
-            and its backward has a forward more. (What one run keeps while it runs again is left out.)
+            and its backward has a forward more; one in two parts has it in both. (What one run keeps while it runs
+            again is left out.) checkpointed: whether a run of layers is one of these.
         activation_bytes, latency_s, bytes_per_s: of messages, see :class:`~zoo.pipe.simulate.Costs`.
     """
 
@@ -77,22 +79,33 @@ def costs_of_stages(
             bounds = list(bounds_of(num_stages))
         except ValueError as error:
             raise ScheduleError(str(error)) from error
-        forward, input_, weight, kept = [], [], [], []
+        forward, input_, weight, backward, kept = [], [], [], [], []
         for start, end in itertools.pairwise(bounds):
-            own = layers[start:end]
-            again = sum(layer.forward_s for layer in own) if checkpoint_interval else 0.0
+            own, again, keeps = layers[start:end], 0.0, 0.0
+            for numbers in _runs(start, end, checkpoint_interval):
+                run = layers[numbers.start : numbers.stop]
+                if checkpoint_interval and checkpointed(numbers):
+                    again += sum(layer.forward_s for layer in run)
+                    # What functions are given is what the first layer of which it is known is given.
+                    keeps += next((layer.entering_bytes for layer in run if layer.entering_bytes), 0.0)
+                else:
+                    keeps += sum(layer.kept_bytes for layer in run)
+            parts = sum(layer.input_s for layer in own), sum(layer.weight_s for layer in own)
             forward.append(sum(layer.forward_s for layer in own))
-            input_.append(sum(layer.input_s for layer in own) + again)
-            weight.append(sum(layer.weight_s for layer in own))
-            if checkpoint_interval:
-                kept.append(sum(layer.entering_bytes for layer in own[::checkpoint_interval]))
-            else:
-                kept.append(sum(layer.kept_bytes for layer in own))
+            input_.append(parts[0] + again)
+            weight.append(parts[1] + again)
+            backward.append(sum(parts) + again)
+            kept.append(keeps)
         # Nothing leads to an input of the first stage, and the runtime has all gradients of its weights at once.
-        input_[0], weight[0] = input_[0] + weight[0], 0.0
+        input_[0], weight[0] = backward[0], 0.0
         return Costs(
-            forward_s=forward, input_s=input_, weight_s=weight, kept_bytes=kept, activation_bytes=activation_bytes,
-            latency_s=latency_s, bytes_per_s=bytes_per_s,
+            forward_s=forward, input_s=input_, weight_s=weight, backward_s=backward, kept_bytes=kept,
+            activation_bytes=activation_bytes, latency_s=latency_s, bytes_per_s=bytes_per_s,
         )  # fmt: skip
 
     return of
+
+
+def _runs(start: int, end: int, interval: int) -> list[range]:
+    every = interval or end - start
+    return [range(first, min(first + every, end)) for first in range(start, end, every)]

@@ -115,15 +115,13 @@ class PipelineModule(Documented, nn.Module):
         counts = [_num_parameters(spec) for spec in self.specs]
         # Modules may be let go below.
         self._sized = [spec if isinstance(spec, LayerSpec) else size_of(spec) for spec in self.specs]
-        names = self._names = list(map(_name_of, self.specs))
-        self._bounds_of: Callable[[int], list[int]] = lambda num_stages: split_layers(
-            partition_method, num_stages, names, lambda: counts
-        )
+        self._counts, self._names = counts, list(map(_name_of, self.specs))
+        self._partition_method = partition_method
         self.schedule = self.adapted(builder(schedule))
         self.rank_of = tuple(self.schedule.placement(self.num_stages))
         self.stages = tuple(s for s, r in enumerate(self.rank_of) if r == self.stage_id)
         self.bounds = self._bounds_of(len(self.rank_of))
-        self._check_parameters(counts)
+        self._check_parameters(self.rank_of)
         self._check_shared()
         self._outlines = self._outlined()
         self._calls: dict[int, Callable[[Any], Any]] = {}
@@ -145,22 +143,33 @@ class PipelineModule(Documented, nn.Module):
             return schedule
         return schedule.for_model(
             lambda: [one if isinstance(one, LayerSize) else size_of(one) for one in self._sized], self._bounds_of,
-            checkpoint_interval=self.activation_checkpoint_interval, rank_of=self.__dict__.get("rank_of"),
-            logs=self.stage_id == 0,
+            checkpoint_interval=self.activation_checkpoint_interval, checkpointed=self._would_checkpoint,
+            rank_of=self.__dict__.get("rank_of"), usable=self._check_parameters, logs=self.stage_id == 0,
         )  # fmt: skip
+
+    def _would_checkpoint(self, numbers: range) -> bool:
+        """:meth:`_may_checkpoint`, of layers on any rank."""
+        names = self.checkpointable_layers
+        if names is None:
+            return any(self._counts[n] for n in numbers)
+        return any(self._names[n] in names for n in numbers)
+
+    def _bounds_of(self, num_stages: int) -> list[int]:
+        return split_layers(self._partition_method, num_stages, self._names, lambda: self._counts)
 
     # Building --------------------------------------------------------------------------------------------------------
 
-    def _check_parameters(self, counts: Sequence[int]) -> None:
+    def _check_parameters(self, rank_of: Sequence[int]) -> None:
         """Every rank has something to train, which an optimizer asks for."""
+        bounds = self._bounds_of(len(rank_of))
         for rank in range(self.num_stages):
-            stages = [s for s, r in enumerate(self.rank_of) if r == rank]
-            numbers = [n for s in stages for n in range(self.bounds[s], self.bounds[s + 1])]
-            if not any(counts[n] for n in numbers):
-                named = ", ".join(f"{n} ({_name_of(self.specs[n])})" for n in numbers[:5])
+            stages = [s for s, r in enumerate(rank_of) if r == rank]
+            numbers = [n for s in stages for n in range(bounds[s], bounds[s + 1])]
+            if not any(self._counts[n] for n in numbers):
+                named = ", ".join(f"{n} ({self._names[n]})" for n in numbers[:5])
                 raise ValueError(
-                    f"pipeline rank {rank} of {self.num_stages} has no parameters: its layers are {named}. Use fewer "
-                    "stages, or another partition_method."
+                    f"pipeline rank {rank} of {self.num_stages} has no parameters: its layers are {named or 'none'}. "
+                    "Use fewer stages, or another partition_method."
                 )
 
     def _outlined(self) -> list[Any]:

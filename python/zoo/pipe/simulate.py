@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 from zoo.pipe.lowering import Program, Step, Transfer, lower, message_of
 from zoo.pipe.schedules.placing import needs
@@ -15,6 +15,7 @@ __all__ = ["Costs", "Simulation", "Span", "read_spans", "simulate", "write_spans
 
 PerStage = float | Sequence[float]
 Channel = tuple[int, int]
+_BY_STAGE = ("forward_s", "input_s", "weight_s", "backward_s", "activation_bytes", "kept_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,17 @@ class Costs:
     freed_by_input: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = [self.latency_s, self.freed_by_input]
-        for name in ("forward_s", "input_s", "weight_s", "backward_s", "activation_bytes", "kept_bytes"):
+        for name in (*_BY_STAGE, "latency_s"):
             given = getattr(self, name)
-            numbers += () if given is None else given if isinstance(given, Sequence) else (given,)
-        if not all(0 <= n < math.inf for n in numbers) or self.freed_by_input > 1 or not self.bytes_per_s > 0:
+            numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+            if given is None and name == "backward_s":
+                continue
+            if not all(isinstance(n, SupportsFloat) and 0 <= float(n) < math.inf for n in numbers):
+                raise ValueError(f"costs got {name}={given}; a cost is a finite number of 0 or more.")
+        if not 0 <= self.freed_by_input <= 1 or not self.bytes_per_s > 0:
             raise ValueError(
-                f"{self} cannot be: every cost is a finite number of 0 or more, freed_by_input is at most 1, "
-                "bytes_per_s is more than 0."
+                f"costs got freed_by_input={self.freed_by_input} and bytes_per_s={self.bytes_per_s}; the first is a "
+                "part, at most 1, and the second is more than 0."
             )
 
     def seconds(self, c: Computation) -> float:
@@ -79,7 +83,7 @@ class Costs:
 
     def check(self, num_stages: int) -> None:
         """Raise ValueError where there are numbers for another number of stages."""
-        for name in ("forward_s", "input_s", "weight_s", "backward_s", "activation_bytes", "kept_bytes"):
+        for name in _BY_STAGE:
             given = getattr(self, name)
             if isinstance(given, Sequence) and len(given) != num_stages:
                 raise ValueError(f"costs have {len(given)} numbers for {name}; the schedule has {num_stages} stages.")
@@ -294,7 +298,7 @@ def read_spans(document: Any) -> tuple[Span, ...]:
         try:
             rank, text, start, end = (entry[key] for key in ("rank", "computation", "start_s", "end_s"))
             span = Span(int(rank), Computation.parse(text), float(start), float(end))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{entry} is no span of a timeline: {error!r}; it has rank, computation, start_s, end_s."
             ) from error

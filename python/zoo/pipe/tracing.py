@@ -115,15 +115,17 @@ class TracedPipeline(PipelineModule):
     def _add(self, number: int) -> None:
         self._calls[number] = self.specs[number]
 
+    def _bounds_of(self, num_stages: int) -> list[int]:
+        if self.__dict__["_exactly"] and self.num_layers != num_stages:
+            raise ValueError(
+                f"{self.num_layers - 1} points make {self.num_layers} stages, and {self.num_stages} pipeline ranks "
+                f"have {num_stages} with this schedule; give {num_stages - 1} points, or num_stages= alone."
+            )
+        return super()._bounds_of(num_stages)
+
     def _tie(self) -> None:
         """All layers are known: mount what this rank has."""
         original: nn.Module = self.__dict__["_original"]
-        stages = len(self.rank_of)
-        if self.__dict__["_exactly"] and self.num_layers != stages:
-            raise ValueError(
-                f"{self.num_layers - 1} points make {self.num_layers} stages, and {self.num_stages} pipeline ranks "
-                f"have {stages} with this schedule; give {stages - 1} points, or num_stages= alone."
-            )
         self._check_changed(original)
         users: dict[int, set[int]] = {}
         for stage, rank in enumerate(self.rank_of):
@@ -279,6 +281,11 @@ def _layer_starts(module: nn.Module, trace: Recorded, points: Sequence[str]) -> 
 
 
 def _ranks_for(num_stages: int, schedule: Any) -> int:
+    if hasattr(schedule, "for_model"):
+        raise ValueError(
+            "split() got points= and a schedule that depends on the model; give num_stages=, the number of pipeline "
+            "ranks."
+        )
     for ranks in range(1, num_stages + 1):
         if len(tuple(schedule.placement(ranks))) == num_stages:
             return ranks

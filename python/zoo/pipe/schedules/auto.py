@@ -86,18 +86,22 @@ class AutoSchedule:
         self.config = config
         self._costs_of: Callable[[int], Costs] = evenly(Costs())
         self._placements: dict[int, tuple[int, ...]] = {}
+        self._usable: Callable[[Sequence[int]], None] | None = None
         self._logs = False
 
     def for_model(
         self, sizes: Callable[[], Sequence[LayerSize]], bounds_of: Callable[[int], Sequence[int]], *,
-        checkpoint_interval: int = 0, rank_of: tuple[int, ...] | None = None, logs: bool = False,
+        checkpoint_interval: int = 0, checkpointed: Callable[[range], bool] = lambda numbers: True,
+        rank_of: tuple[int, ...] | None = None, usable: Callable[[Sequence[int]], None] | None = None,
+        logs: bool = False,
     ) -> AutoSchedule:  # fmt: skip
         """The same for the layers of a model.
 
         Args:
             sizes: of the layers. bounds_of: number of stages → bounds.
-            checkpoint_interval: of activation checkpointing.
-            rank_of: the placement of a model that has been cut. logs: this rank says what is taken, and why.
+            checkpoint_interval: of activation checkpointing. checkpointed: whether a run of layers is.
+            rank_of: the placement of a model that has been cut. usable: raises a ValueError for a placement that the
+                model cannot have. logs: this rank says what is taken, and why.
 
         Raises:
             ValueError: costs for another number of layers.
@@ -111,10 +115,10 @@ class AutoSchedule:
             )
         layers = layer_costs(known, tokens=given.tokens or 1, flops_per_s=given.flops_per_s)
         found._costs_of = costs_of_stages(
-            self._measured(layers), bounds_of, checkpoint_interval=checkpoint_interval, latency_s=given.latency_s,
-            activation_bytes=given.activation_bytes, bytes_per_s=given.bytes_per_s,
+            self._measured(layers), bounds_of, checkpoint_interval=checkpoint_interval, checkpointed=checkpointed,
+            latency_s=given.latency_s, activation_bytes=given.activation_bytes, bytes_per_s=given.bytes_per_s,
         )  # fmt: skip
-        found._logs = logs
+        found._usable, found._logs = usable, logs
         if rank_of is not None:
             found._placements[max(rank_of) + 1] = rank_of
         return found
@@ -146,7 +150,17 @@ class AutoSchedule:
                 "one of these."
             )
         limit = self.config.max_activation_bytes
-        found = choose(num_ranks, num_micro_batches, self._costs_of, limit_bytes=limit, candidates=fitting)
+
+        def usable(table: Table) -> None:
+            try:
+                if self._usable is not None:
+                    self._usable(table.rank_of)
+            except ValueError as error:
+                raise ScheduleError(str(error)) from error
+
+        found = choose(
+            num_ranks, num_micro_batches, self._costs_of, limit_bytes=limit, candidates=fitting, usable=usable
+        )
         best = found.best
         if self._logs:
             _log.info(
