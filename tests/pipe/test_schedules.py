@@ -151,11 +151,38 @@ def test_a_csv_file_is_a_schedule(tmp_path: Any) -> None:
         ("0F0\n0B0", "stage 0 is on rank 0 already"),
         ("0F0\n2F0", "no stage 1"),
         ("0F0,0F2", "no micro-batch 1"),
+        ("0F0\n999999999F0", "no stage 1"),
+        ("0F0,0F999999999", "no micro-batch 1"),
+        (f"0F0,{'9' * 5000}F0", "is no computation"),
+        ("0F0," + " " * 200_000, "this is no CSV: field larger"),
     ],
 )
 def test_csv_that_is_no_schedule(text: str, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         from_csv(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeff0F0,,,0B0\n,1F0,1B0\n",
+        "0F0,,,0B0\r\n\r\n,1F0,1B0\r\n,,,\r\n",
+        "0F0,,,0B0\r,1F0,1B0\r",
+        "0F0,,,0B0\n   \n,1F0,1B0,\n",
+    ],
+)
+def test_csv_as_spreadsheets_write_it(text: str, tmp_path: Any) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_bytes(text.encode())
+    table = build("csv", 2, 1, path=str(path))
+    assert table.rows == build("1f1b", 2, 1).rows
+    check(table)
+
+
+def test_csv_that_is_no_text_is_told(tmp_path: Any) -> None:
+    (tmp_path / "mine.csv").write_bytes(b"0F0,0B0\xe9")
+    with pytest.raises(ValueError, match="it is no text in UTF-8"):
+        build("csv", 1, 1, path=str(tmp_path / "mine.csv"))
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
@@ -279,6 +306,7 @@ def test_tables_that_cannot_be() -> None:
         ({"rows": ((c,), ())}, "rows have"),
         ({"rows": ()}, "at least one"),
         ({"rank_of": (1,)}, "there are 1 rows"),
+        ({"rows": ((c,), (None,))}, "there are 2 rows; each is of a rank that has a stage"),
         ({"rank_of": (1, 0), "rows": ((c,), (None,))}, "stage 0 is on rank 1"),
         ({"num_micro_batches": 0}, "at least one"),
         ({"rows": ((Computation(Kind.FORWARD, 0, 1),),)}, "1 micro-batches"),

@@ -20,12 +20,17 @@ def to_csv(table: Table) -> str:
 
 
 def from_csv(text: str, *, name: str = "csv") -> Table:
-    """The other way round. Short lines are filled up; the sizes and the placement are those that the cells show.
+    """The other way round. Short lines are filled up, and lines without any computation are left out; the sizes and the
+    placement are those that the cells show.
 
     Raises:
         ScheduleError: a cell that is no computation, a stage on two ranks, stages or micro-batches that are left out.
     """
-    cells = [row for row in csv.reader(io.StringIO(text)) if row]
+    try:
+        lines = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=None)))  # what spreadsheets begin with
+    except csv.Error as error:
+        raise ScheduleError(f"{name}: this is no CSV: {error}.") from error
+    cells = [row for row in lines if any(cell.strip() for cell in row)]
     num_slots = max(map(len, cells), default=0)
     rows: list[tuple[Computation | None, ...]] = []
     rank_of: dict[int, int] = {}
@@ -59,8 +64,9 @@ def from_csv(text: str, *, name: str = "csv") -> Table:
 def _check_all_there(name: str, what: str, numbers: set[int]) -> None:
     if not numbers:
         raise ScheduleError(f"{name}: no cell has a computation; write one line a rank with cells such as 0F0,0B0.")
-    if missing := sorted(set(range(max(numbers))) - numbers):
-        raise ScheduleError(f"{name}: there is a {what} {max(numbers)} and no {what} {missing[0]}; both count from 0.")
+    if max(numbers) >= len(numbers):
+        missing = next(number for number in range(len(numbers)) if number not in numbers)
+        raise ScheduleError(f"{name}: there is a {what} {max(numbers)} and no {what} {missing}; both count from 0.")
 
 
 class CsvSchedule:
@@ -77,6 +83,10 @@ class CsvSchedule:
             text = Path(config.path).read_text(encoding="utf-8")
         except OSError as error:
             raise ScheduleError(f"the schedule csv cannot read path={config.path!r}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise ScheduleError(
+                f"the schedule csv cannot read path={config.path!r}: it is no text in UTF-8."
+            ) from error
         self.table = from_csv(text, name=f"csv {Path(config.path).name}")
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:

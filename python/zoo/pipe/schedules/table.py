@@ -62,7 +62,7 @@ class Computation:
         Raises:
             ScheduleError: text that is no computation.
         """
-        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text.strip())
+        match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", text.strip())
         if match is None:
             raise ScheduleError(f"{text!r} is no computation; write stage, one of F B I W, micro-batch, such as 2F5.")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
@@ -110,9 +110,10 @@ class Table:
             raise ScheduleError(
                 f"{self.name}: rows have {[len(row) for row in self.rows]} slots; give all of them as many."
             )
-        if not all(0 <= rank < len(self.rows) for rank in self.rank_of):
+        if set(self.rank_of) != set(range(len(self.rows))):
             raise ScheduleError(
-                f"{self.name}: stages are on the ranks {self.rank_of}, and there are {len(self.rows)} rows."
+                f"{self.name}: stages are on the ranks {self.rank_of}, and there are {len(self.rows)} rows; each is of "
+                "a rank that has a stage."
             )
         for rank, slot, computation in self.placed():
             stage, micro_batch = computation.stage, computation.micro_batch
