@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,6 +189,59 @@ LOAD, FORWARD, BACKWARD, END = LoadMicroBatch(0), ForwardPass(0), BackwardPass(0
 def test_instructions_that_are_no_schedule(cmds: Any, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         table_of(type("Mine", (OneStage,), {"cmds": cmds}), 1, 1)
+
+
+def returning(steps: Any, buffers: Any = 1) -> Any:
+    return type("Mine", (OneStage,), {"steps": lambda self: steps, "num_pipe_buffers": lambda self: buffers})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "said"),
+    [
+        (returning(None), 1, r"steps\(\) returned None; it yields a list"),
+        (returning([LOAD]), 1, r"steps\(\) yielded LoadMicroBatch\(buffer_id=0\); it yields a list"),
+        (returning([[LoadMicroBatch("a")]]), 1, r"LoadMicroBatch\(buffer_id='a'\): a buffer is a number"),  # type: ignore[arg-type]
+        (returning([[LOAD]], None), 1, r"num_pipe_buffers\(\) returned None"),
+        (returning(itertools.repeat([])), 1, "more than 1100 steps .* may have no end"),
+        (TrainSchedule, 0, "0 ranks and 1 micro-batches; it takes one or more of both"),
+    ],
+)
+def test_schedules_that_yield_no_steps_of_instructions(schedule: Any, stages: int, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        table_of(schedule, stages, 1)
+
+
+def test_an_instruction_of_ones_own_kind_is_what_it_is_derived_from() -> None:
+    class Step(OptimizerStep):
+        pass
+
+    cmds = (LOAD, FORWARD, BACKWARD, Step())
+    assert str(table_of(type("Mine", (OneStage,), {"cmds": cmds}), 1, 1)).endswith("rank 0  0F0 0B0")
+
+
+def test_an_input_may_come_before_the_last_output_has_gone() -> None:
+    class OneBuffer(PipeSchedule):
+        """Inference with one buffer: its input and its output are two things."""
+
+        forgets = False
+
+        def steps(self) -> Iterator[list[PipeInstruction]]:
+            for t in range(self.micro_batches + self.stages):
+                m, cmds = t - self.stage_id, list[PipeInstruction]()
+                if 0 <= m < self.micro_batches:
+                    cmds.append(LoadMicroBatch(0) if self.is_first_stage else RecvActivation(0))
+                if 0 <= m - 1 < self.micro_batches and not self.is_last_stage and not (self.forgets and m == 1):
+                    cmds.append(SendActivation(0))
+                yield [*cmds, *([ForwardPass(0)] if 0 <= m < self.micro_batches else [])]
+
+        def num_pipe_buffers(self) -> int:
+            return 1
+
+    assert table_of(OneBuffer, 3, 4).rows == build("inference", 3, 4).rows
+    with pytest.raises(
+        ScheduleError, match=r"stage 0: .*ForwardPass.* the output of micro-batch 0 in it is not sent yet"
+    ):
+        table_of(type("Mine", (OneBuffer,), {"forgets": True}), 2, 3)
 
 
 def test_buffers_that_are_overwritten_and_messages_that_are_mixed_up() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from zoo.pipe.schedules.builder import check_sizes
 from zoo.pipe.schedules.instructions import (
     BackwardPass,
     BufferOpInstruction,
@@ -50,6 +52,7 @@ def table_of(schedule: Callable[[int, int, int], PipeSchedule], stages: int, mic
             a buffer that has not what an instruction wants or is overwritten too early, an OptimizerStep that does not
             end the batch; or what :func:`zoo.pipe.validate.validate` does not accept.
     """
+    check_sizes(getattr(schedule, "__name__", "schedule"), stages, micro_batches)
     schedules = [schedule(micro_batches, stages, stage) for stage in range(stages)]
     follower = _Follower(schedules)
     return follower.table(getattr(schedule, "__name__", "schedule"))
@@ -93,8 +96,8 @@ class _Follower:
     def __init__(self, schedules: list[PipeSchedule]) -> None:
         self.stages, self.micro_batches = len(schedules), schedules[0].num_micro_batches
         self.name = type(schedules[0]).__name__
-        self.steps = [[list(step) for step in schedule.steps()] for schedule in schedules]
-        self.num_buffers = [schedule.num_pipe_buffers() for schedule in schedules]
+        self.steps = [self._steps_of(schedule) for schedule in schedules]
+        self.num_buffers = [self._buffers_of(schedule) for schedule in schedules]
         self.buffers: list[dict[int, _Buffer]] = [{} for _ in schedules]
         self.loads = [0] * self.stages
         self.free = [0] * self.stages
@@ -102,6 +105,8 @@ class _Follower:
         self.found: list[tuple[int, int, Computation]] = []
         everything = [i for steps in self.steps for step in steps for i in step]
         for instruction in everything:
+            if isinstance(instruction, BufferOpInstruction) and type(instruction.buffer_id) is not int:
+                raise ScheduleError(f"{self.name}: {instruction!r}: a buffer is a number, from 0.")
             if not isinstance(instruction, _KNOWN):
                 raise ScheduleError(
                     f"{self.name} has the instruction {type(instruction).__name__}, which is none of "
@@ -109,6 +114,28 @@ class _Follower:
                 )
         self.trains = any(isinstance(i, BackwardPass) for i in everything)
         self._check_ends()
+
+    def _steps_of(self, schedule: PipeSchedule) -> list[list[PipeInstruction]]:
+        most, found = 1000 + 100 * self.stages * self.micro_batches, []
+        given: Any = schedule.steps()
+        if not isinstance(given, Iterable):
+            raise ScheduleError(f"{self.name}: steps() returned {given!r}; it yields a list of instructions a step.")
+        for step in given:
+            if not isinstance(step, Iterable):
+                raise ScheduleError(f"{self.name}: steps() yielded {step!r}; it yields a list of instructions a step.")
+            found.append(list(step))
+            if len(found) > most:
+                raise ScheduleError(
+                    f"{self.name}: stage {schedule.stage} has more than {most} steps for {self.micro_batches} "
+                    "micro-batches, and may have no end."
+                )
+        return found
+
+    def _buffers_of(self, schedule: PipeSchedule) -> int:
+        number: Any = schedule.num_pipe_buffers()
+        if type(number) is not int or number < 0:
+            raise ScheduleError(f"{self.name}: num_pipe_buffers() returned {number!r}; it returns a number of buffers.")
+        return number
 
     def fail(self, stage: int, instruction: PipeInstruction, sentence: str) -> ScheduleError:
         return ScheduleError(f"{self.name}: stage {stage}: {instruction!r}: {sentence}")
@@ -118,8 +145,8 @@ class _Follower:
         for stage, steps in enumerate(self.steps):
             kinds = [type(i) for step in steps for i in step]
             ends = [kind for kind in kinds if issubclass(kind, _ENDS)]
-            wanted = [kind for kind in _ENDS if kind in ends]
-            if self.trains and (ends[-1:] != [OptimizerStep] or sorted(map(_place, ends)) != list(map(_place, wanted))):
+            places = list(map(_place, ends))
+            if self.trains and (places[-1:] != [_place(OptimizerStep)] or len(set(places)) != len(places)):
                 raise ScheduleError(
                     f"{self.name}: stage {stage} ends a batch with {[kind.__name__ for kind in ends]}; it takes "
                     "ReduceTiedGrads and ReduceGrads, at most once each, and then OptimizerStep once."
@@ -213,6 +240,8 @@ class _Follower:
             raise self.fail(
                 stage, instruction, f"its activation is of micro-batch {micro_batch}, its data of {buffer.loaded}."
             )
+        if not self.trains and buffer.forward is not None and stage + 1 < self.stages:
+            raise self.fail(stage, instruction, f"the output of micro-batch {buffer.forward} in it is not sent yet.")
         self._compute(stage, Kind.FORWARD, micro_batch, buffer)
         buffer.forward, buffer.loaded, buffer.received = micro_batch, None, None
 
@@ -245,7 +274,9 @@ class _Follower:
         if activation:
             if why := self._in_use(peer, target):
                 raise self.fail(peer, receive, why + ".")
-            target.received, target.forward = held, None
+            target.received = held
+            if not self.trains:
+                buffer.forward = None
         else:
             target.gradient, buffer.backward = held, None
         target.earliest = max(target.earliest, buffer.produced + 1)
