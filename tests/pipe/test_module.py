@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
 from torch import nn
 
 import zoo.engine
 from zoo import sim
 from zoo.pipe import split
 from zoo.pipe.module import PipelineModule
+from zoo.pipe.partition import balanced, split_layers
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeModelDataParallelTopology
 
@@ -138,3 +144,39 @@ def test_what_layers_on_several_ranks_share_is_refused() -> None:
         sim.run(2, lambda rank: sentence(rank, lambda: [nn.Linear(4, 4), *[nn.Linear(4, 4)] * 2], [2, 1, 1]))
         == [""] * 2
     )
+
+
+@examples(times=4)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+
+    def cost(bounds: tuple[int, ...]) -> tuple[int, int]:
+        sums = [sum(weights[a:b]) for a, b in itertools.pairwise(bounds)]
+        return max(sums), sum(s * s for s in sums)
+
+    every = [(0, *inner, len(weights)) for inner in itertools.combinations(range(1, len(weights)), parts - 1)]
+    found = tuple(balanced(weights, parts))
+    assert found in every
+    assert cost(found) == min(map(cost, every))
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1.0, 3e153, 2e307])
+def test_weights_of_any_size_balance_stages(scale: float) -> None:
+    weights = [1, 1, 1, 3, 0, 2, 1]
+    found = split_layers([scale * w for w in weights], 3, [""] * 7, list)
+    assert found == split_layers(weights, 3, [""] * 7, list) == [0, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (None, "partition_method=None; allowed are"),
+        (5, "partition_method=5; allowed are"),
+        (["a", "b"], "finite numbers of at least 0; got"),
+        ([1.0, math.nan], "finite numbers of at least 0; got"),
+    ],
+)
+def test_weights_that_are_none_are_told(method: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PipelineModule(linears(2), num_stages=1, partition_method=method)

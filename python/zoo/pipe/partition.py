@@ -6,8 +6,8 @@ import bisect
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsFloat
 
 __all__ = ["balanced", "split_layers", "uniform"]
 
@@ -30,11 +30,13 @@ def balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         ValueError: fewer layers than parts, or a weight that is negative or no number.
     """
     num = len(weights)
-    if num < num_parts:
+    if not 1 <= num_parts <= num:
         raise ValueError(f"{num} layers cannot be cut into {num_parts} stages: a stage has at least one layer.")
-    if any(not 0 <= w < math.inf for w in weights):
+    given: Sequence[Any] = weights
+    if any(not isinstance(w, SupportsFloat) or not 0 <= float(w) < math.inf for w in given):
         raise ValueError(f"weights of layers are finite numbers of at least 0; got {list(weights)}.")
-    sums = [0.0, *itertools.accumulate(map(float, weights))]
+    _, exponent = math.frexp(max(map(float, weights)))  # a power of 2 out of all of them: squares of sums are finite
+    sums = [0.0, *itertools.accumulate(math.ldexp(float(w), -exponent) for w in weights)]
     candidates = sorted({sums[j] - sums[i] for i in range(num) for j in range(i + 1, num + 1)})
     most = candidates[bisect.bisect_left(candidates, True, key=lambda bound: _fits(sums, num_parts, bound))]
     best: list[tuple[float, list[int]]] = [(0.0, [0])] + [(math.inf, [])] * num
@@ -81,6 +83,8 @@ def split_layers(
     if num < num_parts:
         raise ValueError(f"{num} layers cannot be cut into {num_parts} stages: a stage has at least one layer.")
     if not isinstance(method, str):
+        if not isinstance(method, Iterable):
+            raise ValueError(f"partition_method={method!r}; allowed are {METHODS}.")
         weights: list[Any] = list(method)
         if len(weights) != num:
             raise ValueError(f"partition_method has {len(weights)} weights, and there are {num} layers.")
