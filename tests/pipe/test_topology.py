@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +48,15 @@ def test_what_a_topology_does_not_have() -> None:
     x = ProcessTopology(axes=["x"], dims=[2])
     assert x.get_dim("y") == 0
     assert x.get_axis_comm_lists("y") == []
+
+
+def test_names_of_axes_are_names_and_nothing_else() -> None:
+    odd = ProcessTopology(axes=["self", "count", "axis"], dims=[2, numpy.int64(2), 3])
+    assert odd.get_rank(self=1, count=0, axis=2) == 8
+    assert odd.filter_match(self=1, count=0) == odd.get_axis_list("self", 1)[:3] == [6, 7, 8]
+    assert odd.get_rank_repr(8, omit_axes="count") == "self_01-axis_02"
+    letters = ProcessTopology(axes=["data", "a", "at"], dims=[2, 2, 2])
+    assert letters.get_rank_repr(7, omit_axes="data") == "a_01-at_01"  # one name, not the letters in it
 
 
 @pytest.mark.parametrize(
@@ -96,6 +106,10 @@ def test_groups_of_an_axis_partition_the_ranks_and_differ_in_it_alone(sizes: lis
         (lambda: ProcessTopology([], []), "one size for each distinct axis"),
         (lambda: ProcessTopology(["a"], [0]), "1 or more"),
         (lambda: ProcessTopology(["_a"], [1]), "letters, digits"),
+        (lambda: ProcessTopology(["class"], [1]), "no keyword of Python"),
+        (lambda: ProcessTopology([1], [1]), "the axis 1; a name is"),  # type: ignore[list-item]
+        (lambda: ProcessTopology(["a"], [True]), "1 or more"),
+        (lambda: of([2, 3]).get_coord("1"), "rank '1' is not"),  # type: ignore[arg-type]
         (lambda: of([2, 3]).get_rank(pipe=1), "one for each axis"),
         (lambda: of([2, 3]).get_rank(pipe=2, data=0), "nobody is at ProcessCoord"),
         (lambda: of([2, 3]).get_coord(6), "0 to 5"),

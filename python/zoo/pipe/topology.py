@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import keyword
 import math
+import operator
 from collections import namedtuple
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -27,16 +29,17 @@ class ProcessTopology:
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        self.axes, self.dims = list(axes), list(dims)
+        self.axes, self.dims = list(axes), [d if isinstance(d, bool) else _integer(d) for d in dims]
         if len(self.axes) != len(self.dims) or len(set(self.axes)) != len(self.axes) or not self.axes:
             raise ValueError(
                 f"a topology got axes={self.axes} and dims={self.dims}; give one size for each distinct axis."
             )
         if any(type(d) is not int or d < 1 for d in self.dims):
             raise ValueError(f"a topology got dims={self.dims} for {self.axes}; every size is an integer of 1 or more.")
-        if bad := [axis for axis in self.axes if not axis.isidentifier() or axis.startswith("_")]:
+        if bad := [axis for axis in self.axes if not _is_name(axis)]:
             raise ValueError(
-                f"a topology got the axis {bad[0]!r}; a name is letters, digits and underscores, as 'pipe'."
+                f"a topology got the axis {bad[0]!r}; a name is letters, digits and underscores, as 'pipe', and no "
+                "keyword of Python."
             )
         coord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         self.ProcessCoord = coord
@@ -48,7 +51,7 @@ class ProcessTopology:
         """Name → size, outermost first: ``init_device_mesh(device, tuple(a.values()), mesh_dim_names=tuple(a))``."""
         return dict(zip(self.axes, self.dims, strict=True))
 
-    def get_rank(self, **coord_kwargs: int) -> int:
+    def get_rank(self, /, **coord_kwargs: int) -> int:
         """The rank at these coordinates, one for every axis.
 
         Raises:
@@ -59,7 +62,7 @@ class ProcessTopology:
                 f"get_rank got coordinates on {sorted(coord_kwargs)} of a topology with the axes {self.axes}; give one "
                 "for each axis (filter_match takes some of them)."
             )
-        coord = self.ProcessCoord(**coord_kwargs)
+        coord = self.ProcessCoord(*(coord_kwargs[axis] for axis in self.axes))
         if coord not in self.mapping:
             raise ValueError(f"nobody is at {coord}: the sizes of the axes are {self.mesh_axes}.")
         return self.mapping[coord]
@@ -75,12 +78,13 @@ class ProcessTopology:
 
         Args:
             rank: of this topology.
-            omit_axes: axes that the text does without.
+            omit_axes: axes that the text does without; one name, or several.
             inner_sep: between an axis and its coordinate (two digits or more).
             outer_sep: between axes.
         """
         coord = self.get_coord(rank)
-        kept = [axis for axis in self.axes if axis not in omit_axes]
+        omitted = {omit_axes} if isinstance(omit_axes, str) else set(omit_axes)
+        kept = [axis for axis in self.axes if axis not in omitted]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
 
     def get_dim(self, axis: str) -> int:
@@ -93,9 +97,10 @@ class ProcessTopology:
         Raises:
             ValueError: no such rank.
         """
-        if not 0 <= rank < len(self._coords):
-            raise ValueError(f"rank {rank} is not in this topology: its ranks are 0 to {len(self._coords) - 1}.")
-        return self._coords[rank]
+        number = _integer(rank)
+        if type(number) is not int or not 0 <= number < len(self._coords):
+            raise ValueError(f"rank {rank!r} is not in this topology: its ranks are 0 to {len(self._coords) - 1}.")
+        return self._coords[number]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """The groups along an axis: lists of ranks that differ in this coordinate alone, in its order.
@@ -110,7 +115,7 @@ class ProcessTopology:
             found.setdefault(tuple(getattr(coord, name) for name in others), []).append(rank)
         return list(found.values())
 
-    def filter_match(self, **filter_kwargs: int) -> list[int]:
+    def filter_match(self, /, **filter_kwargs: int) -> list[int]:
         """All ranks, ascending, with these coordinates; axes that are not named may have any.
 
         Raises:
@@ -144,6 +149,18 @@ class ProcessTopology:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{axis}={size}' for axis, size in self.mesh_axes.items())})"
+
+
+def _is_name(axis: Any) -> bool:
+    return isinstance(axis, str) and axis.isidentifier() and not axis.startswith("_") and not keyword.iskeyword(axis)
+
+
+def _integer(size: Any) -> Any:
+    """Integers of other libraries as Python's; what is none stays as it is."""
+    try:
+        return operator.index(size)
+    except TypeError:
+        return size
 
 
 class PipeDataParallelTopology(ProcessTopology):
