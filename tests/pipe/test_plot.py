@@ -58,6 +58,32 @@ def test_a_picture_has_a_bar_for_each_computation_predicted_and_measured(tmp_pat
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
+def size(path: Path) -> tuple[float, float]:
+    """Width and height of an SVG file, in points."""
+    root = ElementTree.parse(path).getroot()
+    width, height = (float(root.get(name, "").removesuffix("pt")) for name in ("width", "height"))
+    return width, height
+
+
+def test_what_takes_a_thousandth_as_long_is_seen_too(tmp_path: Path) -> None:
+    costs = Costs(forward_s=0.001, input_s=0.001, weight_s=0.001)
+    measured = simulate(FOUND.table, costs).spans
+    draw(FOUND, tmp_path / "other_scale.svg", measured=measured)
+    assert bars(tmp_path / "other_scale.svg") == 2 * len(FOUND.spans)
+    uneven = simulate(build("1f1b", 2, 8), Costs(forward_s=[1.0, 1000.0], input_s=[1.0, 1000.0]))
+    draw(uneven, tmp_path / "uneven.svg")
+    assert size(tmp_path / "uneven.svg")[0] <= 72 * 20  # and not as wide as numbers in the shortest bars would need
+    assert bars(tmp_path / "uneven.svg") == 2 * 8  # the others have no edge, which would cover them
+
+
+def test_forwards_that_are_half_as_long_as_backwards_have_numbers(tmp_path: Path) -> None:
+    draw(simulate(build("1f1b", 4, 12)), tmp_path / "numbers.svg")
+    text = (tmp_path / "numbers.svg").read_text()
+    assert text.count("<!-- 11 -->") == 2 * 4
+    draw(simulate(build("data_parallel", 1, 1)), tmp_path / "one.svg")
+    assert "<!-- data_parallel: 1 rank, 1 micro-batch -->" in (tmp_path / "one.svg").read_text()
+
+
 def test_what_was_measured_must_be_of_the_schedule() -> None:
     check_measured(FOUND.table, FOUND.spans)
     for spans, said in (

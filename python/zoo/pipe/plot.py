@@ -26,12 +26,15 @@ NAMES = {
     Kind.WEIGHT: "weight gradient",
 }
 LARGEST_INCHES = 200.0
+ONE_SCALE = 10.0
+"""How many times as long as another a timeline may be on the same axis."""
 
 
 def draw(
     simulation: Simulation, path: Path, *, measured: Sequence[Span] | None = None, title: str | None = None
 ) -> None:
-    """Write a PNG or SVG file (by the suffix): the simulation, and below it on the same axis of time what was measured.
+    """Write a PNG or SVG file (by the suffix): the simulation, and below it on the same axis of time what was measured;
+    on one of its own where the one is more than ten times as long as the other, as costs that nobody gave are seconds.
 
     A bar is a computation, with the number of its micro-batch; lighter colours are later stages of the same rank.
 
@@ -49,15 +52,14 @@ def draw(
     if measured is not None:
         check_measured(table, measured)
         panels.append(("measured", from_zero(measured)))
-    makespan = max(_makespan(spans) for _, spans in panels) or 1.0
-    # Wide enough for the numbers in the shorter half of the bars.
-    lengths = sorted(s.end_s - s.start_s for s in simulation.spans)
-    middle = lengths[len(lengths) // 2] or makespan
-    width = min(max(8.0, 1.5 + 0.21 * makespan / middle), LARGEST_INCHES)
+    lengths = [_makespan(spans) or 1.0 for _, spans in panels]
+    shared = max(lengths) <= ONE_SCALE * min(lengths)
+    makespans = [max(lengths)] * len(panels) if shared else lengths
+    width = _width(simulation)
     figure = Figure(figsize=(width, 1.3 + len(panels) * (0.55 + 0.32 * table.num_ranks)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, spans) in zip(all_axes, panels, strict=True):
+    all_axes = figure.subplots(len(panels), 1, sharex=shared, squeeze=False)[:, 0]
+    for axes, (name, spans), makespan in zip(all_axes, panels, makespans, strict=True):
         _panel(axes, table, spans, inches_per_s=(width - 1.5) / makespan)
         axes.set_xlim(0, makespan * 1.005)
         axes.set_title(f"{name}: {_makespan(spans):.4g} s, bubble {_bubble(table, spans):.1%}", fontsize=9, loc="left")
@@ -91,21 +93,36 @@ def from_zero(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(Span(s.rank, s.computation, s.start_s - first, s.end_s - first) for s in spans)
 
 
+def _width(simulation: Simulation) -> float:
+    """In inches: wide enough for numbers in all bars but those, the shortest, that are a tenth of the work."""
+    lengths = sorted(s.end_s - s.start_s for s in simulation.spans)
+    whole, so_far = math.fsum(lengths), 0.0
+    for length in lengths:
+        so_far += length
+        if so_far > whole / 10:
+            return min(max(8.0, 1.5 + 0.21 * simulation.makespan_s / length), LARGEST_INCHES)
+    return 8.0
+
+
 def _panel(axes: Any, table: Table, spans: Sequence[Span], *, inches_per_s: float) -> None:
+    bars: dict[tuple[int, Kind, float, bool], list[tuple[float, float]]] = {}
     for span in spans:
         stages = table.stages_of[span.rank]
         share = stages.index(span.computation.stage) / max(1, len(stages) - 1)
         length = span.end_s - span.start_s
-        axes.barh(
-            span.rank, length, left=span.start_s, height=0.86, color=_mix(*COLOURS[span.computation.kind], share),
-            edgecolor="white", linewidth=0.5,
-        )  # fmt: skip
+        thin = length * inches_per_s < 0.03  # an edge would be all of it
+        bars.setdefault((span.rank, span.computation.kind, share, thin), []).append((span.start_s, length))
         number = str(span.computation.micro_batch)
         if length * inches_per_s > 0.075 * len(number) + 0.02:
             axes.text(
                 span.start_s + length / 2, span.rank, number, ha="center", va="center", fontsize=7,
-                color="white" if share < 0.5 else "#222222",
+                color="white" if share < 0.5 else "#222222", in_layout=False,
             )  # fmt: skip
+    for (rank, kind, share, thin), found in bars.items():
+        colour = _mix(*COLOURS[kind], share)
+        axes.broken_barh(
+            found, (rank - 0.43, 0.86), facecolor=colour, edgecolor=colour if thin else "white", linewidth=0.5
+        )
     axes.set_yticks(range(table.num_ranks), [f"rank {rank}" for rank in range(table.num_ranks)], fontsize=8)
     axes.set_ylim(table.num_ranks - 0.5, -0.5)
     axes.tick_params(axis="x", labelsize=8)
@@ -119,7 +136,8 @@ def _mix(first: str, second: str, share: float) -> tuple[float, ...]:
 
 def _title(table: Table) -> str:
     stages = f", {table.num_stages} stages" if table.num_stages != table.num_ranks else ""
-    return f"{table.name}: {table.num_ranks} ranks{stages}, {table.num_micro_batches} micro-batches"
+    ranks, micro_batches = table.num_ranks, table.num_micro_batches
+    return f"{table.name}: {ranks} rank{'s' * (ranks > 1)}{stages}, {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
 
 
 def _makespan(spans: Sequence[Span]) -> float:
