@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
@@ -117,7 +119,17 @@ def in_float32(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.c(y)
 
 
-@pytest.mark.parametrize("forward", [without_gradients, with_gradients_again, in_bfloat16, in_float32])
+def by_device(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        y = model.b(model.a(x))
+    with sdpa_kernel(SDPBackend.MATH):
+        kernels = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+        y = nn.functional.scaled_dot_product_attention(y[None], y[None], y[None], is_causal=True)[0]
+    assert kernels == (False, True)
+    return model.c(y.float())
+
+
+@pytest.mark.parametrize("forward", [without_gradients, with_gradients_again, in_bfloat16, in_float32, by_device])
 def test_regions_of_a_forward_are_entered_in_each_one(forward: Forward) -> None:
     same(forward)
     same(forward, around=torch.no_grad)
@@ -127,7 +139,8 @@ def test_regions_of_a_forward_are_entered_in_each_one(forward: Forward) -> None:
 def test_where_it_is_split_decides_nothing_and_nothing_is_left_behind() -> None:
     def names() -> tuple[Any, ...]:
         kinds: Any = (torch.enable_grad, torch.amp.autocast_mode.autocast, torch.autograd.Function, nn.Module)
-        return (*[dict(vars(kind)) for kind in kinds], torch.zeros, torch.utils.checkpoint.checkpoint)
+        functions = torch.zeros, torch.utils.checkpoint.checkpoint, torch.vmap, torch.jit.ScriptFunction.__call__
+        return (*[dict(vars(kind)) for kind in kinds], functions)
 
     before = names()
     model = Three(without_gradients)
@@ -168,6 +181,22 @@ def test_functions_of_autograd_and_checkpointed_submodules_run_in_each_forward()
     with torch.no_grad():
         part(torch.ones(3, 4))
     assert len(runs) == 3
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def test_scripted_functions_run_in_each_forward() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are on their way out
+        scripted = torch.jit.script(twice)
+    same(lambda model, x: model.c(scripted(model.b(model.a(x))) + scripted(-x)))
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"vmap of torch\.func cannot be traced"):
+        cut(Three(lambda model, x: model.c(torch.vmap(torch.sin)(model.b(model.a(x))))))
 
 
 def test_another_checkpointed_function_is_traced_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """What is called as it is while a forward is traced, and what tracing must leave as it was.
 
 Symbols pass for tensors where Python asks, and so must not come to functions in C that do not ask (``Function.apply``,
-``torch.utils.checkpoint``): these make nodes, too.
+``torch.utils.checkpoint``, scripted functions): these make nodes, too, and those of ``torch.func`` are refused.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ _MASKS = "transformers.masking_utils"
 
 _SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 """Their options to return None where values allow it: a message between stages has the same tensors each time."""
+
+_TRANSFORMS = ("vmap", "grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian")
+"""Functions of ``torch.func``."""
 
 _log = logging.getLogger("zoo.pipe")
 
@@ -100,7 +103,7 @@ def leaf_functions(
 ) -> Iterator[None]:
     """In torch, and in the modules where the traced classes come from, these functions make nodes while this is open.
 
-    Also ``Function.apply`` of whatever class, and ``torch.utils.checkpoint.checkpoint``.
+    Also ``Function.apply`` of whatever class, scripted functions, and ``torch.utils.checkpoint.checkpoint``.
     """
     masks = vars(sys.modules[_MASKS]) if _MASKS in sys.modules else {}
     checkpoint = torch.utils.checkpoint.checkpoint
@@ -110,8 +113,9 @@ def leaf_functions(
         id(f): (f, _as_node(tracer, f)) for name, f in masks.items() if name.startswith("create_") and callable(f)
     }
     nodes[id(checkpoint)] = checkpoint, _checkpointing(tracer, checkpoint)
+    nodes |= {id(f): (f, _without_symbols(tracer, f)) for f in (getattr(torch.func, name) for name in _TRANSFORMS)}
     homes = {base.__module__ for m in through.values() for base in type(m).__mro__}
-    homes = (homes - {"builtins", "torch.nn.modules.module"}) | {"torch", "torch.utils.checkpoint"}
+    homes = (homes - {"builtins", "torch.nn.modules.module"}) | {"torch", "torch.func", "torch.utils.checkpoint"}
     patched: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for space in [vars(sys.modules[home]) for home in sorted(homes) if home in sys.modules] + [
@@ -122,7 +126,7 @@ def leaf_functions(
                 if found is not None:
                     patched.append((space, name, value))
                     space[name] = found
-        with _functions_of_autograd(tracer), _no_symbols_as_buffers(tracer):
+        with _functions_in_c(tracer), _no_symbols_as_buffers(tracer):
             yield
     finally:
         for space, name, value in patched:
@@ -151,6 +155,25 @@ def _as_node(tracer: Tracing, function: Callable[..., Any]) -> Callable[..., Any
         return tracer.create_proxy("call_function", function, args, kwargs)
 
     return node
+
+
+def _without_symbols(tracer: Tracing, transform: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(transform)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if tracer.evaluating:
+            return transform(*args, **kwargs)
+        if has_symbols((args, kwargs)):
+            raise Refused(f"{transform.__name__} of torch.func cannot be traced")
+        inside = transform(*args, **kwargs)
+
+        def call(*given: Any, **named: Any) -> Any:
+            if not tracer.evaluating and has_symbols((given, named)):
+                raise Refused(f"{transform.__name__} of torch.func cannot be traced")
+            return inside(*given, **named)
+
+        return call
+
+    return made
 
 
 def _checkpointing(tracer: Tracing, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,9 +206,10 @@ def _checkpointing(tracer: Tracing, checkpoint: Callable[..., Any]) -> Callable[
 
 
 @contextlib.contextmanager
-def _functions_of_autograd(tracer: Tracing) -> Iterator[None]:
+def _functions_in_c(tracer: Tracing) -> Iterator[None]:
     base: Any = torch.autograd.Function
-    before = vars(base).get("apply")
+    scripted: Any = torch.jit.ScriptFunction
+    before, call_scripted = vars(base).get("apply"), scripted.__call__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         own = super(base, cls).apply if before is None else before.__get__(None, cls)
@@ -193,10 +217,19 @@ def _functions_of_autograd(tracer: Tracing) -> Iterator[None]:
             return own(*args, **kwargs)
         return tracer.create_proxy("call_function", own, args, kwargs)
 
-    base.apply = classmethod(apply)
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return call_scripted(function, *args, **kwargs)
+
+        if tracer.evaluating or not has_symbols((args, kwargs)):
+            return own(*args, **kwargs)
+        return tracer.create_proxy("call_function", own, args, kwargs)
+
+    base.apply, scripted.__call__ = classmethod(apply), call
     try:
         yield
     finally:
+        scripted.__call__ = call_scripted
         if before is None:
             del base.apply
         else:

@@ -136,8 +136,8 @@ def _mix(first: str, second: str, share: float) -> tuple[float, ...]:
 
 def _title(table: Table) -> str:
     stages = f", {table.num_stages} stages" if table.num_stages != table.num_ranks else ""
-    ranks, micro_batches = table.num_ranks, table.num_micro_batches
-    return f"{table.name}: {ranks} rank{'s' * (ranks > 1)}{stages}, {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    ranks = f"{table.num_ranks} rank{'s' * (table.num_ranks > 1)}"
+    return f"{table.name}: {ranks}{stages}, {table.num_micro_batches} micro-batch{'es' * (table.num_micro_batches > 1)}"
 
 
 def _makespan(spans: Sequence[Span]) -> float:

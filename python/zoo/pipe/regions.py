@@ -1,4 +1,5 @@
-"""What surrounds the nodes of a traced forward: ``no_grad``, ``inference_mode``, ``enable_grad`` and ``autocast``.
+"""What surrounds the nodes of a traced forward: ``no_grad``, ``inference_mode``, ``enable_grad``, ``autocast`` and
+``sdpa_kernel``.
 
 A forward enters them once, while it is traced; the nodes that it makes in them run in them each time.
 """
@@ -6,7 +7,7 @@ A forward enters them once, while it is traced; the nodes that it makes in them 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,25 @@ class Region:
     grad: whether operations are recorded by autograd; None: as it is around the whole forward.
     inference: within ``torch.inference_mode()``.
     autocasts: device, whether it is on, dtype, whether casts are kept; of each ``torch.autocast``, outermost first.
+    attention: names of the kernels that scaled_dot_product_attention may use; None: as around the whole.
     """
 
     grad: bool | None
     inference: bool
     autocasts: tuple[tuple[str, bool, torch.dtype, bool], ...]
+    attention: tuple[str, ...] | None
 
 
 class Regions:
-    """While :meth:`open`, knows where a forward is. What is around the whole of it is not looked at."""
+    """While :meth:`open`, knows where a forward is. What is around the whole of it is not looked at.
 
-    def __init__(self) -> None:
+    Args:
+        text: the string that is meant by what a forward gives as a device (``x.device.type``).
+    """
+
+    def __init__(self, text: Callable[[Any], str]) -> None:
+        self._text = text
+        self._kernels: tuple[str, ...] = ()
         self._autocasts: list[tuple[str, bool, torch.dtype, bool]] = []
         self._enabled = 0
         self._inference = False
@@ -40,18 +49,24 @@ class Regions:
         """The region that a node is made in; None outside of all."""
         grad = None if torch.is_grad_enabled() and not self._enabled else torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled() and not self._inference
-        if grad is None and not inference and not self._autocasts:
+        kernels = _kernels()
+        attention = None if kernels == self._kernels else kernels
+        if grad is None and not inference and not self._autocasts and attention is None:
             return None
-        return Region(grad=grad, inference=inference, autocasts=tuple(self._autocasts))
+        return Region(grad=grad, inference=inference, autocasts=tuple(self._autocasts), attention=attention)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Watch ``autocast`` and ``enable_grad``, of which not even a difference may be seen from inside."""
-        self._inference = torch.is_inference_mode_enabled()
+        self._inference, self._kernels = torch.is_inference_mode_enabled(), _kernels()
         autocast: Any = torch.amp.autocast_mode.autocast
         enable: Any = torch.enable_grad
         kept = [(one, name, vars(one)[name]) for one in (autocast, enable) for name in ("__enter__", "__exit__")]
-        (_, _, enter_autocast), (_, _, exit_autocast), (_, _, enter_enable), (_, _, exit_enable) = kept
+        kept.append((autocast, "__init__", autocast.__init__))
+        enter_autocast, exit_autocast, enter_enable, exit_enable, init_autocast = (before for _, _, before in kept)
+
+        def made_autocast(one: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+            init_autocast(one, self._text(device_type), *args, **kwargs)
 
         def entered_autocast(one: Any) -> Any:
             self._autocasts.append((str(one.device), one._enabled, one.fast_dtype, one._cache_enabled))
@@ -69,7 +84,7 @@ class Regions:
             self._enabled -= 1
             return exit_enable(one, *error)
 
-        new = (entered_autocast, left_autocast, entered_enable, left_enable)
+        new = (entered_autocast, left_autocast, entered_enable, left_enable, made_autocast)
         try:
             with torch.enable_grad():  # so that no_grad is seen wherever split() is called
                 for (one, name, _), function in zip(kept, new, strict=True):
@@ -115,12 +130,22 @@ class Around(contextlib.AbstractContextManager["Around"]):
         self._now = None
 
 
+def _kernels() -> tuple[str, ...]:
+    cuda: Any = torch.backends.cuda
+    allowed = {
+        "FLASH_ATTENTION": cuda.flash_sdp_enabled(), "EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled(),
+        "MATH": cuda.math_sdp_enabled(), "CUDNN_ATTENTION": cuda.cudnn_sdp_enabled(),
+    }  # fmt: skip
+    return tuple(name for name, one in allowed.items() if one)
+
+
 def _contexts(region: Region | None) -> list[tuple[Any, ...]]:
     if region is None:
         return []
     inference = [("inference",)] if region.inference else []
     grad = [] if region.grad is None else [("grad", region.grad)]
-    return [*inference, *grad, *(("autocast", *one) for one in region.autocasts)]
+    attention = [] if region.attention is None else [("attention", *region.attention)]
+    return [*inference, *grad, *attention, *(("autocast", *one) for one in region.autocasts)]
 
 
 def _context(kind: str, *options: Any) -> contextlib.AbstractContextManager[Any]:
@@ -128,5 +153,9 @@ def _context(kind: str, *options: Any) -> contextlib.AbstractContextManager[Any]
         return torch.inference_mode()
     if kind == "grad":
         return torch.enable_grad() if options[0] else torch.no_grad()
+    if kind == "attention":
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel([getattr(SDPBackend, name) for name in options])
     device, enabled, dtype, cached = options
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)

@@ -170,7 +170,7 @@ def _decide(symbol: _Symbol, kind: Callable[[Any], Any]) -> Any:
     """What the example says, with a guard."""
     found, value = _known(symbol)
     if not found or (isinstance(value, torch.Tensor) and kind is not len):
-        _undecided(symbol, {bool: "a branch", len: "a length"}.get(kind, "a number"))
+        _undecided(symbol, {bool: "a branch", len: "a length", str: "a name"}.get(kind, "a number"))
     answer = kind(value)
     where = _where()
     symbol.tracer.create_proxy("call_function", guard, (symbol, kind.__name__, answer, where), {})
@@ -179,7 +179,7 @@ def _decide(symbol: _Symbol, kind: Callable[[Any], Any]) -> Any:
 
 def guard(value: Any, kind: str, expected: Any, where: str) -> None:
     """Raise unless ``kind`` of ``value`` is as it was when the forward was traced."""
-    kinds: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len}
+    kinds: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len, "str": str}
     found = kinds[kind](value)
     if found != expected:
         raise ValueError(
@@ -207,7 +207,7 @@ class _Tracer(fx.Tracer):
         self._paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.path = [""]
         self.evaluating = False
-        self.regions = Regions()
+        self.regions = Regions(lambda given: str(_decide(given, str)) if isinstance(given, _Symbol) else given)
         self.constants: dict[str, Any] = {}
         self._lasting = {id(v) for m in through.values() for v in vars(m).values()}
         self._lasting |= {id(v) for v in fixed.values()}
