@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -114,3 +115,19 @@ def test_what_is_wrong_is_said() -> None:
 
     with pytest.raises(sim.RankError, match=r"rank 0 raised RuntimeError: layer 1 failed"):
         sim.run(2, one)
+
+
+@pytest.mark.parametrize("what", ["time", "memory"])
+def test_layers_that_change_their_input_or_their_buffers(what: Any) -> None:
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    layers = [Adds(), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), Adds(), nn.Linear(4, 4)]
+    sample, state = torch.zeros(3, 4), copy.deepcopy(nn.ModuleList(layers).state_dict())
+    random = torch.get_rng_state()
+    assert len(measure(layers, sample, what=what)) == 6
+    assert torch.equal(sample, torch.zeros(3, 4))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, state[name]) for name, value in nn.ModuleList(layers).state_dict().items())
+    assert all(p.grad is None for layer in layers for p in layer.parameters())

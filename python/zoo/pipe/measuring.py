@@ -30,7 +30,8 @@ def measure(
         weights = measure(layers, sample_inputs)
         model = PipelineModule(layers, num_stages=4, partition_method=weights)
 
-    ``sample`` goes through all layers, each on the output of the one before. Rank 0 of the job measures and tells all
+    ``sample`` goes through all layers, each on the output of the one before; it, buffers and the state of random
+    numbers stay as they are. Rank 0 of the job measures and tells all
     others, since every rank has to cut at the same places: a collective where there is a process group. A layer that is
     a spec is built on rank 0 alone, and dropped after it was measured.
 
@@ -56,17 +57,22 @@ def measure(
     if repeats < 1 or in_flight < 1:
         raise ValueError(f"measure got repeats={repeats} and in_flight={in_flight}; each is at least 1.")
     calls = _calls(layers)
+    kept = _buffers(layers if isinstance(layers, PipelineModule) else nn.ModuleList(
+        layer for layer in calls if isinstance(layer, nn.Module)
+    ))  # fmt: skip
     tensors, _ = flatten(sample, "the sample")
     where = torch.device(device) if device is not None else tensors[0].device if tensors else torch.device("cpu")
     if not dist.is_initialized():
-        return _measured(calls, sample, what, repeats, in_flight, where)
+        with kept:
+            return _measured(calls, sample, what, repeats, in_flight, where)
     from zoo.comm import Communicator
 
     comm = Communicator()
     values, error = [0.0] * len(calls), None
     if comm.rank == 0:
         try:
-            values = _measured(calls, sample, what, repeats, in_flight, where)
+            with kept:
+                values = _measured(calls, sample, what, repeats, in_flight, where)
         except Exception as raised:
             values, error = [-1.0] * len(calls), raised
     told = torch.tensor(values, dtype=torch.float64, device=where)
@@ -92,7 +98,8 @@ def _measured(
     tied: dict[str, nn.Module] = {}
     seen: dict[int, Any] = {}
     found = []
-    x = sample
+    tensors, outline = flatten(sample, "the sample")
+    x = unflatten([t.detach().clone() for t in tensors], outline)  # a layer may change it
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         for number, layer in enumerate(layers):
@@ -124,11 +131,40 @@ def _parameters(call: Any) -> list[nn.Parameter]:
     return list(module.parameters()) if module is not None else []
 
 
-def _entering(x: Any, number: int) -> tuple[Any, list[torch.Tensor]]:
-    """The inputs, cut off from what made them, and those that get gradients."""
+class _Same(torch.autograd.Function):
+    """A tensor in the same memory that is no leaf, so that a layer may change it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+def _entering(x: Any, number: int, *, copied: bool) -> tuple[Any, list[torch.Tensor]]:
+    """The inputs, cut off from what made them, and those that get gradients. Copied: of each turn its own."""
     tensors, outline = flatten(x, f"the input of layer {number}")
-    tensors = [t.detach().requires_grad_(number > 0 and (t.is_floating_point() or t.is_complex())) for t in tensors]
-    return unflatten(tensors, outline), [t for t in tensors if t.requires_grad]
+    tensors = [
+        (t.detach().clone() if copied else t.detach())
+        .requires_grad_(number > 0 and (t.is_floating_point() or t.is_complex()))
+        for t in tensors
+    ]  # fmt: skip
+    given = [_Same.apply(t) if t.requires_grad else t for t in tensors]
+    return unflatten(given, outline), [t for t in tensors if t.requires_grad]
+
+
+@contextlib.contextmanager
+def _buffers(module: nn.Module) -> Iterator[None]:
+    """What layers count beside (a BatchNorm's means) is afterwards what it was before."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
 
 
 def _backward(out: Any, number: int, inputs: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -144,7 +180,7 @@ def _seconds(call: Any, x: Any, number: int, repeats: int, device: torch.device)
     times = []
     out: Any = None
     for _ in range(repeats + 1):
-        given, inputs = _entering(x, number)
+        given, inputs = _entering(x, number, copied=True)
         _wait(device)
         begun = time.perf_counter()
         out = call(given)
@@ -163,7 +199,7 @@ def _bytes(call: Any, x: Any, number: int, in_flight: int, seen: dict[int, Any])
     parameters = {id(p): p for p in _parameters(call)}
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
     kept: dict[int, torch.UntypedStorage] = {}
-    given, _ = _entering(x, number)
+    given, _ = _entering(x, number, copied=False)
     with _keeping(kept):
         out = call(given)
     activations = sum(s.nbytes() for at, s in kept.items() if at not in own and at not in seen)
