@@ -519,6 +519,15 @@ def test_points_that_are_none_are_refused() -> None:
         split(made(), ["body.blocks.1", "head"], num_stages=1, example=batch())
 
 
+def test_an_example_with_an_argument_that_forward_does_not_take_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"example with 'idz', which Model\.forward does not take; its arguments are ids"
+    ):
+        split(made(), num_stages=1, example={**batch(), "idz": batch()["ids"]})
+    with pytest.raises(ValueError, match=r"it takes a torch\.nn\.Module"):
+        split(weighed, num_stages=1, example=batch())  # type: ignore[arg-type]
+
+
 def test_hooks_of_submodules_run_and_those_of_what_is_cut_are_refused() -> None:
     model, seen = made(), []
     model.body.blocks[1].register_forward_hook(lambda module, given, out: seen.append(out))

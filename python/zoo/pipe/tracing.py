@@ -72,6 +72,8 @@ def split(
     Raises:
         ValueError: points that are none; a forward that cannot be traced, with its line.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"split() got a {type(module).__name__}; it takes a torch.nn.Module.")
     if loss_fn is not None and isinstance(example, Mapping) and "labels" in example:
         raise ValueError(
             "split() got loss_fn= and an example with 'labels': with a loss_fn these go to it, and the model gets the "
@@ -174,6 +176,12 @@ def _inputs(module: nn.Module, example: Any) -> tuple[list[str | int], dict[str,
     if isinstance(example, Mapping) and (any_name or set(example) <= set(parameters)):
         tensors = {name: value for name, value in example.items() if _has_tensors(value)}
         return list(tensors), {name: v for name, v in example.items() if name not in tensors}, dict(tensors)
+    if isinstance(example, Mapping) and (known := set(example) & set(parameters)):
+        unknown = next(name for name in example if name not in known)
+        raise ValueError(
+            f"split() got an example with {unknown!r}, which {type(module).__name__}.forward does not take; its "
+            f"arguments are {', '.join(parameters)}."
+        )
     many = example if isinstance(example, tuple | list) else (example,)
     return list(range(len(many))), {}, dict(enumerate(many))
 
