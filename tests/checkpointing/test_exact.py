@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import shutil
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -156,14 +157,28 @@ def test_a_kind_of_value_that_is_not_known_is_said(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_checkpoints_of_the_version_before_are_read(tmp_path: Path) -> None:
-    """Version 1 wrote what JSON held, as it was."""
-    save(tmp_path, "one", [], meta={})
-    path = tmp_path / "one" / "manifest.json"
+def test_checkpoints_of_version_1_are_read(tmp_path: Path) -> None:
+    """It wrote what JSON held, as it was."""
+    shutil.copytree(Path(__file__).parent / "golden" / "version2", tmp_path / "runs")
+    path = tmp_path / "runs" / "one" / "manifest.json"
     document = json.loads(path.read_text())
     document.update(version=1, meta={"__zoo__": ["tuple", []], "note": [1]})
     path.write_text(json.dumps(document))
-    assert load(tmp_path).meta == {"__zoo__": ["tuple", []], "note": [1]}
+    assert load(tmp_path / "runs").meta == {"__zoo__": ["tuple", []], "note": [1]}
+
+
+def test_a_manifest_is_json_as_the_standard_has_it(tmp_path: Path) -> None:
+    """Without NaN, which other readers refuse."""
+    meta = {"nan": float("nan"), "many": [float("inf"), -float("inf"), complex(float("nan"), 1.0)]}
+    save(tmp_path, "one", [], {"x": float("inf")}, meta)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads((tmp_path / "one" / "manifest.json").read_text(), parse_constant=refuse)
+    found = load(tmp_path)
+    assert found.scalars == {"x": float("inf")}
+    assert same(found.meta, meta)
 
 
 @pytest.mark.parametrize("number", [True, np.float64(1.0), "1", None, torch.tensor(1)])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpointing.test_checkpoints import Piece, _rewrite, pieces, write
+from tests.checkpointing.test_checkpoints import SHAPES, Piece, pieces, write
 
-from zoo import sim
-from zoo.checkpointing import CheckpointError, TensorFile, load, save
-from zoo.comm import Communicator
+from zoo.checkpointing import CheckpointError, TensorFile, load, prune, save
 
 
 def test_a_hole_in_the_middle_is_named_by_its_elements(tmp_path: Path) -> None:
@@ -54,29 +52,6 @@ def test_roles_before_and_after_the_one_that_is_kept_for_ranks_are_fine(tmp_path
         assert load(tmp_path, tag).rank_state(0)["own"].tolist() == [0.0]
 
 
-@pytest.mark.parametrize("key", ["parameter", "parameter|a", "parameter|0", "parameter|a|x", "parameter|a|-1"])
-def test_a_key_that_is_not_role_name_start_is_named(tmp_path: Path, key: str) -> None:
-    write(tmp_path, 2)
-    _rewrite(tmp_path, lambda tensors: tensors.update({key: torch.zeros(1)}))
-    with pytest.raises(CheckpointError, match=re.escape(f"the key {key!r}; keys are written role|name|start")):
-        load(tmp_path)
-
-
-def test_ranks_that_see_different_latest_checkpoints_are_told(tmp_path: Path) -> None:
-    for folder, tag in (("here", "one"), ("there", "two")):
-        write(tmp_path / folder, 1, tag)
-
-    def job(rank: int) -> tuple[str, bool]:
-        with pytest.raises(CheckpointError) as caught:
-            load(tmp_path / ("here" if rank == 0 else "there"), comm=Communicator())
-        return str(caught.value), caught.value.everywhere
-
-    for said, everywhere in sim.run(2, job):
-        assert "the ranks see different latest checkpoints, ['one', 'two']" in said
-        assert "loading the checkpoint 'latest' of" in said
-        assert everywhere
-
-
 def test_every_tensor_begins_at_a_multiple_of_its_elements_size(tmp_path: Path) -> None:
     """Readers that map the file want it so, as safetensors itself writes it."""
     kinds = [torch.uint8, torch.float64, torch.bfloat16, torch.float32]
@@ -86,10 +61,10 @@ def test_every_tensor_begins_at_a_multiple_of_its_elements_size(tmp_path: Path) 
         for part in mixed:
             file.put(part.name, part.tensor)
         file.commit()
-    for path in (tmp_path / "one" / "rank_00000.safetensors", tmp_path / "f.safetensors"):
+    for path in (next((tmp_path / "one").glob("*.safetensors")), tmp_path / "f.safetensors"):
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
-        assert size % 8 == 0
+        assert (size + 8) % (4096 if path.parent != tmp_path else 8) == 0
         header: dict[str, Any] = json.loads(raw[8 : 8 + size])
         widths = {"U8": 1, "F64": 8, "BF16": 2, "F32": 4}
         found = [v for k, v in header.items() if k != "__metadata__"]
@@ -118,22 +93,25 @@ def test_a_file_whose_beginning_cannot_be_written_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["closed"]
 
 
-def test_what_a_crash_left_is_gone_after_the_next_save(tmp_path: Path) -> None:
-    save(tmp_path, "one", pieces(0, 1))
-    for name in (".writing-one", ".replaced-one"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rank_00007.safetensors").touch()
-    save(tmp_path, "one", pieces(0, 1, scale=2.0))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
-    assert float(load(tmp_path).tensor("a")[0, 1]) == 2.0
+def test_what_a_killed_save_has_left_goes_after_a_day(tmp_path: Path) -> None:
+    for number in range(3):
+        save(tmp_path, f"t{number}", pieces(0, 1))
+    rest = tmp_path / "killed"
+    rest.mkdir()
+    (rest / "0123456789abcdef.00007.safetensors").touch()
+    assert prune(tmp_path, 1) == ["t0", "t1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "latest", "t2"]
+    os.utime(rest / "0123456789abcdef.00007.safetensors", (1e9, 1e9))
+    assert prune(tmp_path, 1) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "t2"]
 
 
-def test_a_checkpoint_can_be_opened_without_its_checksums(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_read_without_its_checksums(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    path = tmp_path / "one" / "rank_00000.safetensors"
+    path = next((tmp_path / "one").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        load(tmp_path)
-    assert load(tmp_path, verify=False).tag == "one"
+    with pytest.raises(CheckpointError, match="CRC-32C"):
+        list(load(tmp_path).verify())
+    assert [load(tmp_path, verify=False).tensor(name).shape for name in SHAPES] == list(SHAPES.values())

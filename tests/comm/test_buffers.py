@@ -89,9 +89,9 @@ def test_on_nccl_the_check_sends_from_the_gpu(monkeypatch: pytest.MonkeyPatch) -
     def fn(rank: int) -> None:
         comm = Communicator(check=True)
         monkeypatch.setattr("zoo.comm.communicator.verify", lambda group, what, device: seen.append(device.type))
-        monkeypatch.setattr(Communicator, "_device", torch.device("meta"))
+        monkeypatch.setattr(Communicator, "device", torch.device("meta"))
         comm.agree("a", "b")
-        comm._agree("barrier", torch.empty(0, device=comm._device))
+        comm._agree("barrier", torch.empty(0, device=comm.device))
 
     sim.run(2, fn)
     assert seen == ["meta"] * 4

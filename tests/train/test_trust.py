@@ -81,11 +81,13 @@ def test_what_is_pruned_is_never_the_latest_nor_half_there(tmp_path: Path) -> No
     run(tmp_path, checkpoint_every=3)
     root = tmp_path / "checkpoints"
     os.utime(root / "step_00000012" / "manifest.json", ns=(0, 0))  # a clock that was set back
-    assert prune(root, 1) == ["step_00000003", "step_00000006"]
+    assert prune(root, 2) == ["step_00000003", "step_00000006"]
     assert latest_tag(root) == "step_00000012"
     (root / "step_00000009" / "manifest.json").unlink()  # as if it had ended in the middle
     (root / "notes").mkdir()
     prune(root, 1)
+    assert sorted(p.name for p in root.iterdir()) == ["latest", "notes", "step_00000009", "step_00000012"]
+    prune(root, 1, rest_age_s=0.0)
     assert sorted(p.name for p in root.iterdir()) == ["latest", "notes", "step_00000012"]
     with pytest.raises(ValueError, match="keep=0"):
         prune(root, 0)

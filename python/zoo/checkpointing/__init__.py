@@ -1,14 +1,14 @@
 """Training checkpoints: logical tensors on disk, written atomically, read back under any placement.
 
 * :func:`save`: all ranks write their slices; either the whole checkpoint is there afterwards, or none of it counts.
-* :func:`load`: opens a checkpoint after checking it; :class:`Checkpoint` reads any run of elements of any tensor.
+* :func:`load`: opens a checkpoint; :class:`Checkpoint` reads any run of elements of any tensor, and verifies it.
 * :func:`latest_tag`: which checkpoint a directory's ``latest`` names.
 * :func:`prune`: remove all but the newest.
 * :class:`TensorFile`: one safetensors file, tensor by tensor, whole or not at all.
 * :func:`together`: run something on every rank; if it fails on one, it fails on all, by name.
 """
 
-from zoo.checkpointing.errors import CheckpointError, MissingStateError, together
+from zoo.checkpointing.errors import CheckpointError, DamageError, MissingStateError, alike, together
 from zoo.checkpointing.names import StateSlice, latest_tag
 from zoo.checkpointing.pruning import prune
 from zoo.checkpointing.reading import Checkpoint, load
@@ -18,9 +18,11 @@ from zoo.checkpointing.writing import save
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "DamageError",
     "MissingStateError",
     "StateSlice",
     "TensorFile",
+    "alike",
     "latest_tag",
     "load",
     "prune",

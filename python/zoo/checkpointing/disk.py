@@ -1,44 +1,274 @@
-"""Writes that survive a loss of power once they return, and checksums."""
+"""What a checkpoint asks of a file system, and that of this machine.
+
+Everything that saving and loading do to files goes through a :class:`Disk`, so that a test may put another one in its
+place: one that loses what was not forced, fills up, or dies between any two calls. Nothing here decides an order.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from zoo.io import File, Future, Handle
+
+LARGE_BYTES = 8 << 20
+"""Files of at least this size go past the page cache, by :mod:`zoo.io`."""
+QUEUE_DEPTH = 8
 
 
-def sync(path: Path) -> None:
-    """Force a file's bytes, or a directory's entries, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+class Sink(Protocol):
+    """A file that is being written, front to back or in any order."""
+
+    def write(self, memory: torch.Tensor, offset: int) -> None:
+        """Begin to write these bytes; they must not change until :meth:`wait`."""
+
+    def wait(self) -> None:
+        """All that was begun is written."""
+
+    def sync(self) -> None:
+        """Wait, and force the bytes to the device."""
+
+    def close(self) -> None:
+        """Close it; what was not forced may be lost."""
 
 
-def make_directories(path: Path) -> None:
+class Source(Protocol):
+    """A file that is read."""
+
+    def size(self) -> int:
+        """Bytes."""
+
+    def read(self, memory: torch.Tensor, offset: int) -> int:
+        """Fill ``memory`` from ``offset``; returns how many bytes there were."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class Disk(Protocol):
+    """A file system. Paths are absolute; errors are OSErrors."""
+
+    def make_directory(self, path: Path) -> bool:
+        """Make one directory whose parent is there; False where it is there already."""
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether it is one."""
+
+    def names(self, path: Path) -> list[str]:
+        """What is in a directory."""
+
+    def create(self, path: Path, num_bytes: int) -> Sink:
+        """A new file, which will have so many bytes; one that is there is emptied."""
+
+    def open(self, path: Path) -> Source:
+        """An existing file; raises OSError for what is none, a symbolic link too."""
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Put a file in the place of another in the same directory, at once."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or an empty directory."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Force the entries of a directory to the device."""
+
+
+class LocalDisk:
+    """The file systems of this machine, network file systems included."""
+
+    def make_directory(self, path: Path) -> bool:
+        """See :class:`Disk`."""
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            return False
+        return True
+
+    def is_directory(self, path: Path) -> bool:
+        """See :class:`Disk`."""
+        return path.is_dir()
+
+    def names(self, path: Path) -> list[str]:
+        """See :class:`Disk`."""
+        return sorted(os.listdir(path))
+
+    def create(self, path: Path, num_bytes: int) -> Sink:
+        """See :class:`Disk`."""
+        return _Sink(path, num_bytes)
+
+    def open(self, path: Path) -> Source:
+        """See :class:`Disk`."""
+        return _Source(path)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """See :class:`Disk`."""
+        os.replace(path, target)
+
+    def remove(self, path: Path) -> None:
+        """See :class:`Disk`."""
+        if path.is_dir() and not path.is_symlink():
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """See :class:`Disk`."""
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+LOCAL = LocalDisk()
+
+
+def make_directories(disk: Disk, path: Path) -> None:
     """Make a directory and those above it that are missing; their entries survive a loss of power too."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync(folder.parent)
+    if disk.is_directory(path):
+        return
+    make_directories(disk, path.parent)
+    if disk.make_directory(path):
+        disk.sync_directory(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file by ``text``: readers see the old content or the new, whole."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
+def put(disk: Disk, path: Path, content: bytes, *, by: str = "") -> None:
+    """Replace a file by ``content``: readers see the old content or the new, whole, also after a loss of power.
+
+    Args:
+        by: who writes, where several may at the same time.
+    """
+    temporary = path.with_name(f".{path.name}.{by or 'writing'}")
+    write_file(disk, temporary, content)
+    disk.rename(temporary, path)
+    disk.sync_directory(path.parent)
 
 
-def sha256_of(path: Path, chunk_bytes: int = 1 << 20) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(chunk_bytes):
-            digest.update(chunk)
-    return digest.hexdigest()
+def write_file(disk: Disk, path: Path, content: bytes) -> None:
+    """Write a file, and force its bytes to the device; its name is not forced."""
+    sink = disk.create(path, len(content))
+    try:
+        if content:
+            sink.write(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)
+        sink.sync()
+    finally:
+        sink.close()
+
+
+def read_file(disk: Disk, path: Path, at_most: int) -> bytes:
+    """The whole content of a small file.
+
+    Raises:
+        ValueError: it has more than ``at_most`` bytes.
+    """
+    source = disk.open(path)
+    try:
+        size = source.size()
+        if size > at_most:
+            raise ValueError(f"{path.name} has {size:,} bytes; at most {at_most:,} are expected")
+        memory = torch.empty(size, dtype=torch.uint8)
+        found = source.read(memory, 0) if size else 0
+        return memory[:found].numpy().tobytes()
+    finally:
+        source.close()
+
+
+def discard(disk: Disk, path: Path) -> None:
+    """Remove a file where there is one."""
+    with contextlib.suppress(OSError):
+        disk.remove(path)
+
+
+class _Sink:
+    """A large file by an engine of its own, a small one by plain calls."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._engine: Handle | None = None
+        self._file: File | None = None
+        self._under_way: list[Future] = []
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            if num_bytes >= LARGE_BYTES:
+                from zoo.io import Handle
+
+                self._engine = Handle(queue_depth=QUEUE_DEPTH)
+                self._file = self._engine.open(path, "w")
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, memory: torch.Tensor, offset: int) -> None:
+        if self._engine is not None and self._file is not None:
+            self._under_way.append(self._engine.async_pwrite(memory, self._file, offset))
+            return
+        raw: Any = memory.numpy()
+        view = memoryview(raw)
+        while view:
+            done = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[done:], offset + done
+
+    def wait(self) -> None:
+        waiting, self._under_way = self._under_way, []
+        for future in waiting:
+            future.wait()
+
+    def sync(self) -> None:
+        self.wait()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.wait()
+        if self._file is not None:
+            self._file.close()
+        if self._engine is not None:
+            self._engine.close()
+        os.close(self._descriptor)
+
+
+class _Source:
+    """A file by plain reads; long ones by an engine, which is made for the first of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._engine: Handle | None = None
+        self._file: File | None = None
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, memory: torch.Tensor, offset: int) -> int:
+        if memory.numel() >= LARGE_BYTES:
+            self._long(memory, offset)
+            return memory.numel()
+        raw: Any = memory.numpy()
+        view, total = memoryview(raw), 0
+        while total < len(view):
+            done = os.preadv(self._descriptor, [view[total:]], offset + total)
+            if not done:
+                break
+            total += done
+        return total
+
+    def _long(self, memory: torch.Tensor, offset: int) -> None:
+        if self._engine is None:
+            from zoo.io import Handle
+
+            self._engine = Handle(queue_depth=QUEUE_DEPTH)
+            self._file = self._engine.open(f"/proc/self/fd/{self._descriptor}", "r")
+        if self._file is None:
+            raise AssertionError("an engine without its file.")
+        self._engine.pread(memory, self._file, offset)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._engine is not None:
+            self._engine.close()
+        os.close(self._descriptor)

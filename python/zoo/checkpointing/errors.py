@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
+
+import torch
 
 from zoo.comm import Communicator
 from zoo.comm import together as comm_together
@@ -29,6 +32,10 @@ class MissingStateError(CheckpointError, KeyError):
         return str(self.args[0])  # KeyError would quote it
 
 
+class DamageError(CheckpointError):
+    """Bytes of a checkpoint are not those that were written, or are gone."""
+
+
 def together(comm: Communicator, what: str, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and give everyone everyone's result, in rank order. A collective.
 
@@ -38,3 +45,29 @@ def together(comm: Communicator, what: str, work: Callable[[], T]) -> list[T]:
     return comm_together(
         comm, what, work, error=lambda text, ranks: CheckpointError(text, everywhere=True), plain=CheckpointError
     )
+
+
+def alike(comm: Communicator, what: str, work: Callable[[], T]) -> T:
+    """Run ``work`` on every rank, and raise on all of them when it raised on one; gives this rank's own result.
+
+    A collective that moves one number a rank, and more only where something went wrong.
+
+    Raises:
+        CheckpointError: as :func:`together` does.
+    """
+    found: list[T] = []
+    error: Exception | None = None
+    try:
+        found.append(work())
+    except Exception as raised:
+        error = raised
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=comm.device)
+    comm.all_reduce(failed, "max").wait()
+    if int(failed):
+        together(comm, what, partial(_raise, error))
+    return found[0]
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -5,7 +5,8 @@ strings, lists and objects with strings as keys. What it has not is written as a
 ``{"__zoo__": [kind, parts]}``. An ordinary dict that has this key itself is written in that way too.
 
 ===============================================  ================================================================
-None, bool, int, float (NaN too), str, list      as they are
+None, bool, int, float, str, list                as they are
+NaN and infinite floats, which JSON has not      their names
 int of more than 2000 bits                       in base 16
 str with half of a pair of surrogates            its UTF-8 in base 64, that half included
 dict with strings as keys                        as an object
@@ -65,7 +66,7 @@ def dumps(value: Any, what: str, *, indent: int | None = None) -> str:
         CheckpointError: names the place in ``value`` that cannot be held, and what is there.
     """
     try:
-        return json.dumps(encode(value, what), indent=indent, allow_nan=True)
+        return json.dumps(encode(value, what), indent=indent, allow_nan=False)
     except RecursionError:
         raise CheckpointError(f"{what} contains itself, or is nested too deeply to be written") from None
 
@@ -73,8 +74,10 @@ def dumps(value: Any, what: str, *, indent: int | None = None) -> str:
 def encode(value: Any, path: str) -> Any:
     """What JSON can hold of ``value``, which is found at ``path``."""
     kind = type(value)
-    if value is None or kind in (bool, float):
+    if value is None or kind is bool:
         return value
+    if kind is float:
+        return value if math.isfinite(value) else _marked("float", repr(value))
     if kind is int:
         return value if value.bit_length() <= _MANY_BITS else _marked("int", hex(value))
     if kind is str:
@@ -88,7 +91,7 @@ def encode(value: Any, path: str) -> Any:
     if kind is deque:
         return _marked("deque", [value.maxlen, _items(value, path)])
     if kind is complex:
-        return _marked("complex", [value.real, value.imag])
+        return _marked("complex", [encode(value.real, path), encode(value.imag, path)])
     if kind is bytes:
         return _marked("bytes", _base64(value))
     if kind is torch.Tensor or kind is np.ndarray or isinstance(value, np.generic):
@@ -247,9 +250,16 @@ def _deque(parts: Any, path: str) -> deque[Any]:
 
 
 def _complex(parts: Any, path: str) -> complex:
-    if not isinstance(parts, list) or [type(part) for part in parts] != [float, float]:
+    found = _list(parts, path)
+    if [type(part) for part in found] != [float, float]:
         raise _Unfit(f"its parts are {_short(parts)}, not two floats")
-    return complex(*parts)
+    return complex(*found)
+
+
+def _float(parts: Any, path: str) -> float:
+    if parts not in ("nan", "inf", "-inf"):
+        raise _Unfit(f"{_short(parts)} is none of nan, inf and -inf")
+    return float(parts)
 
 
 def _int(parts: Any, path: str) -> int:
@@ -351,6 +361,7 @@ _READERS: dict[str, Callable[[Any, str], Any]] = {
     "frozenset": lambda parts, path: _hashed(frozenset, _list(parts, path)),
     "deque": _deque,
     "complex": _complex,
+    "float": _float,
     "int": _int,
     "bytes": _bytes,
     "str": _str,

@@ -1,125 +1,162 @@
-"""The manifest: parsed and checked by hand, because it comes from outside."""
+"""The manifest: parsed and checked by hand, because it comes from outside. Its appearance is the checkpoint.
+
+Version 3: the name, size and SHA-256 of the index, the numbers, and what the job keeps beside tensors. Versions 1 and 2
+had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpointing.disk import sha256_of
+from zoo.checkpointing.disk import Disk, read_file
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.exact import decode, dtype_named
-from zoo.checkpointing.names import MANIFEST, check_file, file_of
-from zoo.checkpointing.writing import FORMAT, READABLE
+from zoo.checkpointing.exact import decode
+from zoo.checkpointing.names import ATTEMPT, MANIFEST, check_index, file_of, tag_of
 
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file of the checkpoint: its name, size in bytes and SHA-256."""
-
-    name: str
-    size: int
-    sha256: str
+FORMAT = "zoo-checkpoint"
+VERSION = 3
+READABLE = (1, 2, 3)
+"""Versions of the manifest that are read. 2: ``meta`` as zoo.checkpointing.exact writes it. 3: an index beside it."""
+MOST_BYTES = 1 << 30
+_MOST_RANKS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What rank 0 wrote last. ``roles[name][role]`` is the dtype of a tensor's role."""
+    """What rank 0 wrote last. ``number``: later ones of a directory have larger ones."""
 
+    version: int
+    attempt: str
+    number: int
     world_size: int
     meta: dict[str, Any]
     scalars: dict[str, float | int]
-    shapes: dict[str, tuple[int, ...]]
-    roles: dict[str, dict[str, str]]
-    files: tuple[FileEntry, ...]
+    index: str
+    index_size: int
+    index_sha256: str
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in the directory ``path``.
+def read_document(disk: Disk, path: Path) -> dict[str, Any]:
+    """The manifest in the directory ``path`` as JSON, of a version that can be read.
 
     Raises:
-        CheckpointError: not there, not JSON, of another format or version, or with a field that is not what it must be.
+        CheckpointError: not there, not JSON, of another format or version.
     """
     file = path / MANIFEST
-    if not file.is_file():
+    try:
+        text = read_file(disk, file, MOST_BYTES)
+    except OSError:
         raise CheckpointError(
             f"{str(path)!r} has no {MANIFEST}: it is not a checkpoint, or one that was never finished"
-        )
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        ) from None
+    except ValueError as error:
         raise CheckpointError(f"{str(file)!r} cannot be read: {error}") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointError(f"{str(file)!r} is not a manifest of the format {FORMAT!r}")
-    if document.get("version") not in READABLE:
-        raise CheckpointError(
-            f"{str(file)!r} has version {document.get('version')!r}; this zoo reads version "
-            f"{' and '.join(map(str, READABLE))}"
-        )
+    return parse(text, str(file))
+
+
+def parse(text: bytes, where: str) -> dict[str, Any]:
+    """See :func:`read_document`."""
     try:
-        return _parse(document)
+        document = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where!r} cannot be read: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(f"{where!r} is not a manifest of the format {FORMAT!r}")
+    if document.get("version") not in READABLE or isinstance(document["version"], bool):
+        raise CheckpointError(
+            f"{where!r} has version {document.get('version')!r}; this zoo reads version {', '.join(map(str, READABLE))}"
+        )
+    return document
+
+
+def manifest_of(document: dict[str, Any], where: str) -> Manifest:
+    """The fields of version 3.
+
+    Raises:
+        CheckpointError: one of them is missing, or not what it must be.
+    """
+    try:
+        index = document["index"]
+        return Manifest(
+            version=document["version"], attempt=_attempt(document["attempt"]),
+            number=_size("number", document["number"]), world_size=world_size_of(document),
+            meta=meta_of(document), scalars=scalars_of(decode(document["scalars"], "scalars")),
+            index=check_index(index["name"]), index_size=_size("size of the index", index["size"]),
+            index_sha256=str(index["sha256"]),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{str(file)!r} has a field that is missing or of the wrong kind: {error!r}") from None
+        raise CheckpointError(f"{where!r} has a field that is missing or of the wrong kind: {error!r}") from None
 
 
-def _parse(document: dict[str, Any]) -> Manifest:
-    files = tuple(
-        FileEntry(check_file(entry["name"]), int(entry["size"]), str(entry["sha256"])) for entry in document["files"]
-    )
-    world_size = int(document["world_size"])
-    if [entry.name for entry in files] != [file_of(rank) for rank in range(world_size)]:
-        raise CheckpointError(
-            f"the manifest is of {world_size} ranks and lists the files {', '.join(e.name for e in files)}; there "
-            f"must be "
-            "one for each rank, in order"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    roles: dict[str, dict[str, str]] = {}
-    for entry in document["tensors"]:
-        name, shape = str(entry["name"]), tuple(int(d) for d in entry["shape"])
-        if name in shapes or any(d < 0 for d in shape):
-            raise CheckpointError(f"the manifest lists {name!r} twice, or with a negative dim: {shape}")
-        shapes[name] = shape
-        roles[name] = {str(role): str(dtype) for role, dtype in entry["roles"].items()}
-        for dtype in roles[name].values():
-            dtype_named(dtype)
-    scalars = {str(key): value for key, value in document["scalars"].items()}
+def world_size_of(document: dict[str, Any]) -> int:
+    """Ranks of the job that wrote it."""
+    size = _size("world_size", document["world_size"])
+    if not 0 < size <= _MOST_RANKS:
+        raise CheckpointError(f"the manifest says world_size = {size}; a job has 1 to {_MOST_RANKS:,} ranks")
+    return size
+
+
+def meta_of(document: dict[str, Any]) -> dict[str, Any]:
+    """What the job keeps beside tensors. Version 1 held only what JSON holds."""
+    return dict(decode(document["meta"], "meta") if document["version"] > 1 else document["meta"])
+
+
+def scalars_of(given: Any) -> dict[str, float | int]:
+    """Numbers by name."""
+    scalars = {str(key): value for key, value in given.items()}
     for key, value in scalars.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CheckpointError(f"the number {key!r} of the manifest is {value!r}")
-    # Version 1 held only what JSON holds.
-    meta = decode(document["meta"], "meta") if document["version"] > 1 else document["meta"]
-    return Manifest(world_size, dict(meta), scalars, shapes, roles, files)
+    return scalars
 
 
-def check_directory(path: Path, manifest: Manifest) -> None:
-    """Every file of the manifest is there with its size, and no other file.
+def next_number(disk: Disk, root: Path) -> int:
+    """One more than any checkpoint of a directory has."""
+    return 1 + max((number for number, _ in numbered(disk, root)), default=0)
 
-    Raises:
-        CheckpointError: names the file.
+
+def numbered(disk: Disk, root: Path) -> list[tuple[int, str]]:
+    """(number, tag) of the checkpoints of a directory, the newest last. Those of version 2 have 0.
+
+    Other things in the directory, and what is damaged, do not count.
     """
-    for entry in manifest.files:
-        file = path / entry.name
-        if not file.is_file() or file.is_symlink():
-            raise CheckpointError(f"the file {entry.name} is missing from {str(path)!r}")
-        size = file.stat().st_size
-        if size != entry.size:
-            raise CheckpointError(f"the file {entry.name} has {size} bytes; the manifest says {entry.size}")
-    known = {MANIFEST, *(entry.name for entry in manifest.files)}
-    unknown = sorted(found.name for found in path.iterdir() if found.name not in known)
-    if unknown:
-        raise CheckpointError(f"{str(path)!r} holds {', '.join(unknown)}, which the manifest does not know")
+    found = []
+    for name in disk.names(root):
+        if not tag_of(name) or not disk.is_directory(root / name):
+            continue
+        with contextlib.suppress(CheckpointError):
+            document = read_document(disk, root / name)
+            number = document.get("number", 0)
+            found.append((number if type(number) is int else 0, name))
+    return sorted(found)
 
 
-def check_sum(path: Path, entry: FileEntry) -> None:
-    """Raise CheckpointError unless the file has the SHA-256 that the manifest gives."""
-    found = sha256_of(path / entry.name)
-    if found != entry.sha256:
-        raise CheckpointError(
-            f"the file {entry.name} has SHA-256 {found[:16]}…, the manifest says {entry.sha256[:16]}…: it was changed "
-            f"or "
-            "damaged after it was written"
-        )
+def files_named(disk: Disk, path: Path) -> list[str]:
+    """What the manifest in ``path`` names, of version 3: its index, and the files of its ranks; none where there is no
+    manifest that can be read."""
+    with contextlib.suppress(CheckpointError):
+        document = read_document(disk, path)
+        if document["version"] == VERSION:
+            manifest = manifest_of(document, MANIFEST)
+            ranks = range(manifest.world_size)
+            return [manifest.index, *(file_of(manifest.attempt, rank) for rank in ranks)]
+        return [name for name in disk.names(path) if name.startswith("rank_") and name.endswith(".safetensors")]
+    return []
+
+
+def _attempt(value: object) -> str:
+    if not isinstance(value, str) or not ATTEMPT.fullmatch(value):
+        raise CheckpointError(f"the manifest has the attempt {value!r}; it is 16 hexadecimal digits")
+    return value
+
+
+def _size(what: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise CheckpointError(f"the manifest says {what} = {value!r}")
+    return value

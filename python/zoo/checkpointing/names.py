@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from zoo.checkpointing.disk import LOCAL, Disk, read_file
 from zoo.checkpointing.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+RANK_ROLE = "rank"
+"""Role of tensors that belong to one rank and no logical tensor (random number generators)."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
-_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+_FILE = re.compile(r"(rank_|[0-9a-f]{16}\.)\d{5,}\.safetensors")
+_INDEX = re.compile(r"[0-9a-f]{16}\.index")
+ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
 
 class StateSlice(Protocol):
@@ -38,22 +44,44 @@ class StateSlice(Protocol):
     def tensor(self) -> torch.Tensor: ...
 
 
-def file_of(rank: int) -> str:
+def new_attempt() -> str:
+    """What tells the files of one save from those of all others, of other jobs too."""
+    return secrets.token_hex(8)
+
+
+def file_of(attempt: str, rank: int) -> str:
     """The name of a rank's file."""
+    return f"{attempt}.{rank:05d}.safetensors"
+
+
+def old_file_of(rank: int) -> str:
+    """That in versions 1 and 2 of the format."""
     return f"rank_{rank:05d}.safetensors"
 
 
-def is_rank_file(name: str) -> bool:
-    """Whether :func:`file_of` makes such names."""
-    return bool(_FILE.fullmatch(name))
+def index_of(attempt: str) -> str:
+    """The name of the index."""
+    return f"{attempt}.index"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a save makes files of such names."""
+    return bool(_FILE.fullmatch(name) or _INDEX.fullmatch(name))
 
 
 def check_file(name: object) -> str:
-    """``name`` if it is one that :func:`file_of` makes; a manifest can name nothing outside of its directory."""
+    """``name`` if it is one that :func:`file_of` makes; an index can name nothing outside of its directory."""
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise CheckpointError(
-            f"the manifest names the file {name!r}; files of a checkpoint are called {file_of(0)} and so on"
+            f"the checkpoint names the file {name!r}; its files are called {file_of('0123456789abcdef', 0)} and so on"
         )
+    return name
+
+
+def check_index(name: object) -> str:
+    """``name`` if it is one that :func:`index_of` makes."""
+    if not isinstance(name, str) or not _INDEX.fullmatch(name):
+        raise CheckpointError(f"the manifest names the index {name!r}; it is called {index_of('0123456789abcdef')}")
     return name
 
 
@@ -82,37 +110,48 @@ def parse_key(key: str) -> tuple[str, str, int]:
     return role, name, int(start)
 
 
-def temporary_of(directory: Path, tag: str) -> Path:
-    """Where a checkpoint is written before it counts."""
-    return directory / f".writing-{tag}"
-
-
 def replaced_of(directory: Path, tag: str) -> Path:
-    """Where the checkpoint that a new one of the same tag replaces waits until that one counts."""
+    """Where version 2 left a checkpoint while it was replaced."""
     return directory / f".replaced-{tag}"
 
 
-def find(directory: Path, tag: str) -> Path:
+def tag_of(name: str) -> bool:
+    """Whether a directory of this name can be a checkpoint."""
+    return bool(_TAG.fullmatch(name)) and name != LATEST
+
+
+def tags_of(disk: Disk, directory: Path) -> list[str]:
+    """The checkpoints of a directory: what has a manifest."""
+    if not disk.is_directory(directory):
+        return []
+    found = [name for name in disk.names(directory) if tag_of(name) and disk.is_directory(directory / name)]
+    return [name for name in found if MANIFEST in disk.names(directory / name)]
+
+
+def find(disk: Disk, directory: Path, tag: str) -> Path:
     """The directory of a committed checkpoint.
 
-    Between two renames of a save that replaces a checkpoint only the old one exists, under its waiting name.
+    Between two renames of a save of version 2 that replaces a checkpoint only the old one exists, under its waiting
+    name.
     """
     for path in (directory / tag, replaced_of(directory, tag)):
-        if path.is_dir():
+        if disk.is_directory(path):
             return path
-    known = sorted(p.parent.name for p in directory.glob(f"*/{MANIFEST}") if not p.parent.name.startswith("."))
-    raise CheckpointError(
-        f"there is no checkpoint {tag!r} in {str(directory)!r}; it holds {', '.join(known) if known else 'none'}"
-    )
+    known = ", ".join(tags_of(disk, directory)) or "none"
+    raise CheckpointError(f"there is no checkpoint {tag!r} in {str(directory)!r}; it holds {known}")
 
 
-def latest_tag(directory: str | os.PathLike[str]) -> str | None:
+def latest_tag(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> str | None:
     """The tag that ``<directory>/latest`` names, None when there is no such file.
 
     Raises:
         CheckpointError: the file holds something that is no tag.
     """
-    path = Path(directory) / LATEST
-    if not path.is_file():
+    path = Path(os.path.abspath(directory)) / LATEST
+    try:
+        content = read_file(disk, path, 1000)
+    except FileNotFoundError:
         return None
-    return check_tag(path.read_text(encoding="utf-8").strip())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from None
+    return check_tag(content.decode("utf-8", "replace").strip())

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import time
 from pathlib import Path
 
-from zoo.checkpointing.names import MANIFEST, is_rank_file, latest_tag
+from zoo.checkpointing.disk import LOCAL, Disk, discard
+from zoo.checkpointing.manifest import files_named, numbered
+from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag
+
+REST_AGE_S = 86400.0
+"""After so long a save that has not ended is taken for one that was killed."""
 
 
-def prune(directory: str | os.PathLike[str], keep: int) -> list[str]:
-    """Remove all but the ``keep`` newest checkpoints of a directory; on one rank, while nobody saves or loads there.
+def prune(
+    directory: str | os.PathLike[str], keep: int, *, rest_age_s: float = REST_AGE_S, disk: Disk = LOCAL
+) -> list[str]:  # fmt: skip
+    """Remove all but the ``keep`` newest checkpoints of a directory; on one rank. Others may save there meanwhile.
 
-    Newest by the time at which their manifests were written; the one that ``latest`` names always stays. A manifest
-    goes first: whatever ends this in the middle, what is left of a checkpoint is not taken for one.
+    The one that ``latest`` names always stays. A manifest goes first: whatever ends this in the middle, what is left of
+    a checkpoint is not taken for one. Other files, in the directory or beside a checkpoint, stay; what a killed save
+    has left goes when nothing of it has changed for ``rest_age_s`` seconds.
 
     Returns:
         The tags of those that are gone.
@@ -24,22 +32,39 @@ def prune(directory: str | os.PathLike[str], keep: int) -> list[str]:
     """
     if keep < 1:
         raise ValueError(f"prune(keep={keep}); at least the latest checkpoint is kept.")
-    root = Path(directory)
-    found = [p.parent for p in root.glob(f"*/{MANIFEST}") if not p.parent.name.startswith(".")]
-    found.sort(key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
-    latest = latest_tag(root)
-    old = [path for path in found[:-keep] if path.name != latest]
-    for path in old:
-        (path / MANIFEST).unlink()
-    for path in [*old, *filter(_is_rest, root.iterdir())]:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path)
-    return [path.name for path in old]
+    root = Path(os.path.abspath(directory))
+    found = [(number, _age(root / name), name) for number, name in numbered(disk, root)]
+    latest = latest_tag(root, disk=disk)
+    gone = [name for _, _, name in sorted(found)[:-keep] if name != latest]
+    for name in gone:
+        files = files_named(disk, root / name)
+        disk.remove(root / name / MANIFEST)
+        disk.sync_directory(root / name)
+        for file in files:
+            discard(disk, root / name / file)
+        discard(disk, root / name)
+    for name in disk.names(root):
+        _remove_rest(disk, root / name, rest_age_s)
+    return gone
 
 
-def _is_rest(path: Path) -> bool:
-    """What an earlier call has left that ended in the middle: files of ranks and nothing else."""
-    if not path.is_dir() or path.name.startswith("."):
-        return False
-    names = [item.name for item in path.iterdir()]
-    return bool(names) and all(map(is_rank_file, names))
+def _age(path: Path) -> int:
+    """Of version 2, which has no numbers."""
+    with contextlib.suppress(OSError):
+        return (path / MANIFEST).stat().st_mtime_ns
+    return 0
+
+
+def _remove_rest(disk: Disk, path: Path, age_s: float) -> None:
+    """What an earlier call or a save has left that ended in the middle: files of ours, and no manifest."""
+    if path.is_symlink() or not disk.is_directory(path) or path.name.startswith("."):
+        return
+    names = disk.names(path)
+    if MANIFEST in names or not names or not all(map(is_ours, names)):
+        return
+    with contextlib.suppress(OSError):
+        if time.time() - max((path / name).stat().st_mtime for name in names) < age_s:
+            return
+    for name in names:
+        discard(disk, path / name)
+    discard(disk, path)

@@ -1,62 +1,168 @@
-"""Loading: check first, then read only what is asked for."""
+"""Loading: rank 0 reads the manifest and the index, and all ranks check them; then each reads only what it asks for."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
-from zoo.checkpointing.coverage import Piece, check, group
-from zoo.checkpointing.errors import CheckpointError, MissingStateError, together
-from zoo.checkpointing.manifest import Manifest, check_directory, check_sum, read_manifest
-from zoo.checkpointing.names import check_tag, find, key_of, latest_tag, parse_key
-from zoo.checkpointing.tensors import CODES
-from zoo.checkpointing.writing import RANK_ROLE
+from zoo.checkpointing import version2
+from zoo.checkpointing.data_files import DataFile
+from zoo.checkpointing.disk import LOCAL, Disk, read_file
+from zoo.checkpointing.errors import CheckpointError, MissingStateError, alike
+from zoo.checkpointing.exact import dtype_named
+from zoo.checkpointing.index import Index
+from zoo.checkpointing.manifest import (
+    MOST_BYTES,
+    VERSION,
+    Manifest,
+    manifest_of,
+    meta_of,
+    numbered,
+    parse,
+    read_document,
+    scalars_of,
+    world_size_of,
+)
+from zoo.checkpointing.names import LATEST, MANIFEST, check_tag, find, latest_tag
 from zoo.comm import Communicator
-from zoo.layout import Box, Intervals
+from zoo.layout import Box
 
-_DTYPES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
+_log = logging.getLogger("zoo.checkpointing")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What rank 0 has read, as bytes."""
+
+    tag: str
+    path: Path
+    manifest: bytes
+    index: bytes
+    sha256: tuple[str, ...] = ()
+    """Of each file; of version 2 only."""
 
 
 def load(
-    directory: str | os.PathLike[str], tag: str | None = None, comm: Communicator | None = None, *, verify: bool = True
-) -> Checkpoint:
+    directory: str | os.PathLike[str], tag: str | None = None, comm: Communicator | None = None, *, verify: bool = True,
+    skip: Sequence[str] = (), disk: Disk = LOCAL,
+) -> Checkpoint:  # fmt: skip
     """Open the checkpoint ``tag`` of a directory (the latest by default) on all ranks, at any world size. A collective.
 
-    Before anything is read from it: the manifest is parsed, all files are there with their sizes and no others, every
-    element of every tensor is in them exactly once, and (``verify``) the checksums agree; the ranks share that last
-    work. Nothing is unpickled.
+    Before anything is read from it: the manifest and the index are parsed, every element of every tensor is in the
+    files exactly once, and the files are there with their sizes. What is read is compared with its checksums on the way
+    (``verify``); files of version 2, which have one for each file, are read through before. Nothing is unpickled.
+
+    Without a tag ``latest`` is only a hint: where the checkpoint that it names is damaged or gone, the newest one that
+    is whole is opened, and the log says so.
+
+    Args:
+        skip: tags that are not loaded where none is given: what was found to be damaged while it was read.
 
     Raises:
         CheckpointError: on all ranks alike, naming what is wrong.
     """
     comm = comm if comm is not None else Communicator()
+    root = Path(os.path.abspath(directory))
     what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
+    tried: list[str] = list(skip)
+    while True:
+        opened: _Opened | None = comm.broadcast_object(
+            alike(comm, what, lambda: _open(disk, root, tag, tried) if comm.rank == 0 else None)
+        )
+        if opened is None:
+            raise AssertionError("rank 0 has opened nothing, and raised nothing.")
+        try:
+            return alike(comm, what, lambda found=opened: _checked(disk, found, comm, verify))  # type: ignore[misc]
+        except CheckpointError as error:
+            tried.append(opened.tag)
+            others = comm.broadcast_object(_candidates(disk, root, tried) if comm.rank == 0 and tag is None else [])
+            if not others:
+                raise
+            if comm.rank == 0:
+                _log.warning("the latest checkpoint is passed over: %s", error)
 
-    def work() -> Checkpoint:
-        root = Path(directory)
-        chosen = check_tag(tag) if tag is not None else latest_tag(root)
-        if chosen is None:
-            raise CheckpointError(f"{str(root)!r} has no file 'latest': nothing was saved there, or give a tag")
-        path = find(root, chosen)
-        manifest = read_manifest(path)
-        check_directory(path, manifest)
-        if verify:
-            for entry in manifest.files[comm.rank :: comm.size]:
-                check_sum(path, entry)
-        return Checkpoint(chosen, path, manifest)
 
-    opened: list[Checkpoint] = []
-    together(comm, what, lambda: opened.append(work()))
-    tags = together(comm, what, lambda: opened[0].tag)
-    if len(set(tags)) > 1:
-        raise CheckpointError(f"{what} failed: the ranks see different latest checkpoints, {tags}", everywhere=True)
-    return opened[0]
+def _candidates(disk: Disk, root: Path, tried: Sequence[str]) -> list[str]:
+    """Tags that may be loaded where none is given, the best first."""
+    try:
+        named = latest_tag(root, disk=disk)
+    except CheckpointError as error:
+        named = None
+        _log.warning("%s: the newest checkpoint is taken instead.", error)
+    newest = [name for _, name in reversed(numbered(disk, root))] if disk.is_directory(root) else []
+    found = dict.fromkeys([*([named] if named is not None else []), *newest])
+    return [name for name in found if name not in tried]
+
+
+def _open(disk: Disk, root: Path, tag: str | None, tried: Sequence[str]) -> _Opened:
+    if tag is not None:
+        return _read(disk, root, check_tag(tag))
+    candidates, first = _candidates(disk, root, tried), None
+    for name in candidates:
+        try:
+            found = _read(disk, root, name)
+        except CheckpointError as error:
+            if first is None:
+                first = error
+            _log.warning("the checkpoint %r is passed over: %s", name, error)
+        else:
+            return found
+    if first is not None:
+        raise first
+    raise CheckpointError(f"{str(root)!r} has no file {LATEST!r} and no checkpoints: nothing was saved there")
+
+
+def _read(disk: Disk, root: Path, tag: str) -> _Opened:
+    """The manifest and the index of a checkpoint, checked."""
+    path = find(disk, root, tag)
+    for again in (True, True, False):
+        document = read_document(disk, path)
+        if document["version"] < VERSION:
+            index, sums = version2.index_of(disk, path, document)
+            return _Opened(tag, path, read_file(disk, path / MANIFEST, MOST_BYTES), index.encode(), tuple(sums))
+        try:
+            manifest = manifest_of(document, str(path / MANIFEST))
+            return _Opened(tag, path, read_file(disk, path / MANIFEST, MOST_BYTES), _index(disk, path, manifest))
+        except CheckpointError:
+            # Another job may have replaced it since its manifest was read.
+            if not again or read_document(disk, path).get("attempt") == document.get("attempt"):
+                raise
+    raise AssertionError("unreachable")
+
+
+def _index(disk: Disk, path: Path, manifest: Manifest) -> bytes:
+    try:
+        data = read_file(disk, path / manifest.index, manifest.index_size)
+    except OSError as error:
+        raise CheckpointError(f"the index {manifest.index} of {str(path)!r} cannot be read: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"the index of {str(path)!r}: {error}") from None
+    if hashlib.sha256(data).hexdigest() != manifest.index_sha256:
+        raise CheckpointError(
+            f"the index {manifest.index} has another SHA-256 than the manifest says: it was changed or damaged after "
+            "it was written"
+        )
+    return data
+
+
+def _checked(disk: Disk, opened: _Opened, comm: Communicator, verify: bool) -> Checkpoint:
+    document = parse(opened.manifest, str(opened.path / MANIFEST))
+    found = Checkpoint(disk, opened.tag, opened.path, document, Index.decode(opened.index), verify=verify)
+    for file in range(comm.rank, len(found.index.files), comm.size):
+        entry = found.index.files[file]
+        DataFile(disk, opened.path / entry.name, entry.size, None).close()
+        if verify and opened.sha256:
+            version2.check_sum(disk, opened.path, entry, opened.sha256[file])
+    return found
 
 
 class Checkpoint:
@@ -68,41 +174,46 @@ class Checkpoint:
         meta, scalars: as given to ``save``.
         shapes: name → shape of every logical tensor.
         roles: name → role → dtype.
+        index: what is where.
     """
 
-    def __init__(self, tag: str, path: Path, manifest: Manifest) -> None:
-        self.tag, self.path = tag, path
-        self.world_size, self.meta, self.scalars = manifest.world_size, manifest.meta, manifest.scalars
-        self.shapes: Mapping[str, tuple[int, ...]] = manifest.shapes
-        self.roles: Mapping[str, Mapping[str, str]] = manifest.roles
-        self._files: dict[int, Any] = {}
-        self._rank_state: dict[int, list[str]] = {}
-        names = [entry.name for entry in manifest.files]
-        pieces = [piece for rank, name in enumerate(names) for piece in self._pieces(rank, name)]
-        self._pieces_of = group(pieces)
-        self._intervals = {
-            key: Intervals([(p.start, p.start + p.length) for p in parts]) for key, parts in self._pieces_of.items()
-        }
-        self._check(manifest)
+    def __init__(
+        self, disk: Disk, tag: str, path: Path, document: dict[str, Any], index: Index, *, verify: bool = True
+    ) -> None:
+        self.tag, self.path, self.index = tag, path, index
+        self._disk, self._verify = disk, verify
+        self.version: int = document["version"]
+        self.world_size = world_size_of(document)
+        if self.version < VERSION:
+            self.meta, self.scalars = meta_of(document), scalars_of(document["scalars"])
+        else:
+            manifest = manifest_of(document, MANIFEST)
+            self.meta, self.scalars = manifest.meta, manifest.scalars
+        self.shapes: Mapping[str, tuple[int, ...]] = {state.name: state.shape for state in index.states}
+        roles: dict[str, dict[str, str]] = {name: {} for name in self.shapes}
+        for state in index.states:
+            roles[state.name][state.role] = state.dtype
+        self.roles: Mapping[str, Mapping[str, str]] = roles
+        self._files: dict[int, DataFile] = {}
 
     def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
         """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they were saved in.
 
         Raises:
             MissingStateError: no such tensor or role (also a KeyError).
-            CheckpointError: a range outside of it.
+            CheckpointError: a range outside of it, or bytes that are not those that were written.
         """
-        dtype = self._dtype_of(name, role)
+        state = self._state_of(name, role)
         numel = math.prod(self.shapes[name])
         if start < 0 or length < 0 or start + length > numel:
             raise CheckpointError(
                 f"[{start}, {start + length}) lies outside of {role} {name!r}, which has {numel} elements in "
-                f"checkpoint "
-                f"{self.tag!r}"
+                f"checkpoint {self.tag!r}"
             )
-        out = torch.empty(length, dtype=dtype)
-        for part, low, high in self._meeting(name, role, start, start + length):
-            out[low - start : high - start] = self._load(part, low, high)
+        out = torch.empty(length, dtype=dtype_named(self.roles[name][role]))
+        for row in self.index.meeting(state, start, start + length):
+            low, high = self._common(row, start, start + length)
+            self._load(row, low, high, out[low - start : high - start])
         return out
 
     def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
@@ -114,9 +225,9 @@ class Checkpoint:
 
         Raises:
             MissingStateError: no such tensor or role (also a KeyError).
-            CheckpointError: a box outside of it.
+            CheckpointError: a box outside of it, or bytes that are not those that were written.
         """
-        dtype = self._dtype_of(name, role)
+        state, dtype = self._state_of(name, role), dtype_named(self.roles[name][role])
         whole = Box.whole(self.shapes[name])
         if not box.fits(whole.sizes):
             raise CheckpointError(
@@ -125,32 +236,17 @@ class Checkpoint:
         out = torch.empty(box.sizes, dtype=dtype)
         if not box.numel:
             return out
-        for part, start, stop in self._meeting(name, role, *_span(whole, box)):
-            for common in box.in_runs(whole, [(start, stop)]):
-                found = self._load(part, *_span(whole, common)).as_strided(common.sizes, whole.strides)
+        start, stop = _span(whole, box)
+        for row in self.index.meeting(state, start, stop):
+            for common in box.in_runs(whole, [self._common(row, start, stop)]):
+                low, high = _span(whole, common)
+                found = torch.empty(high - low, dtype=dtype)
+                self._load(row, low, high, found)
                 ranges = zip(common.offsets, common.stops, box.offsets, strict=True)
-                out[tuple(slice(low - base, high - base) for low, high, base in ranges)] = found
+                out[tuple(slice(low - base, high - base) for low, high, base in ranges)] = found.as_strided(
+                    common.sizes, whole.strides
+                )
         return out
-
-    def _dtype_of(self, name: str, role: str) -> torch.dtype:
-        if name not in self.roles or role not in self.roles[name]:
-            held = ", ".join(sorted(self.roles[name])) if name in self.roles else "no tensor of that name"
-            raise MissingStateError(f"checkpoint {self.tag!r} has no {role} of {name!r}; it has {held}")
-        dtype: torch.dtype = getattr(torch, self.roles[name][role])
-        return dtype
-
-    def _meeting(self, name: str, role: str, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-        """The slices that have some of the elements [start, stop), each with the range that it has of them."""
-        parts = self._pieces_of.get((role, name), [])
-        if parts and start < stop:
-            for part in (parts[i] for i in self._intervals[role, name].meeting(start, stop)):
-                yield part, max(part.start, start), min(part.start + part.length, stop)
-
-    def _load(self, part: Piece, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the tensor, all of which a slice has."""
-        view = self._files[part.rank].get_slice(key_of(part.role, part.name, part.start))
-        found: torch.Tensor = view[start - part.start : stop - part.start]
-        return found
 
     def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
         """A whole tensor in one role, in its shape."""
@@ -159,40 +255,69 @@ class Checkpoint:
 
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that belonged to one rank alone; empty for a rank that the writing job did not have."""
-        return {n: self._files[rank].get_tensor(key_of(RANK_ROLE, n, 0)) for n in self._rank_state.get(rank, [])}
-
-    def _pieces(self, rank: int, file: str) -> list[Piece]:
-        try:
-            handle: Any = safe_open(self.path / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"the file {file} is not in the safetensors format: {error}") from None
-        self._files[rank] = handle
-        found = []
-        for key in handle.keys():  # noqa: SIM118  (the handle is no dict)
-            role, name, start = parse_key(key)
-            if role == RANK_ROLE:
-                self._rank_state.setdefault(rank, []).append(name)
-                continue
-            view = handle.get_slice(key)
-            shape = view.get_shape()
-            if len(shape) != 1:
-                raise CheckpointError(f"{key!r} in {file} has shape {shape}; slices are flat")
-            dtype = _DTYPES.get(str(view.get_dtype()), str(view.get_dtype()))
-            found.append(Piece(role, name, start, int(shape[0]), rank, dtype))
+        found = {}
+        columns = self.index.columns
+        for row in np.flatnonzero(columns["own_rank"] == rank).tolist():
+            name, dtype = self.index.own_names[int(columns["own_name"][row])]
+            found[name] = torch.empty(int(columns["own_length"][row]), dtype=dtype_named(dtype))
+            if found[name].numel():
+                self._file(int(columns["own_file"][row])).read(found[name], int(columns["own_offset"][row]))
         return found
 
-    def _check(self, manifest: Manifest) -> None:
-        # A tensor without elements has no slice in any file; the manifest alone knows it.
-        for (role, name), parts in self._pieces_of.items():
-            if role not in manifest.roles.get(name, {}):
-                raise CheckpointError(f"rank {parts[0].rank} holds {role} {name!r}, which the manifest does not know")
-            if parts[0].dtype != manifest.roles[name][role]:
-                raise CheckpointError(
-                    f"{role} {name!r} is {parts[0].dtype} in the files and {manifest.roles[name][role]} in the manifest"
-                )
-        everything = {(role, name): self._pieces_of.get((role, name), []) for name in manifest.roles
-                      for role in manifest.roles[name]}  # fmt: skip
-        check(everything, manifest.shapes)
+    def verify(self) -> Iterator[tuple[str, int]]:
+        """Read every byte of every file and compare it with its checksum; yields (file, its bytes) one by one.
+
+        Raises:
+            CheckpointError: names the file and the bytes that are not those that were written.
+        """
+        for number, entry in enumerate(self.index.files):
+            self._file(number).check()
+            yield entry.name, entry.size
+
+    def close(self) -> None:
+        """Close its files; it can go on to be read."""
+        files, self._files = self._files, {}
+        for file in files.values():
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _state_of(self, name: str, role: str) -> int:
+        number = self.index.number_of(name, role)
+        if number is None:
+            held = ", ".join(sorted(self.roles[name])) if name in self.roles else "no tensor of that name"
+            raise MissingStateError(f"checkpoint {self.tag!r} has no {role} of {name!r}; it has {held}")
+        return number
+
+    def _common(self, row: int, start: int, stop: int) -> tuple[int, int]:
+        """What of the elements [start, stop) a piece has."""
+        first = int(self.index.columns["start"][row])
+        return max(first, start), min(first + int(self.index.columns["length"][row]), stop)
+
+    def _load(self, row: int, start: int, stop: int, out: torch.Tensor) -> None:
+        """Elements [start, stop) of a state, all of which a piece has."""
+        if start >= stop:
+            return
+        columns = self.index.columns
+        skipped = (start - int(columns["start"][row])) * out.element_size()
+        self._file(int(columns["file"][row])).read(out, int(columns["offset"][row]) + skipped)
+
+    def _file(self, number: int) -> DataFile:
+        found = self._files.get(number)
+        if found is None:
+            entry = self.index.files[number]
+            sums = self.index.sums_of(number) if self._verify else None
+            found = self._files[number] = DataFile(self._disk, self.path / entry.name, entry.size, sums)
+        return found
 
 
 def _span(whole: Box, box: Box) -> tuple[int, int]:

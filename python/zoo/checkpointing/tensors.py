@@ -8,18 +8,17 @@ tensors that all exist; it is what reads ours.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zoo.checkpointing.disk import sync
+from zoo.checkpointing.disk import LOCAL
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.names import parse_key
 
@@ -44,29 +43,6 @@ class Entry:
     load: Callable[[], torch.Tensor]
 
 
-def write_tensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[int, str]:
-    """Write the file and force it to the disk; returns its size and hexadecimal SHA-256.
-
-    Raises:
-        CheckpointError: a dtype that the format has no code for, or a tensor that is not what its entry says.
-    """
-    # Wide elements first: then every tensor begins at a multiple of its element's size.
-    ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.key))
-    header = _header([(e.key, e.dtype, (e.length,)) for e in ordered], metadata)[0]
-    digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        for part in (len(header).to_bytes(8, "little"), header):
-            digest.update(part)
-            size += file.write(part)
-        for entry in ordered:
-            raw = _bytes_of(entry)
-            digest.update(raw)
-            size += file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
-
-
 class TensorFile:
     """A safetensors file of tensors that come in any order, of which there is all or nothing.
 
@@ -87,9 +63,9 @@ class TensorFile:
     def __init__(
         self, path: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
     ) -> None:
-        # Wide elements first, as in write_tensors; the sort is stable, so that what comes in order is written in order.
+        # Wide elements first, as in write_data; the sort is stable, so that what comes in order is written in order.
         ordered = sorted(described.items(), key=lambda item: -item[1][0].itemsize)
-        header, offsets = _header([(key, dtype, shape) for key, (dtype, shape) in ordered], metadata)
+        header, offsets = header_of([(key, dtype, shape) for key, (dtype, shape) in ordered], metadata)
         self._path, self._described, self._missing = path, dict(described), set(described)
         self._offsets = {key: 8 + len(header) + offset for key, offset in offsets.items()}
         self._temporary = path.with_name(f".writing-{path.name}")
@@ -141,7 +117,7 @@ class TensorFile:
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self._path)
-        sync(self._path.parent)
+        LOCAL.sync_directory(self._path.parent)
 
     def discard(self) -> None:
         """Remove what was not committed."""
@@ -150,10 +126,10 @@ class TensorFile:
         self._temporary.unlink(missing_ok=True)
 
 
-def _header(
-    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+def header_of(
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str], multiple: int = 8
 ) -> tuple[bytes, dict[str, int]]:
-    """The header, and where after it each tensor begins."""
+    """The header, which with its length before it has a multiple of ``multiple`` bytes; where after it each begins."""
     described: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets: dict[str, int] = {}
     end = 0
@@ -164,10 +140,11 @@ def _header(
         offsets[key] = begin
         described[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8), offsets
+    return text + b" " * (-(len(text) + 8) % multiple), offsets
 
 
-def _bytes_of(entry: Entry) -> memoryview:
+def flat_of(entry: Entry) -> torch.Tensor:
+    """Its tensor, loaded, contiguous; on whatever device it is."""
     tensor = entry.load()
     if tensor.dim() != 1 or tensor.numel() != entry.length or tensor.dtype is not entry.dtype:
         role, name, _ = parse_key(entry.key)
@@ -175,7 +152,7 @@ def _bytes_of(entry: Entry) -> memoryview:
             f"the slice of {role} {name!r} says {entry.length} elements of {entry.dtype} and comes with a tensor of "
             f"shape {tuple(tensor.shape)} of {tensor.dtype}; it must be flat and of that length"
         )
-    return _raw(tensor)
+    return tensor.detach().contiguous()
 
 
 def _raw(flat: torch.Tensor) -> memoryview:

@@ -1,44 +1,44 @@
-"""Saving: each rank its file, then one manifest, then one rename, then one pointer.
+"""Saving: each rank its file, then one index, then one manifest, whose appearance is the checkpoint.
 
-The order is what makes a crash harmless. Files and manifest are written under a name that nobody reads and forced to
-the disk; the rename makes the checkpoint exist; replacing ``latest`` makes it the one to continue from. Until the last
-of these the previous checkpoint is untouched.
+The order is what makes a crash harmless. Files carry the name of this attempt, so that no two saves ever write the same
+file; they are forced to the device before rank 0 hears of them; the index is forced before the manifest is put in its
+place, at once; and only then is anything removed that the manifest before it named. ``latest`` is a hint. No directory
+is renamed, and no rank looks at a file of another.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from zoo.checkpointing.coverage import Piece, check, group
-from zoo.checkpointing.disk import make_directories, sync, write_text
-from zoo.checkpointing.errors import CheckpointError, together
-from zoo.checkpointing.exact import dumps
+from zoo.checkpointing.data_files import Written, write_data
+from zoo.checkpointing.disk import LOCAL, Disk, discard, make_directories, put, write_file
+from zoo.checkpointing.errors import CheckpointError, alike
+from zoo.checkpointing.exact import encode
+from zoo.checkpointing.index import Column, FileEntry, Index, State, empty_columns
+from zoo.checkpointing.manifest import FORMAT, VERSION, files_named, next_number
 from zoo.checkpointing.names import (
     LATEST,
     MANIFEST,
+    RANK_ROLE,
     StateSlice,
     check_tag,
     file_of,
+    index_of,
     key_of,
-    replaced_of,
-    temporary_of,
+    new_attempt,
 )
-from zoo.checkpointing.tensors import Entry, write_tensors
-from zoo.comm import Communicator
-
-FORMAT = "zoo-checkpoint"
-VERSION = 2
-READABLE = (1, 2)
-"""Versions of the manifest that are read. 2: ``meta`` as zoo.checkpointing.exact writes it."""
-RANK_ROLE = "rank"
-"""Role of tensors that belong to one rank and no logical tensor (random number generators)."""
+from zoo.checkpointing.tensors import Entry
+from zoo.comm import Communicator, gather_object
 
 
 def save(
@@ -50,6 +50,8 @@ def save(
     comm: Communicator | None = None,
     *,
     rank_state: Mapping[str, torch.Tensor] | None = None,
+    latest: bool = True,
+    disk: Disk = LOCAL,
 ) -> Path:
     """Write the checkpoint ``<directory>/<tag>`` and make it the latest. A collective; all ranks see one file system.
 
@@ -57,12 +59,14 @@ def save(
         directory: made if it does not exist.
         tag: name of the checkpoint; one of the same name is replaced, and stays loadable until the new one is whole.
         slices: this rank's part; over all ranks every element of every tensor appears exactly once in each of its
-        roles.
+            roles.
         scalars: numbers by name, from any rank; ranks that give the same name must give the same value.
         meta: a dict of plain values, of which rank 0's is kept; it comes back exactly, types included
             (zoo.checkpointing.exact says which values that holds).
         comm: the ranks that save together; a world of one if not given.
         rank_state: tensors of this rank alone, read back by a rank of the same number.
+        latest: whether it becomes the one that is loaded where no tag is given.
+        disk: the file system.
 
     Returns:
         The checkpoint's directory.
@@ -71,73 +75,106 @@ def save(
         CheckpointError: on all ranks, naming the rank and what went wrong there.
     """
     comm = comm if comm is not None else Communicator()
-    root = Path(directory)
+    root = Path(os.path.abspath(directory))
     what = f"saving the checkpoint {tag!r} in {str(root)!r}"
-    working = temporary_of(root, tag)
-    together(comm, what, lambda: _prepare(root, check_tag(tag), comm.rank == 0))
+    alike(comm, what, lambda: check_tag(tag))
+    attempt: str = comm.broadcast_object(new_attempt() if comm.rank == 0 else None)
+    path = root / tag
+    made: list[Path] = []
+    # What goes where this fails. Rank 0 alone knows in the end whether the checkpoint exists.
+    files = [path / file_of(attempt, rank) for rank in (range(comm.size) if comm.rank == 0 else [comm.rank])]
     try:
-        found = together(
-            comm, what, lambda: _write_rank(working, comm.rank, list(slices), scalars or {}, rank_state or {})
+        alike(comm, what, lambda: _prepare(disk, path, made) if comm.rank == 0 else None)
+        part = alike(
+            comm, what, lambda: _write_rank(disk, path, attempt, comm.rank, slices, scalars or {}, rank_state or {})
         )
-        together(comm, what, lambda: _commit(root, tag, found, meta or {}) if comm.rank == 0 else None)
-    except CheckpointError:
-        if comm.rank == 0:
-            shutil.rmtree(working, ignore_errors=True)
+        parts = gather_object(comm, part)
+        if parts is None:
+            files.clear()
+        alike(comm, what, lambda: _commit(disk, path, attempt, parts, meta or {}, latest, files) if parts else None)
+    except BaseException:
+        if files:
+            _sweep(disk, path, attempt, comm.rank, files, made)
         raise
-    return root / tag
+    return path
 
 
-def _prepare(root: Path, tag: str, first: bool) -> None:
-    # Rank 0 makes an empty working directory, and finishes what a crash between two renames may have left.
-    if not first:
-        return
-    make_directories(root)
-    old, final = replaced_of(root, tag), root / tag
-    if old.is_dir() and not final.is_dir():
-        os.rename(old, final)
-    shutil.rmtree(old, ignore_errors=True)
-    working = temporary_of(root, tag)
-    shutil.rmtree(working, ignore_errors=True)
-    working.mkdir()
+def _prepare(disk: Disk, path: Path, made: list[Path]) -> None:
+    if not disk.is_directory(path.parent):
+        made.append(path.parent)
+    make_directories(disk, path.parent)
+    if disk.make_directory(path):
+        made.append(path)
+    disk.sync_directory(path.parent)
 
 
-class _Written:
-    """What one rank tells the others about its file; plain data, so that it can be exchanged."""
+def _sweep(disk: Disk, path: Path, attempt: str, rank: int, files: list[Path], made: list[Path]) -> None:
+    """What this attempt has written, and the directories that it has made as far as they are empty."""
+    for file in files:
+        discard(disk, file)
+    if rank == 0:
+        discard(disk, path / index_of(attempt))
+        discard(disk, path / f".{MANIFEST}.{attempt}")
+        for directory in reversed(made):
+            discard(disk, directory)
 
-    def __init__(self, size: int, sha256: str, pieces: list[Piece], shapes: dict[str, tuple[int, ...]]) -> None:
-        self.size, self.sha256, self.pieces, self.shapes = size, sha256, pieces, shapes
-        self.scalars: dict[str, float | int] = {}
+
+@dataclass
+class _Part:
+    """What one rank has written: plain data, so that it can be sent."""
+
+    states: list[State]
+    own_names: list[tuple[str, str]]
+    columns: dict[str, Column]
+    size: int
+    scalars: dict[str, float | int]
 
 
 def _write_rank(
-    working: Path,
-    rank: int,
-    slices: list[StateSlice],
-    scalars: Mapping[str, float | int],
-    rank_state: Mapping[str, torch.Tensor],
-) -> _Written:
-    if not working.is_dir():
-        raise CheckpointError(f"{str(working)!r} is not there: all ranks must see the directory that rank 0 made")
+    disk: Disk, path: Path, attempt: str, rank: int, slices: Iterable[StateSlice],
+    scalars: Mapping[str, float | int], rank_state: Mapping[str, torch.Tensor],
+) -> _Part:  # fmt: skip
     entries: dict[str, Entry] = {}
-    pieces: list[Piece] = []
+    states: dict[tuple[str, str], tuple[int, State]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    rows: list[tuple[int, int, int, str]] = []
     for item in slices:
-        _check_slice(item, shapes)
+        shape, dtype = _check_slice(item, shapes), dtype_of(item)
+        named = State(item.name, item.role, str(dtype).removeprefix("torch."), shape)
+        number, known = states.setdefault((item.name, item.role), (len(states), named))
+        if known != named:
+            raise CheckpointError(f"{item.role} {item.name!r} is given in two dtypes, {known.dtype} and {named.dtype}")
         if item.length:
             key = key_of(item.role, item.name, item.start)
             if key in entries:
                 raise CheckpointError(f"{item.role} {item.name!r} has two slices that start at element {item.start}")
-            entries[key] = Entry(key, dtype_of(item), item.length, partial(getattr, item, "tensor"))
-        dtype = str(dtype_of(item)).removeprefix("torch.")
-        pieces.append(Piece(item.role, item.name, item.start, item.length, rank, dtype))
+            entries[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"))
+            rows.append((number, item.start, item.length, key))
+    own: list[tuple[int, int, str]] = []
+    own_names: list[tuple[str, str]] = []
     for name, tensor in rank_state.items():
         key, flat = key_of(RANK_ROLE, name, 0), tensor.detach().reshape(-1)
         entries[key] = Entry(key, flat.dtype, flat.numel(), partial(torch.Tensor.contiguous, flat))
+        own.append((len(own_names), flat.numel(), key))
+        own_names.append((name, str(flat.dtype).removeprefix("torch.")))
     metadata = {"format": FORMAT, "version": str(VERSION), "rank": str(rank)}
-    size, sha256 = write_tensors(working / file_of(rank), entries.values(), metadata)
-    written = _Written(size, sha256, pieces, shapes)
-    written.scalars = dict(scalars)
-    return written
+    written = write_data(disk, path / file_of(attempt, rank), entries.values(), metadata)
+    disk.sync_directory(path)
+    columns = _columns(rank, rows, own, written)
+    return _Part([state for _, state in states.values()], own_names, columns, written.size, dict(scalars))
+
+
+def _columns(
+    rank: int, rows: list[tuple[int, int, int, str]], own: list[tuple[int, int, str]], written: Written
+) -> dict[str, Column]:
+    offsets, found = written.offsets, empty_columns()
+    given: dict[str, list[int]] = {
+        "state": [row[0] for row in rows], "start": [row[1] for row in rows], "length": [row[2] for row in rows],
+        "file": [rank] * len(rows), "offset": [offsets[row[3]] for row in rows],
+        "own_rank": [rank] * len(own), "own_name": [row[0] for row in own], "own_length": [row[1] for row in own],
+        "own_file": [rank] * len(own), "own_offset": [offsets[row[2]] for row in own],
+    }  # fmt: skip
+    return {**{name: np.array(values, dtype=found[name].dtype) for name, values in given.items()}, "sums": written.sums}
 
 
 def dtype_of(item: StateSlice) -> torch.dtype:
@@ -146,7 +183,7 @@ def dtype_of(item: StateSlice) -> torch.dtype:
     return known
 
 
-def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     shape = tuple(int(d) for d in item.shape)
     if "|" in item.role or not item.role or item.role == RANK_ROLE:
         raise CheckpointError(
@@ -154,30 +191,89 @@ def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> None:
         )
     if shapes.setdefault(item.name, shape) != shape:
         raise CheckpointError(f"{item.name!r} is given with two shapes, {shapes[item.name]} and {shape}")
+    return shape
 
 
-def _commit(root: Path, tag: str, found: list[_Written], meta: Mapping[str, Any]) -> None:
-    manifest = _manifest(found, meta)
-    working, final, old = temporary_of(root, tag), root / tag, replaced_of(root, tag)
-    write_text(working / MANIFEST, manifest)  # which forces the entries of all files in there, too
-    if final.is_dir():
-        os.rename(final, old)
-    os.rename(working, final)
-    sync(root)
-    write_text(root / LATEST, tag + "\n")
-    shutil.rmtree(old, ignore_errors=True)
+def _commit(
+    disk: Disk, path: Path, attempt: str, parts: list[_Part], meta: Mapping[str, Any], latest: bool, files: list[Path]
+) -> None:  # fmt: skip
+    """``files`` is emptied where the manifest may be there: what it names must not be removed any more."""
+    try:
+        told = encode(dict(meta), "meta")
+    except RecursionError:
+        raise CheckpointError("meta contains itself, or is nested too deeply to be written") from None
+    index = merged(parts, [file_of(attempt, rank) for rank in range(len(parts))])
+    index.check()
+    data = index.encode()
+    name = index_of(attempt)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "attempt": attempt,
+        "number": next_number(disk, path.parent),
+        "world_size": len(parts),
+        "index": {"name": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        "scalars": encode(_scalars(parts), "scalars"),
+        "meta": told,
+    }
+    text = json.dumps(document, indent=1)
+    write_file(disk, path / name, data)
+    disk.sync_directory(path)
+    before = files_named(disk, path)
+    written = path / f".{MANIFEST}.{attempt}"
+    write_file(disk, written, text.encode())
+    files.clear()
+    disk.rename(written, path / MANIFEST)
+    disk.sync_directory(path)
+    if latest:
+        put(disk, path.parent / LATEST, (path.name + "\n").encode(), by=attempt)
+    for old in before:
+        discard(disk, path / old)
 
 
-def _manifest(found: list[_Written], meta: Mapping[str, Any]) -> str:
-    shapes: dict[str, tuple[int, ...]] = {}
-    scalars: dict[str, float | int] = {}
-    for rank, written in enumerate(found):
-        for name, shape in written.shapes.items():
-            if shapes.setdefault(name, shape) != shape:
+def merged(parts: list[_Part], names: list[str]) -> Index:
+    """The parts of all ranks as one index."""
+    states: dict[tuple[str, str], int] = {}
+    known: list[State] = []
+    shapes: dict[str, tuple[tuple[int, ...], int]] = {}
+    own_names: dict[tuple[str, str], int] = {}
+    files: list[FileEntry] = []
+    lists: dict[str, list[Column]] = {name: [] for name in empty_columns()}
+    num_sums = 0
+    for rank, part in enumerate(parts):
+        numbers = []
+        for state in part.states:
+            shape, first = shapes.setdefault(state.name, (state.shape, rank))
+            if shape != state.shape:
                 raise CheckpointError(
-                    f"{name!r} has shape {shape} on rank {rank} and {shapes[name]} on a rank before it"
+                    f"{state.name!r} has shape {state.shape} on rank {rank} and {shape} on rank {first}"
                 )
-        for key, value in written.scalars.items():
+            number = states.setdefault((state.name, state.role), len(states))
+            if number == len(known):
+                known.append(state)
+            elif known[number].dtype != state.dtype:
+                dtypes = sorted({known[number].dtype, state.dtype})
+                raise CheckpointError(f"{state.role} {state.name!r} is stored in several dtypes: {', '.join(dtypes)}")
+            numbers.append(number)
+        own = [own_names.setdefault(name, len(own_names)) for name in part.own_names]
+        columns = dict(part.columns)
+        columns["state"] = np.array(numbers, dtype="<i4")[columns["state"]]
+        columns["own_name"] = np.array(own, dtype="<i4")[columns["own_name"]]
+        for name, column in columns.items():
+            lists[name].append(column)
+        files.append(FileEntry(names[rank], part.size, num_sums))
+        num_sums += len(part.columns["sums"])
+    columns = {name: np.concatenate(found) for name, found in lists.items()}
+    order = np.lexsort((columns["file"], columns["start"], columns["state"]))
+    for name in ("state", "start", "length", "file", "offset"):
+        columns[name] = columns[name][order]
+    return Index(known, list(own_names), files, columns)
+
+
+def _scalars(parts: list[_Part]) -> dict[str, float | int]:
+    scalars: dict[str, float | int] = {}
+    for rank, part in enumerate(parts):
+        for key, value in part.scalars.items():
             if type(value) not in (int, float):
                 raise CheckpointError(
                     f"the number {key!r} is {value!r} on rank {rank}, of {type(value)}; an int or a float is needed"
@@ -186,19 +282,4 @@ def _manifest(found: list[_Written], meta: Mapping[str, Any]) -> str:
                 raise CheckpointError(
                     f"the number {key!r} is {value} on rank {rank} and {scalars[key]} on a rank before it"
                 )
-    pieces = group(piece for written in found for piece in written.pieces)
-    check(pieces, shapes)
-    roles: dict[str, dict[str, str]] = {name: {} for name in shapes}
-    for (role, name), parts in pieces.items():
-        roles[name][role] = parts[0].dtype
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "world_size": len(found),
-        "scalars": scalars,
-        "tensors": [{"name": name, "shape": list(shape), "roles": roles[name]} for name, shape in shapes.items()],
-        "files": [{"name": file_of(r), "size": w.size, "sha256": w.sha256} for r, w in enumerate(found)],
-    }
-    # Each part under its own name: an error says where the value is that cannot be written.
-    content = {**document, "meta": dict(meta)}
-    return "{\n" + ",\n".join(f'"{name}": {dumps(part, name, indent=1)}' for name, part in content.items()) + "\n}\n"
+    return scalars

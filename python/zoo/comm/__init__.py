@@ -19,6 +19,7 @@ from zoo.comm.handles import DONE, Handle
 from zoo.comm.launch import init_distributed, speak_as_torchrun
 from zoo.comm.log import CommsLog, OpStats
 from zoo.comm.messages import Recv, Send
+from zoo.comm.objects import gather_object
 from zoo.comm.recovery import Recovery
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Recv",
     "Send",
     "exchange",
+    "gather_object",
     "init_distributed",
     "no_collectives",
     "report_uncaught",

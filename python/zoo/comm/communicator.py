@@ -443,7 +443,7 @@ class Communicator:
     def barrier(self) -> None:
         """Return when all ranks of the group have come here."""
         if self.size > 1:
-            self._agree("barrier", torch.empty(0, device=self._device))
+            self._agree("barrier", torch.empty(0, device=self.device))
             group = self.group
             row = self.log.sent("barrier", 0, 0, 0, 0)
             self._issue(
@@ -458,15 +458,15 @@ class Communicator:
         """
         if self._transport is None:
             return [value]
-        mine, error = pack(value, self._device)
+        mine, error = pack(value, self.device)
         self._agree("all_gather_object", mine[:0])
-        sizes = torch.empty(self.size, dtype=torch.int64, device=self._device)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
         size, transport, label = size_of(mine, error), self._transport, "all_gather_object"
         row = self.log.sent("all_gather_object", 0, 0, 0, 0)
         self._issue(label, sizes, lambda: transport.all_gather(sizes, size, label), row).wait()
         each: list[int] = sizes.tolist()
         check_packed(each, self._ranks, error)
-        full = torch.zeros(self.size * max(each), dtype=torch.uint8, device=self._device)
+        full = torch.zeros(self.size * max(each), dtype=torch.uint8, device=self.device)
         shard = full.chunk(self.size)[self.rank]
         shard[: mine.numel()] = mine
         row.add(full.numel(), *wire_bytes(label, full.numel(), self.size, self.num_local))
@@ -479,7 +479,7 @@ class Communicator:
             raise ValueError(f"broadcast_object got src={src}; the group has ranks 0 to {self.size - 1}.")
         if self.size == 1:
             return value
-        mine, error = pack(value if self.rank == src else None, self._device)
+        mine, error = pack(value if self.rank == src else None, self.device)
         self._agree(f"broadcast_object[src={src}]", mine[:0])
         root = src if self.group is None else dist.get_global_rank(self.group, src)
         group, size = self.group, size_of(mine, error)
@@ -492,7 +492,7 @@ class Communicator:
 
         give(size)
         check_packed(size.tolist(), [self._ranks[src]], error)
-        data = mine if self.rank == src else torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        data = mine if self.rank == src else torch.empty(int(size), dtype=torch.uint8, device=self.device)
         row.add(data.numel(), *wire_bytes("broadcast_object", data.numel(), self.size, self.num_local))
         give(data)
         return value if self.rank == src else unpack(data)
@@ -507,7 +507,7 @@ class Communicator:
         report(error)
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """Of what the communicator itself sends."""
         on_gpu = self.backend == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -515,7 +515,7 @@ class Communicator:
     def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
         """Raise :class:`~zoo.comm.CollectiveMismatchError` on all ranks unless all pass the same ``value``."""
         if self.size > 1:
-            verify(self.group, f"{what} {value}", device or self._device)
+            verify(self.group, f"{what} {value}", device or self.device)
 
     def _agree(self, op: str, tensor: torch.Tensor, label: str = "") -> None:
         self._check_open()

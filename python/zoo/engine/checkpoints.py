@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from zoo.checkpointing import StateSlice, load, save, together
+from zoo.checkpointing import Checkpoint, CheckpointError, DamageError, StateSlice, load, save, together
 from zoo.comm import Communicator
+from zoo.engine.reads import Reads
 from zoo.engine.saving import save_model
 from zoo.engine.state import (
     buffer_slices,
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from zoo.engine.engine import Engine
 
 
+_log = logging.getLogger("zoo.engine")
+
+
 class Checkpoints:
     """The part of :class:`~zoo.engine.Engine` that saves and loads."""
 
@@ -41,6 +46,8 @@ class Checkpoints:
     sharded: ShardedModel
     global_steps: int
     _optimizer: ZeroOptimizer | None
+    _not_loaded = ""
+    """Why the state is that of no checkpoint: one was damaged, and a part of it is here already."""
 
     @abc.abstractmethod
     def training(self, what: str) -> ZeroOptimizer:
@@ -94,6 +101,10 @@ class Checkpoints:
         are, buffers are those of rank 0, and the data goes on at the same sample. An engine that only
         evaluates takes parameters and buffers. Gradients of a step that has begun are dropped.
 
+        What is read is compared with its checksums. Where that finds damage on any rank, all ranks hear of it; without
+        a tag the newest whole checkpoint before that one is loaded, and the log says so. Where there is none, the
+        engine counts as not loaded: it refuses to train until a checkpoint was loaded whole.
+
         Args:
             tag: the latest checkpoint if not given.
 
@@ -105,26 +116,56 @@ class Checkpoints:
                 set that it does not fit.
         """
         self._engine.read_outcome()
-        everyone = self.sharded.everyone
-        found = load(directory, tag, everyone)
+        damaged: list[str] = []
+        found = load(directory, tag, self.sharded.everyone)
+        while True:
+            try:
+                with found:
+                    return self._load(found)
+            except DamageError as error:
+                self._not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
+                damaged.append(found.tag)
+                if tag is not None:
+                    raise
+                found = self._another(directory, damaged, error)
+
+    def _another(self, directory: str | os.PathLike[str], damaged: list[str], error: DamageError) -> Checkpoint:
+        try:
+            found = load(directory, None, self.sharded.everyone, skip=damaged)
+        except CheckpointError:
+            raise error from None
+        if self.sharded.everyone.rank == 0:
+            _log.warning("the checkpoint %r is passed over for %r: %s", damaged[-1], found.tag, error)
+        return found
+
+    def _load(self, found: Checkpoint) -> tuple[str, dict[str, Any]]:
+        everyone, reads = self.sharded.everyone, Reads(found)
         what = f"loading the checkpoint {found.tag!r} into this model"
         if self._optimizer is None:
             buckets = self.sharded.buckets
             together(everyone, what, lambda: check_model(found, self.module, slices_of([], {}, buckets, owned=False)))
-            fill_frozen(buckets, found.read)
+            fill_frozen(buckets, reads.read)
             self.sharded.runtime.updated()
-            load_buffers(self.module, found)
+            load_buffers(self.module, reads)
+            reads.agree(everyone, what)
+            self._not_loaded = ""
             return str(found.path), dict(found.meta.get("client", {}))
-        optimizer = self.training("load_checkpoint()")
-        together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices()))
+        before, self._not_loaded = self._not_loaded, ""
+        try:
+            optimizer = self.training("load_checkpoint()")
+            together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices()))
+        except BaseException:
+            self._not_loaded = before
+            raise
         if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
             self._engine.zero_grad()
         restore_options(self._engine, found)
-        optimizer.load_state(found.read, found.scalars)
-        load_buffers(self.module, found)
+        optimizer.load_state(reads.read, found.scalars)
+        load_buffers(self.module, reads)
+        mine = reads.rank_state(everyone.rank) if found.world_size == everyone.size else {}
+        reads.agree(everyone, what)
         restore_meta(self._engine, found)
-        if found.world_size == everyone.size:
-            mine = found.rank_state(everyone.rank)
+        if mine:
             load_own_buffers(self.module, mine)
             set_random_state(mine)
         client = found.meta.get("client", {})

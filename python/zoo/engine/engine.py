@@ -97,6 +97,8 @@ class Engine(Checkpoints, Records):
         """The optimizer; raises ValueError where ``what`` cannot be done, without one or after :meth:`destroy`."""
         if self._destroyed:
             raise ValueError(f"{what} after destroy(): this engine is no more. Call initialize again.")
+        if self._not_loaded:
+            raise ValueError(f"{what} of an engine that is not loaded: {self._not_loaded} Load another checkpoint.")
         if self._optimizer is None:
             raise ValueError(
                 f"{what} of an engine without optimizer, which only evaluates. Give initialize an optimizer, or the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import TensorFile, together
-from zoo.checkpointing.disk import make_directories
+from zoo.checkpointing.disk import LOCAL, make_directories
 from zoo.engine.state import first_buffers, has_parts, persistent_buffers
 from zoo.zero import ShardedModel
 
@@ -78,7 +79,7 @@ def _open(
     given: dict[str, torch.Tensor],
 ) -> TensorFile:  # fmt: skip
     """The file, with its buffers."""
-    make_directories(path.parent)
+    make_directories(LOCAL, Path(os.path.abspath(path.parent)))
     buffers: dict[str, torch.Tensor] = {}
     for name, buffer in given.items():
         if all(buffer is not other for other in buffers.values()):

@@ -18,6 +18,7 @@ from zoo.layout import logical_name, split_of
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
+    from zoo.engine.reads import Reads
     from zoo.zero import ShardedModel
 
 BUFFER = "buffer"
@@ -66,7 +67,7 @@ def has_parts(buffers: Mapping[str, torch.Tensor], sharded: ShardedModel) -> boo
     return sharded.layers is not None or any(split_of(buffer).axes for buffer in buffers.values())
 
 
-def load_buffers(module: nn.Module, found: Checkpoint) -> None:
+def load_buffers(module: nn.Module, found: Checkpoint | Reads) -> None:
     """Every buffer of the module takes the checkpoint's value."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(module).items():

@@ -1,0 +1,59 @@
+"""Reading a checkpoint on many ranks, of which one may find it damaged while the others go on."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from zoo.checkpointing import Checkpoint, DamageError, alike
+from zoo.checkpointing.exact import dtype_named
+from zoo.comm import Communicator
+
+
+class Reads:
+    """A checkpoint whose damage is kept for :meth:`agree`.
+
+    Loading a state issues collectives on the way. A rank that stopped at a damaged file would let the others wait, so
+    it goes on with zeros, and tells at the end.
+    """
+
+    def __init__(self, found: Checkpoint) -> None:
+        self._found, self._error = found, None
+        self.tag, self.shapes = found.tag, found.shapes
+
+    _error: DamageError | None
+
+    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+        """As :meth:`zoo.checkpointing.Checkpoint.read`, or zeros."""
+        if self._error is None:
+            try:
+                return self._found.read(name, role, start, length)
+            except DamageError as error:
+                self._error = error
+        return torch.zeros(length, dtype=dtype_named(self._found.roles[name][role]))
+
+    def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
+        """As :meth:`zoo.checkpointing.Checkpoint.tensor`, or zeros."""
+        shape = self.shapes.get(name, ())
+        return self.read(name, role, 0, math.prod(shape)).view(shape)
+
+    def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
+        """As :meth:`zoo.checkpointing.Checkpoint.rank_state`, or nothing."""
+        try:
+            return self._found.rank_state(rank)
+        except DamageError as error:
+            self._error = error
+            return {}
+
+    def agree(self, comm: Communicator, what: str) -> None:
+        """Raise DamageError on all ranks if one has found damage. Collective."""
+
+        def tell() -> None:
+            if self._error is not None:
+                raise self._error
+
+        try:
+            alike(comm, what, tell)
+        except ValueError as error:
+            raise DamageError(str(error), everywhere=True) from None
