@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from zoo.checkpointing import under_way
 from zoo.checkpointing.disk import LOCAL, Disk, read_file
 from zoo.checkpointing.errors import CheckpointError
 
@@ -148,6 +149,7 @@ def latest_tag(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> str 
         CheckpointError: the file holds something that is no tag.
     """
     path = Path(os.path.abspath(directory)) / LATEST
+    under_way.finish(directory)
     try:
         content = read_file(disk, path, 1000)
     except FileNotFoundError:

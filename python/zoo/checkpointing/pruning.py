@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from zoo.checkpointing import under_way
 from zoo.checkpointing.disk import LOCAL, Disk, discard
 from zoo.checkpointing.manifest import files_named, numbered
 from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag
@@ -33,6 +34,7 @@ def prune(
     if keep < 1:
         raise ValueError(f"prune(keep={keep}); at least the latest checkpoint is kept.")
     root = Path(os.path.abspath(directory))
+    under_way.finish(root)
     found = [(number, _age(root / name), name) for number, name in numbered(disk, root)]
     latest = latest_tag(root, disk=disk)
     gone = [name for _, _, name in sorted(found)[:-keep] if name != latest]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.checkpointing import version2
+from zoo.checkpointing import under_way, version2
 from zoo.checkpointing.data_files import DataFile
 from zoo.checkpointing.disk import LOCAL, Disk, read_file
 from zoo.checkpointing.errors import CheckpointError, MissingStateError, alike
@@ -74,6 +74,7 @@ def load(
     root = Path(os.path.abspath(directory))
     what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
     tried: list[str] = list(skip)
+    under_way.finish(root)
     while True:
         opened: _Opened | None = comm.broadcast_object(
             alike(comm, what, lambda: _open(disk, root, tag, tried) if comm.rank == 0 else None)

@@ -41,12 +41,32 @@ from zoo.checkpointing.tensors import Entry
 from zoo.comm import Communicator, gather_object
 
 
+@dataclass(frozen=True)
+class Told:
+    """``meta`` as JSON: what it was when this was made."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any] | Told) -> Told:
+        """
+        Raises:
+            CheckpointError: names the place of what cannot be held.
+        """
+        if isinstance(meta, Told):
+            return meta
+        try:
+            return cls(encode(dict(meta), "meta"))
+        except RecursionError:
+            raise CheckpointError("meta contains itself, or is nested too deeply to be written") from None
+
+
 def save(
     directory: str | os.PathLike[str],
     tag: str,
     slices: Iterable[StateSlice],
     scalars: Mapping[str, float | int] | None = None,
-    meta: Mapping[str, Any] | None = None,
+    meta: Mapping[str, Any] | Told | None = None,
     comm: Communicator | None = None,
     *,
     rank_state: Mapping[str, torch.Tensor] | None = None,
@@ -78,7 +98,8 @@ def save(
     root = Path(os.path.abspath(directory))
     what = f"saving the checkpoint {tag!r} in {str(root)!r}"
     alike(comm, what, lambda: check_tag(tag))
-    attempt: str = comm.broadcast_object(new_attempt() if comm.rank == 0 else None)
+    attempt, common = comm.broadcast_object((new_attempt(), tag) if comm.rank == 0 else None)
+    alike(comm, what, lambda: _same_tag(tag, common))
     path = root / tag
     made: list[Path] = []
     # What goes where this fails. Rank 0 alone knows in the end whether the checkpoint exists.
@@ -97,6 +118,11 @@ def save(
             _sweep(disk, path, attempt, comm.rank, files, made)
         raise
     return path
+
+
+def _same_tag(tag: str, common: str) -> None:
+    if tag != common:
+        raise CheckpointError(f"it has the tag {tag!r} here and {common!r} on rank 0; give one tag on all ranks")
 
 
 def _prepare(disk: Disk, path: Path, made: list[Path]) -> None:
@@ -195,13 +221,11 @@ def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> tuple[
 
 
 def _commit(
-    disk: Disk, path: Path, attempt: str, parts: list[_Part], meta: Mapping[str, Any], latest: bool, files: list[Path]
+    disk: Disk, path: Path, attempt: str, parts: list[_Part], meta: Mapping[str, Any] | Told, latest: bool,
+    files: list[Path],
 ) -> None:  # fmt: skip
     """``files`` is emptied where the manifest may be there: what it names must not be removed any more."""
-    try:
-        told = encode(dict(meta), "meta")
-    except RecursionError:
-        raise CheckpointError("meta contains itself, or is nested too deeply to be written") from None
+    told = Told.of(meta).value
     index = merged(parts, [file_of(attempt, rank) for rank in range(len(parts))])
     index.check()
     data = index.encode()

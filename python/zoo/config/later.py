@@ -95,28 +95,6 @@ SECTIONS: dict[str, Fate] = {
         min_train_micro_batch_size_per_gpu=1, mp_size=1, num_tuning_micro_batch_sizes=3, tuner_type="model_based",
         tuner_early_stopping=5, tuner_num_trials=50, arg_mappings={}, model_info={}, model_info_path=PATH,
     ),
-    "checkpoint": refused(
-        "checkpoints do this in another way",
-        keys={
-            "tag_validation": unnecessary(
-                "a save in which ranks give other tags fails on all of them", "Warn",
-                tuple(spelled(word) for word in ("Ignore", "Warn", "Fail") for spelled in (str, str.upper, str.lower)),
-                asks=False,
-            ),
-            "load_universal": unnecessary(
-                "every checkpoint can be read at any world size and stage", False, nothing=(True,)
-            ),
-            "checkpoint_serialization": unnecessary("tensors are written as safetensors", True, nothing=(False,)),
-            "use_node_local_storage": refused(
-                "a checkpoint is one directory that all ranks see", False
-            ),
-            "parallel_write": unnecessary(
-                "every rank writes its own slices at the same time",
-                keys={"pipeline_stage": setting(False, nothing=(True,))},
-            ),
-            "writer": unnecessary("every rank writes one safetensors file", {}, open=True),
-        },
-    ),
     "compile": waits(
         "the compiler",
         alone=False,

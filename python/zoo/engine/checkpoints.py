@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from zoo.checkpointing import Checkpoint, CheckpointError, DamageError, StateSlice, load, save, together
+from zoo.checkpointing import (
+    BackgroundSaver,
+    Checkpoint,
+    CheckpointError,
+    DamageError,
+    StateSlice,
+    load,
+    save,
+    together,
+)
 from zoo.comm import Communicator
 from zoo.engine.reads import Reads
 from zoo.engine.saving import save_model
@@ -46,6 +55,7 @@ class Checkpoints:
     sharded: ShardedModel
     global_steps: int
     _optimizer: ZeroOptimizer | None
+    _saver: BackgroundSaver | None = None
     _not_loaded = ""
     """Why the state is that of no checkpoint: one was damaged, and a part of it is here already."""
 
@@ -66,6 +76,9 @@ class Checkpoints:
         directory: str | os.PathLike[str],
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        *,
+        asynchronous: bool | None = None,
     ) -> str:
         """Write parameters, optimizer, schedule, position in the data, random numbers and ``client_state``. A
         collective.
@@ -74,12 +87,17 @@ class Checkpoints:
             tag: ``global_step<N>`` if not given.
             client_state: plain values (zoo.checkpointing.exact says which); :meth:`load_checkpoint` gives them back
                 exactly.
+            save_latest: whether it becomes the one that is loaded where no tag is given.
+            asynchronous: return when this rank's state is copied to host memory; the rest happens while training goes
+                on, and is over when :meth:`wait_for_checkpoint` returns. By default as the section ``checkpoint`` says.
+                The next save, a load and :meth:`destroy` wait for it. States on NVMe are written before it returns.
 
         Returns:
             The checkpoint's directory.
 
         Raises:
-            ValueError: in the middle of a step, or (zoo.checkpointing.CheckpointError) what kept some rank from saving.
+            ValueError: in the middle of a step, or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
+                rank from saving this one, or the one before it.
         """
         self._engine.read_outcome()
         self.check_between_steps("save_checkpoint()")
@@ -91,7 +109,35 @@ class Checkpoints:
         together(everyone, f"saving the checkpoint {tag!r}", lambda: meta.update(engine=engine_meta(self._engine)))
         scalars = optimizer.state_scalars()
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
-        return str(save(directory, tag, slices, scalars, meta, everyone, rank_state=mine))
+        if self._in_background(asynchronous):
+            if self._saver is None:
+                self._saver = BackgroundSaver(everyone)
+            path = self._saver.save(directory, tag, slices, scalars, meta, rank_state=mine, latest=save_latest)
+        else:
+            self.wait_for_checkpoint()
+            path = save(directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest)
+        return str(path)
+
+    def _in_background(self, asked: bool | None) -> bool:
+        section = getattr(self._engine.config, "checkpoint", None)
+        wanted = getattr(section, "asynchronous", True) if asked is None else asked
+        if wanted and self.sharded.scratch is not None and self.sharded.scratch.nvme_bytes():
+            if asked:
+                raise ValueError(
+                    "save_checkpoint(asynchronous=True) where states are on NVMe: a copy of them would need the memory "
+                    "that they are kept out of. Leave it out; the save then returns when it is written."
+                )
+            return False
+        return wanted
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is under way any more. On all ranks.
+
+        Raises:
+            ValueError: (zoo.checkpointing.CheckpointError, on all ranks) the save that was under way has failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
 
     def load_checkpoint(self, directory: str | os.PathLike[str], tag: str | None = None) -> tuple[str, dict[str, Any]]:
         """Continue from a checkpoint, written at any world size and stage. A collective.
@@ -116,6 +162,7 @@ class Checkpoints:
                 set that it does not fit.
         """
         self._engine.read_outcome()
+        self.wait_for_checkpoint()
         damaged: list[str] = []
         found = load(directory, tag, self.sharded.everyone)
         while True:

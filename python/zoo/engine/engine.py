@@ -436,6 +436,8 @@ class Engine(Checkpoints, Records):
                 stack.callback(close)
             stack.callback(self.feed.close)
             stack.callback(self.read_outcome)
+            if self._saver is not None:
+                stack.callback(self._saver.close)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

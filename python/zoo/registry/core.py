@@ -26,6 +26,7 @@ CORE: dict[str, dict[str, str]] = {
     ),
     "config_section": {
         "aio": "zoo.io.config:AioConfig",
+        "checkpoint": "zoo.checkpointing.config:CheckpointConfig",
         "comet": "zoo.monitor.comet:CometSection",
         "csv_monitor": "zoo.monitor.csv_monitor:CsvSection",
         "curriculum_learning": "zoo.data_efficiency.config:CurriculumConfig",

@@ -245,7 +245,7 @@ class Job:
                 )
                 raise StoppedError
             if self._due(step, section.checkpoint_every):
-                self._save()
+                self._save(waits=False)
         return pace.train_s, pace.tokens
 
     def _tell(self, history: History, pace: Pace) -> bool:
@@ -304,16 +304,27 @@ class Job:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        step = self.engine.global_steps
-        if step == self.saved_at or self.out is None:
+    def _save(self, *, waits: bool = True) -> None:
+        """Write a checkpoint, if there is none of this step. ``waits``: until it is there, and older ones are removed;
+        otherwise training goes on meanwhile, and there is one more than is kept."""
+        step, out = self.engine.global_steps, self.out
+        if out is None:
             return
-        with self._explaining():
-            self.engine.save_checkpoint(self.out / CHECKPOINTS, tag_of(step))
-        self.saved_at = step
-        keep, folder = self.section.keep_checkpoints, self.out / CHECKPOINTS
-        if keep is not None:
-            self._on_rank_0("removing old checkpoints", lambda: prune(folder, keep))
+        if step != self.saved_at:
+            with self._explaining():
+                self.engine.wait_for_checkpoint()  # of the one before
+                self._prune(out)
+                self.engine.save_checkpoint(out / CHECKPOINTS, tag_of(step))
+            self.saved_at = step
+        if waits:
+            with self._explaining():
+                self.engine.wait_for_checkpoint()
+                self._prune(out)
+
+    def _prune(self, out: Path) -> None:
+        keep = self.section.keep_checkpoints
+        if keep is not None and self.saved_at >= 0:
+            self._on_rank_0("removing old checkpoints", lambda: prune(out / CHECKPOINTS, keep))
 
     def load(self, out: Path, tag: str | None = None) -> int | None:
         """Go on from a checkpoint of a run, the latest if no tag is given; its step, None where there is none."""

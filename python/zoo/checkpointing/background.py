@@ -1,0 +1,180 @@
+"""Saving while training goes on: a copy of the state first, and the rest on a thread of its own.
+
+:meth:`BackgroundSaver.save` copies this rank's slices into host memory that is kept for the next time, and returns.
+One thread writes them and commits, save by save, over a control group that nothing else uses. The next save waits for
+the one before it, which the log says; so does whoever reads the directory in this process (``under_way.py``). What
+failed is logged at once, and raised on all ranks at the next :meth:`~BackgroundSaver.save`,
+:meth:`~BackgroundSaver.wait` or :meth:`~BackgroundSaver.close`.
+
+Where ranks are simulated, and have no threads of their own, a save is over when it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zoo.checkpointing import under_way
+from zoo.checkpointing.disk import LOCAL, Disk
+from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.names import StateSlice
+from zoo.checkpointing.writing import Told, save
+from zoo.comm import Communicator
+
+_log = logging.getLogger("zoo.checkpointing")
+_SIMULATED = "zoo_sim"
+_TOLD_AFTER_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A slice whose elements nobody changes."""
+
+    name: str
+    role: str
+    start: int
+    length: int
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+class Snapshot:
+    """Host copies of slices, in memory that is used again for slices of the same places."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, str, int], torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that is kept."""
+        return sum(tensor.nbytes for tensor in self._memory.values())
+
+    def take(self, slices: Iterable[StateSlice]) -> list[StateSlice]:
+        """The same slices, of copies that stay as they are until the next call."""
+        found: list[StateSlice] = []
+        kept: dict[tuple[str, str, int], torch.Tensor] = {}
+        on_gpu = False
+        for item in slices:
+            key, tensor = (item.role, item.name, item.start), item.tensor.detach()
+            memory = self._memory.pop(key, None)
+            if memory is None or memory.dtype is not tensor.dtype or memory.numel() != tensor.numel():
+                memory = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            memory.copy_(tensor.reshape(-1), non_blocking=tensor.is_cuda)
+            on_gpu |= tensor.is_cuda
+            kept[key] = memory
+            found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory))
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        self._memory = kept
+        return found
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._memory = {}
+
+
+class BackgroundSaver:
+    """Saves of one job, one after the other, while training goes on.
+
+    Args:
+        comm: the ranks that save together. A control group of its own is made of them at the first save.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._control: Communicator | None = None
+        self._snapshot = Snapshot()
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: tuple[str, Future[Path]] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """A save is under way."""
+        return self._pending is not None and not self._pending[1].done()
+
+    def save(
+        self, directory: str | os.PathLike[str], tag: str, slices: Iterable[StateSlice],
+        scalars: Mapping[str, float | int] | None = None, meta: Mapping[str, Any] | None = None, *,
+        rank_state: Mapping[str, torch.Tensor] | None = None, latest: bool = True, disk: Disk = LOCAL,
+    ) -> Path:  # fmt: skip
+        """As :func:`zoo.checkpointing.save`, which is over when :meth:`wait` returns. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: the save before this one failed. Nothing of this one is done then.
+        """
+        self.wait(for_what=tag)
+        told = Told.of(meta or {})
+        if self._comm.backend == _SIMULATED:
+            return save(
+                directory, tag, slices, scalars, told, self._comm, rank_state=rank_state, latest=latest, disk=disk
+            )
+        if self._control is None:
+            self._control = _control_of(self._comm)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="zoo-checkpoint")
+        if self._thread is None:
+            raise AssertionError("a control group without a thread.")
+        copies, numbers = self._snapshot.take(slices), dict(scalars or {})
+        own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in (rank_state or {}).items()}
+        root, control = Path(os.path.abspath(directory)), self._control
+
+        def work() -> Path:
+            try:
+                return save(root, tag, copies, numbers, told, control, rank_state=own, latest=latest, disk=disk)
+            except BaseException as error:
+                _log.error("%s", error)
+                raise
+
+        future = self._thread.submit(work)
+        under_way.begin(root, future)
+        self._pending = tag, future
+        return root / tag
+
+    def wait(self, *, for_what: str = "") -> None:
+        """Return when nothing is under way any more.
+
+        Raises:
+            CheckpointError: on all ranks: what was under way failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        tag, future = pending
+        began = time.perf_counter()
+        try:
+            future.result()
+        finally:
+            waited = time.perf_counter() - began
+            if for_what and waited > _TOLD_AFTER_S and self._comm.rank == 0:
+                _log.warning("saving %r has waited %.1f s for %r, which was being written", for_what, waited, tag)
+
+    def close(self) -> None:
+        """Wait, and give memory, thread and control group back. Collective."""
+        try:
+            self.wait()
+        finally:
+            self._snapshot.drop()
+            thread, self._thread = self._thread, None
+            control, self._control = self._control, None
+            if thread is not None:
+                thread.shutdown()
+            if control is not None and control.size > 1 and control.group is not None and dist.is_initialized():
+                dist.destroy_process_group(control.group)
+
+
+def _control_of(comm: Communicator) -> Communicator:
+    """The same ranks, over a gloo group that only the thread uses. Collective over all ranks of the job."""
+    if comm.size == 1:
+        return comm
+    group = dist.new_group(list(comm.ranks), backend="gloo")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise CheckpointError("this rank is none of those that save.")
+    return Communicator(group)

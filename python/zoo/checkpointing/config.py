@@ -1,0 +1,39 @@
+"""The section ``checkpoint`` of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from zoo.config import Section
+from zoo.config.fates import Fate, refused, setting, unnecessary
+
+__all__ = ["CheckpointConfig"]
+
+
+class CheckpointConfig(Section):
+    """How an engine saves."""
+
+    carried_by: ClassVar[str] = "zoo.engine"
+
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written: ``save_checkpoint`` returns when this rank's state is
+    copied to host memory, which takes as much of it as the state has. States on NVMe are written before it returns."""
+
+    fates: ClassVar[Mapping[str, Fate]] = {
+        "tag_validation": unnecessary(
+            "a save in which ranks give other tags fails on all of them", "Warn",
+            tuple(spelled(word) for word in ("Ignore", "Warn", "Fail") for spelled in (str, str.upper, str.lower)),
+            asks=False,
+        ),
+        "load_universal": unnecessary(
+            "every checkpoint can be read at any world size and stage", False, nothing=(True,)
+        ),
+        "checkpoint_serialization": unnecessary("tensors are written as safetensors", True, nothing=(False,)),
+        "use_node_local_storage": refused("a checkpoint is one directory that all ranks see", False),
+        "parallel_write": unnecessary(
+            "every rank writes its own slices at the same time",
+            keys={"pipeline_stage": setting(False, nothing=(True,))},
+        ),
+        "writer": unnecessary("every rank writes one safetensors file", {}, open=True),
+    }  # fmt: skip

@@ -1,0 +1,38 @@
+"""Saves of this process that are under way: whoever reads a directory in the same process waits for those to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+_lock = threading.Lock()
+_saves: dict[Path, list[Future[Any]]] = {}
+
+
+def begin(root: Path, save: Future[Any]) -> None:
+    """A save to this directory has begun."""
+    with _lock:
+        _saves.setdefault(root, []).append(save)
+
+    def over(save: Future[Any]) -> None:
+        with _lock:
+            left = [other for other in _saves.get(root, ()) if other is not save]
+            if left:
+                _saves[root] = left
+            else:
+                _saves.pop(root, None)
+
+    save.add_done_callback(over)
+
+
+def finish(directory: str | os.PathLike[str]) -> None:
+    """Return when no save of this process to this directory is under way. What failed is told by whoever saved."""
+    with _lock:
+        waiting = list(_saves.get(Path(os.path.abspath(directory)), ()))
+    for save in waiting:
+        with contextlib.suppress(Exception):
+            save.result()
