@@ -15,6 +15,8 @@ from zoo.checkpointing.activation import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
     CudaRNGStatesTracker,
+    checkpoint,
+    state,
 )
 from zoo.checkpointing.activation.storages import Contiguous, Keep
 
@@ -196,24 +198,31 @@ def test_profile_logs_forward_and_recomputation(reentrant: bool, caplog: pytest.
     ]  # fmt: skip
 
 
-def test_the_compiler_follows_plain_checkpoints_and_refuses_others() -> None:
+def test_the_compiler_follows_plain_checkpoints_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    plain = ActivationCheckpointing()
 
-    def step(checkpointing: ActivationCheckpointing, x: torch.Tensor) -> torch.Tensor:
+    def step(checkpointing: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         return checkpointing(lambda x, *, scale: layer(x).tanh() * scale, x, scale=2.0).sum()
 
-    step(plain, x).backward()
-    expected, x.grad = x.grad, None
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    compiled(plain, x).backward()
-    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
-    x.grad = None
-    torch.compile(step, backend="aot_eager")(make(), x).backward()  # a call between two graphs
-    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+    def gradient(step: Callable[..., torch.Tensor], checkpointing: Callable[..., Any]) -> torch.Tensor:
+        step(checkpointing, x).backward()
+        found, x.grad = x.grad, None
+        assert found is not None
+        return found
+
+    plain = ActivationCheckpointing(tracker=CudaRNGStatesTracker("cpu"))
+    expected = gradient(step, plain)
+    whole = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(gradient(whole, plain), expected)
+    assert torch.equal(gradient(torch.compile(step, backend="aot_eager"), make()), expected)  # between two graphs
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"a checkpointed function under torch.compile with partition_activations"):
-        compiled(make(), x)
+        whole(make(), x)
+    with pytest.raises(Exception, match=r"under torch.compile where threads have configured them for themselves"):
+        whole(checkpoint, x)  # this thread has, for the test
+    monkeypatch.setattr(state, "_apart", 0)
+    torch._dynamo.reset()
+    assert torch.equal(gradient(whole, checkpoint), expected)
 
 
 def test_settings_that_contradict_each_other() -> None:

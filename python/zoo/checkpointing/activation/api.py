@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _NAME = "activation_checkpointing"
+_PLAIN = ActivationCheckpointing()  # made here, because a compiler that follows checkpoint() could not make it
 
 
 def configure(
@@ -111,12 +112,8 @@ def is_configured() -> bool:
 
 def current() -> ActivationCheckpointing:
     """What :func:`checkpoint` goes through: that of :func:`configure`, else one that moves no arguments."""
-    here = state.current()
-    if here.checkpointing is not None:
-        return here.checkpointing
-    if here.plain is None:
-        here.plain = ActivationCheckpointing()
-    return here.plain
+    configured = state.current().checkpointing
+    return _PLAIN if configured is None else configured
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,8 @@ def set_state(state: torch.Tensor, device: torch.device) -> None:
 def seed_device(seed: int, device: torch.device) -> None:
     """Seed the default generator of one device."""
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from zoo.checkpointing.activation.rng import CudaRNGStatesTracker
 
 if TYPE_CHECKING:
@@ -24,14 +26,12 @@ class State:
 
     Attributes:
         checkpointing: what ``configure`` made.
-        plain: what works without it.
         rank: of this process among the tensor-parallel ranks.
         tracker: what ``get_cuda_rng_tracker`` returns.
     """
 
     def __init__(self) -> None:
         self.checkpointing: ActivationCheckpointing | None = None
-        self.plain: ActivationCheckpointing | None = None
         self.rank = 0
         self.tracker = CudaRNGStatesTracker()
 
@@ -41,27 +41,45 @@ class _Local(threading.local):
 
 
 _process, _local = State(), _Local()
+_apart = 0  # threads that have, or had, a state of their own: what is compiled cannot ask which thread it is on
 
 
 def current() -> State:
-    """That of this thread, else of the process."""
-    return _local.state or _process
+    """That of this thread, else of the process.
+
+    Raises:
+        NotImplementedError: in what is compiled, where some thread has a state of its own.
+    """
+    if torch.compiler.is_compiling():
+        if _apart:
+            raise NotImplementedError(
+                "activation checkpoints under torch.compile where threads have configured them for themselves: give "
+                "ActivationCheckpointing its tracker, or configure on the main thread."
+            )
+        return _process
+    state = _local.state
+    return _process if state is None else state
 
 
 def own() -> State:
     """The one to change from this thread."""
+    global _apart
     if threading.current_thread() is threading.main_thread():
         return current()
     if _local.state is None:
         _local.state = State()
+        _apart += 1
     return _local.state
 
 
 @contextlib.contextmanager
 def entered(state: State) -> Iterator[None]:
     """Within the context this thread has the state of another one, for which it computes."""
+    global _apart
     before, _local.state = _local.state, state
+    _apart += state is not _process
     try:
         yield
     finally:
         _local.state = before
+        _apart -= state is not _process
