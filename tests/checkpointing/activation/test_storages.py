@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import examples
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo import sim
 from zoo.checkpointing.activation import ActivationCheckpointing, ActivationCheckpointingConfig
@@ -108,6 +110,69 @@ def test_each_tensor_rank_keeps_its_part(
 
     sim.run(size, fn, seed=seed)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_living_tensors_shrink_to_one_part(size: int) -> None:
+    """Counted by the memory that lives, not by what storages say of themselves."""
+
+    def fn(rank: int) -> None:
+        x = torch.ones(64, 32, requires_grad=True)
+        for storage, parts in ((None, 1), (Partition(Communicator()), size)):
+            checkpointing = ActivationCheckpointing(storage=storage)
+            with Living() as living:
+                loss, _ = waiting(checkpointing, x, 5)
+                num_calls = 5 if parts > 1 else 4  # x itself, which was there before, waits as parts too
+                assert living.num_bytes == num_calls * x.nbytes // parts + loss.nbytes
+                loss.backward()
+            x.grad = None
+
+    sim.run(size, fn)
+
+
+class Living(TorchDispatchMode):
+    """Bytes of tensors made under it that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        seen = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in seen:
+                self._made[x.untyped_storage().data_ptr()] = (
+                    StorageWeakRef(x.untyped_storage()),
+                    x.untyped_storage().nbytes(),
+                )
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for ref, size in self._made.values() if not ref.expired())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("storage", [Keep, lambda: Contiguous(2), lambda: Host(num_checkpoints=2), Nvme], ids=str)
+def test_every_byte_of_every_type_comes_back(tmp_path: Path, storage: Any, dtype: torch.dtype) -> None:
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (7 * dtype.itemsize,), dtype=torch.uint8)
+    values = raw.view(dtype)
+
+    def fn(rank: int) -> None:
+        made = storage(tmp_path) if storage is Nvme else storage()
+        for one in (made, Partition(Communicator(), made)):
+            held = one.put(values.clone(), 0, True)
+            held.fetch()
+            for _ in range(2):
+                assert torch.equal(held.get().view(torch.uint8), raw)
+            held.get()
+            del held
+        made.reset()
+
+    sim.run(2, fn)
 
 
 def test_ranks_gather_in_the_same_order_in_a_model_with_branches() -> None:

@@ -35,7 +35,7 @@ class Partition:
         stop = min(start + each, count)
         shard = flat.new_empty(each)
         shard[: stop - start].copy_(flat[start:stop])
-        shard[stop - start :].zero_()
+        shard[stop - start :].view(torch.uint8).zero_()
         return _Part(self.below.put(shard, position, True), self.comm, count)
 
     def reset(self) -> None:
@@ -57,5 +57,6 @@ class _Part:
     def get(self) -> torch.Tensor:
         shard = self._held.get()
         full = shard.new_empty(shard.numel() * self._comm.size)
-        self._comm.all_gather(full, shard, label="activation checkpoint").wait()
+        # As bytes: some groups do not carry 8-bit floating-point types.
+        self._comm.all_gather(full.view(torch.uint8), shard.view(torch.uint8), label="activation checkpoint").wait()
         return full[: self._count]
