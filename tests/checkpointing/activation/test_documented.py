@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,10 @@ class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
+        self.trackers: list[CudaRNGStatesTracker] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.trackers.append(get_cuda_rng_tracker())
         with get_cuda_rng_tracker().fork():
             return nn.functional.dropout(self.layer(nn.functional.dropout(x, 0.5)), 0.5)
 
@@ -181,6 +184,30 @@ def test_the_model_parallel_state_is_replayed_too() -> None:
             found.append([leaf.grad, torch.get_rng_state(), torch.rand(2)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_backward_on_another_thread_draws_from_the_states_of_the_first() -> None:
+    torch.manual_seed(0)
+    layer, x = Dropping(), torch.randn(4, 6)
+    found = []
+
+    def forward(how: Any) -> torch.Tensor:
+        model_parallel_cuda_manual_seed(5)
+        leaf = x.clone().requires_grad_()
+        found.append(leaf)
+        return how(layer, leaf).sum()
+
+    def on_a_thread(call: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    forward(lambda f, x: f(x)).backward()
+    y = on_a_thread(lambda: forward(checkpoint))
+    get_cuda_rng_tracker().reset()  # of this thread
+    on_a_thread(y.backward)
+    first, second, again = layer.trackers
+    assert first is not second is again
+    assert torch.equal(found[0].grad, found[1].grad)  # type: ignore[arg-type]
 
 
 def test_every_name_is_there() -> None:

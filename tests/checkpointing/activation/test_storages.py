@@ -166,10 +166,13 @@ def test_every_byte_of_every_type_comes_back(tmp_path: Path, storage: Any, dtype
         for one in (made, Partition(Communicator(), made)):
             held = one.put(values.clone(), 0, True)
             held.fetch()
-            for _ in range(2):
-                assert torch.equal(held.get().view(torch.uint8), raw)
+            for _ in range(3):
+                found = held.get().view(torch.uint8)
+                assert torch.equal(found, raw)
+                if not isinstance(made, Keep):
+                    found.fill_(7)  # as a function may do to its arguments
             held.get()
-            del held
+            del held, found
         made.reset()
 
     sim.run(2, fn)
@@ -250,6 +253,103 @@ def test_the_file_has_no_name_and_what_is_written_is_read(tmp_path: Path) -> Non
         z = torch.sin(z).exp()
     z.sum().backward()
     assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+
+
+def test_values_whose_write_is_under_way_are_a_copy_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Nvme(tmp_path)
+    held = storage.put(torch.arange(9.0), 0, True)
+    monkeypatch.setattr(type(held), "written", lambda self: False)
+    held.get().zero_()
+    assert torch.equal(held.get(), torch.arange(9.0))
+
+
+def test_forward_waits_for_the_disk_where_buffers_are_short(tmp_path: Path) -> None:
+    storage = Nvme(tmp_path, staging_bytes=100_000)
+    held = [storage.put(torch.full((9000,), float(n)), 0, True) for n in range(20)]
+    assert storage.pool.stats().peak_bytes <= 3 * 36864
+    for n, one in enumerate(held):
+        assert torch.equal(one.get(), torch.full((9000,), float(n)))
+
+
+class Counting(Keep):
+    """Writes down what is fetched, and when it is taken."""
+
+    fetches = True
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.number = 0
+
+    def put(self, flat: torch.Tensor, position: int, private: bool) -> Any:
+        self.number += 1
+        return _Counted(self.events, self.number, flat)
+
+
+class _Counted:
+    num_bytes = 0
+
+    def __init__(self, events: list[str], number: int, flat: torch.Tensor) -> None:
+        self.events, self.number, self.flat = events, number, flat
+
+    def fetch(self) -> None:
+        self.events.append(f"fetch {self.number}")
+
+    def get(self) -> torch.Tensor:
+        self.events.append(f"get {self.number}")
+        return self.flat
+
+
+def test_the_call_before_is_fetched_while_one_is_computed_again() -> None:
+    storage = Counting()
+    loss, _ = waiting(ActivationCheckpointing(storage=storage), torch.randn(3, requires_grad=True), 3)
+    assert storage.events == []
+    loss.backward()
+    assert storage.events == [
+        "fetch 3", "fetch 2", "get 3", "fetch 2", "fetch 1", "get 2", "fetch 1", "get 1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_saved_in_another_call_is_not_stored(reentrant: bool) -> None:
+    storage = Contiguous(1)  # a second one would have no place
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(use_reentrant=reentrant), storage=storage)
+    x = torch.randn(6, requires_grad=True)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():  # a graph of its own, which ends here
+            z = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(z.exp().sum(), z)
+        return x.sin() * slope
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return checkpointing(inner, checkpointing(inner, x).cos())
+
+    y = checkpointing(outer, x).sum()
+    assert checkpointing.saved_bytes == x.nbytes
+    y.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(inner(inner(x).cos()).sum(), x)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_arguments_in_another_call_do_not_wait(reentrant: bool) -> None:
+    storage = Contiguous(4)
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(use_reentrant=reentrant), storage=storage)
+    x = torch.randn(6, requires_grad=True)
+    with Living() as living:
+        y = checkpointing(lambda x: checkpointing(torch.sin, checkpointing(torch.exp, x)).cos(), x).sum()
+        assert living.num_bytes == storage.ring.num_bytes + y.nbytes
+        y.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().cos().sum(), x)[0])  # type: ignore[arg-type]
+
+
+def test_integers_may_differ_between_tensor_ranks() -> None:
+    def fn(rank: int) -> None:
+        checkpointing = ActivationCheckpointing(storage=Partition(Communicator()))
+        x, ids = torch.ones(4, requires_grad=True), torch.tensor([rank, 3, 2, rank + 1])
+        checkpointing(lambda x, ids: x.exp() * ids, x, ids).sum().backward()
+        assert torch.equal(x.grad, x.detach().exp() * ids)  # type: ignore[arg-type]
+
+    sim.run(2, fn)
 
 
 def test_a_damaged_file_is_found_out(tmp_path: Path) -> None:

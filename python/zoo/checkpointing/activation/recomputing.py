@@ -275,14 +275,14 @@ class _Run:
         return pytree.tree_unflatten(list(leaves), self._form)
 
     def _enter(self, stack: contextlib.ExitStack, given: tuple[torch.Tensor, ...], again: bool) -> None:
-        tracker = self.owner.tracker
         if self._state is None:
-            self._state, self._states = current(), tracker.get_states()
+            self._state, self._states = current(), self.owner.tracker.get_states()
             # torch's checkpoint asks the arguments on which devices numbers are drawn.
             if _uses_gpu() and not any(tensor.is_cuda for tensor in given):
                 self._device_state = state_of(torch.device("cuda"))
         else:
-            stack.enter_context(entered(self._state))
+            stack.enter_context(entered(self._state))  # backward may run on another thread
+            tracker = self.owner.tracker
             if self._states or tracker.states_:
                 stack.enter_context(replaying(tracker, self._states))
             if self._device_state is not None:
