@@ -181,7 +181,8 @@ def _unbeaten(states: list[_State]) -> list[_State]:
 def plan(units: nn.Module | Sequence[Callable[..., Any]], budget_bytes: int, example: Any, *, repeats: int = 3) -> Plan:
     """Measure the units of a chain and choose which of them to recompute; see :func:`choose` for the objective.
 
-    ``plan(blocks, budget, x).apply(blocks)`` are the blocks to call.
+    ``plan(blocks, budget, x).apply(blocks)`` are the blocks to call. Measured seconds differ between ranks: in a job of
+    several, one rank plans for all, because with ZeRO stage 3 the order of gathers follows from the choice.
 
     Args:
         units: each is called with what the one before it returned (a tuple: as arguments); the children of a module.
