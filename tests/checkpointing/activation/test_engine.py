@@ -182,6 +182,32 @@ def test_blocks_that_are_not_there_and_blocks_afterwards() -> None:
     assert torch.equal(copied.eval()(torch.ones(2, WIDTH)), model.blocks[0].eval()(torch.ones(2, WIDTH)))
 
 
+def test_engines_end_in_any_order_and_configure_has_the_last_word() -> None:
+    def made(number: int) -> Any:
+        section = {"contiguous_memory_optimization": True, "number_checkpoints": number}
+        return zoo.engine.initialize({**BASE, "activation_checkpointing": section}, net())[0]
+
+    def number() -> int | None:
+        return activation.current().config.number_checkpoints
+
+    first, second = made(1), made(2)
+    assert number() == 2
+    first.destroy()
+    assert number() == 2
+    second.destroy()
+    assert not activation.is_configured()
+    activation.configure(None, num_checkpoints=3)
+    third = made(4)
+    assert number() == 4
+    third.destroy()
+    assert number() == 3
+    fifth = made(5)
+    activation.configure(None, num_checkpoints=6)
+    assert number() == 6
+    fifth.destroy()
+    assert number() == 6
+
+
 def test_dropped_layers_are_those_that_are_dropped_without() -> None:
     changes = {"progressive_layer_drop": {"enabled": True, "theta": 0.2, "gamma": 5.0}}
     found = train(0, {**changes, "activation_checkpointing": {"blocks": "auto"}}, steps=4)

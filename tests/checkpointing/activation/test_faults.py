@@ -65,9 +65,16 @@ def test_arguments_and_results_of_every_kind(reentrant: bool, places: int | None
 
 
 @FORMS
-def test_without_an_argument_that_needs_a_gradient_parameters_still_get_theirs(reentrant: bool) -> None:
+def test_without_an_argument_that_needs_a_gradient_parameters_still_get_theirs(
+    reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
-    make(reentrant)(layer, x).sum().backward()
+    checkpointing = make(reentrant)
+    with caplog.at_level(logging.INFO, "zoo.checkpointing.activation"):
+        checkpointing(layer, x)
+        checkpointing(layer, x).sum().backward()
+    said = "Linear has no argument that needs a gradient: it is not re-entrant"
+    assert caplog.messages == ([said] if reentrant else [])
     found = layer.weight.grad
     layer.weight.grad = None
     layer(x).sum().backward()

@@ -67,8 +67,7 @@ def configure(
     config = ActivationCheckpointingConfig.model_validate({**section.model_dump(), **changed})
     group = tensor_group(mpu_)
     made = ActivationCheckpointing(config, group, aio=aio)
-    own = state.own()
-    own.checkpointing, own.rank = made, group.rank if group is not None else 0
+    state.own().configure(made, group.rank if group is not None else 0)
 
 
 def tensor_group(mpu: Any) -> Communicator | None:

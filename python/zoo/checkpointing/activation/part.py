@@ -40,10 +40,7 @@ class ActivationCheckpointingPart:
             group = Communicator(mesh.get_group(_AXIS))
         self.checkpointing = ActivationCheckpointing(section, group, aio=environment.config.aio)
         self._blocks: Blocks | None = None
-        self._before: Any = None
-        own = state.own()
-        self._before = own.checkpointing, own.rank
-        own.checkpointing, own.rank = self.checkpointing, 0 if group is None else group.rank
+        state.own().enter(self.checkpointing, 0 if group is None else group.rank)
 
     def prepare(self, module: nn.Module, mesh: Any) -> None:
         """Stand before the blocks, outside of their hooks: a repeated call gathers sharded parameters again."""
@@ -60,7 +57,5 @@ class ActivationCheckpointingPart:
         if self._blocks is not None:
             self._blocks.close()
             self._blocks = None
-        own = state.own()
-        if own.checkpointing is self.checkpointing:
-            own.checkpointing, own.rank = self._before
+        state.own().leave(self.checkpointing)
         self.checkpointing.reset()

@@ -76,6 +76,7 @@ class ActivationCheckpointing:
         self._tracker = tracker
         self._contexts = contexts_of(config.save) if config.save else None
         self._watches = config.synchronize_checkpoint_boundary or config.profile
+        self._told = False
         self._numbers = itertools.count()
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 
@@ -123,12 +124,15 @@ class ActivationCheckpointing:
 
         Its gradients come by ``backward`` only (not by ``torch.autograd.grad``), and have none of their own. It knows
         its arguments alone: without one that needs a gradient those of the function's parameters would be lost, and
-        so such a call is not re-entrant.
+        so such a call is not re-entrant, which is logged once.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         run, given = _Run.of(self, function, args, kwargs)
         if not any(tensor.requires_grad for tensor in given):
+            if not self._told:
+                self._told = True
+                _log.info("%s has no argument that needs a gradient: it is not re-entrant", _name_of(function))
             return self.non_reentrant(function, *args, **kwargs)
         _check_open(run.places, "is given", lambda tensor: tensor.requires_grad)
         run.flattens = True

@@ -25,15 +25,34 @@ class State:
     """Of a process, or of a thread that has its own.
 
     Attributes:
-        checkpointing: what ``configure`` made.
-        rank: of this process among the tensor-parallel ranks.
         tracker: what ``get_cuda_rng_tracker`` returns.
     """
 
     def __init__(self) -> None:
-        self.checkpointing: ActivationCheckpointing | None = None
-        self.rank = 0
+        self._set: list[tuple[ActivationCheckpointing, int]] = []  # the last one counts
         self.tracker = CudaRNGStatesTracker()
+
+    @property
+    def checkpointing(self) -> ActivationCheckpointing | None:
+        """What ``configure``, or an engine after it, has set; None without."""
+        return self._set[-1][0] if self._set else None
+
+    @property
+    def rank(self) -> int:
+        """Of this process among the tensor-parallel ranks."""
+        return self._set[-1][1] if self._set else 0
+
+    def configure(self, checkpointing: ActivationCheckpointing, rank: int) -> None:
+        """From now on this one, whatever was set before."""
+        self._set = [(checkpointing, rank)]
+
+    def enter(self, checkpointing: ActivationCheckpointing, rank: int) -> None:
+        """This one until :meth:`leave`, then what was set before."""
+        self._set.append((checkpointing, rank))
+
+    def leave(self, checkpointing: ActivationCheckpointing) -> None:
+        """It is over, in whatever order others are."""
+        self._set = [one for one in self._set if one[0] is not checkpointing]
 
 
 class _Local(threading.local):

@@ -94,6 +94,7 @@ class _OnHost:
         self._device, self._host, self._slot, self._stream = flat.device, host, slot, stream
         self.num_bytes = host.nbytes
         self._back: torch.Tensor | None = None
+        self._left: Any = None
         self._arrived: Any = None
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
