@@ -54,6 +54,20 @@ def zoo(*args: object) -> Result:
     return CliRunner().invoke(app, [str(a) for a in args])
 
 
+def test_activations_are_checkpointed_with_the_same_losses(config: Path, tmp_path: Path) -> None:
+    logs = []
+    for number, more in enumerate(((), ("--checkpoint-activations",))):
+        out = tmp_path / f"run{number}"
+        two = ("--set", "train.task.params.layers=2")  # blocks are what repeats
+        assert zoo("train", config, "--steps", 2, "--out", out, *two, *more).exit_code == 0
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        logs.append([line["loss"] for line in lines if "loss" in line])
+        section = json.loads((out / "config.json").read_text())["activation_checkpointing"]
+        assert section["blocks"] == ("auto" if more else None)
+    assert logs[0] == logs[1]
+    assert len(logs[0]) >= 2
+
+
 def test_it_trains_validates_compares_and_saves(config: Path) -> None:
     result = zoo("train", config, "--stage", 3)
     assert result.exit_code == 0, result.output

@@ -73,14 +73,6 @@ _TECHNIQUE: Mapping[str, Any] = {
 }  # fmt: skip
 
 SECTIONS: dict[str, Fate] = {
-    "activation_checkpointing": waits(
-        "activation checkpointing",
-        keys={
-            "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
-            "number_checkpoints": setting(None, int, asks=False), "synchronize_checkpoint_boundary": False,
-            "profile": False,
-        },
-    ),
     "amp": _switched(
         'Apex is no longer developed; use "bf16", "fp16" or "torch_autocast"', refused,
         opt_level="O1", cast_model_type=PATH, patch_torch_functions=setting(None, bool),

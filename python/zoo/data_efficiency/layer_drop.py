@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from zoo.data_efficiency.blocks import Blocks, Scope, find_blocks, hidden_of, join_output, split_output
 from zoo.data_efficiency.config import LayerDropConfig
 from zoo.data_efficiency.curriculum import takes
+from zoo.data_efficiency.scope import Scope, hidden_of, join_output, split_output
+from zoo.nn.blocks import Blocks, find_blocks
 from zoo.parts import Clock, Environment, uniform
 
 _WHO = "progressive_layer_drop"

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.data_efficiency.blocks import Blocks, Scope, find_blocks, hidden_of, join_output, split_output
 from zoo.data_efficiency.config import RandomLtdConfig
 from zoo.data_efficiency.schedules import FixedLinear
+from zoo.data_efficiency.scope import Scope, hidden_of, join_output, split_output
+from zoo.nn.blocks import Blocks, find_blocks
 from zoo.parts import Clock, Environment, drawn
 
 _WHO = "random_ltd"

@@ -4,6 +4,7 @@
 * :func:`memory_efficient_linear`: linear layers that keep no cast copy of their weight under autocast.
 * :class:`SequenceParallelAttention`: any attention over sequences that are split over ranks.
 * :class:`UnitList`: a list of modules that are gathered one by one.
+* :mod:`.blocks`: the repeated blocks of a model, and standing between them and who calls them.
 * :func:`whole`: sharded parameters, whole for a while.
 """
 

@@ -62,7 +62,7 @@ class PipelineConfig(Section):
         "pipe_partitioned": unnecessary("activations travel whole", True, nothing=(False,)),
         "grad_partitioned": unnecessary("gradients of activations travel whole", True, nothing=(False,)),
         "use_reentrant": unnecessary(
-            "PipelineModule(activation_checkpoint_func=...) says how activations are checkpointed",
+            "activation_checkpointing.use_reentrant says it, or PipelineModule(activation_checkpoint_func=...)",
             True,
             nothing=(False,),
         ),

@@ -24,6 +24,7 @@ from zoo.pipe.sizes import size_of
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
 from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from zoo.pipe.trees import outline_text
+from zoo.registry import DEFAULT
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,9 +68,9 @@ class PipelineModule(Documented, nn.Module):
             class name matches), or a list with one weight for each layer, such as
             :func:`zoo.pipe.measure` returns.
         activation_checkpoint_interval: layers between two activations that are kept; 0 keeps all.
-        activation_checkpoint_func: ``f(function, *inputs)``; ``torch.utils.checkpoint.checkpoint`` without re-entrance
-        by
-            default.
+        activation_checkpoint_func: ``f(function, *inputs)``; by default the component ``activation_checkpoint.zoo``,
+            that is :func:`zoo.checkpointing.activation.checkpoint`, which follows ``configure`` and the section
+            ``activation_checkpointing``.
         checkpointable_layers: names of classes; only runs in which one of them is are checkpointed. None: all.
         schedule: name of the schedule, or a builder (``zoo.pipe.schedules``): it says how many stages a rank has.
             "auto": the one that the forecast for these layers puts first; :class:`zoo.pipe.schedules.auto.AutoSchedule`
@@ -483,9 +484,8 @@ def _seed(seed: int) -> None:
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(function, *inputs, use_reentrant=False)
+    """What the section ``activation_checkpointing``, or ``configure``, says."""
+    return DEFAULT.get("activation_checkpoint", "zoo")(function, *inputs)
 
 
 def _add_note(error: BaseException, note: str) -> None:

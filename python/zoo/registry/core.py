@@ -9,6 +9,9 @@ from __future__ import annotations
 __all__ = ["CORE"]
 
 CORE: dict[str, dict[str, str]] = {
+    "activation_checkpoint": {
+        "zoo": "zoo.checkpointing.activation.api:checkpoint",
+    },
     "config_root": dict.fromkeys(
         [
             "communication_data_type",
@@ -25,6 +28,7 @@ CORE: dict[str, dict[str, str]] = {
         "zoo.zero.options.root:ZeroRoot",
     ),
     "config_section": {
+        "activation_checkpointing": "zoo.checkpointing.activation.config:ActivationCheckpointingConfig",
         "aio": "zoo.io.config:AioConfig",
         "checkpoint": "zoo.checkpointing.config:CheckpointConfig",
         "comet": "zoo.monitor.comet:CometSection",
@@ -44,6 +48,7 @@ CORE: dict[str, dict[str, str]] = {
         "plain": "zoo.engine.engine:Engine",
     },
     "engine_part": {
+        "activation_checkpointing": "zoo.checkpointing.activation.part:ActivationCheckpointingPart",
         "curriculum_learning": "zoo.data_efficiency.curriculum:CurriculumLearning",
         "data_efficiency": "zoo.data_efficiency.part:DataEfficiency",
         "progressive_layer_drop": "zoo.data_efficiency.layer_drop:ProgressiveLayerDrop",

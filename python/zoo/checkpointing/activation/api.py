@@ -1,0 +1,167 @@
+"""The documented functions, on what ``configure`` has set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zoo.checkpointing.activation import state
+from zoo.checkpointing.activation.config import ActivationCheckpointingConfig
+from zoo.checkpointing.activation.recomputing import ActivationCheckpointing
+from zoo.checkpointing.activation.rng import CudaRNGStatesTracker, seed_model_parallel
+from zoo.comm import Communicator
+from zoo.config import Config, read_section
+
+__all__ = [
+    "CheckpointFunction",
+    "checkpoint",
+    "configure",
+    "current",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+]
+
+_NAME = "activation_checkpointing"
+_PLAIN = ActivationCheckpointing()  # made here, because a compiler that follows checkpoint() could not make it
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how :func:`checkpoint` works from now on. Calls that wait for their backward end as they began.
+
+    Called on the main thread it holds for the process, on another thread for that thread.
+
+    Args:
+        mpu_: an object with ``get_tensor_model_parallel_rank/group/world_size``, or the same with
+            ``slice_parallel`` or ``model_parallel``, of which the first there is counts; None without tensor
+            parallelism.
+        deepspeed_config: a path, a mapping or a loaded configuration, of whose section ``activation_checkpointing``
+            this begins; or such a section.
+        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile: in
+            the place of ``partition_activations``, ``contiguous_memory_optimization``, ``number_checkpoints``,
+            ``cpu_checkpointing``, ``synchronize_checkpoint_boundary`` and ``profile`` there; None leaves them.
+
+    Raises:
+        ValueError: settings that contradict each other, or an mpu without these methods.
+        zoo.config.ConfigError: what is wrong in the section.
+    """
+    section, aio = _section(deepspeed_config)
+    given = {
+        "partition_activations": partition_activations, "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints, "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize, "profile": profile,
+    }  # fmt: skip
+    changed = {key: value for key, value in given.items() if value is not None}
+    config = ActivationCheckpointingConfig.model_validate({**section.model_dump(), **changed})
+    group = tensor_group(mpu_)
+    made = ActivationCheckpointing(config, group, aio=aio)
+    state.own().configure(made, group.rank if group is not None else 0)
+
+
+def tensor_group(mpu: Any) -> Communicator | None:
+    """The tensor-parallel ranks that an mpu names; None without one, or for one rank.
+
+    Raises:
+        ValueError: it has none of the methods.
+    """
+    if mpu is None:
+        return None
+    for name in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
+        group, size = (getattr(mpu, f"get_{name}_{what}", None) for what in ("group", "world_size"))
+        if group is not None and size is not None:
+            return Communicator(group()) if int(size()) > 1 else None
+    raise ValueError(
+        f"configure got an mpu {type(mpu).__name__} without get_tensor_model_parallel_group and _world_size (or "
+        "get_slice_parallel_*, get_model_parallel_*); give an object with them, or None."
+    )
+
+
+def _section(source: Any) -> tuple[ActivationCheckpointingConfig, Any]:
+    """The section of whatever was given, and how files are read."""
+    if source is None:
+        return ActivationCheckpointingConfig(), None
+    if isinstance(source, ActivationCheckpointingConfig):
+        return source, None
+    if isinstance(source, Config):
+        return getattr(source, _NAME, None) or ActivationCheckpointingConfig(), source.aio
+    if isinstance(source, str | Path | Mapping):
+        return read_section(_NAME, source), read_section("aio", source)
+    raise ValueError(
+        f"deepspeed_config is a {type(source).__name__}; it is a path, a mapping, a loaded configuration or the "
+        f"section {_NAME}."
+    )
+
+
+def is_configured() -> bool:
+    """Whether :func:`configure` was called."""
+    return state.current().checkpointing is not None
+
+
+def current() -> ActivationCheckpointing:
+    """What :func:`checkpoint` goes through: that of :func:`configure`, else one that moves no arguments."""
+    configured = state.current().checkpointing
+    return _PLAIN if configured is None else configured
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, of which only the arguments are kept for backward; see
+    :meth:`ActivationCheckpointing.checkpoint`."""
+    return current().checkpoint(function, *args, **kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """:func:`checkpoint`, not re-entrant whatever the configuration says."""
+    return current().non_reentrant(function, *args, **kwargs)
+
+
+def reset() -> None:
+    """Give contiguous buffers and other free memory back; see :meth:`ActivationCheckpointing.reset`.
+
+    Places of contiguous buffers are free again when the graph that has them dies, so that evaluation without gradients
+    needs no call of this.
+    """
+    current().reset()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The tracker that model code and checkpoints of this process share."""
+    return state.current().tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default generator with ``seed``, and the tracker's "model-parallel-rng" with ``seed + 2718 + rank``.
+
+    The default state is for dropout of activations that tensor-parallel ranks have in common: give data-parallel ranks
+    other seeds if they are to drop other things. "model-parallel-rng" differs between tensor-parallel ranks, and is the
+    same on data-parallel ranks of the same seed. Of the GPU in use, and of the CPU in a process that has none
+    (``get_cuda_rng_tracker().device = "cpu"`` before this to say so). To be called after :func:`configure`, whose mpu
+    knows the rank; do not seed the generator again after it.
+    """
+    own = state.own()
+    seed_model_parallel(own.tracker, seed, own.rank)
+
+
+class CheckpointFunction:
+    """The re-entrant form as an autograd function: ``CheckpointFunction.apply(function, all_outputs, *args)``.
+
+    ``all_outputs``, a list, gets what the function returned, one by one, and the result is that of the function.
+    """
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """Call it; see :meth:`ActivationCheckpointing.reentrant`."""
+        found = current().reentrant(run_function, *args)
+        all_outputs += list(found) if isinstance(found, tuple | list) else [found]
+        return found
