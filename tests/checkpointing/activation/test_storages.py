@@ -156,7 +156,11 @@ class Living(TorchDispatchMode):
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.complex64]
 )
-@pytest.mark.parametrize("storage", [Keep, lambda: Contiguous(2), lambda: Host(num_checkpoints=2), Nvme], ids=str)
+@pytest.mark.parametrize(
+    "storage",
+    [Keep, lambda: Contiguous(2), lambda: Host(num_checkpoints=2), Nvme],
+    ids=["keep", "contiguous", "host", "nvme"],
+)
 def test_every_byte_of_every_type_comes_back(tmp_path: Path, storage: Any, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (7 * dtype.itemsize,), dtype=torch.uint8)
     values = raw.view(dtype)
