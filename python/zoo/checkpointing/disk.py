@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LARGE_BYTES = 8 << 20
 """Files of at least this size go past the page cache, by :mod:`zoo.io`."""
+LONG_BYTES = 2 << 20
+"""So do reads of at least this many."""
 QUEUE_DEPTH = 8
 
 
@@ -244,7 +246,7 @@ class _Source:
         return os.fstat(self._descriptor).st_size
 
     def read(self, memory: torch.Tensor, offset: int) -> int:
-        if memory.numel() >= LARGE_BYTES:
+        if memory.numel() >= LONG_BYTES:
             self._long(memory, offset)
             return memory.numel()
         raw: Any = memory.numpy()
