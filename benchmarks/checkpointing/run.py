@@ -60,8 +60,8 @@ def tables(raw: dict[str, Any]) -> str:
             "of the disk", "CPU of all, s", "bytes, of the state"]  # fmt: skip
     lines = ["## Targets", "", *targets(ranks, size), "", "## Figures", "",
              f"{size / 1e9:.1f} GB on {len(ranks)} ranks, {len(ranks[0]['rounds'])} rounds, medians; ratios are of a "
-             "round. Memory is the growth of a rank's resident set at its peak while it saves, the largest of all rounds: "
-             "what is kept for the next save counts once.", "", table(head, rows)]  # fmt: skip
+             "round. Memory is the growth of a rank's resident set at its peak while it saves, the largest of all "
+             "rounds: what is kept for the next save counts once.", "", table(head, rows)]  # fmt: skip
     lines += [f"- {name}: left out, {why}" for name, why in ranks[0]["left_out"].items()]
     return "\n".join(lines)
 
@@ -72,15 +72,18 @@ def targets(ranks: list[dict[str, Any]], size: int) -> list[str]:
     def line(text: str, value: float, met: bool, limit: str) -> str:
         return f"- {text}: {'met' if met else '**missed**'} ({value:.3f}, target {limit})"
 
-    found = []
-    for what in ("save", "load"):
-        value = ratio(ranks, "zoo", what)
+    there, found = ranks[0]["rounds"][0], []
+    for what in ("save", "load") if OURS[0] in there else ():
+        value = ratio(ranks, OURS[0], what)
         found.append(line(f"zoo's {what}, of the disk's bandwidth", value, value >= SHARE, f"≥ {SHARE}"))
-    blocked, memory = middle(ranks, OURS[1], "blocked"), most_memory(ranks, OURS[1], size)
-    found.append(line("seconds that a save in the background blocks", blocked, blocked <= BLOCKED_S, f"≤ {BLOCKED_S}"))
-    found.append(line("memory that it adds, of a rank's state", memory, memory <= MEMORY, f"≤ {MEMORY}"))
-    num = middle(ranks, "zoo", "bytes") / size
-    found.append(line("bytes on disk, of the state", num, num <= BYTES, f"≤ {BYTES}"))
+    if OURS[1] in there:
+        blocked, memory = middle(ranks, OURS[1], "blocked"), most_memory(ranks, OURS[1], size)
+        text = "seconds that a save in the background blocks"
+        found.append(line(text, blocked, blocked <= BLOCKED_S, f"≤ {BLOCKED_S}"))
+        found.append(line("memory that it adds, of a rank's state", memory, memory <= MEMORY, f"≤ {MEMORY}"))
+    if OURS[0] in there:
+        num = middle(ranks, OURS[0], "bytes") / size
+        found.append(line("bytes on disk, of the state", num, num <= BYTES, f"≤ {BYTES}"))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import time
@@ -46,6 +47,7 @@ def _turn(contender: Contender, state: State, folder: Path, rank: int) -> dict[s
         folder.mkdir(parents=True)
         os.sync()
     dist.barrier()
+    ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
     cpu, began = time.process_time(), time.perf_counter()
     wait = contender.save(state, folder)

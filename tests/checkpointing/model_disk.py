@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -202,6 +202,9 @@ class ModelSource:
         if raw:
             memory[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         return len(raw)
+
+    def begin(self, memory: torch.Tensor, offset: int) -> Callable[[], int]:
+        return lambda: self.read(memory, offset)
 
     def close(self) -> None:
         """Nothing to close."""

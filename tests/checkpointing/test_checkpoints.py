@@ -23,6 +23,8 @@ from tests.profiles import examples
 
 from zoo import sim
 from zoo.checkpointing import Checkpoint, CheckpointError, MissingStateError, latest_tag, load, prune, save
+from zoo.checkpointing.data_files import AHEAD, CHUNK_BYTES
+from zoo.checkpointing.disk import LocalDisk
 from zoo.checkpointing.index import FileEntry, Index, State, empty_columns
 from zoo.comm import Communicator
 from zoo.layout import Box, FlatLayout, LogicalTensor
@@ -386,6 +388,48 @@ def test_blocks_are_read_once_each_whatever_is_asked_for(tmp_path: Path) -> None
         assert torch.equal(found.tensor("u"), large)
         for start, length in ((0, 1), (numel - 1, 1), (1 << 18, 1 << 18), ((1 << 18) - 3, 7), (5, numel - 9)):
             assert torch.equal(found.read("t", "parameter", start, length), tensor[start : start + length])
+
+
+class Counting(LocalDisk):
+    """What is read of each file."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, int] = {}
+
+    def open(self, path: Path) -> Any:
+        source, disk = super().open(path), self
+        plain, begin = source.read, source.begin
+
+        def read(memory: torch.Tensor, offset: int) -> int:
+            disk.read[path.name] = disk.read.get(path.name, 0) + memory.numel()
+            return plain(memory, offset)
+
+        def begun(memory: torch.Tensor, offset: int) -> Any:
+            disk.read[path.name] = disk.read.get(path.name, 0) + memory.numel()
+            return begin(memory, offset)
+
+        source.read, source.begin = read, begun  # type: ignore[method-assign]
+        return source
+
+
+def test_several_streams_read_each_byte_once(tmp_path: Path) -> None:
+    """As an optimizer loads: of each parameter its value and its moments, which are far from each other in the file."""
+    numel, num = 100_003, 60
+    roles = {"parameter": 0.0, "exp_avg": 1.0, "exp_avg_sq": 2.0}
+    save(tmp_path, "one", [
+        Piece(f"t{place:02d}", role, 0, numel, (numel,), torch.full((numel,), value + 3 * place))
+        for place in range(num) for role, value in roles.items()
+    ])  # fmt: skip
+    disk = Counting()
+    with load(tmp_path, disk=disk) as found:
+        for place in range(num):
+            for role, value in roles.items():
+                for start, stop in ((0, numel // 3), (numel // 3, numel)):
+                    part = found.read(f"t{place:02d}", role, start, stop - start)
+                    assert bool((part == value + 3 * place).all())
+    (name, size), *_ = [(path.name, path.stat().st_size) for path in (tmp_path / "one").glob("*.safetensors")]
+    assert size > 60 << 20
+    assert disk.read[name] <= size + 2 * AHEAD * CHUNK_BYTES  # read ahead of the ends of two streams
 
 
 # -- tags, and the latest one ------------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ it is read.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,6 @@ from zoo.checkpointing.tensors import Entry, flat_of, header_of
 STAGE_BYTES = 8 << 20
 """What is collected before it is written; two of these are in use."""
 HEADER_MULTIPLE = 4096
-_KEPT_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -113,18 +114,80 @@ def _aligned(num_bytes: int) -> torch.Tensor:
     return raw[first : first + num_bytes]
 
 
+CHUNK_BYTES = 4 * BLOCK_BYTES
+"""What is read of a large file at once, and ahead of who reads it from front to back."""
+AHEAD = 3
+"""Chunks that are under way then."""
+CACHE_BYTES = 64 << 20
+
+
+@dataclass
+class _Chunk:
+    """Blocks of a file, in a part of ``room``; ``wait`` as long as they come."""
+
+    room: torch.Tensor
+    memory: torch.Tensor
+    wait: Callable[[], int] | None
+
+
+class Cache:
+    """What was read of the files of one checkpoint last, at most :data:`CACHE_BYTES`; memory is used again."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[tuple[int, int], _Chunk] = OrderedDict()
+        self._free: list[torch.Tensor] = []
+
+    def get(self, file: int, number: int) -> _Chunk | None:
+        """A chunk that is here, or comes."""
+        found = self._chunks.get((file, number))
+        if found is not None:
+            self._chunks.move_to_end((file, number))
+        return found
+
+    def put(self, file: int, number: int, chunk: _Chunk) -> None:
+        """Keep a chunk, in the place of the one that was not asked for for the longest time; of those that nobody has
+        asked for yet only where there are no others."""
+        self._chunks[file, number] = chunk
+        while len(self._chunks) > CACHE_BYTES // CHUNK_BYTES:
+            oldest = next((key for key, old in self._chunks.items() if old.wait is None), next(iter(self._chunks)))
+            self._give_back(self._chunks.pop(oldest))
+
+    def memory(self) -> torch.Tensor:
+        """For a chunk."""
+        return self._free.pop() if self._free else _aligned(CHUNK_BYTES)
+
+    def drop(self, file: int, number: int | None = None) -> None:
+        """Forget a chunk, or all of a file; nothing is under way any more."""
+        for key in [key for key in self._chunks if key[0] == file and number in (None, key[1])]:
+            self._give_back(self._chunks.pop(key))
+
+    def _give_back(self, chunk: _Chunk) -> None:
+        if chunk.wait is not None:
+            with contextlib.suppress(OSError):
+                chunk.wait()
+        if len(self._free) < 4:
+            self._free.append(chunk.room)
+
+
 class DataFile:
     """A file that is read in any order; what is read is compared with the sums of its blocks.
 
+    A small file is read block by block. A large one is read in chunks, which several readers that go through it from
+    front to back, such as one for each role, find here already: where the chunk before it was asked for, the next ones
+    are under way.
+
     Args:
         size: in bytes, as the index says. sums: CRC-32C of each block; None: nothing is compared.
+        cache: of the checkpoint.
 
     Raises:
         DamageError: it is not there, or has another size.
     """
 
-    def __init__(self, disk: Disk, path: Path, size: int, sums: Column | None) -> None:
+    def __init__(self, disk: Disk, path: Path, size: int, sums: Column | None, cache: Cache | None = None) -> None:
         self.name, self.size, self._sums = path.name, size, sums
+        self._cache = cache if cache is not None else Cache()
+        self._key = id(self)
         try:
             self._source: Source = disk.open(path)
         except OSError as error:
@@ -134,72 +197,76 @@ class DataFile:
         if found != size:
             self._source.close()
             raise DamageError(f"the file {path.name} has {found} bytes; the index says {size}")
-        self._blocks: OrderedDict[int, torch.Tensor] = OrderedDict()
 
     def close(self) -> None:
         """Close it."""
-        self._blocks.clear()
+        self._cache.drop(self._key)
         self._source.close()
 
     def read(self, out: torch.Tensor, offset: int) -> None:
         """Fill ``out``, flat, with the bytes at ``offset``.
 
-        Whole blocks go straight into it; of others that are cut the whole block is read, and kept for its neighbours.
-
         Raises:
             DamageError: a block that is not what was written.
         """
         memory = out.view(torch.uint8)
-        stop = offset + memory.numel()
-        first, last = -(-offset // BLOCK_BYTES), stop // BLOCK_BYTES  # whole blocks
-        if stop == self.size:
-            last = -(-stop // BLOCK_BYTES)
-        if first >= last:
-            first = last = min(first, -(-stop // BLOCK_BYTES))
-        at = offset
-        for block in range(offset // BLOCK_BYTES, first):
-            at = self._copy(memory, block, at, stop, offset)
-        if first < last:
-            end = min(last * BLOCK_BYTES, self.size)
-            self._straight(memory[at - offset : end - offset], first)
-            at = end
+        stop, at = offset + memory.numel(), offset
         while at < stop:
-            at = self._copy(memory, at // BLOCK_BYTES, at, stop, offset)
+            number = at // CHUNK_BYTES
+            begin = number * CHUNK_BYTES
+            end = min(stop, begin + CHUNK_BYTES)
+            chunk = self._chunk(number, more=stop > begin + CHUNK_BYTES)
+            ctypes.memmove(memory.data_ptr() + at - offset, chunk.data_ptr() + at - begin, end - at)
+            at = end
 
-    def _copy(self, memory: torch.Tensor, block: int, at: int, stop: int, offset: int) -> int:
-        begin = block * BLOCK_BYTES
-        end = min(stop, begin + BLOCK_BYTES)
-        memory[at - offset : end - offset] = self._block(block)[at - begin : end - begin]
-        return end
-
-    def _block(self, block: int) -> torch.Tensor:
-        found = self._blocks.get(block)
+    def _chunk(self, number: int, *, more: bool) -> torch.Tensor:
+        """A chunk, which is what was written; ``more``: the next one will be asked for."""
+        found = self._cache.get(self._key, number)
+        follows = more or found is not None or self._cache.get(self._key, number - 1) is not None
         if found is None:
-            begin = block * BLOCK_BYTES
-            found = torch.empty(min(BLOCK_BYTES, self.size - begin), dtype=torch.uint8)
-            self._straight(found, block)
-            self._blocks[block] = found
-            if len(self._blocks) > _KEPT_BLOCKS:
-                self._blocks.popitem(last=False)
-        else:
-            self._blocks.move_to_end(block)
-        return found
+            found = self._begin(number)
+        if found.wait is not None:
+            wait, found.wait = found.wait, None
+            for after in range(number + 1, min(number + 1 + AHEAD, self._num_chunks) if follows else 0):
+                if self._cache.get(self._key, after) is None:
+                    self._begin(after)
+            try:
+                self._check(found.memory, number, wait)
+            except BaseException:
+                self._cache.drop(self._key, number)
+                raise
+        return found.memory
 
-    def _straight(self, memory: torch.Tensor, block: int) -> None:
-        """Blocks from ``block`` on, which fill ``memory``."""
+    @property
+    def _num_chunks(self) -> int:
+        return -(-self.size // CHUNK_BYTES)
+
+    def _begin(self, number: int) -> _Chunk:
+        begin = number * CHUNK_BYTES
+        room = self._cache.memory()
+        memory = room[: min(CHUNK_BYTES, self.size - begin)]
+        large = memory.numel() == CHUNK_BYTES
+        wait = self._source.begin(memory, begin) if large else partial(self._source.read, memory, begin)
+        chunk = _Chunk(room, memory, wait)
+        self._cache.put(self._key, number, chunk)
+        return chunk
+
+    def _check(self, memory: torch.Tensor, number: int, wait: Callable[[], int]) -> None:
+        """Wait for a chunk, and compare it."""
+        first = number * CHUNK_BYTES
         try:
-            found = self._source.read(memory, block * BLOCK_BYTES)
+            found = wait()
         except OSError as error:
             raise DamageError(f"the file {self.name} cannot be read: {error}") from None
         if found < memory.numel():
-            raise DamageError(f"the file {self.name} ends at byte {block * BLOCK_BYTES + found} of {self.size}")
+            raise DamageError(f"the file {self.name} ends at byte {first + found} of {self.size}")
         if self._sums is None:
             return
         from zoo.io import crc32c
 
-        for number, part in enumerate(torch.split(memory, BLOCK_BYTES), block):
-            if crc32c(part) != int(self._sums[number]):
-                begin = number * BLOCK_BYTES
+        for block, part in enumerate(torch.split(memory, BLOCK_BYTES), first // BLOCK_BYTES):
+            if crc32c(part) != int(self._sums[block]):
+                begin = block * BLOCK_BYTES
                 raise DamageError(
                     f"the bytes {begin} to {begin + part.numel() - 1} of the file {self.name} have another CRC-32C "
                     "than the index says: they were changed or damaged after they were written"
@@ -207,7 +274,5 @@ class DataFile:
 
     def check(self) -> None:
         """Read all of it; raises DamageError as :meth:`read` does."""
-        step = 16 * BLOCK_BYTES
-        memory = torch.empty(min(step, self.size), dtype=torch.uint8)
-        for begin in range(0, self.size, step):
-            self._straight(memory[: min(step, self.size - begin)], begin // BLOCK_BYTES)
+        for number in range(self._num_chunks):
+            self._chunk(number, more=True)

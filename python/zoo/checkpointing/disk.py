@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,6 +48,9 @@ class Source(Protocol):
 
     def read(self, memory: torch.Tensor, offset: int) -> int:
         """Fill ``memory`` from ``offset``; returns how many bytes there were."""
+
+    def begin(self, memory: torch.Tensor, offset: int) -> Callable[[], int]:
+        """Begin to do so; what is returned waits for it, and is called once."""
 
     def close(self) -> None:
         """Close it."""
@@ -247,8 +251,7 @@ class _Source:
 
     def read(self, memory: torch.Tensor, offset: int) -> int:
         if memory.numel() >= LONG_BYTES:
-            self._long(memory, offset)
-            return memory.numel()
+            return self.begin(memory, offset)()
         raw: Any = memory.numpy()
         view, total = memoryview(raw), 0
         while total < len(view):
@@ -258,7 +261,7 @@ class _Source:
             total += done
         return total
 
-    def _long(self, memory: torch.Tensor, offset: int) -> None:
+    def begin(self, memory: torch.Tensor, offset: int) -> Callable[[], int]:
         if self._engine is None:
             from zoo.io import Handle
 
@@ -266,7 +269,13 @@ class _Source:
             self._file = self._engine.open(f"/proc/self/fd/{self._descriptor}", "r")
         if self._file is None:
             raise AssertionError("an engine without its file.")
-        self._engine.pread(memory, self._file, offset)
+        future = self._engine.async_pread(memory, self._file, offset)
+
+        def wait() -> int:
+            future.wait()
+            return memory.numel()
+
+        return wait
 
     def close(self) -> None:
         if self._file is not None:

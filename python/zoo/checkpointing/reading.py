@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from zoo.checkpointing import under_way, version2
-from zoo.checkpointing.data_files import DataFile
+from zoo.checkpointing.data_files import Cache, DataFile
 from zoo.checkpointing.disk import LOCAL, Disk, read_file
 from zoo.checkpointing.errors import CheckpointError, MissingStateError, alike
 from zoo.checkpointing.exact import dtype_named
@@ -196,6 +196,7 @@ class Checkpoint:
             roles[state.name][state.role] = state.dtype
         self.roles: Mapping[str, Mapping[str, str]] = roles
         self._files: dict[int, DataFile] = {}
+        self._cache = Cache()
 
     def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
         """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they were saved in.
@@ -317,7 +318,7 @@ class Checkpoint:
         if found is None:
             entry = self.index.files[number]
             sums = self.index.sums_of(number) if self._verify else None
-            found = self._files[number] = DataFile(self._disk, self.path / entry.name, entry.size, sums)
+            found = self._files[number] = DataFile(self._disk, self.path / entry.name, entry.size, sums, self._cache)
         return found
 
 
