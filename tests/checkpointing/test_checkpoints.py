@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import tempfile
 import threading
@@ -430,6 +431,21 @@ def test_several_streams_read_each_byte_once(tmp_path: Path) -> None:
     (name, size), *_ = [(path.name, path.stat().st_size) for path in (tmp_path / "one").glob("*.safetensors")]
     assert size > 60 << 20
     assert disk.read[name] <= size + 2 * AHEAD * CHUNK_BYTES  # read ahead of the ends of two streams
+
+
+def test_reading_in_any_order_gives_what_was_written(tmp_path: Path) -> None:
+    """Jumps between many places of a large file, of which each begins to read ahead."""
+    numel, num = 300_007, 120
+    save(tmp_path, "one", [
+        Piece(f"t{place}", "parameter", 0, numel, (numel,), torch.arange(numel) + place * 1000) for place in range(num)
+    ])  # fmt: skip
+    dice = random.Random(3)
+    with load(tmp_path) as found:
+        for _ in range(3):
+            for place in dice.sample(range(num), num):
+                start = dice.choice([0, 0, 7, 150_000])
+                part = found.read(f"t{place}", "parameter", start, numel - start)
+                assert torch.equal(part, torch.arange(start, numel) + place * 1000)
 
 
 # -- tags, and the latest one ------------------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ def write_data(disk: Disk, path: Path, entries: Iterable[Entry], metadata: Mappi
         CheckpointError: a dtype that the format has no code for, or a tensor that is not what its entry says.
         OSError: the disk is full, or refuses.
     """
-    # Wide elements first: then every tensor begins at a multiple of its element's size.
-    ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.key))
+    # Wide elements first: then every tensor begins at a multiple of its element's size. Otherwise in the order in which
+    # they were given, in which whoever loads them will ask for them.
+    ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)
     header, relative = header_of([(e.key, e.dtype, (e.length,)) for e in ordered], metadata, HEADER_MULTIPLE)
     head = len(header).to_bytes(8, "little") + header
     size = len(head) + sum(e.length * e.dtype.itemsize for e in ordered)
@@ -123,7 +124,7 @@ CACHE_BYTES = 64 << 20
 
 @dataclass
 class _Chunk:
-    """Blocks of a file, in a part of ``room``; ``wait`` as long as they come."""
+    """Blocks of a file, in a part of ``room``; ``wait`` until they are here and were compared."""
 
     room: torch.Tensor
     memory: torch.Tensor
@@ -145,8 +146,8 @@ class Cache:
         return found
 
     def put(self, file: int, number: int, chunk: _Chunk) -> None:
-        """Keep a chunk, in the place of the one that was not asked for for the longest time; of those that nobody has
-        asked for yet only where there are no others."""
+        """Keep a chunk, in the place of the one that was not asked for for the longest time; one that is still to be
+        used goes only where all are, and never one of the latest."""
         self._chunks[file, number] = chunk
         while len(self._chunks) > CACHE_BYTES // CHUNK_BYTES:
             oldest = next((key for key, old in self._chunks.items() if old.wait is None), next(iter(self._chunks)))
@@ -211,30 +212,36 @@ class DataFile:
         """
         memory = out.view(torch.uint8)
         stop, at = offset + memory.numel(), offset
+        last = (stop - 1) // CHUNK_BYTES
         while at < stop:
             number = at // CHUNK_BYTES
             begin = number * CHUNK_BYTES
             end = min(stop, begin + CHUNK_BYTES)
-            chunk = self._chunk(number, more=stop > begin + CHUNK_BYTES)
+            chunk = self._chunk(number, last)
             ctypes.memmove(memory.data_ptr() + at - offset, chunk.data_ptr() + at - begin, end - at)
             at = end
 
-    def _chunk(self, number: int, *, more: bool) -> torch.Tensor:
-        """A chunk, which is what was written; ``more``: the next one will be asked for."""
+    def _chunk(self, number: int, last: int) -> torch.Tensor:
+        """A chunk, which is what was written; it is valid until the next call. ``last``: will be asked for too."""
         found = self._cache.get(self._key, number)
-        follows = more or found is not None or self._cache.get(self._key, number - 1) is not None
+        if found is not None and found.wait is None:
+            return found.memory
+        if found is not None or self._cache.get(self._key, number - 1) is not None:
+            last = self._num_chunks - 1  # who goes from one to the next goes on
         if found is None:
             found = self._begin(number)
-        if found.wait is not None:
-            wait, found.wait = found.wait, None
-            for after in range(number + 1, min(number + 1 + AHEAD, self._num_chunks) if follows else 0):
-                if self._cache.get(self._key, after) is None:
-                    self._begin(after)
-            try:
-                self._check(found.memory, number, wait)
-            except BaseException:
-                self._cache.drop(self._key, number)
-                raise
+        for after in range(number + 1, min(number + AHEAD, last) + 1):
+            if self._cache.get(self._key, after) is None:
+                self._begin(after)
+        if found.wait is None:
+            raise AssertionError("a chunk that is under way was given back.")
+        try:
+            self._check(found.memory, number, found.wait)
+        except BaseException:
+            found.wait = None
+            self._cache.drop(self._key, number)
+            raise
+        found.wait = None
         return found.memory
 
     @property
@@ -275,4 +282,4 @@ class DataFile:
     def check(self) -> None:
         """Read all of it; raises DamageError as :meth:`read` does."""
         for number in range(self._num_chunks):
-            self._chunk(number, more=True)
+            self._chunk(number, self._num_chunks)

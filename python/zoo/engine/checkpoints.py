@@ -22,6 +22,7 @@ from zoo.checkpointing import (
     together,
 )
 from zoo.comm import Communicator
+from zoo.engine.partial import Kept, Wanted
 from zoo.engine.reads import Reads
 from zoo.engine.saving import save_model
 from zoo.engine.state import (
@@ -77,6 +78,7 @@ class Checkpoints:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         asynchronous: bool | None = None,
     ) -> str:
@@ -88,6 +90,8 @@ class Checkpoints:
             client_state: plain values (zoo.checkpointing.exact says which); :meth:`load_checkpoint` gives them back
                 exactly.
             save_latest: whether it becomes the one that is loaded where no tag is given.
+            exclude_frozen_parameters: leave out what was frozen when the optimizer was built. Whoever loads it keeps
+                his own, with ``load_module_strict=False``.
             asynchronous: return when this rank's state is copied to host memory; the rest happens while training goes
                 on, and is over when :meth:`wait_for_checkpoint` returns. By default as the section ``checkpoint`` says.
                 The next save, a load and :meth:`destroy` wait for it. States on NVMe are written before it returns.
@@ -103,6 +107,9 @@ class Checkpoints:
         self.check_between_steps("save_checkpoint()")
         optimizer, everyone = self.training("save_checkpoint()"), self.sharded.everyone
         slices: list[StateSlice] = [*optimizer.state_slices(), *buffer_slices(self.module, self.sharded)]
+        if exclude_frozen_parameters:
+            frozen = {b.logical(n)[0] for b in self.sharded.buckets if not b.spec.trainable for n in b.spec.names}
+            slices = [item for item in slices if item.name not in frozen]
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         meta: dict[str, Any] = {"client": dict(client_state or {})}
         # What belongs to parts and users may raise, on one rank alone too.
@@ -121,7 +128,8 @@ class Checkpoints:
     def _in_background(self, asked: bool | None) -> bool:
         section = getattr(self._engine.config, "checkpoint", None)
         wanted = getattr(section, "asynchronous", True) if asked is None else asked
-        if wanted and self.sharded.scratch is not None and self.sharded.scratch.nvme_bytes():
+        zero = self.sharded.config
+        if wanted and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
             if asked:
                 raise ValueError(
                     "save_checkpoint(asynchronous=True) where states are on NVMe: a copy of them would need the memory "
@@ -139,7 +147,10 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
 
-    def load_checkpoint(self, directory: str | os.PathLike[str], tag: str | None = None) -> tuple[str, dict[str, Any]]:
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
         """Continue from a checkpoint, written at any world size and stage. A collective.
 
         At the world size that it was written at, everything goes on as if it had never stopped: generators of random
@@ -153,6 +164,12 @@ class Checkpoints:
 
         Args:
             tag: the latest checkpoint if not given.
+            load_module_strict: False: parameters and buffers that the checkpoint does not have stay as they are.
+            load_optimizer_states: False: moments, step counts, the loss scale and the options of parameter groups stay
+                as they are; masters are those of the checkpoint.
+            load_lr_scheduler_states: False: the learning-rate schedule stays where it is.
+            load_module_only: parameters and buffers alone, such as for a warm start: optimizer, schedule, counters,
+                position in the data, parts and random numbers stay as they are.
 
         Returns:
             (the checkpoint's directory, client_state).
@@ -164,11 +181,16 @@ class Checkpoints:
         self._engine.read_outcome()
         self.wait_for_checkpoint()
         damaged: list[str] = []
+        wanted = Wanted(
+            module_strict=load_module_strict, optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
+        )  # fmt: skip
+        self.sharded.everyone.agree("load_checkpoint with", repr(wanted))
         found = load(directory, tag, self.sharded.everyone)
         while True:
             try:
                 with found:
-                    return self._load(found)
+                    return self._load(found, wanted)
             except DamageError as error:
                 self._not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
                 damaged.append(found.tag)
@@ -185,33 +207,40 @@ class Checkpoints:
             _log.warning("the checkpoint %r is passed over for %r: %s", damaged[-1], found.tag, error)
         return found
 
-    def _load(self, found: Checkpoint) -> tuple[str, dict[str, Any]]:
+    def _load(self, found: Checkpoint, wanted: Wanted) -> tuple[str, dict[str, Any]]:
         everyone, reads = self.sharded.everyone, Reads(found)
         what = f"loading the checkpoint {found.tag!r} into this model"
         if self._optimizer is None:
             buckets = self.sharded.buckets
-            together(everyone, what, lambda: check_model(found, self.module, slices_of([], {}, buckets, owned=False)))
-            fill_frozen(buckets, reads.read)
+            held = list(slices_of([], {}, buckets, owned=False))
+            together(everyone, what, lambda: check_model(found, self.module, held, wanted))
+            fill_frozen(buckets, Kept(reads, found, wanted, held).read)
             self.sharded.runtime.updated()
-            load_buffers(self.module, reads)
+            load_buffers(self.module, reads, wanted)
             reads.agree(everyone, what)
             self._not_loaded = ""
             return str(found.path), dict(found.meta.get("client", {}))
         before, self._not_loaded = self._not_loaded, ""
         try:
             optimizer = self.training("load_checkpoint()")
-            together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices()))
+            together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices(), wanted))
         except BaseException:
             self._not_loaded = before
             raise
         if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
             self._engine.zero_grad()
-        restore_options(self._engine, found)
-        optimizer.load_state(reads.read, found.scalars)
-        load_buffers(self.module, reads)
-        mine = reads.rank_state(everyone.rank) if found.world_size == everyone.size else {}
+        if wanted.optimizer:
+            restore_options(self._engine, found)
+        live = [] if wanted.all_of_it else optimizer.held_slices(owned=False)
+        kept = Kept(reads, found, wanted, live)
+        del live
+        optimizer.load_state(kept.read, kept.scalars(optimizer.state_scalars()))
+        load_buffers(self.module, reads, wanted)
+        goes_on = found.world_size == everyone.size and not wanted.module_only
+        mine = reads.rank_state(everyone.rank) if goes_on else {}
         reads.agree(everyone, what)
-        restore_meta(self._engine, found)
+        if not wanted.module_only:
+            restore_meta(self._engine, found, schedule=wanted.lr_scheduler_states)
         if mine:
             load_own_buffers(self.module, mine)
             set_random_state(mine)

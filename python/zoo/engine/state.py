@@ -18,6 +18,7 @@ from zoo.layout import logical_name, split_of
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
+    from zoo.engine.partial import Wanted
     from zoo.engine.reads import Reads
     from zoo.zero import ShardedModel
 
@@ -67,17 +68,21 @@ def has_parts(buffers: Mapping[str, torch.Tensor], sharded: ShardedModel) -> boo
     return sharded.layers is not None or any(split_of(buffer).axes for buffer in buffers.values())
 
 
-def load_buffers(module: nn.Module, found: Checkpoint | Reads) -> None:
+def load_buffers(module: nn.Module, found: Reads, wanted: Wanted) -> None:
     """Every buffer of the module takes the checkpoint's value."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(module).items():
-            buffer.copy_(found.tensor(name, BUFFER))
+            if wanted.module_strict or name in found.shapes:
+                buffer.copy_(found.tensor(name, BUFFER))
 
 
-def check_model(found: Checkpoint, module: nn.Module, slices: Iterable[StateSlice]) -> None:
-    """Raise CheckpointError unless parameters and buffers are in the checkpoint with the same shapes."""
-    check_fits(found, slices)
+def check_model(found: Checkpoint, module: nn.Module, slices: Iterable[StateSlice], wanted: Wanted) -> None:
+    """Raise CheckpointError unless parameters and buffers are in the checkpoint with the same shapes; those that it
+    does not have may stay as they are, if that is wanted."""
+    check_fits(found, [item for item in slices if not wanted.is_fitting(found, item)])
     for name, buffer in persistent_buffers(module).items():
+        if name not in found.shapes and not wanted.module_strict:
+            continue
         if found.shapes.get(name) != tuple(buffer.shape):
             raise CheckpointError(
                 f"the model's buffer {name!r} has shape {tuple(buffer.shape)}; checkpoint {found.tag!r} has "
@@ -85,7 +90,7 @@ def check_model(found: Checkpoint, module: nn.Module, slices: Iterable[StateSlic
             )
 
 
-def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice]) -> None:
+def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice], wanted: Wanted) -> None:
     """Raise before anything has changed what loading would refuse later.
 
     Raises:
@@ -93,16 +98,18 @@ def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice]
             schedule.
         ValueError: it is of another data set.
     """
-    check_model(found, engine.module, slices)
+    check_model(found, engine.module, slices, wanted)
+    if wanted.module_only:
+        return
     meta, groups = _meta_of(found), engine.optimizer.param_groups
-    if len(meta["param_groups"]) != len(groups):
+    if wanted.optimizer and len(meta["param_groups"]) != len(groups):
         raise CheckpointError(
             f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer {len(groups)}"
         )
     check_loader = getattr(engine.dataloader, "check_state", None)
     if check_loader is not None and meta["loader"] is not None:
         check_loader(meta["loader"])
-    if engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
+    if wanted.lr_scheduler_states and engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
         _check_schedule(engine.lr_scheduler, meta["lr_scheduler"], found)
 
 
@@ -176,9 +183,9 @@ def restore_options(engine: Engine, found: Checkpoint) -> None:
             group["lr"] = rate
 
 
-def restore_meta(engine: Engine, found: Checkpoint) -> None:
+def restore_meta(engine: Engine, found: Checkpoint, *, schedule: bool = True) -> None:
     """The reverse of :func:`engine_meta`, but for the options. Counters stay consistent when gradient accumulation
-    differs."""
+    differs. ``schedule``: that of learning rates too."""
     meta = found.meta["engine"]
     engine.restore_counts(
         steps=int(meta["global_steps"]), skipped=int(meta["skipped_steps"]), samples=int(meta.get("samples", 0)),
@@ -199,7 +206,8 @@ def restore_meta(engine: Engine, found: Checkpoint) -> None:
     mine = {name: part for name, part in engine.parts.items() if has_state(part)}
     _restore("engine part", mine, meta.get("parts", {}), found)
     _restore("registered state", engine.registered, meta.get("registered", {}), found)
-    _restore_schedule(engine, meta["lr_scheduler"], found)
+    if schedule:
+        _restore_schedule(engine, meta["lr_scheduler"], found)
 
 
 def _restore_schedule(engine: Engine, saved: dict[str, Any] | None, found: Checkpoint) -> None:
