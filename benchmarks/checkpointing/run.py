@@ -111,4 +111,4 @@ def main(argv: list[str] | None = None) -> None:
     if args.write_results:
         head = ["# Checkpoints", "", "Written by `python -m benchmarks.checkpointing`.", ""]
         head += [f"- {key}: {value}" for key, value in raw["machine"].items()]
-        PAGE.write_text("\n".join([*head, "", tables(raw), "", *remarks(PAGE)]).rstrip() + "\n")
+        PAGE.write_text("\n".join([*head, "", tables(raw), "", remarks(PAGE)]).rstrip() + "\n")
