@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -82,10 +83,29 @@ def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) 
 # -- the three functions ----------------------------------------------------------------------------------------------
 
 
+def test_names_arguments_and_defaults_are_those_of_the_documents() -> None:
+    """Section 4.1.3 of DeepSpeed's documentation; ours by name only come after them."""
+
+    def documented(function: Callable[..., object], number: int) -> list[tuple[str, object]]:
+        empty = inspect.Parameter.empty
+        found = list(inspect.signature(function).parameters.values())
+        assert all(one.kind is one.KEYWORD_ONLY or one.name == "lazy_mode" for one in found[number:])
+        return [(one.name, None if one.default is empty else one.default) for one in found[:number]]
+
+    rest: list[tuple[str, object]] = [("tag", None), ("exclude_frozen_parameters", False)]
+    assert documented(get_fp32_state_dict_from_zero_checkpoint, 3) == [("checkpoint_dir", None), *rest]
+    assert documented(load_state_dict_from_zero_checkpoint, 3) == [
+        ("model", None), ("checkpoint_dir", None), ("tag", None)
+    ]  # fmt: skip
+    assert documented(convert_zero_checkpoint_to_fp32_state_dict, 4) == [
+        ("checkpoint_dir", None), ("output_file", None), *rest
+    ]  # fmt: skip
+
+
 def test_whole_fp32_tensors_at_once_and_one_by_one(tmp_path: Path) -> None:
     values = model_values()
     put(tmp_path, values)
-    same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected(values))  # type: ignore[arg-type]
+    same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected(values))
     lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "one", lazy_mode=True)
     assert all(isinstance(tensor, LazyTensor) for tensor in lazy.values())
     same({name: tensor.contiguous() for name, tensor in lazy.items()}, expected(values))
@@ -97,7 +117,7 @@ def test_a_tag_is_taken_or_the_latest(tmp_path: Path) -> None:
     for tag, number in (("one", 1.0), ("two", 2.0)):
         put(tmp_path, {("w", "parameter"): torch.full((3,), number)}, 1, tag=tag)
     read = get_fp32_state_dict_from_zero_checkpoint
-    assert [read(tmp_path, tag)["w"].tolist()[0] for tag in (None, "one", "two")] == [2.0, 1.0, 2.0]  # type: ignore[union-attr]
+    assert [read(tmp_path, tag)["w"].tolist()[0] for tag in (None, "one", "two")] == [2.0, 1.0, 2.0]
     assert [Checkpoint(tmp_path, tag).tag for tag in (None, "one")] == ["two", "one"]
     with pytest.raises(CheckpointError, match="there is no checkpoint 'three'"):
         read(tmp_path, "three")
@@ -619,3 +639,91 @@ def test_links_pipes_and_tags_that_leave_the_directory_are_refused(tmp_path: Pat
         path.unlink()
         (tmp_path / "moved").rename(path)
     zero_to_fp32.state_dict_of(tensors_of(Checkpoint(root)))
+
+
+ODD = st.integers(-9, 5000) | st.sampled_from([
+    -1, 0, 1, 7, 1 << 31, 1 << 40, (1 << 62) - 1, 1 << 63, 1 << 70, 0.5, None, True, "", "x", "../x", "rank", [], [0],
+])  # fmt: skip
+
+
+def _mutated(value: Any, data: st.DataObject) -> Any:
+    """A JSON document in which one place is another."""
+    if isinstance(value, (dict, list)) and value and data.draw(st.integers(0, 9)):
+        key = data.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+        changed: Any = dict(value) if isinstance(value, dict) else list(value)
+        what = data.draw(st.integers(0, 9))
+        if what == 0:
+            del changed[key]
+        elif what == 1 and isinstance(changed, list):
+            changed.append(changed[key])
+        else:
+            changed[key] = _mutated(value[key], data)
+        return changed
+    return data.draw(ODD)
+
+
+def _read_all(source: Any, limit: int) -> dict[tuple[str, str], torch.Tensor]:
+    found, total = {}, 0
+    for name, roles in source.roles.items():
+        for role in roles:
+            tensor = source.read(name, role, 0, math.prod(source.shapes[name]))
+            total += tensor.nbytes
+            assert total <= limit, "more than the files have"
+            found[name, role] = tensor
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[tuple[str, str], torch.Tensor]]:
+    root = tmp_path_factory.mktemp("prepared")
+    put(root, model_values() | {("w", "parameter"): torch.randn(50, 9), ("w", "exp_avg"): torch.randn(50, 9)})
+    files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return files, _read_all(load(root), 1 << 40)
+
+
+@given(data=st.data())
+@examples(times=3)
+def test_no_mutant_is_read_as_another_checkpoint_or_raises_more_than_a_sentence(
+    prepared: tuple[dict[str, bytes], dict[tuple[str, str], torch.Tensor]], data: st.DataObject
+) -> None:
+    files, original = prepared
+    size = sum(map(len, files.values()))
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "one").mkdir()
+        for name, content in files.items():
+            (root / name).write_bytes(content)
+        kind = data.draw(st.sampled_from(["bytes", "manifest", "index", "columns"]))
+        if kind == "bytes":  # of any file, and no checksum is made to fit
+            path = root / data.draw(st.sampled_from(sorted(name for name in files if name != "latest")))
+            raw = bytearray(path.read_bytes())
+            for _ in range(data.draw(st.integers(1, 3))):
+                raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+            path.write_bytes(raw[: data.draw(st.sampled_from([len(raw), len(raw) // 2, len(raw) - 1]))])
+        elif kind == "manifest":
+            document = json.loads((root / "one" / "manifest.json").read_text())
+            (root / "one" / "manifest.json").write_text(json.dumps(_mutated(document, data)))
+        elif kind == "index":
+            _with_index(root, lambda header, body: header.update(_mutated_header(header, data)))
+        else:
+            _with_index(root, lambda header, body: _mutate_columns(body, data))
+        for opened in (Checkpoint, load):
+            found, said = None, ""
+            try:
+                found = _read_all(opened(folder, "one"), 2 * size)
+            except ValueError as error:
+                said = str(error)
+            assert len(said.splitlines()) == (found is None)
+            if found is not None and kind in ("bytes", "manifest"):
+                same({f"{k}": v for k, v in found.items()}, {f"{k}": v for k, v in original.items()})
+
+
+def _mutated_header(header: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+    found = _mutated(header, data)
+    return found if isinstance(found, dict) else {"states": found}
+
+
+def _mutate_columns(body: bytearray, data: st.DataObject) -> None:
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at] = data.draw(st.integers(0, 255))

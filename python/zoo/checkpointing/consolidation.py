@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
 from torch import nn
@@ -25,6 +26,21 @@ _OURS = b'"""zero_to_fp32:'
 _MOST_BYTES = 1 << 20
 
 
+@overload
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: Literal[False] = False,
+) -> dict[str, torch.Tensor]: ...
+@overload
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    *,
+    lazy_mode: Literal[True],
+) -> dict[str, LazyTensor]: ...
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
