@@ -458,7 +458,7 @@ def test_the_scripts_options(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @given(st.data())
-@examples(times=2)
+@examples(times=1)
 def test_the_script_reads_what_zoo_reads(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5), "shapes")
     ranks = data.draw(st.integers(1, 5), "ranks")
