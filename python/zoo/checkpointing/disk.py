@@ -7,7 +7,9 @@ place: one that loses what was not forced, fills up, or dies between any two cal
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -72,7 +74,7 @@ class Disk(Protocol):
         """A new file, which will have so many bytes; one that is there is emptied."""
 
     def open(self, path: Path) -> Source:
-        """An existing file; raises OSError for what is none, a symbolic link too."""
+        """An existing file; raises OSError for what is none: a symbolic link, a pipe."""
 
     def rename(self, path: Path, target: Path) -> None:
         """Put a file in the place of another in the same directory, at once."""
@@ -242,7 +244,12 @@ class _Source:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without waiting: a pipe that somebody has put there would never open.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            os.close(self._descriptor)
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        os.set_blocking(self._descriptor, True)
         self._engine: Handle | None = None
         self._file: File | None = None
 

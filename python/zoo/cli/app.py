@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from zoo.cli.ckpt import app as ckpt_app
 from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
 from zoo.cli.pipe import app as pipe_app
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
+app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(io_app, name="io")
 app.add_typer(pipe_app, name="pipe")
 

@@ -1,0 +1,86 @@
+"""What checkpoints a directory holds, and whether they can be opened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from zoo.checkpointing.disk import LOCAL, Disk
+from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.manifest import read_document
+from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, tag_of
+from zoo.checkpointing.reading import Checkpoint, load
+
+WHOLE, DAMAGED, UNFINISHED = "whole", "damaged", "unfinished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A checkpoint. ``state``: whole: its manifest, index and sizes of files fit each other (bytes are not read);
+    damaged: they do not, and ``why``; unfinished: files of a save that has not ended, or never will.
+
+    ``saved_s``: of the manifest, seconds since 1970. Of what is not whole, numbers are None.
+    """
+
+    tag: str
+    state: str
+    is_latest: bool = False
+    version: int | None = None
+    number: int | None = None
+    saved_s: float | None = None
+    num_bytes: int | None = None
+    num_ranks: int | None = None
+    num_tensors: int | None = None
+    why: str = ""
+
+
+def listing(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> list[Listed]:
+    """The checkpoints of a directory, the newest last; other things in it do not count.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    root = Path(os.path.abspath(directory))
+    if not disk.is_directory(root):
+        raise CheckpointError(f"there is no directory {str(root)!r}")
+    try:
+        latest = latest_tag(root, disk=disk)
+    except CheckpointError:
+        latest = None
+    found = []
+    for name in disk.names(root):
+        if tag_of(name) and disk.is_directory(root / name):
+            names = disk.names(root / name)
+            if MANIFEST in names:
+                found.append(_listed(disk, root, name, name == latest))
+            elif names and any(map(is_ours, names)):
+                found.append(Listed(tag=name, state=UNFINISHED, why=f"has no {MANIFEST}"))
+    return sorted(found, key=lambda one: (one.number or 0, one.saved_s or 0.0, one.tag))
+
+
+def number_of(found: Checkpoint, *, disk: Disk = LOCAL) -> int:
+    """Later checkpoints of a directory have larger ones; those of version 2 have 0."""
+    number = read_document(disk, found.path).get("number", 0)
+    return number if type(number) is int else 0
+
+
+def saved_s(path: Path) -> float | None:
+    """When the checkpoint in ``path`` was put there, in seconds since 1970."""
+    try:
+        return (path / MANIFEST).stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return None
+
+
+def _listed(disk: Disk, root: Path, tag: str, is_latest: bool) -> Listed:
+    when = saved_s(root / tag)
+    try:
+        with load(root, tag, verify=False, disk=disk) as found:
+            return Listed(
+                tag=tag, state=WHOLE, is_latest=is_latest, version=found.version, number=number_of(found, disk=disk),
+                saved_s=when, num_bytes=sum(entry.size for entry in found.index.files), num_ranks=found.world_size,
+                num_tensors=len(found.shapes),
+            )  # fmt: skip
+    except CheckpointError as error:
+        return Listed(tag=tag, state=DAMAGED, is_latest=is_latest, saved_s=when, why=str(error))

@@ -1,0 +1,113 @@
+"""A checkpoint written anew as another number of ranks would have: also how version 2 becomes the present version.
+
+Nobody needs it to continue at another world size, which loading does by itself. It is for what looks at files: fewer of
+them, or of an even size; and for archives, whose format should not grow old.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zoo.checkpointing.disk import LOCAL
+from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.exact import dtype_named
+from zoo.checkpointing.names import tags_of
+from zoo.checkpointing.reading import Checkpoint
+from zoo.checkpointing.writing import save
+from zoo.comm import Communicator
+
+MOST_RANKS = 1024
+PIECE_BYTES = 64 << 20
+"""What is in memory at once of a tensor."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A slice whose tensor is read when it is written."""
+
+    name: str
+    role: str
+    start: int
+    length: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    found: Checkpoint = field(repr=False)
+    told: Callable[[int], None] = field(repr=False)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        self.told(self.length * self.dtype.itemsize)
+        return self.found.read(self.name, self.role, self.start, self.length)
+
+
+def num_bytes(found: Checkpoint) -> int:
+    """Of all tensors in all roles."""
+    return sum(state.numel * dtype_named(state.dtype).itemsize for state in found.index.states)
+
+
+def reshard(
+    found: Checkpoint, directory: str | os.PathLike[str], num_ranks: int, *,
+    told: Callable[[int], None] = lambda num_bytes: None,
+) -> Path:  # fmt: skip
+    """Write the checkpoint into another directory, under its tag, as ``num_ranks`` ranks would have: all tensors in a
+    row, cut evenly by bytes.
+
+    What belongs to one rank (random numbers, buffers) is kept where the number of ranks stays; where it does not, no
+    rank would take it when it is loaded, and it is left out. The same number of ranks and another version of the format
+    lose nothing.
+
+    Args:
+        told: hears of the bytes that are read.
+
+    Returns:
+        The new checkpoint's directory.
+
+    Raises:
+        ValueError: a number of ranks that cannot be, or a directory that has this checkpoint or another one of its tag.
+        CheckpointError: what is wrong with the checkpoint, or kept the new one from being written.
+    """
+    from zoo import sim
+
+    if not 1 <= num_ranks <= MOST_RANKS:
+        raise ValueError(f"num_ranks = {num_ranks}; a checkpoint is written as 1 to {MOST_RANKS} ranks would")
+    root = Path(os.path.abspath(directory))
+    if os.path.realpath(root) == os.path.realpath(found.path.parent):
+        raise ValueError(f"{str(root)!r} is the directory of the checkpoint itself; give another one")
+    if found.tag in tags_of(LOCAL, root):
+        raise ValueError(f"{str(root)!r} has a checkpoint {found.tag!r}; remove it, or give another directory")
+
+    def job(rank: int) -> None:
+        own = found.rank_state(rank) if num_ranks == found.world_size else {}
+        mine = list(_pieces(found, rank, num_ranks, told))
+        save(root, found.tag, mine, found.scalars, found.meta, Communicator(), rank_state=own)
+
+    try:
+        sim.run(num_ranks, job, timeout_s=1e9)
+    except sim.RankError as error:
+        if isinstance(error.__cause__, (CheckpointError, OSError)):
+            raise error.__cause__ from None
+        raise
+    return root / found.tag
+
+
+def _pieces(found: Checkpoint, rank: int, num_ranks: int, told: Callable[[int], None]) -> Iterator[_Piece]:
+    """The part of one rank."""
+    total, before = num_bytes(found), 0
+    low, high = (total * k // num_ranks for k in (rank, rank + 1))
+    for state in found.index.states:
+        dtype = dtype_named(state.dtype)
+        each, numel = dtype.itemsize, state.numel
+        # An element belongs to the rank in whose part it begins.
+        start, stop = (min(max(-(-(place - before) // each), 0), numel) for place in (low, high))
+        step = max(PIECE_BYTES // each, 1)
+        for begin in range(start, stop, step):
+            length = min(step, stop - begin)
+            yield _Piece(state.name, state.role, begin, length, state.shape, dtype, found, told)
+        if numel == 0 and rank == 0:
+            yield _Piece(state.name, state.role, 0, 0, state.shape, dtype, found, told)
+        before += numel * each

@@ -1,0 +1,729 @@
+"""Whole weights out of a checkpoint, with zoo and with torch and numpy alone: the same, and verified."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, load_model
+from tests.checkpointing.test_checkpoints import Piece
+from tests.profiles import examples
+from torch import nn
+
+from zoo import sim
+from zoo.checkpointing import CheckpointError, load, save, zero_to_fp32
+from zoo.checkpointing.consolidation import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+    write_script,
+)
+from zoo.checkpointing.zero_to_fp32 import CODES, Checkpoint, LazyTensor, bytes_of, crc32c, plan_shards, tensors_of
+from zoo.comm import Communicator
+from zoo.io import crc32c as native_crc32c
+
+GOLDEN = Path(__file__).parent / "golden" / "version2"
+Values = dict[tuple[str, str], torch.Tensor]
+
+
+def put(
+    root: Path, values: Values, ranks: int = 2, scalars: Mapping[str, float] | None = None, meta: Any = None,
+    tag: str = "one",
+) -> None:  # fmt: skip
+    """A checkpoint of these tensors, each cut evenly."""
+
+    def job(rank: int) -> None:
+        mine = []
+        for (name, role), tensor in values.items():
+            low, high = (k * tensor.numel() // ranks for k in (rank, rank + 1))
+            if high > low or rank == 0:
+                flat = tensor.reshape(-1)[low:high].clone()
+                mine.append(Piece(name, role, low, high - low, tuple(tensor.shape), flat))
+        save(root, tag, mine, scalars, meta, Communicator())
+
+    sim.run(ranks, job)
+
+
+def model_values() -> Values:
+    torch.manual_seed(0)
+    return {
+        ("w", "parameter"): torch.randn(700, 900), ("w", "exp_avg"): torch.randn(700, 900),
+        ("b|x", "parameter"): torch.randn(7).bfloat16(), ("none", "parameter"): torch.zeros(0, 4),
+        ("mean", "buffer"): torch.randn(5, dtype=torch.float64), ("count", "buffer"): torch.tensor(5),
+    }  # fmt: skip
+
+
+def expected(values: Values) -> dict[str, torch.Tensor]:
+    found = {name: tensor for (name, role), tensor in values.items() if role in ("parameter", "buffer")}
+    return {name: t.float() if t.is_floating_point() else t for name, t in found.items()}
+
+
+def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype is tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert found[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist(), name
+
+
+# -- the three functions ----------------------------------------------------------------------------------------------
+
+
+def test_names_arguments_and_defaults_are_those_of_the_documents() -> None:
+    """Section 4.1.3 of DeepSpeed's documentation; ours by name only come after them."""
+
+    def documented(function: Callable[..., object], number: int) -> list[tuple[str, object]]:
+        empty = inspect.Parameter.empty
+        found = list(inspect.signature(function).parameters.values())
+        assert all(one.kind is one.KEYWORD_ONLY or one.name == "lazy_mode" for one in found[number:])
+        return [(one.name, None if one.default is empty else one.default) for one in found[:number]]
+
+    rest: list[tuple[str, object]] = [("tag", None), ("exclude_frozen_parameters", False)]
+    assert documented(get_fp32_state_dict_from_zero_checkpoint, 3) == [("checkpoint_dir", None), *rest]
+    assert documented(load_state_dict_from_zero_checkpoint, 3) == [
+        ("model", None), ("checkpoint_dir", None), ("tag", None)
+    ]  # fmt: skip
+    assert documented(convert_zero_checkpoint_to_fp32_state_dict, 4) == [
+        ("checkpoint_dir", None), ("output_file", None), *rest
+    ]  # fmt: skip
+
+
+def test_whole_fp32_tensors_at_once_and_one_by_one(tmp_path: Path) -> None:
+    values = model_values()
+    put(tmp_path, values)
+    same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected(values))
+    lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "one", lazy_mode=True)
+    assert all(isinstance(tensor, LazyTensor) for tensor in lazy.values())
+    same({name: tensor.contiguous() for name, tensor in lazy.items()}, expected(values))
+    assert lazy["w"].dtype is torch.float32
+    assert lazy["w"].shape == (700, 900)
+
+
+def test_a_tag_is_taken_or_the_latest(tmp_path: Path) -> None:
+    for tag, number in (("one", 1.0), ("two", 2.0)):
+        put(tmp_path, {("w", "parameter"): torch.full((3,), number)}, 1, tag=tag)
+    read = get_fp32_state_dict_from_zero_checkpoint
+    assert [read(tmp_path, tag)["w"].tolist()[0] for tag in (None, "one", "two")] == [2.0, 1.0, 2.0]
+    assert [Checkpoint(tmp_path, tag).tag for tag in (None, "one")] == ["two", "one"]
+    with pytest.raises(CheckpointError, match="there is no checkpoint 'three'"):
+        read(tmp_path, "three")
+
+
+def test_version_2_is_read(tmp_path: Path) -> None:
+    found = load(GOLDEN)
+    (written,) = convert_zero_checkpoint_to_fp32_state_dict(GOLDEN, tmp_path / "out.bin")
+    got = torch.load(written, weights_only=True)
+    same(got, {name: found.tensor(name).float() for name in found.shapes if "parameter" in found.roles[name]})
+    with pytest.raises(ValueError, match=r"is of version 2, and this script reads version 3; `zoo ckpt export`"):
+        Checkpoint(GOLDEN)
+
+
+def test_frozen_parameters_are_left_out_where_asked(tmp_path: Path) -> None:
+    one, values = torch.ones(2), {}
+    values |= {("a", "parameter"): one, ("a", "exp_avg"): one, ("b", "parameter"): one, ("c", "parameter"): one}
+    values |= {("mean", "buffer"): one}
+    put(tmp_path, values, 1, {"step/b": 3.0})
+    read = get_fp32_state_dict_from_zero_checkpoint
+    assert set(read(tmp_path, exclude_frozen_parameters=True)) == {"a", "b", "mean"}
+    assert set(read(tmp_path)) == {"a", "b", "c", "mean"}
+    put(tmp_path, values, 1, meta={"model": {"frozen": ["a"]}}, tag="said")
+    assert set(read(tmp_path, "said", True)) == {"b", "c", "mean"}
+    put(tmp_path, {("a", "parameter"): one}, 1, tag="unknown")
+    with pytest.raises(ValueError, match="'unknown' does not tell which parameters are frozen: it has no state"):
+        read(tmp_path, "unknown", True)
+
+
+def test_names_of_one_tied_parameter_share_it_everywhere(tmp_path: Path) -> None:
+    put(tmp_path, {("emb", "parameter"): torch.randn(4, 3)}, meta={"model": {"tied": {"head": "emb", "odd": "gone"}}})
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found["head"] is found["emb"]
+    assert "odd" not in found
+    (torch_file,) = convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out.pt")
+    back = torch.load(torch_file, weights_only=True)
+    assert back["head"].data_ptr() == back["emb"].data_ptr()
+    (safe,) = convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out.safetensors")
+    model = nn.Module()
+    model.emb = nn.Parameter(torch.zeros(4, 3))
+    model.head = model.emb
+    load_model(model, safe)
+    assert torch.equal(model.emb, back["emb"])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.emb.weight
+
+
+def _once(model: nn.Module) -> Values:
+    found: Values = {(name, "parameter"): p.detach() for name, p in model.named_parameters()}
+    return {**found, **{(name, "buffer"): b for name, b in model.named_buffers()}}
+
+
+def test_a_model_takes_the_weights_tied_ones_too(tmp_path: Path) -> None:
+    given = Tied()
+    given.norm.running_mean.uniform_()
+    put(tmp_path, _once(given))
+    model = Tied().bfloat16()
+    assert load_state_dict_from_zero_checkpoint(model, tmp_path) is model
+    assert model.head.weight is model.emb.weight
+    same(model.state_dict(), {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda v: v.pop(("norm.bias", "parameter")), "checkpoint 'one' lacks 'norm.bias'"),
+        (lambda v: v.update({("more", "parameter"): torch.ones(1)}), "has 'more', which the model lacks"),
+        (
+            lambda v: v.update({("norm.bias", "parameter"): torch.ones(5)}),
+            r"'norm.bias' has shape \(4,\); .* has \(5,\)",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    tmp_path: Path, change: Callable[[Values], object], said: str
+) -> None:
+    model = Tied()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    values = {key: torch.zeros_like(tensor) for key, tensor in _once(model).items()}
+    change(values)
+    put(tmp_path, values, 1)
+    with pytest.raises(CheckpointError, match=said):
+        load_state_dict_from_zero_checkpoint(model, tmp_path)
+    same(model.state_dict(), before)
+
+
+def test_a_model_that_is_split_over_ranks_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    put(tmp_path, _once(model), 1)
+    model.weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="'weight' is not whole on this rank"):
+        load_state_dict_from_zero_checkpoint(model, tmp_path)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("reader", ["zoo", "alone"])
+def test_one_file_and_shards_with_an_index(tmp_path: Path, safe: bool, reader: str) -> None:
+    values, root, out = model_values(), tmp_path / "run", tmp_path / "out"
+    put(root, values)
+    source = load(root) if reader == "zoo" else Checkpoint(root)
+    read: Callable[[Path], dict[str, torch.Tensor]] = (
+        load_file if safe else lambda path: torch.load(path, weights_only=True, mmap=True)  # type: ignore[assignment]
+    )
+    tensors = tensors_of(source)
+    suffix = "safetensors" if safe else "bin"
+    (file,) = zero_to_fp32.write_model(tensors, tmp_path / f"one.{suffix}", safe=safe, max_shard_bytes=None)
+    same(read(file), expected(values))
+    *shards, index = zero_to_fp32.write_model(tensors, out, safe=safe, max_shard_bytes=100)
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in (*shards, index))
+    assert shards[0].name == f"{'model' if safe else 'pytorch_model'}-00001-of-00002.{suffix}"
+    assert index.name == f"{'model' if safe else 'pytorch_model'}.{suffix}.index.json"
+    document = json.loads(index.read_text())
+    assert document["metadata"]["total_size"] == sum(t.nbytes for t in expected(values).values())
+    got = {name: read(out / file)[name] for name, file in document["weight_map"].items()}
+    same(got, expected(values))
+    assert all(set(read(path)) == {n for n, f in document["weight_map"].items() if f == path.name} for path in shards)
+
+
+def test_dtypes_stay_where_none_is_asked_for_and_torch_reads_all(tmp_path: Path) -> None:
+    values: Values = {
+        (str(k), "parameter"): torch.arange(1, 8).to(dtype) if dtype is not torch.bool else torch.ones(7, dtype=dtype)
+        for k, dtype in enumerate(CODES)
+    }
+    put(tmp_path / "run", values)
+    tensors = tensors_of(Checkpoint(tmp_path / "run"), dtype=None)
+    for suffix in ("bin", "safetensors"):
+        path = tmp_path / f"out.{suffix}"
+        zero_to_fp32.write_model(tensors, path, safe=suffix != "bin", max_shard_bytes=None)
+        got = torch.load(path, weights_only=True) if suffix == "bin" else load_file(path)
+        same(got, {name: tensor for (name, _), tensor in values.items()})
+
+
+def test_the_torch_file_is_a_sound_archive_with_aligned_tensors(tmp_path: Path) -> None:
+    put(tmp_path, model_values())
+    (path,) = convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out.bin")
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        for info in archive.infolist():
+            raw = path.read_bytes()[info.header_offset :][:30]
+            begin = (
+                info.header_offset + 30 + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
+            )
+            assert begin % 64 == 0, info.filename
+
+
+def test_never_more_than_a_piece_is_asked_for_where_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, model_values())
+    monkeypatch.setattr(zero_to_fp32, "PIECE_BYTES", 8000)
+    source, lengths = Checkpoint(tmp_path), []
+    real = source.read
+
+    def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+        lengths.append(length)
+        return real(name, role, start, length)
+
+    monkeypatch.setattr(source, "read", read)
+    for safe in (True, False):
+        zero_to_fp32.write_model(tensors_of(source), tmp_path / "out", safe=safe, max_shard_bytes=None)
+        assert max(lengths) == 1000
+        assert sum(lengths) == 700 * 900 + 7 + 5 + 1
+        lengths.clear()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=12),
+    limit=st.integers(1, 60),
+    ties=st.lists(st.integers(0, 11), max_size=3),
+)
+@examples(times=10)
+def test_shards_hold_every_tensor_once_in_order_and_no_more_than_fits(
+    sizes: list[int], limit: int, ties: list[int]
+) -> None:
+    each = {str(k): LazyTensor(str(k), "parameter", (n,), torch.uint8, None) for k, n in enumerate(sizes)}  # type: ignore[arg-type]
+    tied = {f"tied {k}": each[str(k)] for k in ties if str(k) in each}
+    shards = plan_shards({**each, **tied}, limit)
+    assert [name for shard in shards for name in shard if name in each] == list(each)
+    assert {name for shard in shards for name in shard} == {*each, *tied}
+    for before, shard in zip([{}, *shards], shards, strict=False):
+        size = sum(tensor.nbytes for name, tensor in shard.items() if name in each)
+        assert size <= limit or sum(tensor.nbytes > 0 for name, tensor in shard.items() if name in each) == 1
+        if before:
+            first = next(tensor for name, tensor in shard.items() if name in each)
+            assert sum(t.nbytes for name, t in before.items() if name in each) + first.nbytes > limit
+    for name, tensor in tied.items():
+        assert any(
+            name in shard and any(other is tensor for n, other in shard.items() if n in each) for shard in shards
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1GiB", 1 << 30), ("500mb", 500 * 10**6), (7, 7), ("12", 12), ("3 KB", 3000)],
+)
+def test_sizes_are_read_as_hugging_face_has_them(text: int | str, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5 G", "0", 0, -3, "1.5GB", "9" * 30, "GB", None])
+def test_sizes_that_are_none_are_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="write a number of bytes, or one like '5GB'"):
+        bytes_of(text)
+
+
+def test_where_the_output_goes(tmp_path: Path) -> None:
+    put(tmp_path / "run", {("w", "parameter"): torch.ones(3)}, 1)
+
+    def convert(*args: Any, **given: Any) -> list[str]:
+        found = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", *args, **given)
+        return [str(path.relative_to(tmp_path)) for path in found]
+
+    assert convert(tmp_path / "deep" / "new" / "w.bin") == ["deep/new/w.bin"]
+    assert convert(tmp_path / "folder") == ["folder/pytorch_model.bin"]
+    assert convert(output_dir=tmp_path / "a.bin") == ["a.bin/pytorch_model.bin"]
+    assert convert(output_dir=tmp_path / "safe", safe_serialization=True) == ["safe/model.safetensors"]
+    assert convert(output_dir=tmp_path / "safe", safe_serialization=True) == ["safe/model.safetensors"]  # replaced
+    for options, said in (
+        ({}, "takes output_file or output_dir"),
+        ({"output_file": "a", "output_dir": "b"}, "takes output_file or output_dir"),
+        ({"output_file": tmp_path / "x.bin", "safe_serialization": True}, "is a name of the torch format"),
+        ({"output_file": tmp_path / "x.safetensors", "safe_serialization": False}, "is a name of safetensors"),
+        ({"output_dir": tmp_path / "deep/new/w.bin"}, "is a file"),
+        ({"output_dir": tmp_path / "x", "max_shard_size": "many"}, "write a number of bytes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            convert(**options)
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(ValueError, match="is a file; OUTPUT is a folder, or a name that ends in"):
+        convert(tmp_path / "plain")
+
+
+def test_files_of_another_model_in_the_folder_are_not_mixed_with_this_one(tmp_path: Path) -> None:
+    """A reader takes model.safetensors before an index."""
+    put(tmp_path / "run", model_values())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"another")
+    (tmp_path / "out" / "config.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"holds model.safetensors of another model; give a folder without"):
+        convert_zero_checkpoint_to_fp32_state_dict(
+            tmp_path / "run", output_dir=tmp_path / "out", safe_serialization=True, max_shard_size=10
+        )
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"another"
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
+    put(tmp_path / "run", model_values())
+    data = next((tmp_path / "run" / "one").glob("*.00001.safetensors"))
+    raw = bytearray(data.read_bytes())
+    raw[-9] ^= 1
+    data.write_bytes(raw)
+    for path in (tmp_path / "out.bin", tmp_path / "out.safetensors"):
+        path.write_bytes(b"before")
+        with pytest.raises(CheckpointError, match="have another CRC-32C than the index says"):
+            convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", path)
+        assert path.read_bytes() == b"before"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.bin", "out.safetensors", "run"]
+
+
+# -- the script -------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_is_put_beside_checkpoints_and_other_files_stay(tmp_path: Path) -> None:
+    path = write_script(tmp_path)
+    source = Path(zero_to_fp32.__file__).read_bytes()
+    assert path == tmp_path / "zero_to_fp32.py"
+    assert path.read_bytes() == source
+    before = path.stat().st_mtime_ns
+    assert write_script(tmp_path) == path
+    assert path.stat().st_mtime_ns == before
+    path.write_bytes(source[:200])  # an older one
+    assert write_script(tmp_path) == path
+    assert path.read_bytes() == source
+    path.write_text("print('mine')")
+    assert write_script(tmp_path) is None
+    assert path.read_text() == "print('mine')"
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+    assert write_script(tmp_path) is None
+    assert path.is_symlink()
+
+
+@pytest.mark.long
+def test_the_script_needs_torch_and_numpy_alone(tmp_path: Path) -> None:
+    values = model_values()
+    put(tmp_path, values)
+    script = write_script(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    # Without site nothing that is installed as a path is found; the packages beside torch are made unimportable.
+    code = (
+        "import runpy, sys, importlib.util; "
+        "assert importlib.util.find_spec('zoo') is None; "
+        "sys.modules.update(dict.fromkeys(('zoo', 'safetensors', 'pydantic', 'rich', 'typer'))); "
+        f"sys.argv = ['zero_to_fp32.py', '..', 'out.bin', '--tag', 'one']; "
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    places = dict.fromkeys(str(Path(module.__file__).parents[1]) for module in (torch, np) if module.__file__)
+    environment = {"PYTHONPATH": os.pathsep.join(places), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'elsewhere' / 'out.bin'}\n"
+    same(torch.load(tmp_path / "elsewhere" / "out.bin", weights_only=True), expected(values))
+
+
+def test_the_scripts_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path / "run", model_values())
+    run = [str(tmp_path / "run")]
+    main = zero_to_fp32.main
+    assert main([*run, str(tmp_path / "a"), "--safe_serialization", "--max_shard_size", "1KB"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main([*run, str(tmp_path / "b"), "--exclude_frozen_parameters", "-d"]) == 0
+    found = torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)
+    assert set(found) == {"w", "mean", "count"}
+    assert main([*run, str(tmp_path / "c.bin"), "--safe_serialization"]) == 2
+    assert main(["nowhere", str(tmp_path / "c.bin")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("zero_to_fp32: ") for line in said[-2:])
+    data = next((tmp_path / "run" / "one").glob("*.00000.safetensors"))
+    raw = bytearray(data.read_bytes())
+    raw[-9] ^= 1
+    data.write_bytes(raw)
+    assert main([*run, str(tmp_path / "c.bin")]) == 2
+    assert "has another CRC-32C than the index says" in capsys.readouterr().err
+    assert main([*run, str(tmp_path / "c.bin"), "--no_verify"]) == 0
+
+
+@given(st.data())
+@examples(times=1)
+def test_the_script_reads_what_zoo_reads(data: st.DataObject) -> None:
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5), "shapes")
+    ranks = data.draw(st.integers(1, 5), "ranks")
+    dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float8_e5m2])
+    values: Values = {}
+    for k, shape in enumerate(shapes):
+        for role in ("parameter", "exp_avg"):
+            numbers = torch.arange(math.prod(shape)).view(shape) % 50 + k
+            values[f"t{k}", role] = numbers.to(data.draw(dtypes))
+    with tempfile.TemporaryDirectory() as folder:
+        put(Path(folder), values, ranks)
+        alone, zoo = Checkpoint(folder), load(folder)
+        assert alone.shapes == zoo.shapes
+        assert alone.roles == zoo.roles
+        for (name, role), tensor in values.items():
+            low = data.draw(st.integers(0, tensor.numel()))
+            length = data.draw(st.integers(0, tensor.numel() - low))
+            for found in (alone.read(name, role, low, length), zoo.read(name, role, low, length)):
+                same({"": found}, {"": tensor.reshape(-1)[low : low + length]})
+
+
+def test_tensors_across_many_blocks_are_read_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_to_fp32, "PIECE_BYTES", 2 << 20)
+    values: Values = {(f"t{k}", "parameter"): torch.randn(n) for k, n in enumerate((1_000_003, 5, 700_001, 300_000))}
+    put(tmp_path, values, 2)
+    alone = Checkpoint(tmp_path)
+    for (name, role), tensor in values.items():
+        for low, high in ((0, len(tensor)), (3, len(tensor) - 1), (len(tensor) // 2, len(tensor))):
+            assert torch.equal(alone.read(name, role, low, high - low), tensor[low:high])
+    for file in (tmp_path / "one").glob("*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        for place in (5000, 1 << 20, len(raw) - 1):
+            raw[place] ^= 4
+            file.write_bytes(raw)
+            with pytest.raises(ValueError, match="has another CRC-32C than the index says"):
+                zero_to_fp32.state_dict_of(tensors_of(Checkpoint(tmp_path)))
+            raw[place] ^= 4
+        file.write_bytes(raw)
+
+
+@given(num_bytes=st.integers(0, 3 << 20) | st.sampled_from([0, 1, 2, 1023, 1024, 1025, 1 << 20, (1 << 20) + 1]))
+@examples(times=1)
+def test_checksums_are_those_of_zoo(num_bytes: int) -> None:
+    data = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
+    blocks = torch.split(torch.from_numpy(data), 1 << 20) if num_bytes else []
+    assert crc32c(data) == [native_crc32c(block) for block in blocks]
+
+
+def test_the_checksum_is_that_of_the_rfc() -> None:
+    """RFC 3720, appendix B.4."""
+    for data, crc in ((bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43), (bytes(range(32)), 0x46DD794E)):
+        assert crc32c(np.frombuffer(data, np.uint8)) == [crc]
+
+
+# -- malicious checkpoints --------------------------------------------------------------------------------------------
+
+
+def _with_index(root: Path, change: Callable[[dict[str, Any], bytearray], None]) -> None:
+    """Change the header and the columns of the index, and make the manifest agree."""
+    import hashlib
+
+    path = root / "one"
+    manifest = json.loads((path / "manifest.json").read_text())
+    file = path / manifest["index"]["name"]
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[8:16], "little")
+    header, body = json.loads(raw[16 : 16 + size]), bytearray(raw[16 + size :])
+    change(header, body)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    raw = raw[:8] + len(text).to_bytes(8, "little") + text + body
+    file.write_bytes(raw)
+    manifest["index"].update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _set(column: str, value: int, row: int = 0) -> Callable[[dict[str, Any], bytearray], None]:
+    def change(header: dict[str, Any], body: bytearray) -> None:
+        width = 4 if column in ("state", "file") else 8
+        at = header["columns"][column][1] + row * width
+        body[at : at + width] = value.to_bytes(width, "little", signed=True)
+
+    return change
+
+
+BAD_INDEX: dict[str, Callable[[dict[str, Any], bytearray], None]] = {
+    "path": lambda h, b: h["files"][0].__setitem__(0, "../../etc/passwd"),
+    "name of another kind": lambda h, b: h["files"][0].__setitem__(0, ["x"]),
+    "size of a file": lambda h, b: h["files"][0].__setitem__(1, 1 << 60),
+    "negative size": lambda h, b: h["files"][0].__setitem__(1, -1),
+    "sums": lambda h, b: h["files"][0].__setitem__(2, 1 << 40),
+    "shape": lambda h, b: h["states"][0].__setitem__(3, [1 << 61]),
+    "shape that wraps": lambda h, b: h["states"][0].__setitem__(3, [1 << 32, 1 << 32]),
+    "shape of another kind": lambda h, b: h["states"][0].__setitem__(3, "many"),
+    "dtype": lambda h, b: h["states"][0].__setitem__(2, "nn"),
+    "twice": lambda h, b: h["states"].append(h["states"][0]),
+    "column": lambda h, b: h["columns"].__setitem__("start", [1 << 60, 0]),
+    "column before": lambda h, b: h["columns"].__setitem__("start", [1, -8]),
+    "column of another kind": lambda h, b: h["columns"].__setitem__("start", None),
+    "blocks": lambda h, b: h.__setitem__("block_bytes", 1 << 40),
+    "no states": lambda h, b: h.pop("states"),
+    "state": _set("state", 7),
+    "negative state": _set("state", -1),
+    "file": _set("file", 9),
+    "offset": _set("offset", 1 << 50),
+    "negative offset": _set("offset", -8),
+    "length": _set("length", (1 << 62) - 1),
+    "start": _set("start", 4),
+    "gap": _set("length", 1),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(BAD_INDEX))
+@pytest.mark.parametrize("reader", ["zoo", "alone"])
+def test_an_index_that_lies_is_refused_before_anything_is_made_of_it(tmp_path: Path, kind: str, reader: str) -> None:
+    put(tmp_path, {("w", "parameter"): torch.ones(9)})
+    _with_index(tmp_path, BAD_INDEX[kind])
+    if reader == "zoo":
+        with pytest.raises(CheckpointError):
+            get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    else:
+        with pytest.raises(ValueError) as raised:
+            zero_to_fp32.state_dict_of(tensors_of(Checkpoint(tmp_path)))
+        assert len(str(raised.value).splitlines()) == 1
+
+
+def test_one_run_of_bytes_cannot_be_many_tensors(tmp_path: Path) -> None:
+    """Else a small file could ask for any amount of memory."""
+    put(tmp_path, {(f"w{k}", "parameter"): torch.ones(4000) for k in range(3)}, 1)
+
+    def change(header: dict[str, Any], body: bytearray) -> None:
+        for row in range(3):
+            _set("offset", header["files"][0][1] - 16000, row)(header, body)
+
+    _with_index(tmp_path, change)
+    Checkpoint(tmp_path)  # the file is large enough for it: its bytes are read, and no more memory than it has is made
+    put(tmp_path, {(f"w{k}", "parameter"): torch.ones(40000) for k in range(3)}, 1)
+
+    def more(header: dict[str, Any], body: bytearray) -> None:
+        header["states"] = [[f"w{k}", "parameter", "float64", [59000]] for k in range(3)]
+        for row in range(3):
+            _set("offset", 4096, row)(header, body)
+            _set("length", 59000, row)(header, body)
+
+    _with_index(tmp_path, more)
+    with pytest.raises(ValueError, match="has some bytes of a file twice"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "{}", "null", '{"format": "zoo-checkpoint", "version": 3}', "\xff", ""]
+)
+def test_a_manifest_that_is_none_is_one_sentence(tmp_path: Path, text: str) -> None:
+    put(tmp_path, {("w", "parameter"): torch.ones(9)})
+    (tmp_path / "one" / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError) as raised:
+        Checkpoint(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 1000
+
+
+def test_links_pipes_and_tags_that_leave_the_directory_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    put(root, {("w", "parameter"): torch.ones(9)}, 1)
+    for tag in ("../run", "a/b", "", ".hidden"):
+        with pytest.raises(ValueError, match="is not the name of a checkpoint"):
+            Checkpoint(root, tag)
+    data, manifest = next((root / "one").glob("*.safetensors")), root / "one" / "manifest.json"
+    for path in (data, manifest):
+        path.rename(tmp_path / "moved")
+        path.symlink_to(tmp_path / "moved")
+        with pytest.raises(ValueError, match="cannot be opened"):
+            zero_to_fp32.state_dict_of(tensors_of(Checkpoint(root)))
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(ValueError, match="is not a plain file"):
+            zero_to_fp32.state_dict_of(tensors_of(Checkpoint(root)))
+        path.unlink()
+        (tmp_path / "moved").rename(path)
+    zero_to_fp32.state_dict_of(tensors_of(Checkpoint(root)))
+
+
+ODD = st.integers(-9, 5000) | st.sampled_from([
+    -1, 0, 1, 7, 1 << 31, 1 << 40, (1 << 62) - 1, 1 << 63, 1 << 70, 0.5, None, True, "", "x", "../x", "rank", [], [0],
+])  # fmt: skip
+
+
+def _mutated(value: Any, data: st.DataObject) -> Any:
+    """A JSON document in which one place is another."""
+    if isinstance(value, (dict, list)) and value and data.draw(st.integers(0, 9)):
+        key = data.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+        changed: Any = dict(value) if isinstance(value, dict) else list(value)
+        what = data.draw(st.integers(0, 9))
+        if what == 0:
+            del changed[key]
+        elif what == 1 and isinstance(changed, list):
+            changed.append(changed[key])
+        else:
+            changed[key] = _mutated(value[key], data)
+        return changed
+    return data.draw(ODD)
+
+
+def _read_all(source: Any, limit: int) -> dict[tuple[str, str], torch.Tensor]:
+    found, total = {}, 0
+    for name, roles in source.roles.items():
+        for role in roles:
+            tensor = source.read(name, role, 0, math.prod(source.shapes[name]))
+            total += tensor.nbytes
+            assert total <= limit, "more than the files have"
+            found[name, role] = tensor
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[tuple[str, str], torch.Tensor]]:
+    root = tmp_path_factory.mktemp("prepared")
+    put(root, model_values() | {("w", "parameter"): torch.randn(50, 9), ("w", "exp_avg"): torch.randn(50, 9)})
+    files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return files, _read_all(load(root), 1 << 40)
+
+
+@given(data=st.data())
+@examples(times=3)
+def test_no_mutant_is_read_as_another_checkpoint_or_raises_more_than_a_sentence(
+    prepared: tuple[dict[str, bytes], dict[tuple[str, str], torch.Tensor]], data: st.DataObject
+) -> None:
+    files, original = prepared
+    size = sum(map(len, files.values()))
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "one").mkdir()
+        for name, content in files.items():
+            (root / name).write_bytes(content)
+        kind = data.draw(st.sampled_from(["bytes", "manifest", "index", "columns"]))
+        if kind == "bytes":  # of any file, and no checksum is made to fit
+            path = root / data.draw(st.sampled_from(sorted(name for name in files if name != "latest")))
+            raw = bytearray(path.read_bytes())
+            for _ in range(data.draw(st.integers(1, 3))):
+                raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+            path.write_bytes(raw[: data.draw(st.sampled_from([len(raw), len(raw) // 2, len(raw) - 1]))])
+        elif kind == "manifest":
+            document = json.loads((root / "one" / "manifest.json").read_text())
+            (root / "one" / "manifest.json").write_text(json.dumps(_mutated(document, data)))
+        elif kind == "index":
+            _with_index(root, lambda header, body: header.update(_mutated_header(header, data)))
+        else:
+            _with_index(root, lambda header, body: _mutate_columns(body, data))
+        for opened in (Checkpoint, load):
+            found, said = None, ""
+            try:
+                found = _read_all(opened(folder, "one"), 2 * size)
+            except ValueError as error:
+                said = str(error)
+            assert len(said.splitlines()) == (found is None)
+            if found is not None and kind in ("bytes", "manifest"):
+                same({f"{k}": v for k, v in found.items()}, {f"{k}": v for k, v in original.items()})
+
+
+def _mutated_header(header: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+    found = _mutated(header, data)
+    return found if isinstance(found, dict) else {"states": found}
+
+
+def _mutate_columns(body: bytearray, data: st.DataObject) -> None:
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at] = data.draw(st.integers(0, 255))
