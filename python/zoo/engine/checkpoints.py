@@ -21,6 +21,8 @@ from zoo.checkpointing import (
     save,
     together,
 )
+from zoo.checkpointing.consolidation import write_script
+from zoo.checkpointing.disk import LOCAL, make_directories
 from zoo.comm import Communicator
 from zoo.engine.partial import Kept, Wanted
 from zoo.engine.reads import Reads
@@ -32,6 +34,7 @@ from zoo.engine.state import (
     engine_meta,
     load_buffers,
     load_own_buffers,
+    model_meta,
     own_buffers,
     random_state,
     restore_meta,
@@ -57,6 +60,7 @@ class Checkpoints:
     global_steps: int
     _optimizer: ZeroOptimizer | None
     _saver: BackgroundSaver | None = None
+    _script_in: Path | None = None
     _not_loaded = ""
     """Why the state is that of no checkpoint: one was damaged, and a part of it is here already."""
 
@@ -113,7 +117,8 @@ class Checkpoints:
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         meta: dict[str, Any] = {"client": dict(client_state or {})}
         # What belongs to parts and users may raise, on one rank alone too.
-        together(everyone, f"saving the checkpoint {tag!r}", lambda: meta.update(engine=engine_meta(self._engine)))
+        together(everyone, f"saving the checkpoint {tag!r}", lambda: self._tell(meta, Path(directory)))
+        meta["model"] = model_meta(self.module, self.sharded)
         scalars = optimizer.state_scalars()
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
         if self._in_background(asynchronous):
@@ -124,6 +129,15 @@ class Checkpoints:
             self.wait_for_checkpoint()
             path = save(directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest)
         return str(path)
+
+    def _tell(self, meta: dict[str, Any], directory: Path) -> None:
+        """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
+        meta.update(engine=engine_meta(self._engine))
+        root = Path(os.path.abspath(directory))
+        if self.sharded.everyone.rank == 0 and self._script_in != root:
+            make_directories(LOCAL, root)
+            write_script(root)
+            self._script_in = root
 
     def _in_background(self, asked: bool | None) -> bool:
         section = getattr(self._engine.config, "checkpoint", None)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import Checkpoint, CheckpointError, StateSlice
+from zoo.comm import gather_object
 from zoo.layout import logical_name, split_of
 
 if TYPE_CHECKING:
@@ -168,6 +169,24 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
         "parts": {name: part.state_dict() for name, part in engine.parts.items() if has_state(part)},
         "registered": {name: item.state_dict() for name, item in engine.registered.items()},
         "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
+    }
+
+
+def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
+    """What readers without the model cannot know: names of frozen parameters, and the first name of each other one that
+    a parameter has. Rank 0's is kept; of layers that other ranks have it is told. Collective where there are such."""
+    frozen = {b.logical(name)[0] for b in sharded.buckets if not b.spec.trainable for name in b.spec.names}
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            tied[logical_name(module, name)] = logical_name(module, known)
+    mine = sorted(frozen), tied
+    everywhere = [mine] if sharded.layers is None else gather_object(sharded.everyone, mine) or [mine]
+    return {
+        "frozen": sorted({name for names, _ in everywhere for name in names}),
+        "tied": {name: known for _, names in everywhere for name, known in names.items()},
     }
 
 
