@@ -41,6 +41,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    """All in one group: stage 3 of DeepSpeed 0.19 loads universal checkpoints of no others rightly."""
+    return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": DECAY}]
+
+
 def batches(rank: int, dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What a rank sees, one for each step before and after the checkpoint."""
     dice = torch.Generator().manual_seed(100 + rank)

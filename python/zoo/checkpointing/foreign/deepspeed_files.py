@@ -93,6 +93,8 @@ def open_folder(path: Path, *, verify: bool) -> Folder:
         CheckpointError: a file that is damaged, a link, or is no checkpoint's.
     """
     folder = Folder(path, verify)
+    zero = path / "zero"
+    folder.universal = os.path.lexists(zero) and stat.S_ISDIR(os.lstat(zero).st_mode)
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         name = entry.name
         for pattern, kept in (
@@ -102,11 +104,11 @@ def open_folder(path: Path, *, verify: bool) -> Folder:
             match = pattern.fullmatch(name)
             if match:
                 key: Any = tuple(int(number or 0) for number in match.groups())
+                if key in kept and folder.universal:
+                    continue  # the same model for engines of different stages
                 if key in kept:
                     raise CheckpointError(f"{str(path)!r} has two files for {name!r}")
                 kept[key] = folder.load_dict(path / name)
-    zero = path / "zero"
-    folder.universal = os.path.lexists(zero) and stat.S_ISDIR(os.lstat(zero).st_mode)
     if not folder.models and not folder.universal:
         raise CheckpointError(f"{str(path)!r} has no files *_model_states.pt: it is no checkpoint of DeepSpeed")
     return folder

@@ -21,6 +21,7 @@ from zoo.checkpointing.foreign.regions import StoredTensor
 
 WRITTEN_AS = "0.19.8"
 """The version of DeepSpeed whose format is written."""
+_MANY_GROUPS = 1024
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -143,7 +144,9 @@ def write_universal(
         source: its roles other than "parameter" and "buffer" are the optimizer's states; "step/<name>" its steps.
         groups: options of the optimizer's groups (``lr``, ``betas``, …) that replace those of the engine that loads,
             in its order; by default that engine's own stay. Stage 3 of DeepSpeed gives all groups the options of the
-            first; so it gets only those in which all groups agree.
+            first; so it gets only those in which all groups agree. It also gives all its sub-groups one and the same
+            tensor of steps, which ``torch.optim`` counts up once for each of them: continue there with
+            an optimizer that has its steps as plain numbers, as DeepSpeed's own have, or with one sub-group.
 
     Raises:
         CheckpointError: a name that cannot be a folder's, or what the source cannot read.
@@ -189,7 +192,8 @@ def _write_common(
     step = torch.tensor(max(steps.values(), default=0.0))
     state: dict[str, Any] = {
         "ds_version": WRITTEN_AS,
-        "param_groups": options,
+        # DeepSpeed fills as many groups as are here; those without options keep their own.
+        "param_groups": options + [{} for _ in range(_MANY_GROUPS - len(options))],
         "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [common]},
     }
     _save(state, folder / "zero" / "optimizer_state.pt")
