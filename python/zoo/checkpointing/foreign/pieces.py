@@ -8,16 +8,27 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from zoo.checkpointing.errors import CheckpointError, MissingStateError
-from zoo.checkpointing.foreign.regions import StoredTensor
 from zoo.checkpointing.foreign.unpickling import Unknown
 from zoo.layout import Box
 
 _PRIME = 2**61 - 1
+
+
+class Elements(Protocol):
+    """What is stored of a tensor: read in runs of its row-major order."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self, start: int = 0, length: int | None = None) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Run:
 
     start: int
     length: int
-    source: StoredTensor
+    source: Elements
     first: int = 0
 
 
@@ -35,7 +46,7 @@ class BoxPart:
     """A box of a tensor in one role, which is stored as a tensor of its own."""
 
     box: Box
-    source: StoredTensor
+    source: Elements
 
 
 class ForeignCheckpoint:
@@ -105,12 +116,12 @@ class ForeignCheckpoint:
         for part in parts:
             if not part.box.fits(whole) or part.source.numel != part.box.numel:
                 raise CheckpointError(f"{role} {name!r} of shape {whole} has a part {part.box} that does not fit it")
-        if not _tile([part.box for part in parts], whole):
+        if not tile([part.box for part in parts], whole):
             raise CheckpointError(f"the parts of {role} {name!r} overlap, or leave some of its shape {whole} out")
         self._describe(name, role, shape, {part.source.dtype for part in parts} | {dtype})
         self._boxes[name, role] = [part for part in parts if part.box.numel]
 
-    def add_whole(self, name: str, role: str, source: StoredTensor, shape: Sequence[int] | None = None) -> None:
+    def add_whole(self, name: str, role: str, source: Elements, shape: Sequence[int] | None = None) -> None:
         """A tensor that is stored as it is."""
         self.add(name, role, source.shape if shape is None else shape, [Run(0, source.numel, source)])
 
@@ -216,7 +227,7 @@ class ForeignCheckpoint:
         return out
 
 
-def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether every element of a tensor is in exactly one of some boxes of it; n boxes of d dims take O(n d).
 
     The coordinates c of each dim get random values P(c) modulo a prime. The sum over all boxes of the products over
