@@ -78,6 +78,8 @@ def harmless(read: Callable[[], Any], size: int) -> Any:
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert set(sys.modules) == before, set(sys.modules) - before
+    # Python finds the codec of an old archive's names when the first one comes: a table, and none that a file names.
+    imported = {name for name in set(sys.modules) - before if not name.startswith("encodings.")}
+    assert not imported, imported
     assert peak < 64 * size + (1 << 20), (peak, size)
     return found
