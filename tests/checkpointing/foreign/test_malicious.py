@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import importlib
 import io
 import os
@@ -23,7 +24,7 @@ from tests.checkpointing.foreign import mutants
 from zoo.checkpointing import CheckpointError
 from zoo.checkpointing.foreign import load_deepspeed, load_torch, plain
 from zoo.checkpointing.foreign.records import Record
-from zoo.checkpointing.foreign.regions import StoredTensor
+from zoo.checkpointing.foreign.regions import Region, StoredTensor
 from zoo.checkpointing.foreign.unpickling import unpickle
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -308,6 +309,30 @@ def test_every_flipped_bit_of_a_tensor_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"CRC-32"):
         load_torch(file)
     assert load_torch(file, verify=False).value["x"].tensor().sum() != 100
+
+
+# -- open files -------------------------------------------------------------------------------------------------------
+
+
+def test_many_files_are_not_open_at_a_time_and_stay_the_same(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before, regions = descriptors(), []
+    for number in range(200):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 10)
+        regions.append(Region.open(tmp_path / str(number)))
+    for number in (*range(200), 7, 199):
+        assert regions[number].part(3, 4, "it").bytes() == bytes([number]) * 4
+    assert descriptors() <= before + 70
+    (tmp_path / "7").write_bytes(b"something else")  # the first of 200 is open no more
+    for number in range(100, 200):
+        regions[number].bytes()
+    with pytest.raises(CheckpointError, match="was changed"):
+        regions[7].bytes()
+    regions.clear()
+    assert descriptors() <= before + 1
 
 
 # -- mutants ----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_parts_are_read_without_the_rest(tmp_path: Path) -> None:
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    write_safetensors(folder, described(TENSORS), TENSORS.items(), max_shard_bytes=50)
+    write_safetensors(folder, described(TENSORS), TENSORS.items(), max_shard_bytes=100)
     index: dict[str, Any] = json.loads((folder / "model.safetensors.index.json").read_text())
     return index
 

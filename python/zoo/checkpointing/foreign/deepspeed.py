@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from zoo.checkpointing.errors import CheckpointError, together
@@ -87,16 +86,16 @@ def load_deepspeed(
 
     def work() -> None:
         chosen, path = find_folder(directory, tag, universal=True)
-        opened.append(_open(chosen, path, groups, optimizer_states, verify))
+        opened.append(
+            _open(open_folder(path, verify=verify, share=(comm.rank, comm.size)), chosen, groups, optimizer_states)
+        )
 
     together(comm, f"loading DeepSpeed's checkpoint {tag or 'latest'!r} of {str(directory)!r}", work)
     return opened[0]
 
 
-def _open(
-    tag: str, path: Path, names: Sequence[Sequence[str]] | None, optimizer_states: bool, verify: bool
-) -> ForeignCheckpoint:
-    folder = open_folder(path, verify=verify)
+def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optimizer_states: bool) -> ForeignCheckpoint:
+    path = folder.path
     found = ForeignCheckpoint(tag, path)
     options: list[dict[str, Any]] = []
     if folder.universal:

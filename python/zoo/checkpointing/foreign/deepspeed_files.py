@@ -38,6 +38,8 @@ class Folder:
 
     path: Path
     verify: bool
+    share: tuple[int, int] = (0, 1)
+    """Of all files this rank compares those with checksums that are number i, i + n, i + 2n, …: (i, n)."""
     models: dict[tuple[int, int], dict[Any, Any]] = field(default_factory=dict)
     optimizers: dict[tuple[int, int], dict[Any, Any]] = field(default_factory=dict)
     layers: dict[tuple[int, int], dict[Any, Any]] = field(default_factory=dict)
@@ -45,10 +47,13 @@ class Folder:
     expert_optimizers: dict[tuple[int, int], dict[Any, Any]] = field(default_factory=dict)
     universal: bool = False
     unknown: list[tuple[str, Unknown]] = field(default_factory=list)
+    loaded: int = 0
 
     def load(self, path: Path) -> Any:
         """The value of a file of it; globals that nobody knows are kept in ``unknown``."""
-        found = load_torch(path, verify=self.verify)
+        mine = self.loaded % self.share[1] == self.share[0]
+        self.loaded += 1
+        found = load_torch(path, verify=self.verify and mine)
         self.unknown += [(str(path.relative_to(self.path)), unknown) for unknown in found.unknown]
         return found.value
 
@@ -86,13 +91,13 @@ def find_folder(directory: str | os.PathLike[str], tag: str | None, *, universal
     return tag, path
 
 
-def open_folder(path: Path, *, verify: bool) -> Folder:
+def open_folder(path: Path, *, verify: bool, share: tuple[int, int] = (0, 1)) -> Folder:
     """All files of a checkpoint, opened; nothing of their tensors is in memory.
 
     Raises:
         CheckpointError: a file that is damaged, a link, or is no checkpoint's.
     """
-    folder = Folder(path, verify)
+    folder = Folder(path, verify, share)
     zero = path / "zero"
     folder.universal = os.path.lexists(zero) and stat.S_ISDIR(os.lstat(zero).st_mode)
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):

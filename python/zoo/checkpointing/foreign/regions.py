@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import stat
+import threading
 import weakref
 import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,102 @@ MAX_DIMS = 64
 _CHUNK_BYTES = 1 << 20
 
 
+class Handles:
+    """File descriptors: a checkpoint may have more files than a process may have open, so few are at a time."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._open: OrderedDict[int, list[int]] = OrderedDict()  # number of a file → [descriptor, users]
+        self._numbers = itertools.count()
+        self._dropped: deque[int] = deque()
+
+    def number(self) -> int:
+        """A new number for a file."""
+        return next(self._numbers)
+
+    @contextmanager
+    def using(self, number: int, make: Callable[[], int]) -> Iterator[int]:
+        """The descriptor of a file, opened by ``make`` if it is not; it stays open for so long."""
+        with self._lock:
+            self._close_dropped()
+            entry = self._open.pop(number, None) or [make(), 0]
+            self._open[number] = entry
+            entry[1] += 1
+            idle = [key for key, (_, users) in self._open.items() if not users]
+            for key in idle[: max(len(self._open) - self._limit, 0)]:
+                os.close(self._open.pop(key)[0])
+        try:
+            yield entry[0]
+        finally:
+            with self._lock:
+                entry[1] -= 1
+
+    def close(self, number: int) -> None:
+        """Nobody needs this file any more. Called by the garbage collector, which may run while the lock is held."""
+        self._dropped.append(number)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close_dropped()
+            finally:
+                self._lock.release()
+
+    def _close_dropped(self) -> None:
+        while self._dropped:
+            entry = self._open.pop(self._dropped.popleft(), None)
+            if entry is not None:
+                os.close(entry[0])
+
+
+_HANDLES = Handles(limit=64)
+
+
+class OpenFile:
+    """A regular file to be read by position, which must stay the one that it was when it was opened first."""
+
+    def __init__(self, path: Path, follow_links: bool) -> None:
+        self.path, self._follow_links = path, follow_links
+        self._identity: tuple[int, int, int, int] | None = None
+        self._number = _HANDLES.number()
+        weakref.finalize(self, _HANDLES.close, self._number)
+        with _HANDLES.using(self._number, self._make) as fd:
+            self.size = os.fstat(fd).st_size
+
+    def _make(self) -> int:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self._follow_links else os.O_NOFOLLOW)
+        try:
+            fd = os.open(self.path, flags)
+        except (OSError, ValueError) as error:  # ValueError: a null character in the name
+            link = not self._follow_links and os.path.islink(str(self.path).replace("\0", ""))
+            why = "is a link, which a checkpoint's own files are not" if link else f"cannot be opened: {error}"
+            raise CheckpointError(f"{str(self.path)!r} {why}") from None
+        found = os.fstat(fd)
+        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        regular = stat.S_ISREG(found.st_mode)
+        if not regular or self._identity not in (None, identity):
+            os.close(fd)
+            why = "was changed while it was read" if regular else "is no regular file"
+            raise CheckpointError(f"{str(self.path)!r} {why}")
+        self._identity = identity
+        return fd
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``start`` on.
+
+        Raises:
+            CheckpointError: there are not so many, or another file is in its place.
+        """
+        done = 0
+        with _HANDLES.using(self._number, self._make) as fd:
+            while done < len(out):
+                try:
+                    count = os.preadv(fd, [out[done:]], start + done)
+                except OSError as error:
+                    raise CheckpointError(f"{str(self.path)!r} cannot be read: {error}") from None
+                if not count:
+                    raise CheckpointError(f"{str(self.path)!r} became shorter while it was read")
+                done += count
+
+
 class Region:
     """Bytes [start, start + size) of an open file. Reading is by position, so threads may share it.
 
@@ -28,10 +129,9 @@ class Region:
         size: bytes of the region.
     """
 
-    def __init__(self, path: Path, fd: int, start: int, size: int, name: str) -> None:
-        self.path, self.name, self.start, self.size = path, name, start, size
-        self._fd = fd
-        self._owner: Region | None = None
+    def __init__(self, file: OpenFile, start: int, size: int, name: str) -> None:
+        self.path, self.name, self.start, self.size = file.path, name, start, size
+        self._file = file
 
     @staticmethod
     def open(path: Path, *, follow_links: bool = False) -> Region:
@@ -40,20 +140,8 @@ class Region:
         Raises:
             CheckpointError: no such file, a link (unless ``follow_links``), or a pipe, device or folder.
         """
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-        try:
-            fd = os.open(path, flags)
-        except (OSError, ValueError) as error:  # ValueError: a null character in the name
-            link = not follow_links and os.path.islink(str(path).replace("\0", ""))
-            why = "is a link, which a checkpoint's own files are not" if link else f"cannot be opened: {error}"
-            raise CheckpointError(f"{str(path)!r} {why}") from None
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            os.close(fd)
-            raise CheckpointError(f"{str(path)!r} is no regular file")
-        region = Region(path, fd, 0, found.st_size, path.name)
-        weakref.finalize(region, os.close, fd)
-        return region
+        file = OpenFile(path, follow_links)
+        return Region(file, 0, file.size, path.name)
 
     def part(self, start: int, size: int, name: str) -> Region:
         """A part of it, which keeps the file open.
@@ -65,9 +153,7 @@ class Region:
             raise CheckpointError(
                 f"{name} is said to be the bytes [{start}, {start + size}) of {self.name}, which has {self.size}"
             )
-        found = Region(self.path, self._fd, self.start + start, size, name)
-        found._owner = self
-        return found
+        return Region(self._file, self.start + start, size, name)
 
     def read_into(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on.
@@ -79,15 +165,7 @@ class Region:
             raise CheckpointError(
                 f"{self.name} has {self.size} bytes; [{start}, {start + len(out)}) lies outside of it"
             )
-        done = 0
-        while done < len(out):
-            try:
-                count = os.preadv(self._fd, [out[done:]], self.start + start + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.name} of {str(self.path)!r} cannot be read: {error}") from None
-            if not count:
-                raise CheckpointError(f"{str(self.path)!r} became shorter while it was read")
-            done += count
+        self._file.read_into(self.start + start, out)
 
     def bytes(self, start: int = 0, size: int | None = None) -> bytes:
         """Bytes [start, start + size); all by default."""
