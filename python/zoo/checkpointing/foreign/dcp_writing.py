@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.disk import make_directories, sync
 from zoo.checkpointing.errors import CheckpointError, together
 from zoo.checkpointing.foreign.dcp import BUFFERS, METADATA
+from zoo.checkpointing.foreign.local import make_folder, replace, sync
 from zoo.checkpointing.foreign.pieces import tile
 from zoo.checkpointing.names import StateSlice
 from zoo.comm import Communicator
@@ -48,7 +48,7 @@ def save_dcp(
 
     def begin() -> None:
         if comm.rank == 0:
-            make_directories(root)
+            make_folder(root)
             (root / METADATA).unlink(missing_ok=True)
 
     def write() -> list[_Part]:
@@ -107,15 +107,9 @@ def _write(
 
 
 def _commit(root: Path, parts: list[_Part]) -> None:
-    metadata = _metadata(parts)
-    temporary = root / ".writing-metadata"
-    with open(temporary, "wb") as file:
-        pickle.dump(metadata, file)
-        file.flush()
-        os.fsync(file.fileno())
+    content = pickle.dumps(_metadata(parts))
     sync(root)
-    os.replace(temporary, root / METADATA)
-    sync(root)
+    replace(root / METADATA, content)
 
 
 def _metadata(parts: list[_Part]) -> Any:

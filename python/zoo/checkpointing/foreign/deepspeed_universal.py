@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from zoo.checkpointing.disk import make_directories, sync
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.foreign.deepspeed_files import Folder, need_dict, need_list
 from zoo.checkpointing.foreign.deepspeed_stages import shapes_of
+from zoo.checkpointing.foreign.local import make_folder, replace, sync
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.records import plain
 from zoo.checkpointing.foreign.regions import StoredTensor
@@ -157,7 +157,7 @@ def write_universal(
     if final.exists():
         raise CheckpointError(f"{str(final)!r} exists; give another tag, or remove it")
     shutil.rmtree(temporary, ignore_errors=True)
-    make_directories(temporary / "zero")
+    make_folder(temporary / "zero")
     trained: dict[str, tuple[int, ...]] = {}
     rest: dict[str, torch.Tensor] = {}
     steps: dict[str, float] = {}
@@ -176,10 +176,7 @@ def write_universal(
     _write_common(temporary, source, trained, rest, steps, groups)
     os.replace(temporary, final)
     sync(root)
-    latest = root / ".writing-latest_universal"
-    latest.write_text(tag, encoding="utf-8")
-    os.replace(latest, root / "latest_universal")
-    sync(root)
+    replace(root / "latest_universal", tag.encode())
     return final
 
 

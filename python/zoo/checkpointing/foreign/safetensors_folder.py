@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.disk import make_directories, write_text
 from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.foreign.local import make_folder, replace
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.regions import MAX_DIMS, Region, StoredTensor, is_size
 from zoo.checkpointing.tensors import CODES, TensorFile
@@ -182,7 +182,7 @@ def write_safetensors(
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes}; it is a number of bytes from 1 on")
     root = Path(folder)
-    make_directories(root)
+    make_folder(root)
     shards = _shards(described, max_shard_bytes)
     many = len(shards)
     names = [SINGLE] if many == 1 else [f"model-{i + 1:05d}-of-{many:05d}.safetensors" for i in range(many)]
@@ -208,7 +208,7 @@ def write_safetensors(
     if many > 1:
         total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in described.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: names[place[name]] for name in described}}
-        write_text(root / INDEX, json.dumps(index, indent=2) + "\n")
+        replace(root / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     else:
         (root / INDEX).unlink(missing_ok=True)  # of what was here before
     return [root / name for name in names]

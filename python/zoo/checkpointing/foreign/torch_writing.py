@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.disk import sync
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.foreign.known import STAND_INS, StorageKind
+from zoo.checkpointing.foreign.local import sync
 
 _ROOT, _ALIGNMENT, _PIECE_BYTES, _LARGE = "archive", 64, 4 << 20, 0xFFFFFFFF
 _TYPED = {
