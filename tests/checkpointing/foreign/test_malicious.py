@@ -25,7 +25,7 @@ from zoo.checkpointing import CheckpointError
 from zoo.checkpointing.foreign import load_deepspeed, load_torch, plain
 from zoo.checkpointing.foreign.records import Record
 from zoo.checkpointing.foreign.regions import Region, StoredTensor
-from zoo.checkpointing.foreign.unpickling import unpickle
+from zoo.checkpointing.foreign.unpickling import Unpickled, unpickle
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = [
@@ -164,12 +164,12 @@ def test_a_pickle_that_does_not_fit_together_is_one_sentence(raw: bytes, match: 
 
 
 def test_deep_nesting_neither_overflows_nor_is_hashed() -> None:
-    deep = b"\x80\x02" + b"(" * 200_000 + b"t" * 200_000 + b"."
-    assert isinstance(unpickle(deep, "it").value, tuple)
+    with pytest.raises(CheckpointError, match=r"nested more than 1000 deep"):
+        unpickle(b"\x80\x02" + b"(" * 200_000 + b"t" * 200_000 + b".", "it")
     with pytest.raises(CheckpointError, match=r"nested too deeply"):
-        plain(unpickle(b"\x80\x02)" + b"\x85" * 50_000 + b".", "it").value, "it")
+        plain(unpickle(b"\x80\x02)" + b"N0\x85" * 50_000 + b".", "it").value, "it")
     with pytest.raises(CheckpointError, match=r"tuple as a key"):
-        unpickle(b"\x80\x02})" + b"\x85" * 50_000 + b"Ns.", "it")
+        unpickle(b"\x80\x02})" + b"N0\x85" * 50_000 + b"Ns.", "it")
     itself = b"\x80\x02]q\x00h\x00a."
     with pytest.raises(CheckpointError, match=r"contains itself"):
         plain(unpickle(itself, "it").value, "it")
@@ -183,6 +183,23 @@ def test_doubling_takes_no_memory_and_no_time() -> None:
         plain(unpickle(double + b".", "it").value, "it")
     with pytest.raises(CheckpointError, match=r"tuple as a key"):
         unpickle(b"\x80\x02}" + double[2:] + b"Ns.", "it")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"]", b"}", b"\x8f", b")", b"(", b"\x85", b"(t", b"(d", b"(l", b"(\x91", b"2", b"2\x86", b"]\x94", b"\x94",
+     b"N\x94", b"K\x01", b"J\x00\x01\x01\x00", b"X\x02\x00\x00\x00ab", b"cx\ny\n", b"cx\ny\n)R", b"h\x00)R",
+     b"h\x00)\x81", b"G12345678",
+     b"\x8a\x01\x01", b"ctorch\nfloat32\n", b"U\x00", b"r\x01\x02\x03\x04", b"ccollections\nOrderedDict\n)R"],
+)  # fmt: skip
+def test_no_instruction_takes_much_more_memory_than_it_is_long(piece: bytes) -> None:
+    raw = b"\x80\x04cos\nsystem\nq\x00" + piece * (300_000 // len(piece))
+    mutants.harmless(lambda: unpickle(raw + b".", "it"), len(raw))
+
+
+def test_names_of_many_globals_take_little_memory() -> None:
+    raw = b"\x80\x02" + b"".join(b"c%x\ny\n0" % number for number in range(20_000)) + b"N."
+    assert isinstance(mutants.harmless(lambda: unpickle(raw, "it"), len(raw)), Unpickled)
 
 
 def test_copies_of_one_tuple_are_limited_by_the_size_of_the_pickle() -> None:

@@ -32,6 +32,10 @@ _DEVICE = re.compile(r"(cpu|cuda|xpu|npu|hpu|mps|meta|mtia|xla|musa)(:\d{1,3})?"
 _NUMPY = re.compile(r"[<>=|]?[biufc](1|2|4|8|16)|bool|b1|[SU]\d{1,4}")
 
 
+RECORD_COST = 3
+"""Bytes that a pickle takes at least to make an object: the class, its arguments, the instruction, the memo."""
+
+
 class StorageKind:
     """A class of storages, as a persistent id names it: what its elements are."""
 
@@ -101,7 +105,7 @@ _Maker = Callable[[Values, Named, tuple[Any, ...]], Any]
 
 
 def _record(values: Values, function: Named, args: tuple[Any, ...]) -> Record:
-    values.charge(len(args))
+    values.charge(len(args) + RECORD_COST)
     return Record(str(function), args, known=True)
 
 
@@ -159,6 +163,7 @@ def _layout(values: Values, function: Named, args: tuple[Any, ...]) -> Any:
 
 
 def _ordered(values: Values, function: Named, args: tuple[Any, ...]) -> OrderedDict[Any, Any]:
+    values.charge(RECORD_COST)
     if not args:
         return OrderedDict()
     pairs = args[0] if len(args) == 1 else None
@@ -172,6 +177,7 @@ def _ordered(values: Values, function: Named, args: tuple[Any, ...]) -> OrderedD
 
 def _default(values: Values, function: Named, args: tuple[Any, ...]) -> dict[Any, Any]:
     values.check(len(args) <= 1, function, args)  # the factory is code, and is not kept
+    values.charge(RECORD_COST)
     return {}
 
 
@@ -180,7 +186,7 @@ def _set_of(kind: type[Any]) -> _Maker:
         items = args[0] if len(args) == 1 else ()
         right = isinstance(items, (list, tuple)) and all(SimpleKey.check(item, [64], 0) for item in items)
         values.check(right and len(args) < 2, function, args)
-        values.charge(len(items))
+        values.charge(len(items) + RECORD_COST)
         return kind(items)
 
     return make

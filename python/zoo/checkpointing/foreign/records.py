@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ class Record:
     def __init__(self, kind: str, args: tuple[Any, ...], known: bool) -> None:
         self.kind, self.args, self.known = kind, args, known
         self.state: Any = None
-        self.items: list[Any] = []
-        self.pairs: list[tuple[Any, Any]] = []
+        self.items: Sequence[Any] = ()
+        self.pairs: Sequence[tuple[Any, Any]] = ()
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -8,29 +8,30 @@ It is no subclass of ``pickle.Unpickler``, which calls whatever it is handed.
 
 What it refuses, before it allocates: strings and numbers longer than the file, instructions of protocol 0 and 1 that no
 checkpoint has, extension codes, buffers outside of the file, integers of more than 1,024 bits, keys of dicts that are
-no simple values, and copies of parts of the pickle that would together be longer than the pickle itself. So memory is a
-small multiple of the pickle, at most some 300 bytes for each of its bytes (an instruction of one byte may make an empty
-set), and tensors are not read at all.
+no simple values, marks within more than 1,000 others, and more containers and copies than a pickle of its length could
+describe properly (a container costs it some bytes; thousands of empty sets and nothing else are refused too). So
+memory is at most some 64 bytes for each byte of the pickle, and tensors are not read at all.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.foreign.known import KNOWN, STAND_INS, SimpleKey, Values
+from zoo.checkpointing.foreign.known import KNOWN, RECORD_COST, STAND_INS, SimpleKey, Values
 from zoo.checkpointing.foreign.records import Named, Record
 
 _MAX_INT_BYTES = 128
 _MAX_KEY_VALUES = 64
+_MAX_MARKS = 1000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unknown:
-    """A global of a pickle that is on no list: its name, and the byte of the pickle at which it was named."""
+    """A global of a pickle that is on no list: its name, and the byte of the pickle at which it was named first."""
 
     name: str
     at: int
@@ -73,7 +74,9 @@ class _Machine:
         self.persistent = persistent
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.scattered: dict[int, Any] = {}  # of the memo, what did not come in order
+        self.globals: dict[tuple[str, str], Named] = {}
         self.unknown: list[Unknown] = []
         self.values = Values(len(raw) - start, what)
 
@@ -132,9 +135,11 @@ class _Machine:
         if (module, name) in STAND_INS:
             self.stack.append(STAND_INS[module, name])
             return
-        if (module, name) not in KNOWN:
-            self.unknown.append(Unknown(f"{module}.{name}", self.at))
-        self.stack.append(Named(module, name))
+        if (module, name) not in self.globals:
+            self.globals[module, name] = Named(module, name)
+            if (module, name) not in KNOWN:
+                self.unknown.append(Unknown(f"{module}.{name}", self.at))
+        self.stack.append(self.globals[module, name])
 
     def call(self, function: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
@@ -143,9 +148,10 @@ class _Machine:
             known = KNOWN.get((function.module, function.name))
             if known is not None:
                 return known(self.values, function, args)
-            self.values.charge(len(args))
+            self.values.charge(len(args) + RECORD_COST)
             return Record(str(function), args, known=False)
         if isinstance(function, Record):  # what came of an unknown function
+            self.values.charge(RECORD_COST)
             return Record(function.kind, args, known=False)
         raise CheckpointError(f"{self.what} calls a {type(function).__name__}, at byte {self.at}")
 
@@ -158,7 +164,7 @@ class _Machine:
     def append(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, Record):
-            target.items += items
+            target.items = _longer(target.items, items)
         elif type(target) is list:
             target += items
         else:
@@ -170,7 +176,7 @@ class _Machine:
             raise CheckpointError(f"{self.what} has a key without a value at byte {self.at}")
         pairs = zip(items[::2], items[1::2], strict=True)
         if isinstance(target, Record):
-            target.pairs += pairs
+            target.pairs = _longer(target.pairs, list(pairs))
         elif isinstance(target, dict):
             target.update((self.key(key), value) for key, value in pairs)
         else:
@@ -192,17 +198,37 @@ class _Machine:
         return value
 
     def remember(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
+        if number == len(self.memo):
+            self.memo.append(self.stack[-1])
+        elif number < len(self.memo):
+            self.memo[number] = self.stack[-1]
+        else:
+            self.scattered[number] = self.stack[-1]
 
     def recall(self, number: int) -> None:
-        if number not in self.memo:
+        if number < len(self.memo):
+            self.stack.append(self.memo[number])
+        elif number in self.scattered:
+            self.stack.append(self.scattered[number])
+        else:
             raise CheckpointError(f"{self.what} recalls value {number}, which was never kept, at byte {self.at}")
-        self.stack.append(self.memo[number])
+
+    def paid(self, cost: int, value: Any) -> Any:
+        """``value``, which a pickle that says it properly takes more than ``cost`` bytes for."""
+        self.values.charge(cost)
+        return value
 
     def stand_for(self, identity: Any) -> Any:
         if self.persistent is None:
             raise CheckpointError(f"{self.what} refers to something outside of it, at byte {self.at}")
         return self.persistent(identity)
+
+
+def _longer(values: Sequence[Any], more: list[Any]) -> list[Any]:
+    """A list of both, the same one where there is one."""
+    found = values if isinstance(values, list) else list(values)
+    found += more
+    return found
 
 
 _Step = Callable[[_Machine], Any]
@@ -236,6 +262,8 @@ def _frame(m: _Machine) -> None:
 
 
 def _mark(m: _Machine) -> None:
+    if len(m.below) >= _MAX_MARKS:
+        raise CheckpointError(f"{m.what} is nested more than {_MAX_MARKS} deep at byte {m.at}")
     m.below.append(m.stack)
     m.stack = []
 
@@ -251,6 +279,7 @@ def _tuple(count: int) -> _Step:
     def step(m: _Machine) -> None:
         if len(m.stack) < count:
             raise CheckpointError(f"{m.what} makes a tuple of more values than there are, at byte {m.at}")
+        m.values.charge(2 if count == 1 else 1)
         m.stack[-count:] = [tuple(m.stack[-count:])]
 
     return step
@@ -305,9 +334,9 @@ _STEPS: dict[int, _Step] = {
     0x8E: _push(lambda m: m.take(m.number("<Q"))),
     0x96: _push(lambda m: m.take(m.number("<Q"))),
     # containers
-    ord("]"): _push(lambda m: []),
-    ord("}"): _push(lambda m: {}),
-    0x8F: _push(lambda m: set()),
+    ord("]"): _push(lambda m: m.paid(1, [])),
+    ord("}"): _push(lambda m: m.paid(2, {})),
+    0x8F: _push(lambda m: m.paid(4, set())),
     ord(")"): _push(lambda m: ()),
     0x85: _tuple(1),
     0x86: _tuple(2),
@@ -315,7 +344,7 @@ _STEPS: dict[int, _Step] = {
     ord("t"): _push(lambda m: tuple(m.pop_mark())),
     ord("l"): _push(lambda m: m.pop_mark()),
     ord("d"): _dict,
-    0x91: _push(lambda m: frozenset(map(m.key, m.pop_mark()))),
+    0x91: _push(lambda m: m.paid(5, frozenset(map(m.key, m.pop_mark())))),
     ord("a"): lambda m: m.append([m.stack.pop()]),
     ord("e"): lambda m: m.append(m.pop_mark()),
     ord("s"): lambda m: m.set_items([m.stack.pop(), m.stack.pop()][::-1]),
@@ -324,7 +353,7 @@ _STEPS: dict[int, _Step] = {
     # memo
     ord("q"): lambda m: m.remember(m.number("<B")),
     ord("r"): lambda m: m.remember(m.number("<I")),
-    0x94: lambda m: m.remember(len(m.memo)),
+    0x94: lambda m: m.remember(len(m.memo) + len(m.scattered)),
     ord("h"): lambda m: m.recall(m.number("<B")),
     ord("j"): lambda m: m.recall(m.number("<I")),
     # names and what is made with them
