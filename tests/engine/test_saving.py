@@ -135,6 +135,21 @@ def test_what_is_tied_is_saved_once_as_safetensors_wants_it(tmp_path: Path, stag
         assert torch.equal(value, expected[name])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_name_that_ends_in_bin_is_read_by_torch(tmp_path: Path, stage: int) -> None:
+    def job(rank: int) -> dict[str, torch.Tensor]:
+        engine = start(zero_of(stage, "none", tmp_path), tied=True)
+        engine.train_batch()
+        assert engine.save_16bit_model(str(tmp_path), "pytorch_model.bin")
+        return engine.optimizer.consolidated_parameters()
+
+    expected = sim.run(2, job)[0]
+    model = net(tied=True)
+    model.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=True))  # strict
+    for name, value in model.named_parameters():
+        assert torch.equal(value, expected[name])
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_frozen_parameters_can_be_left_out(tmp_path: Path, stage: int) -> None:
     def job(rank: int) -> int:
@@ -255,9 +270,9 @@ def test_a_rank_0_that_cannot_write_is_an_error_everywhere_and_the_old_file_stay
     assert first == second
 
 
-@pytest.mark.parametrize("name", ["a/b.safetensors", "../m.safetensors", ".safetensors", "pytorch_model.bin", "", 3])
+@pytest.mark.parametrize("name", ["a/b.safetensors", "../m.safetensors", ".safetensors", "model.pt", ".bin", "", 3])
 def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: Any) -> None:
-    with pytest.raises(ValueError, match=r"it is the name of a file in the folder.*ends in '\.safetensors'"):
+    with pytest.raises(ValueError, match=r"it is the name of a file in the folder.*ends in '\.safetensors' or '\.bin'"):
         start({}).save_16bit_model(tmp_path, name)
     assert list(tmp_path.iterdir()) == []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,15 @@ def _checkpointing(_: str) -> dict[str, Any]:
     return {"opt": Stage3Optimizer(nn.Linear(4, 4), lr=0.1)}
 
 
+def _foreign(_: str) -> dict[str, Any]:
+    from tests.checkpointing.foreign.golden_model import Net, groups
+
+    from zoo.zero import Stage3Optimizer
+
+    shutil.copytree(ROOT / "tests" / "checkpointing" / "foreign" / "golden" / "stage2", "ds_run", dirs_exist_ok=True)
+    return {"opt": Stage3Optimizer(model := Net(), params=groups(model), optimizer=torch.optim.AdamW, lr=0.1)}
+
+
 def _config(_: str) -> dict[str, Any]:
     Path("config.json").write_text(json.dumps({"train_batch_size": 8, "model": {"width": 3}}))
     return {}
@@ -183,6 +193,7 @@ AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
     "README.md": _readme,
     "moe/README.md": _moe,
     "python/zoo/checkpointing/README.md": _checkpointing,
+    "python/zoo/checkpointing/foreign/README.md": _foreign,
     "python/zoo/comm/README.md": _comm,
     "python/zoo/config/README.md": _config,
     "python/zoo/engine/README.md": _engine,

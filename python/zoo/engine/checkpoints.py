@@ -268,7 +268,8 @@ class Checkpoints:
         *,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the model's weights, whole, as one safetensors file, for whoever uses the model without zoo.
+        """Write the model's weights, whole, as one file, for whoever uses the model without zoo: in the safetensors
+        format, or, where ``filename`` ends in ".bin", as ``torch.load(weights_only=True)`` reads it.
 
         Rank 0 writes; the others help to gather, so all ranks call it. Parameters have the dtype that the model
         computes with: bf16 or fp16 where the configuration enables one of them; an fp32 model is saved in fp32, which
@@ -276,12 +277,13 @@ class Checkpoints:
         name stays as it was until the new one is whole.
 
         The keys are those of ``module.state_dict()``. A parameter that is tied is there once, under its first name,
-        and the header names the others: ``safetensors.torch.load_model`` reads that. What ``get_extra_state`` returns
+        and the header names the others: ``safetensors.torch.load_model`` reads that. In a ".bin" it is there under all
+        its names, as one storage. What ``get_extra_state`` returns
         is not saved.
 
         Args:
             folder: made if it does not exist.
-            filename: of a file in that folder, ending in ".safetensors".
+            filename: of a file in that folder, ending in ".safetensors" or ".bin".
             exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
 
         Returns:

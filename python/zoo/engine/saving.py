@@ -12,10 +12,11 @@ from torch import nn
 
 from zoo.checkpointing import TensorFile, together
 from zoo.checkpointing.disk import LOCAL, make_directories
+from zoo.checkpointing.foreign import TorchFile
 from zoo.engine.state import first_buffers, has_parts, persistent_buffers
 from zoo.zero import ShardedModel
 
-SUFFIX = ".safetensors"
+SUFFIXES = (".safetensors", ".bin")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _log = logging.getLogger("zoo.engine")
 
@@ -46,7 +47,7 @@ def save_model(
         own = {name: buffer.detach().cpu() for name, buffer in first_buffers(module, sharded).items()}
         buffers = {name: buffer for there in comm.all_gather_object(own) for name, buffer in there.items()}
     what = f"saving the model as {filename!r} in {str(folder)!r}"
-    opened: list[TensorFile] = []
+    opened: list[TensorFile | TorchFile] = []
     failure: Exception | None = None
 
     def begin() -> None:
@@ -77,7 +78,7 @@ def save_model(
 def _open(
     path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     given: dict[str, torch.Tensor],
-) -> TensorFile:  # fmt: skip
+) -> TensorFile | TorchFile:  # fmt: skip
     """The file, with its buffers."""
     make_directories(LOCAL, Path(os.path.abspath(path.parent)))
     buffers: dict[str, torch.Tensor] = {}
@@ -85,7 +86,12 @@ def _open(
         if all(buffer is not other for other in buffers.values()):
             buffers[name] = buffer
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}
-    file = TensorFile(path, described, {"format": "pt", **_aliases(module, described)})
+    tied = _aliases(module, described)
+    file: TensorFile | TorchFile
+    if path.suffix == ".bin":
+        file = TorchFile(path, described, tied)
+    else:
+        file = TensorFile(path, described, {"format": "pt", **tied})
     try:
         for name, buffer in buffers.items():
             file.put(name, buffer)
@@ -96,10 +102,11 @@ def _open(
 
 
 def _check_name(filename: object) -> None:
-    if not isinstance(filename, str) or not _NAME.fullmatch(filename) or not filename.endswith(SUFFIX):
+    if not isinstance(filename, str) or not _NAME.fullmatch(filename) or not filename.endswith(SUFFIXES):
         raise ValueError(
             f"filename={filename!r}; it is the name of a file in the folder, of letters, digits and any of _ . + = - "
-            f"(not first), at most 200 of them, and ends in {SUFFIX!r}, the format that is written."
+            f"(not first), at most 200 of them, and ends in {' or '.join(map(repr, SUFFIXES))}, the formats "
+            "that are written."
         )
 
 

@@ -1,0 +1,250 @@
+"""A checkpoint of another system as logical tensors: what ``zoo.checkpointing.Checkpoint`` says."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from zoo.checkpointing.errors import CheckpointError, MissingStateError
+from zoo.checkpointing.foreign.unpickling import Unknown
+from zoo.layout import Box
+
+_PRIME = 2**61 - 1
+
+
+class Elements(Protocol):
+    """What is stored of a tensor: read in runs of its row-major order."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self, start: int = 0, length: int | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, start + length) of a tensor in one role, from element ``first`` of what is stored."""
+
+    start: int
+    length: int
+    source: Elements
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class BoxPart:
+    """A box of a tensor in one role, which is stored as a tensor of its own."""
+
+    box: Box
+    source: Elements
+
+
+class ForeignCheckpoint:
+    """An open, checked checkpoint that another system wrote.
+
+    It is read as :class:`zoo.checkpointing.Checkpoint` is, so ``optimizer.load_state(found.read, found.scalars)`` of a
+    zoo.zero optimizer continues from it.
+
+    Attributes:
+        tag, path: its name and place.
+        world_size: of the job that wrote it, 1 where that is not known.
+        meta: what else it says, as plain values.
+        scalars: "<role>/<name>" → number, as step counts.
+        shapes: name → shape of every tensor.
+        roles: name → role → dtype, as "float32".
+        unknown: (file, global) of every class or function that its pickles name and nobody here knows.
+    """
+
+    def __init__(self, tag: str, path: Path, *, world_size: int = 1) -> None:
+        self.tag, self.path, self.world_size = tag, path, world_size
+        self.meta: dict[str, Any] = {}
+        self.scalars: dict[str, float | int] = {}
+        self.unknown: list[tuple[str, Unknown]] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._roles: dict[str, dict[str, str]] = {}
+        self._runs: dict[tuple[str, str], list[Run]] = {}
+        self._boxes: dict[tuple[str, str], list[BoxPart]] = {}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name → shape."""
+        return self._shapes
+
+    @property
+    def roles(self) -> Mapping[str, Mapping[str, str]]:
+        """Name → role → dtype."""
+        return self._roles
+
+    # -- what readers of formats say ----------------------------------------------------------------------------------
+
+    def add(self, name: str, role: str, shape: Sequence[int], runs: Iterable[Run]) -> None:
+        """A tensor in one role, in runs of its row-major order that are it, in any order.
+
+        Raises:
+            CheckpointError: it was there before, has another shape in another role, or the runs are not all of it once.
+        """
+        ordered = sorted((run for run in runs if run.length), key=lambda run: run.start)
+        end, numel = 0, math.prod(shape)
+        for run in ordered:
+            if run.start != end or run.length < 0 or run.first < 0 or run.first + run.length > run.source.numel:
+                raise self._wrong(name, role, end, run.start)
+            end += run.length
+        if end != numel:
+            raise self._wrong(name, role, end, numel)
+        self._describe(name, role, shape, {run.source.dtype for run in ordered})
+        self._runs[name, role] = ordered
+
+    def add_boxes(
+        self, name: str, role: str, shape: Sequence[int], parts: Sequence[BoxPart], dtype: torch.dtype
+    ) -> None:
+        """A tensor in one role, in boxes that are it.
+
+        Raises:
+            CheckpointError: as :meth:`add`, and for boxes that overlap, lie outside, or leave something out.
+        """
+        whole = tuple(shape)
+        for part in parts:
+            if not part.box.fits(whole) or part.source.numel != part.box.numel:
+                raise CheckpointError(f"{role} {name!r} of shape {whole} has a part {part.box} that does not fit it")
+        if not tile([part.box for part in parts], whole):
+            raise CheckpointError(f"the parts of {role} {name!r} overlap, or leave some of its shape {whole} out")
+        self._describe(name, role, shape, {part.source.dtype for part in parts} | {dtype})
+        self._boxes[name, role] = [part for part in parts if part.box.numel]
+
+    def add_whole(self, name: str, role: str, source: Elements, shape: Sequence[int] | None = None) -> None:
+        """A tensor that is stored as it is."""
+        self.add(name, role, source.shape if shape is None else shape, [Run(0, source.numel, source)])
+
+    def change_role(self, name: str, role: str, other: str) -> None:
+        """What was taken for one role is another."""
+        if role in self._roles.get(name, {}) and other not in self._roles[name]:
+            self._roles[name][other] = self._roles[name].pop(role)
+            self._runs[name, other] = self._runs.pop((name, role))
+
+    def _describe(self, name: str, role: str, shape: Sequence[int], dtypes: set[torch.dtype]) -> None:
+        shape = tuple(shape)
+        if role in self._roles.get(name, {}) or self._shapes.get(name, shape) != shape:
+            raise CheckpointError(f"{role} {name!r} is there twice, or has several shapes, {shape} among them")
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{role} {name!r} is stored in several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+        self._shapes[name] = shape
+        dtype = dtypes.pop() if dtypes else torch.float32
+        self._roles.setdefault(name, {})[role] = str(dtype).removeprefix("torch.")
+
+    def _wrong(self, name: str, role: str, end: int, start: int) -> CheckpointError:
+        low, high, what = min(end, start), max(end, start), "missing" if end < start else "there twice or too many"
+        return CheckpointError(f"elements {low} to {high - 1} of {role} {name!r} in {str(self.path)!r} are {what}")
+
+    # -- what users read ----------------------------------------------------------------------------------------------
+
+    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+        """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they are stored in.
+
+        Raises:
+            MissingStateError: no such tensor or role (also a KeyError).
+            CheckpointError: a range outside of it, or a file that cannot be read any more.
+        """
+        dtype, numel = self._dtype_of(name, role), math.prod(self._shapes[name])
+        if start < 0 or length < 0 or start + length > numel:
+            raise CheckpointError(
+                f"[{start}, {start + length}) lies outside of {role} {name!r}, which has {numel} elements in "
+                f"checkpoint {self.tag!r}"
+            )
+        if (name, role) in self._boxes:
+            return self._read_boxes(name, role, start, length, dtype)
+        out = torch.empty(length, dtype=dtype)
+        runs = self._runs[name, role]
+        begin = max(bisect.bisect_right([run.start for run in runs], start) - 1, 0)
+        for run in runs[begin:]:
+            low, high = max(run.start, start), min(run.start + run.length, start + length)
+            if run.start >= start + length:
+                break
+            if low < high:
+                out[low - start : high - start] = run.source.read(run.first + low - run.start, high - low)
+        return out
+
+    def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
+        """The elements of a box of a tensor in one role: of the shape ``box.sizes``.
+
+        Read are the elements from its first to its last.
+
+        Raises:
+            MissingStateError, CheckpointError: as :meth:`read`.
+        """
+        dtype = self._dtype_of(name, role)
+        whole = Box.whole(self._shapes[name])
+        if not box.fits(whole.sizes):
+            raise CheckpointError(
+                f"{box} lies outside of {role} {name!r}, which has shape {whole.sizes} in checkpoint {self.tag!r}"
+            )
+        if not box.numel:
+            return torch.empty(box.sizes, dtype=dtype)
+        start = whole.number_of(box.offsets)
+        stop = whole.number_of([stop - 1 for stop in box.stops]) + 1
+        return self.read(name, role, start, stop - start).as_strided(box.sizes, whole.strides).clone()
+
+    def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
+        """A whole tensor in one role, in its shape."""
+        shape = self._shapes.get(name, ())
+        return self.read(name, role, 0, math.prod(shape)).view(shape)
+
+    def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
+        """What belonged to one rank alone: nothing that other systems write could be used."""
+        return {}
+
+    def _dtype_of(self, name: str, role: str) -> torch.dtype:
+        if role not in self._roles.get(name, {}):
+            held = ", ".join(sorted(self._roles[name])) if name in self._roles else "no tensor of that name"
+            raise MissingStateError(f"checkpoint {self.tag!r} has no {role} of {name!r}; it has {held}")
+        dtype: torch.dtype = vars(torch)[self._roles[name][role]]
+        return dtype
+
+    def _read_boxes(self, name: str, role: str, start: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(length, dtype=dtype)
+        whole = Box.whole(self._shapes[name])
+        wanted = whole.run(start, start + length)
+        for part in self._boxes[name, role]:
+            common = [c for c in map(part.box.intersection, wanted) if c is not None and c.numel]
+            if not common:
+                continue
+            values = part.source.read().view(part.box.sizes)
+            for box in common:
+                ranges = zip(box.offsets, box.stops, part.box.offsets, strict=True)
+                found = values[tuple(slice(low - base, high - base) for low, high, base in ranges)].reshape(-1)
+                for at, count in box.runs_in(whole.sizes):
+                    out[at - start : at - start + count] = found[:count]
+                    found = found[count:]
+        return out
+
+
+def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether every element of a tensor is in exactly one of some boxes of it; n boxes of d dims take O(n d).
+
+    The coordinates c of each dim get random values P(c) modulo a prime. The sum over all boxes of the products over
+    dims of P(stop) - P(offset) is a polynomial in the measures of the cells between coordinates, and the same
+    polynomial as that of the whole tensor if and only if each cell is in one box. Different ones agree at a random
+    point with a probability of at most d / 2^61 (Schwartz 1980, "Fast probabilistic algorithms for verification of
+    polynomial identities", lemma 1).
+    """
+    values: list[dict[int, int]] = [{} for _ in shape]
+
+    def measure(box: Box) -> int:
+        product = 1
+        for known, low, high in zip(values, box.offsets, box.stops, strict=True):
+            for coordinate in (low, high):
+                if coordinate not in known:
+                    known[coordinate] = secrets.randbelow(_PRIME)
+            product = product * (known[high] - known[low]) % _PRIME
+        return product
+
+    return sum(map(measure, boxes)) % _PRIME == measure(Box.whole(shape))

@@ -1,0 +1,77 @@
+"""The model, data and training that the golden checkpoints of DeepSpeed come from. Needs torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+RANKS, BEFORE, AFTER, ROWS, LR, DECAY = 2, 3, 5, 4, 0.02, 0.1
+
+
+class Net(nn.Module):
+    """Two parameters that are tied, a frozen one, a buffer, and sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.middle = nn.Linear(7, 7)
+        self.again = nn.Linear(7, 7)
+        self.again.weight = self.middle.weight
+        self.mixed = nn.Linear(7, 3)
+        self.mixed.requires_grad_(False)
+        self.last = nn.Linear(3, 1)
+        self.register_buffer("shift", torch.arange(5) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x + self.shift.to(x.dtype)))
+        x = torch.tanh(self.again(torch.tanh(self.middle(x))))
+        out: torch.Tensor = self.last(torch.tanh(self.mixed(x)))
+        return out
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups: weights decay, biases do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    """All in one group: stage 3 of DeepSpeed 0.19 loads universal checkpoints of no others rightly."""
+    return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": DECAY}]
+
+
+def batches(rank: int, dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a rank sees, one for each step before and after the checkpoint."""
+    dice = torch.Generator().manual_seed(100 + rank)
+    x = [torch.randn(ROWS, 5, generator=dice) for _ in range(BEFORE + AFTER)]
+    return [(part.to(dtype), part.sum(1, keepdim=True).sin().to(dtype)) for part in x]
+
+
+def loss_of(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Mean squared error, in fp32."""
+    out: torch.Tensor = (model(batch[0]).float() - batch[1].float()).square().mean()
+    return out
+
+
+class Experts(nn.Module):
+    """A mixture of four experts between two linear layers, as DeepSpeed's own layer has it."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6)
+        self.moe = moe(
+            hidden_size=6, expert=nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6)), num_experts=4, ep_size=2,
+            k=1, capacity_factor=4.0, use_rts=False,
+        )  # fmt: skip
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.moe(torch.tanh(self.first(x)))[0])
+        return out

@@ -1,0 +1,189 @@
+"""Checkpoints of the real DeepSpeed: every value as it says it, and training that goes on with its losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.checkpointing.foreign.golden_model import BEFORE, LR, Net, batches, groups, loss_of
+
+from zoo import sim
+from zoo.checkpointing import CheckpointError, MissingStateError
+from zoo.checkpointing.foreign import ForeignCheckpoint, load_deepspeed, load_torch
+from zoo.layout import Box
+from zoo.zero import ZeroOptimizer
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = ["experts", "pipeline", "stage0", "stage0_fp16", "stage1", "stage1_bf16", "stage2", "stage2_fp16",
+         "stage2_round_robin", "stage3", "stage3_bf16"]  # fmt: skip
+TRAINED = [n for n in CASES if n not in ("pipeline", "experts")]
+
+
+def names() -> list[list[str]]:
+    model = Net()
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    return [[name_of[id(p)] for p in group["params"]] for group in groups(model)]
+
+
+def opened(name: str, tag: str = "step", **options: Any) -> ForeignCheckpoint:
+    return load_deepspeed(GOLDEN / name, tag, groups=names() if "stage0" in name else None, **options)
+
+
+@pytest.mark.parametrize("name", [*CASES, "stage2/universal", "stage3/universal"])
+def test_every_value_is_the_one_that_deepspeed_has(name: str) -> None:
+    name, _, tag = name.partition("/")
+    found, expected = opened(name, tag or "step"), load_file(GOLDEN / name / "expected.safetensors")
+    compared = 0
+    for key, value in expected.items():
+        role, _, parameter = key.partition("|")
+        assert torch.equal(found.tensor(parameter, role).float().reshape(-1), value.reshape(-1)), key
+        compared += 1
+    assert compared == len(expected)
+    assert compared >= 8 or name == "stage0_fp16"
+    trained = {n for n, roles in found.roles.items() if "exp_avg" in roles}
+    assert {found.scalars[f"step/{n}"] for n in trained} == {float(BEFORE + (name == "stage0_fp16"))}
+    assert found.meta["client"] == {"note": [1, (2, "three")]}
+    assert found.unknown == []
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_masters_are_the_parameters_that_the_model_computed_with(name: str) -> None:
+    # Of stages 0 to 2 the model's file has all of them, rounded to its dtype.
+    found = opened(name)
+    model = load_torch(min((GOLDEN / name / "step").glob("*mp_rank_00_model_states.pt"))).value["module"]
+    for key, stored in model.items():
+        if key in found.shapes and "parameter" in found.roles[key] and stored.numel:
+            assert torch.equal(found.tensor(key).to(stored.dtype), stored.tensor()), key
+    assert found.tensor("shift", "buffer").tolist() == [0.0, 0.125, 0.25, 0.375, 0.5]
+    assert found.meta["tied"] == {"again.weight": "middle.weight"} or "stage3" in name
+
+
+def losses(
+    found: ForeignCheckpoint, stage: int, world: int, dtype: torch.dtype = torch.float32, grouped: Any = groups
+) -> list[list[float]]:
+    """By rank, those of the steps after the checkpoint."""
+    half = {} if dtype is torch.float32 else {"param_dtype": dtype}
+    scale = {"loss_scale": "dynamic"} if dtype is torch.float16 else {}
+
+    def job(rank: int) -> list[float]:
+        model = Net()
+        optimizer = ZeroOptimizer(
+            model, stage=stage, params=grouped(model), optimizer=torch.optim.AdamW, lr=LR,
+            clip_norm=float(found.meta["deepspeed"].get("clip_grad", 1.0)), **half, **scale,
+        )  # fmt: skip
+        if grouped is groups:
+            for group, said in zip(optimizer.param_groups, found.meta["deepspeed"]["param_groups"], strict=True):
+                assert (group["lr"], group["weight_decay"]) == (said["lr"], said["weight_decay"])
+        optimizer.load_state(found.read, found.scalars)
+        model.shift.copy_(found.tensor("shift", "buffer"))
+        mine = []
+        for number in range(BEFORE, len(batches(0))):
+            parts = [batches(r, dtype)[number] for r in range(rank, 2, world)]
+            loss = loss_of(model, (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            mine.append(float(loss.detach()))
+        return mine
+
+    return sim.run(world, job)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("stage0", 2), ("stage1", 3), ("stage2", 1), ("stage2_round_robin", 2), ("stage3", 3), ("stage3", 0)],
+)
+def test_training_goes_on_with_the_losses_of_deepspeed(name: str, stage: int) -> None:
+    theirs = json.loads((GOLDEN / name / "losses.json").read_text())
+    ours = losses(opened(name), stage, 2)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["stage2", "stage3"])
+def test_training_goes_on_from_a_universal_checkpoint_on_one_rank(name: str) -> None:
+    theirs = torch.tensor(json.loads((GOLDEN / name / "losses.json").read_text())).mean(0)
+    found = opened(name, "universal")
+    assert losses(found, 1, 1)[0] == pytest.approx(theirs.tolist(), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("stage1_bf16", torch.bfloat16), ("stage3_bf16", torch.bfloat16),
+                                             ("stage2_fp16", torch.float16)])  # fmt: skip
+def test_training_in_16_bits_goes_on_near_the_losses_of_deepspeed(name: str, dtype: torch.dtype) -> None:
+    # They are the same on the machine that wrote them; another one may round sums in 16 bits in another way.
+    theirs = json.loads((GOLDEN / name / "losses.json").read_text())
+    ours = losses(opened(name), 2, 2, dtype)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_loss_scaler_is_where_it_was() -> None:
+    # It began at 2^6, and all steps were good.
+    assert {k: v for k, v in opened("stage2_fp16").scalars.items() if k.startswith("zero/")} == {
+        "zero/scale": 64.0, "zero/good_steps": 3.0, "zero/lives": 2.0
+    }  # fmt: skip
+    assert opened("stage0_fp16").scalars["zero/scale"] == 64.0
+    assert not any(key.startswith("zero/") for key in opened("stage2").scalars)
+
+
+def test_parts_and_boxes_are_those_of_the_whole() -> None:
+    found = opened("stage3")
+    whole = found.tensor("middle.weight", "exp_avg")
+    assert torch.equal(found.read("middle.weight", "exp_avg", 20, 13), whole.reshape(-1)[20:33])
+    assert torch.equal(found.read_box("middle.weight", "exp_avg", Box((2, 3), (4, 2))), whole[2:6, 3:5])
+    with pytest.raises(MissingStateError, match=r"has no momentum of 'middle.weight'"):
+        found.read("middle.weight", "momentum", 0, 1)
+    with pytest.raises(CheckpointError, match=r"lies outside"):
+        found.read("middle.weight", "exp_avg", 40, 10)
+
+
+def test_states_by_number_need_the_names_of_the_groups() -> None:
+    with pytest.raises(CheckpointError, match=r"written without ZeRO.*groups="):
+        load_deepspeed(GOLDEN / "stage0", "step")
+    assert set(load_deepspeed(GOLDEN / "stage0", "step", optimizer_states=False).roles["last.weight"]) == {"parameter"}
+    with pytest.raises(CheckpointError, match=r"does not have its shape"):
+        load_deepspeed(GOLDEN / "stage0", "step", groups=[names()[0][::-1], names()[1]])
+
+
+def test_weights_alone_are_the_masters() -> None:
+    found = opened("stage1_bf16", optimizer_states=False)
+    assert found.roles["last.weight"] == {"parameter": "float32"}
+    assert not found.scalars
+
+
+@pytest.mark.parametrize("name", ["stage1", "stage2", "stage3", "pipeline"])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    for file in sorted((GOLDEN / name / "step").glob("*states.pt")):
+        if file.name.startswith("layer"):
+            continue  # of a pipeline, whose parameters are in the optimizer's files
+        folder = tmp_path / file.name
+        shutil.copytree(GOLDEN / name, folder)
+        (folder / "step" / file.name).unlink()
+        with pytest.raises(
+            CheckpointError, match=r"missing|there are files of|has files of|is no checkpoint|no part of"
+        ):
+            load_deepspeed(folder, "step")
+
+
+def test_latest_names_a_folder_beside_it_and_no_other(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "stage1", tmp_path / "run")
+    assert load_deepspeed(tmp_path / "run").tag == "step"
+    for bad in ("../run/step", "/etc", "..", "a" * 2000, ""):
+        (tmp_path / "run" / "latest").write_text(bad)
+        with pytest.raises(CheckpointError, match=r"cannot be a folder|bytes; it is the name|there is no folder"):
+            load_deepspeed(tmp_path / "run")
+
+
+def test_tensor_parallel_parts_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "stage1", tmp_path / "run")
+    step = tmp_path / "run" / "step"
+    model = torch.load(step / "mp_rank_00_model_states.pt", weights_only=False)
+    model["checkpoint_parallel_dimensions"]["tp_degree"] = 2
+    torch.save(model, step / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"2 tensor-parallel ranks.*ds_to_universal"):
+        load_deepspeed(tmp_path / "run", "step")

@@ -1,0 +1,92 @@
+"""Universal checkpoints written here: read again here, and loaded by the real DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpointing.foreign.golden_model import LR, RANKS, Net, batches, groups, loss_of, one_group
+from tests.checkpointing.foreign.test_deepspeed import losses, opened
+
+from zoo import sim
+from zoo.checkpointing import CheckpointError, load, save
+from zoo.checkpointing.foreign import load_deepspeed, write_universal
+from zoo.zero import ZeroOptimizer
+
+ROOT = Path(__file__).parents[3]
+
+
+def saved_by_zoo(root: Path) -> None:
+    """Three steps at stage 3 on two ranks, saved as zoo does."""
+
+    def job(rank: int) -> None:
+        model = Net()
+        optimizer = ZeroOptimizer(
+            model, stage=3, params=groups(model), optimizer=torch.optim.AdamW, lr=LR, clip_norm=1.0
+        )
+        for number in range(3):
+            optimizer.backward(loss_of(model, batches(rank)[number]))
+            optimizer.step()
+            optimizer.zero_grad()
+        save(
+            root, "three", optimizer.state_slices(), optimizer.state_scalars(), {"client": {"note": 7}}, optimizer.comm
+        )
+
+    sim.run(2, job)
+
+
+def test_what_zoo_saved_comes_back_from_a_universal_checkpoint(tmp_path: Path) -> None:
+    saved_by_zoo(tmp_path / "zoo")
+    source = load(tmp_path / "zoo")
+    write_universal(tmp_path / "ds", "uni", source)
+    found = load_deepspeed(tmp_path / "ds")
+    assert found.tag == "uni"
+    assert found.shapes == source.shapes
+    for name, roles in source.roles.items():
+        assert set(found.roles[name]) == set(roles)
+        for role in roles:
+            assert torch.equal(found.tensor(name, role), source.tensor(name, role)), (name, role)
+    assert found.scalars == source.scalars
+    assert found.meta["client"] == {"note": 7}
+    # The model trains on from either in the same way as DeepSpeed's own stage 1 does.
+    assert found.tensor("middle.weight", "exp_avg").equal(opened("stage1").tensor("middle.weight", "exp_avg"))
+    with pytest.raises(CheckpointError, match="exists"):
+        write_universal(tmp_path / "ds", "uni", source)
+
+
+def test_names_that_are_no_folders_are_refused(tmp_path: Path) -> None:
+    found = opened("stage1")
+    for tag in ("..", "a/b", "", ".writing-x"):
+        with pytest.raises(CheckpointError, match="name of a folder"):
+            write_universal(tmp_path, tag, found)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_goes_on_from_a_universal_checkpoint(stage: int, tmp_path: Path) -> None:
+    found = opened("stage3")
+    write_universal(tmp_path, "uni", found, found.meta["deepspeed"]["param_groups"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "tests.checkpointing.foreign.universal_peer", str(tmp_path), str(stage)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    ranks = [
+        subprocess.Popen([*command, str(rank), port], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(RANKS)
+    ]
+    ours = losses(found, 2, 2, grouped=one_group if stage == 3 else groups)
+    for rank, expected in zip(ranks, ours, strict=True):
+        said, _ = rank.communicate(timeout=300)
+        assert rank.returncode == 0
+        theirs = json.loads([line for line in said.splitlines() if line.startswith("[0.")][-1])
+        assert theirs == pytest.approx(expected, rel=1e-6, abs=1e-6)
