@@ -87,7 +87,8 @@ def test_it_trains_validates_compares_and_saves(config: Path) -> None:
         "run.json",
     }
     assert {p.name for p in out.iterdir()} == names
-    assert {p.name for p in (out / "checkpoints").iterdir()} == {"latest", "zero_to_fp32.py", "step_00000003", "step_00000006"}
+    there = {p.name for p in (out / "checkpoints").iterdir()}
+    assert there == {"latest", "zero_to_fp32.py", "step_00000003", "step_00000006"}
     found = json.loads((out / "result.json").read_text())
     assert found["stage"] == 3
     assert found["steps"] == 6

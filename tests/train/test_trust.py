@@ -86,7 +86,8 @@ def test_what_is_pruned_is_never_the_latest_nor_half_there(tmp_path: Path) -> No
     (root / "step_00000009" / "manifest.json").unlink()  # as if it had ended in the middle
     (root / "notes").mkdir()
     prune(root, 1)
-    assert sorted(p.name for p in root.iterdir()) == ["latest", "notes", "step_00000009", "step_00000012", "zero_to_fp32.py"]
+    found = sorted(p.name for p in root.iterdir())
+    assert found == ["latest", "notes", "step_00000009", "step_00000012", "zero_to_fp32.py"]
     prune(root, 1, rest_age_s=0.0)
     assert sorted(p.name for p in root.iterdir()) == ["latest", "notes", "step_00000012", "zero_to_fp32.py"]
     with pytest.raises(ValueError, match="keep=0"):
