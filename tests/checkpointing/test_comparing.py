@@ -136,7 +136,10 @@ def test_two_reshardings_in_a_row_change_no_element_and_cut_evenly(data: st.Data
                     held = sum(n * w for n, w in zip(columns["length"][rows].tolist(), widths, strict=True))
                     assert abs(held - num_bytes(new) / ranks[k + 1]) <= 4
             check_values(root / str(k + 1))
-        assert differences(root / "0", root / "2") == []
+        found_differences = differences(root / "0", root / "2")
+        if len(set(ranks)) > 1:  # what belongs to one rank does not outlive another number of ranks
+            found_differences = [row for row in found_differences if not row[1].startswith("rank ")]
+        assert found_differences == []
 
 
 def test_version_2_becomes_version_3_with_all_that_it_has(tmp_path: Path) -> None:
