@@ -169,7 +169,7 @@ class ModelSink:
     def __init__(self, disk: ModelDisk, node: Node, name: str) -> None:
         self._disk, self._node, self._name = disk, node, name
 
-    def write(self, memory: torch.Tensor, offset: int) -> None:
+    def write(self, memory: torch.Tensor, offset: int) -> Callable[[], None]:
         self._disk._call(f"write {self._name}")
         raw = memory.numpy().tobytes()
         grows = max(0, offset + len(raw) - len(self._node.data))
@@ -177,9 +177,7 @@ class ModelSink:
             raise OSError(errno.ENOSPC, "No space left on device")
         self._node.data.extend(b"\0" * grows)
         self._node.data[offset : offset + len(raw)] = raw
-
-    def wait(self) -> None:
-        """Nothing is under way."""
+        return lambda: None
 
     def sync(self) -> None:
         self._disk._call(f"sync {self._name}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,9 @@ from zoo.checkpointing.index import BLOCK_BYTES, Column
 from zoo.checkpointing.tensors import Entry, flat_of, header_of
 
 STAGE_BYTES = 8 << 20
-"""What is collected before it is written; two of these are in use."""
+"""What is collected before it is written."""
+NUM_STAGES = 3
+"""One of these is filled, and the others are on their way."""
 HEADER_MULTIPLE = 4096
 
 
@@ -53,7 +55,7 @@ def write_data(disk: Disk, path: Path, entries: Iterable[Entry], metadata: Mappi
     size = len(head) + sum(e.length * e.dtype.itemsize for e in ordered)
     sink = disk.create(path, size)
     try:
-        writer = _Writer(sink, min(STAGE_BYTES, -(-size // 4096) * 4096))
+        writer = _Writer(sink, min(STAGE_BYTES, -(-size // 4096) * 4096), min(NUM_STAGES, 1 + size // STAGE_BYTES))
         writer.add(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for entry in ordered:
             if entry.length:
@@ -67,11 +69,12 @@ def write_data(disk: Disk, path: Path, entries: Iterable[Entry], metadata: Mappi
 
 
 class _Writer:
-    """Bytes in order, collected in one of two aligned stages while the other one is written."""
+    """Bytes in order, collected in one of several aligned stages while the others are written."""
 
-    def __init__(self, sink: Sink, stage_bytes: int) -> None:
+    def __init__(self, sink: Sink, stage_bytes: int, num_stages: int) -> None:
         self._sink = sink
-        self._stages = [_aligned(stage_bytes), _aligned(stage_bytes)]
+        self._stages = [_aligned(stage_bytes) for _ in range(num_stages)]
+        self._written: deque[Callable[[], object]] = deque()
         self._filled = self._at = 0
         self._sums: list[int] = []
 
@@ -94,10 +97,11 @@ class _Writer:
 
         full = self._stages[0][: self._filled]
         self._sums += [crc32c(block) for block in torch.split(full, BLOCK_BYTES)]
-        self._sink.wait()  # the other stage is free
-        self._sink.write(full, self._at)
+        self._written.append(self._sink.write(full, self._at))
         self._at, self._filled = self._at + self._filled, 0
-        self._stages.reverse()
+        self._stages.append(self._stages.pop(0))
+        if len(self._written) == len(self._stages):
+            self._written.popleft()()  # the next stage is free
 
     def finish(self) -> Column:
         """The rest; the CRC-32C of every block."""

@@ -29,14 +29,11 @@ QUEUE_DEPTH = 8
 class Sink(Protocol):
     """A file that is being written, front to back or in any order."""
 
-    def write(self, memory: torch.Tensor, offset: int) -> None:
-        """Begin to write these bytes; they must not change until :meth:`wait`."""
-
-    def wait(self) -> None:
-        """All that was begun is written."""
+    def write(self, memory: torch.Tensor, offset: int) -> Callable[[], object]:
+        """Begin to write these bytes, which must not change until what is returned has been called, or :meth:`sync`."""
 
     def sync(self) -> None:
-        """Wait, and force the bytes to the device."""
+        """Wait for all that was begun, and force the bytes to the device."""
 
     def close(self) -> None:
         """Close it; what was not forced may be lost."""
@@ -192,6 +189,10 @@ def discard(disk: Disk, path: Path) -> None:
         disk.remove(path)
 
 
+def _nothing() -> None:
+    """It is over already."""
+
+
 class _Sink:
     """A large file by an engine of its own, a small one by plain calls."""
 
@@ -210,28 +211,30 @@ class _Sink:
             self.close()
             raise
 
-    def write(self, memory: torch.Tensor, offset: int) -> None:
+    def write(self, memory: torch.Tensor, offset: int) -> Callable[[], object]:
         if self._engine is not None and self._file is not None:
-            self._under_way.append(self._engine.async_pwrite(memory, self._file, offset))
-            return
+            future = self._engine.async_pwrite(memory, self._file, offset)
+            self._under_way.append(future)
+            return future.wait
         raw: Any = memory.numpy()
         view = memoryview(raw)
         while view:
             done = os.pwrite(self._descriptor, view, offset)
             view, offset = view[done:], offset + done
+        return _nothing
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         waiting, self._under_way = self._under_way, []
         for future in waiting:
             future.wait()
 
     def sync(self) -> None:
-        self.wait()
+        self._wait()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.wait()
+            self._wait()
         if self._file is not None:
             self._file.close()
         if self._engine is not None:
