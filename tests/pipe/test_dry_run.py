@@ -131,6 +131,31 @@ def test_layers_that_talk_or_read_values_leave_the_answer_open(what: str) -> Non
     sim.run(2, fn, seed=0, group_timeout_s=5.0)
 
 
+VALID: dict[str, tuple[torch.Tensor, Any]] = {
+    "mask": (X, lambda x: x[x > 0.5]), "nonzero": (X, torch.nonzero), "unique": (X, torch.unique),
+    "one_hot": (X.long(), nn.functional.one_hot), "counts": (X.long().flatten(), torch.bincount),
+    "list": (X, lambda x: torch.ones(len(x.tolist()))), "slice": (X, lambda x: x[: int(x.max())]),
+    "numpy": (X, lambda x: torch.from_numpy(x.numpy())), "branch": (X, lambda x: x if x.sum() > 0 else x.view(99)),
+    "repeat": (X.long().flatten(), lambda x: x.repeat_interleave(x)), "elsewhere": (X, lambda x: x @ torch.ones(4, 2)),
+    "to": (X, lambda x: x.to("cpu")),
+    "equal": (X, lambda x: x if torch.equal(x, x) else x.view(99)), "draws": (X, lambda x: torch.multinomial(x, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_no_layer_that_runs_is_called_a_misfit(name: str) -> None:
+    x, layer = VALID[name]
+    layer(x)
+    assert misfit([layer, nn.Identity()], x, names=[name, "Identity"]) is None
+
+
+def test_inputs_without_a_place_on_the_meta_device_are_left_alone() -> None:
+    quantised = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    for x in (quantised, nested, X.to_sparse(), X.to(torch.complex64)):
+        assert misfit([nn.Identity()], x, names=["Identity"]) is None
+
+
 class Random(nn.Linear):
     calls = 0
 

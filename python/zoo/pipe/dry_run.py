@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +68,10 @@ def misfit(
     """
     tied: dict[str, nn.Module] = {}
     tensors, outline = flatten(x, "the inputs of a batch")
-    x = unflatten([torch.empty_like(t, device="meta") for t in tensors], outline)
+    try:
+        x = unflatten([torch.empty_like(t, device="meta") for t in tensors], outline)
+    except RuntimeError:  # quantised and nested tensors cannot be there
+        return None
     silent: Any = _NoCollectives
     with torch.no_grad(), _without_traces(), no_collectives(), silent(), attaching(Attached()):
         for number, layer in enumerate(layers):
@@ -124,10 +128,13 @@ def _parameters_text(module: nn.Module | None) -> str:
 @contextmanager
 def _without_traces() -> Iterator[None]:
     """Random numbers that are drawn inside are drawn again after it."""
-    state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(state)
+    state, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numbers)
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -179,6 +179,10 @@ class PipelineModule(Documented, nn.Module):
             return []
         return [outline_of(layer) for layer in self.specs]
 
+    def forget_outlines(self) -> None:
+        """Nobody will ask whether the layers fit any more."""
+        self._outlines = []
+
     def misfit(self, x: Any) -> str | None:
         """On the rank with the first stage: a sentence on the first layer that does not take what it would get in a
         forward of ``x``, found without numbers (:mod:`zoo.pipe.dry_run`); None where none is known."""

@@ -347,6 +347,7 @@ class PipelineRunner:
         if text is not None:
             raise ValueError(text)
         self._fits = True
+        self._module.forget_outlines()
 
     def _admit(self, batch: Any, m: int, trains: bool, labels: bool) -> tuple[Any, Any]:
         if self.batch_fn is not None:
