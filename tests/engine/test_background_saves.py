@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.processes import run_ranks
 from torch import nn
 
+from zoo.checkpointing import BackgroundSaver, CheckpointError, load
+from zoo.comm import Communicator
 from zoo.engine import initialize
 
 
@@ -43,6 +46,60 @@ def train(rank: int, folder: str, number: int, asynchronous: bool) -> tuple[list
     again = [float(engine.train_batch(iter([(x, x.sum(1, keepdim=True))]))) for x in batches[9:]]
     engine.destroy()
     return losses, again, under_way
+
+
+class Broken:
+    """A slice that cannot be read on one rank."""
+
+    name, role, start, length, shape, dtype = "a", "parameter", 0, 4, (4,), torch.float32
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise RuntimeError("nobody has it")
+
+
+class Whole(Broken):
+    @property
+    def tensor(self) -> torch.Tensor:
+        return torch.ones(4)
+
+
+def one_rank_fails(rank: int, folder: str) -> list[str]:
+    saver, said = BackgroundSaver(Communicator()), []
+    with pytest.raises(CheckpointError) as caught:
+        saver.save(folder, "one", [Broken()] if rank else [Whole()])
+    said.append(str(caught.value))
+    # What only rank 0's counts of may be anything elsewhere.
+    saver.save(folder, "two", [] if rank else [Whole()], meta={"f": print} if rank else {"f": 1})
+    saver.close()
+    with load(folder, comm=Communicator()) as found:
+        return [*said, found.tag, str(found.meta)]
+
+
+def test_what_one_rank_cannot_copy_is_told_to_all(tmp_path: Path) -> None:
+    for said, *rest in run_ranks(2, one_rank_fails, str(tmp_path)).values():
+        assert "saving the checkpoint 'one'" in said
+        assert "rank 1: RuntimeError: nobody has it" in said
+        assert rest == ["two", "{'f': 1}"]
+
+
+def torn_down(rank: int, folder: str) -> bool:
+    """A script that ends as torch's tutorials do, right after its last save."""
+    numel = 4 << 20
+    piece = type("Piece", (Whole,), {
+        "name": f"p{rank}", "length": numel, "shape": (numel,), "tensor": torch.full((numel,), float(rank)),
+    })()  # fmt: skip
+    saver = BackgroundSaver(Communicator())
+    saver.save(folder, "last", [piece])
+    under_way = saver.pending
+    dist.destroy_process_group()
+    return under_way and not saver.pending
+
+
+def test_a_save_is_over_before_the_process_groups_go(tmp_path: Path) -> None:
+    assert all(run_ranks(2, torn_down, str(tmp_path)).values())
+    with load(tmp_path) as found:
+        assert [bool((found.tensor(f"p{rank}") == float(rank)).all()) for rank in range(2)] == [True, True]
 
 
 @pytest.mark.parametrize("number", [1, 3])

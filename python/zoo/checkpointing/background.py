@@ -2,9 +2,9 @@
 
 :meth:`BackgroundSaver.save` copies this rank's slices into host memory that is kept for the next time, and returns.
 One thread writes them and commits, save by save, over a control group that nothing else uses. The next save waits for
-the one before it, which the log says; so does whoever reads the directory in this process (``under_way.py``). What
-failed is logged at once, and raised on all ranks at the next :meth:`~BackgroundSaver.save`,
-:meth:`~BackgroundSaver.wait` or :meth:`~BackgroundSaver.close`.
+the one before it, which the log says; so do whoever reads the directory in this process (``under_way.py``), and
+``torch.distributed.destroy_process_group``. What failed is logged at once, and raised on all ranks at the next
+:meth:`~BackgroundSaver.save`, :meth:`~BackgroundSaver.wait` or :meth:`~BackgroundSaver.close`.
 
 Where ranks are simulated, and have no threads of their own, a save is over when it returns.
 """
@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from zoo.checkpointing import under_way
 from zoo.checkpointing.disk import LOCAL, Disk
-from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.errors import CheckpointError, alike
 from zoo.checkpointing.names import StateSlice
 from zoo.checkpointing.writing import Told, save
-from zoo.comm import Communicator
+from zoo.comm import Communicator, before_teardown
 
 _log = logging.getLogger("zoo.checkpointing")
 _SIMULATED = "zoo_sim"
@@ -112,18 +112,22 @@ class BackgroundSaver:
             CheckpointError: on all ranks: the save before this one failed. Nothing of this one is done then.
         """
         self.wait(for_what=tag)
-        told = Told.of(meta or {})
+        comm = self._comm
+        what = f"saving the checkpoint {tag!r} in {str(directory)!r}"
+        # Rank 0's is kept. It is made here, as the values may change; and what a rank raises here alone, all hear of.
+        told = alike(comm, what, lambda: Told.of((meta or {}) if comm.rank == 0 else {}))
         if self._comm.backend == _SIMULATED:
             return save(
                 directory, tag, slices, scalars, told, self._comm, rank_state=rank_state, latest=latest, disk=disk
             )
         if self._control is None:
             self._control = _control_of(self._comm)
+            before_teardown(under_way.finish_all)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zoo-checkpoint")
         if self._thread is None:
             raise AssertionError("a control group without a thread.")
-        copies, numbers = self._snapshot.take(slices), dict(scalars or {})
-        own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in (rank_state or {}).items()}
+        copies, own = alike(comm, what, lambda: (self._snapshot.take(slices), _copied(rank_state or {})))
+        numbers = dict(scalars or {})
         root, control = Path(os.path.abspath(directory)), self._control
 
         def work() -> Path:
@@ -168,6 +172,10 @@ class BackgroundSaver:
                 thread.shutdown()
             if control is not None and control.size > 1 and control.group is not None and dist.is_initialized():
                 dist.destroy_process_group(control.group)
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _control_of(comm: Communicator) -> Communicator:

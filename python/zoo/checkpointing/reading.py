@@ -181,6 +181,7 @@ class Checkpoint:
     def __init__(
         self, disk: Disk, tag: str, path: Path, document: dict[str, Any], index: Index, *, verify: bool = True
     ) -> None:
+        self._files: dict[int, DataFile] = {}  # first of all: whatever raises below, close() finds it
         self.tag, self.path, self.index = tag, path, index
         self._disk, self._verify = disk, verify
         self.version: int = document["version"]
@@ -195,7 +196,6 @@ class Checkpoint:
         for state in index.states:
             roles[state.name][state.role] = state.dtype
         self.roles: Mapping[str, Mapping[str, str]] = roles
-        self._files: dict[int, DataFile] = {}
         self._cache = Cache()
 
     def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:

@@ -29,10 +29,21 @@ def begin(root: Path, save: Future[Any]) -> None:
     save.add_done_callback(over)
 
 
+def finish_all() -> None:
+    """Return when no save of this process is under way."""
+    with _lock:
+        waiting = [save for saves in _saves.values() for save in saves]
+    _wait(waiting)
+
+
 def finish(directory: str | os.PathLike[str]) -> None:
     """Return when no save of this process to this directory is under way. What failed is told by whoever saved."""
     with _lock:
         waiting = list(_saves.get(Path(os.path.abspath(directory)), ()))
-    for save in waiting:
+    _wait(waiting)
+
+
+def _wait(saves: list[Future[Any]]) -> None:
+    for save in saves:
         with contextlib.suppress(Exception):
             save.result()

@@ -21,6 +21,7 @@ from zoo.comm.log import CommsLog, OpStats
 from zoo.comm.messages import Recv, Send
 from zoo.comm.objects import gather_object
 from zoo.comm.recovery import Recovery
+from zoo.comm.teardown import before_teardown
 
 __all__ = [
     "DONE",
@@ -33,6 +34,7 @@ __all__ = [
     "Recovery",
     "Recv",
     "Send",
+    "before_teardown",
     "exchange",
     "gather_object",
     "init_distributed",
