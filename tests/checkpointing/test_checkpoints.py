@@ -26,7 +26,7 @@ from zoo import sim
 from zoo.checkpointing import Checkpoint, CheckpointError, MissingStateError, latest_tag, load, prune, save
 from zoo.checkpointing.data_files import AHEAD, CHUNK_BYTES
 from zoo.checkpointing.disk import LocalDisk
-from zoo.checkpointing.index import FileEntry, Index, State, empty_columns
+from zoo.checkpointing.index import OF_PIECES, FileEntry, Index, State, empty_columns
 from zoo.comm import Communicator
 from zoo.layout import Box, FlatLayout, LogicalTensor
 
@@ -267,7 +267,7 @@ def _cut_row(root: Path) -> int:
 
 def _without(root: Path, row: int) -> None:
     def change(index: Index) -> None:
-        for name in ("state", "start", "length", "file", "offset"):
+        for name in OF_PIECES:
             index.columns[name] = np.delete(index.columns[name], row)
 
     _change(root, change)
@@ -555,6 +555,21 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     write(golden, 2, "one", 2.0)  # and replaced
     check_values(golden, 2.0)
     assert not path.exists()
+
+
+def test_version_3_is_read(tmp_path: Path) -> None:
+    golden = tmp_path / "version3"
+    shutil.copytree(Path(__file__).parent / "golden" / "version3", golden)
+    check_values(golden)
+    found = load(golden)
+    assert (found.tag, found.version, found.world_size, found.meta) == ("one", 3, 3, {"note": [1]})
+    assert [found.rank_state(rank)["rng"].tolist() for rank in range(3)] == [[rank] * 4 for rank in range(3)]
+    assert len(list(found.verify())) == 3
+    old = set((golden / "one").iterdir())
+    write(golden, 2, "one", 2.0)  # and replaced
+    check_values(golden, 2.0)
+    assert load(golden).version == 4
+    assert not old & (set((golden / "one").iterdir()) - {golden / "one" / "manifest.json"})
 
 
 def test_ranks_that_disagree_about_a_number_are_told(tmp_path: Path) -> None:

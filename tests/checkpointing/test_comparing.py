@@ -126,7 +126,7 @@ def test_two_reshardings_in_a_row_change_no_element_and_cut_evenly(data: st.Data
                 assert sum(read) == num_bytes(found)
             with load(root / str(k + 1)) as new:
                 assert new.world_size == len(new.index.files) == ranks[k + 1]
-                assert new.version == 3
+                assert new.version == 4
                 owned = new.rank_state(0)
                 assert (owned == {}) == (ranks[k + 1] != ranks[k] or not found.rank_state(0))
                 columns = new.index.columns
@@ -142,11 +142,11 @@ def test_two_reshardings_in_a_row_change_no_element_and_cut_evenly(data: st.Data
         assert found_differences == []
 
 
-def test_version_2_becomes_version_3_with_all_that_it_has(tmp_path: Path) -> None:
+def test_version_2_becomes_the_present_one_with_all_that_it_has(tmp_path: Path) -> None:
     with load(GOLDEN) as found:
         reshard(found, tmp_path, found.world_size)
         with load(tmp_path) as new:
-            assert (found.version, new.version) == (2, 3)
+            assert (found.version, new.version) == (2, 4)
             assert list(compare(found, new)) == []
             assert new.rank_state(1).keys() == found.rank_state(1).keys() != set()
 
@@ -199,7 +199,7 @@ def test_a_directory_is_listed_with_what_is_damaged_and_unfinished(tmp_path: Pat
         "b": WHOLE, "a": WHOLE, "c": DAMAGED, "d": UNFINISHED
     }  # fmt: skip
     assert [one.tag for one in listing(tmp_path) if one.state == WHOLE] == ["b", "a"]
-    assert (found["a"].number, found["a"].num_ranks, found["a"].num_tensors, found["a"].version) == (2, 2, 5, 3)
+    assert (found["a"].number, found["a"].num_ranks, found["a"].num_tensors, found["a"].version) == (2, 2, 5, 4)
     assert found["a"].num_bytes == sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
     assert "has another SHA-256 than the manifest says" in found["c"].why
     (tmp_path / "latest").write_text("a\n")

@@ -128,7 +128,7 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     (written,) = convert_zero_checkpoint_to_fp32_state_dict(GOLDEN, tmp_path / "out.bin")
     got = torch.load(written, weights_only=True)
     same(got, {name: found.tensor(name).float() for name in found.shapes if "parameter" in found.roles[name]})
-    with pytest.raises(ValueError, match=r"is of version 2, and this script reads version 3; `zoo ckpt export`"):
+    with pytest.raises(ValueError, match=r"is of version 2, and this script reads 3 and 4; `zoo ckpt export`"):
         Checkpoint(GOLDEN)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.laws.test_families import WIDTH, states, weight, whole
+from tests.laws.test_families import WIDTH, pick, states, weight, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -183,8 +183,8 @@ def test_a_state_goes_on_with_and_without_tensor_parallelism(
     kept = whole([found for found, _ in saved])
     scalars = {key: value for _, found in saved for key, value in found.items()}
 
-    def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
-        return kept[name, role].view(-1)[start : start + length]
+    def read(name: str, role: str, start: Any, length: int) -> torch.Tensor:
+        return pick(kept[name, role], start, length)
 
     def load(rank: int) -> Any:
         if dtensors:

@@ -29,6 +29,7 @@ from zoo.checkpointing.errors import CheckpointError, alike
 from zoo.checkpointing.names import StateSlice
 from zoo.checkpointing.writing import Told, save
 from zoo.comm import Communicator, before_teardown
+from zoo.layout import Box
 
 _log = logging.getLogger("zoo.checkpointing")
 _SIMULATED = "zoo_sim"
@@ -45,6 +46,7 @@ class _Copy:
     length: int
     shape: tuple[int, ...]
     tensor: torch.Tensor
+    box: Box | None
 
 
 class Snapshot:
@@ -71,7 +73,8 @@ class Snapshot:
             memory.copy_(tensor.reshape(-1), non_blocking=tensor.is_cuda)
             on_gpu |= tensor.is_cuda
             kept[key] = memory
-            found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory))
+            box = getattr(item, "box", None)
+            found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory, box))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         self._memory = kept

@@ -1,8 +1,10 @@
 """The index: what is where in a checkpoint's files, in columns of integers.
 
 A *state* is a logical tensor in one role, with a dtype. A *piece* is a run of consecutive elements of a state, in
-row-major order, that lies in one file without gaps. Columns are sorted by state and by the first element, so that a
-piece is found by bisection, and all checks are arithmetic on whole columns: 10⁶ pieces take a fraction of a second.
+row-major order, or a box of it, in the order of the box; it lies in one file without gaps. Columns are sorted by state
+and by the first element, so that a run is found by bisection, and checks are arithmetic on whole columns: 10⁶ runs take
+a fraction of a second. Boxes, which parts of a matrix are (its columns, say) that would be a run for each row, are few:
+``box`` says where the d offsets and the d sizes of one are in ``extents``, -1 for a run.
 
 As bytes: b"zooindex", the length of the header (8 bytes, little endian), the header (JSON: names, shapes, dtypes,
 files, and of each column where it is), padding to 8, and the columns, little endian. Sizes are checked before anything
@@ -23,15 +25,19 @@ import numpy.typing as npt
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.names import check_file
+from zoo.layout import Box, tiles
 
 BLOCK_BYTES = 1 << 20
 """Of a file, bytes that have a checksum together."""
 _MAGIC = b"zooindex"
 _COLUMNS: dict[str, str] = {
-    "state": "<i4", "start": "<i8", "length": "<i8", "file": "<i4", "offset": "<i8",
+    "state": "<i4", "start": "<i8", "length": "<i8", "file": "<i4", "offset": "<i8", "box": "<i4", "extents": "<i8",
     "own_rank": "<i4", "own_name": "<i4", "own_length": "<i8", "own_file": "<i4", "own_offset": "<i8",
     "sums": "<u4",
 }  # fmt: skip
+_OF_BOXES = ("box", "extents")
+OF_PIECES = ("state", "start", "length", "file", "offset", "box")
+"""The columns that have one number for each piece."""
 Column = npt.NDArray[Any]
 
 
@@ -74,12 +80,16 @@ class Index:
     columns: dict[str, Column]
     _of: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
     _rows: Column = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
+    _boxes: dict[int, Box] = field(default_factory=dict, repr=False)
+    _with_boxes: frozenset[int] = field(default_factory=frozenset, repr=False)
 
     def __post_init__(self) -> None:
         for number, state in enumerate(self.states):
             if self._of.setdefault((state.name, state.role), number) != number:
                 raise CheckpointError(f"the index has {state.role} {state.name!r} twice")
         self._rows = np.searchsorted(self.columns["state"], np.arange(len(self.states) + 1))
+        if not len(self.columns["box"]):
+            self.columns["box"] = np.full(len(self.columns["state"]), -1, _COLUMNS["box"])
 
     # Finding ---------------------------------------------------------------------------------------------------------
 
@@ -93,9 +103,15 @@ class Index:
         if start >= stop or low == high:
             return range(0)
         starts = self.columns["start"][low:high]
+        if state in self._with_boxes:  # whose last elements are in no order
+            return range(low, low + int(np.searchsorted(starts, stop, "left")))
         first = int(np.searchsorted(starts, start, "right")) - 1
         last = int(np.searchsorted(starts, stop, "left"))
         return range(low + max(first, 0), low + last)
+
+    def box_of(self, row: int) -> Box | None:
+        """The box that a piece is; None: it is a run."""
+        return self._boxes.get(row)
 
     def sums_of(self, file: int) -> Column | None:
         """The CRC-32C of each block of a file; None where there are none (version 2)."""
@@ -125,7 +141,11 @@ class Index:
             np.any(state[1:] < state[:-1]) or np.any((state[1:] == state[:-1]) & (start[1:] < start[:-1]))
         ):
             raise CheckpointError("the columns of the index are not sorted by state and first element")
+        self._read_boxes()
         filled = length > 0
+        if self._with_boxes:
+            self._check_boxes()
+            filled &= ~np.isin(state, list(self._with_boxes))
         state, start, length, file = state[filled], start[filled], length[filled], c["file"][filled]
         ends = start + length
         first = np.ones(len(state), bool)
@@ -140,11 +160,55 @@ class Index:
         last[:-1] = state[1:] != state[:-1]
         covered[state[last]] = ends[last]
         numels = np.array([one.numel for one in self.states], dtype=np.int64)
+        numels[list(self._with_boxes)] = 0
         for number in np.flatnonzero(covered != numels)[:1]:
             one, end = self.states[number], int(covered[number])
             many = "missing: no rank holds them" if end < one.numel else "too many"
             low, high = min(end, one.numel), max(end, one.numel) - 1
             raise CheckpointError(f"elements {low} to {high} of {one.role} {one.name!r} (of {one.numel}) are {many}")
+
+    def _read_boxes(self) -> None:
+        """What ``box`` and ``extents`` say, compared with the other columns."""
+        c = self.columns
+        self._boxes = {}
+        for row in np.flatnonzero(c["box"] >= 0).tolist():
+            state, first = self.states[int(c["state"][row])], int(c["box"][row])
+            dims = len(state.shape)
+            numbers = c["extents"][first : first + 2 * dims].tolist()
+            if len(numbers) < 2 * dims or min(numbers, default=0) < 0:
+                raise CheckpointError(f"the index has a box of {state.role} {state.name!r} that is none: {numbers}")
+            box = Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+            start, length = int(c["start"][row]), int(c["length"][row])
+            whole = Box.whole(state.shape)
+            if not box.fits(state.shape) or box.numel != length or whole.number_of(box.offsets) != start or not length:
+                raise CheckpointError(
+                    f"the index has a {box} of {state.role} {state.name!r}, of shape {state.shape}, that does not fit "
+                    f"its {length} elements from element {start}"
+                )
+            self._boxes[row] = box
+        self._with_boxes = frozenset(c["state"][list(self._boxes)].tolist())
+
+    def _check_boxes(self) -> None:
+        """Where a state has boxes, they and its runs are all of it."""
+        c, known = self.columns, set()
+        for number in sorted(self._with_boxes):
+            state = self.states[number]
+            whole, parts = Box.whole(state.shape), []
+            for row in range(int(self._rows[number]), int(self._rows[number + 1])):
+                box, start = self._boxes.get(row), int(c["start"][row])
+                stop = start + int(c["length"][row])
+                if stop > whole.numel and box is None:
+                    raise CheckpointError(
+                        f"elements {whole.numel} to {stop - 1} of {state.role} {state.name!r} are too many"
+                    )
+                parts += [box] if box is not None else whole.run(start, stop)
+            cut = (state.shape, tuple(parts))
+            if cut not in known and not tiles(parts, state.shape):
+                raise CheckpointError(
+                    f"the {len(parts)} parts of {state.role} {state.name!r}, of shape {state.shape}, have not each of "
+                    "its elements exactly once: some are missing, or are there twice"
+                )
+            known.add(cut)
 
     def _tell_gap(self, state: int, start: int, expected: int, file: Column, row: int, ends: Column) -> None:
         one = self.states[state]
@@ -181,9 +245,12 @@ class Index:
     def encode(self) -> bytes:
         """See the head of the file."""
         place, columns = 0, {}
+        written = dict(self.columns)
+        if not np.any(written["box"] >= 0):
+            written["box"] = written["extents"] = np.zeros(0, np.int64)
         for name, kind in _COLUMNS.items():
-            columns[name] = [len(self.columns[name]), place]
-            place += -(-len(self.columns[name]) * np.dtype(kind).itemsize // 8) * 8
+            columns[name] = [len(written[name]), place]
+            place += -(-len(written[name]) * np.dtype(kind).itemsize // 8) * 8
         header = json.dumps({
             "block_bytes": BLOCK_BYTES,
             "states": [[s.name, s.role, s.dtype, list(s.shape)] for s in self.states],
@@ -194,7 +261,7 @@ class Index:
         header += b" " * (-len(header) % 8)
         parts = [_MAGIC, len(header).to_bytes(8, "little"), header]
         for name, kind in _COLUMNS.items():
-            raw = np.ascontiguousarray(self.columns[name], dtype=kind).tobytes()
+            raw = np.ascontiguousarray(written[name], dtype=kind).tobytes()
             parts += [raw, b"\0" * (-len(raw) % 8)]
         return b"".join(parts)
 
@@ -226,12 +293,17 @@ class Index:
             )
         body, columns = memoryview(data)[16 + size :], {}
         for name, kind in _COLUMNS.items():
+            if name in _OF_BOXES and name not in header["columns"]:  # version 3
+                columns[name] = np.zeros(0, kind)
+                continue
             count, place = header["columns"][name]
             itemsize = np.dtype(kind).itemsize
             if not 0 <= count <= len(body) // itemsize or not 0 <= place <= len(body) - count * itemsize:
                 raise CheckpointError(f"the column {name!r} of the index lies outside of it")
             columns[name] = np.frombuffer(body, dtype=kind, count=count, offset=place)
-        for group in (("state", "start", "length", "file", "offset"),
+        if not len(columns["box"]):
+            columns["box"] = np.full(len(columns["state"]), -1, _COLUMNS["box"])
+        for group in (OF_PIECES,
                       ("own_rank", "own_name", "own_length", "own_file", "own_offset")):  # fmt: skip
             if len({len(columns[name]) for name in group}) > 1:
                 raise CheckpointError("the columns of the index have different lengths")

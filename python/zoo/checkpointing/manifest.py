@@ -1,7 +1,7 @@
 """The manifest: parsed and checked by hand, because it comes from outside. Its appearance is the checkpoint.
 
-Version 3: the name, size and SHA-256 of the index, the numbers, and what the job keeps beside tensors. Versions 1 and 2
-had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
+Since version 3: the name, size and SHA-256 of the index, the numbers, and what the job keeps beside tensors. Versions 1
+and 2 had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from zoo.checkpointing.exact import decode
 from zoo.checkpointing.names import ATTEMPT, MANIFEST, check_index, file_of, tag_of
 
 FORMAT = "zoo-checkpoint"
-VERSION = 3
-READABLE = (1, 2, 3)
-"""Versions of the manifest that are read. 2: ``meta`` as zoo.checkpointing.exact writes it. 3: an index beside it."""
+VERSION = 4
+READABLE = (1, 2, 3, 4)
+"""Versions that are read. 2: ``meta`` as zoo.checkpointing.exact writes it. 3: an index beside it. 4: boxes in it."""
+INDEXED = 3
+"""The first version with an index."""
 MOST_BYTES = 1 << 30
 _MOST_RANKS = 1 << 24
 
@@ -74,7 +76,7 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
 
 
 def manifest_of(document: dict[str, Any], where: str) -> Manifest:
-    """The fields of version 3.
+    """The fields since version 3.
 
     Raises:
         CheckpointError: one of them is missing, or not what it must be.
@@ -138,11 +140,11 @@ def numbered(disk: Disk, root: Path) -> list[tuple[int, str]]:
 
 
 def files_named(disk: Disk, path: Path) -> list[str]:
-    """What the manifest in ``path`` names, of version 3: its index, and the files of its ranks; none where there is no
-    manifest that can be read."""
+    """What the manifest in ``path`` names: its index, and the files of its ranks; none where there is no manifest that
+    can be read."""
     with contextlib.suppress(CheckpointError):
         document = read_document(disk, path)
-        if document["version"] == VERSION:
+        if document["version"] >= INDEXED:
             manifest = manifest_of(document, MANIFEST)
             ranks = range(manifest.world_size)
             return [manifest.index, *(file_of(manifest.attempt, rank) for rank in ranks)]

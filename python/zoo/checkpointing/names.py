@@ -28,7 +28,9 @@ class StateSlice(Protocol):
     """Elements [start, start + length) of the row-major logical tensor ``name`` of shape ``shape``, in one ``role``.
 
     ``tensor`` is their (length,) flat view on this rank. Any object with these attributes will do; one that has a
-    ``dtype`` as well is asked for its tensor only once, when it is written, so that it may load it then.
+    ``dtype`` as well is asked for its tensor only once, when it is written, so that it may load it then. One that has
+    a ``box`` (:class:`zoo.layout.Box`) which is not None is that box of the tensor, in the box's row-major order:
+    ``start`` is the number of its first element, ``length`` that of its elements.
     """
 
     @property

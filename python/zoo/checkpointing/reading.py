@@ -21,8 +21,8 @@ from zoo.checkpointing.errors import CheckpointError, MissingStateError, alike
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.index import Index
 from zoo.checkpointing.manifest import (
+    INDEXED,
     MOST_BYTES,
-    VERSION,
     Manifest,
     manifest_of,
     meta_of,
@@ -127,7 +127,7 @@ def _read(disk: Disk, root: Path, tag: str) -> _Opened:
     path = find(disk, root, tag)
     for again in (True, True, False):
         document = read_document(disk, path)
-        if document["version"] < VERSION:
+        if document["version"] < INDEXED:
             index, sums = version2.index_of(disk, path, document)
             return _Opened(tag, path, read_file(disk, path / MANIFEST, MOST_BYTES), index.encode(), tuple(sums))
         try:
@@ -186,7 +186,7 @@ class Checkpoint:
         self._disk, self._verify = disk, verify
         self.version: int = document["version"]
         self.world_size = world_size_of(document)
-        if self.version < VERSION:
+        if self.version < INDEXED:
             self.meta, self.scalars = meta_of(document), scalars_of(document["scalars"])
         else:
             manifest = manifest_of(document, MANIFEST)
@@ -198,13 +198,17 @@ class Checkpoint:
         self.roles: Mapping[str, Mapping[str, str]] = roles
         self._cache = Cache()
 
-    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+    def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they were saved in.
+
+        In the place of ``start`` may be a box of ``length`` elements, which come in its row-major order.
 
         Raises:
             MissingStateError: no such tensor or role (also a KeyError).
             CheckpointError: a range outside of it, or bytes that are not those that were written.
         """
+        if isinstance(start, Box):
+            return self.read_box(name, role, start).view(-1)
         state = self._state_of(name, role)
         numel = math.prod(self.shapes[name])
         if start < 0 or length < 0 or start + length > numel:
@@ -213,15 +217,25 @@ class Checkpoint:
                 f"checkpoint {self.tag!r}"
             )
         out = torch.empty(length, dtype=dtype_named(self.roles[name][role]))
+        boxed = False
         for row in self.index.meeting(state, start, start + length):
+            if self.index.box_of(row) is not None:
+                boxed = True
+                continue
             low, high = self._common(row, start, start + length)
-            self._load(row, low, high, out[low - start : high - start])
+            if low < high:
+                self._load(row, low - int(self.index.columns["start"][row]), out[low - start : high - start])
+        if boxed:
+            done = 0
+            for box in Box.whole(self.shapes[name]).run(start, start + length):
+                self._fill(state, box, out[done : done + box.numel].view(box.sizes), boxed=True)
+                done += box.numel
         return out
 
     def read_box(self, name: str, role: str, box: Box) -> torch.Tensor:
         """The elements of a box of a tensor in one role: of the shape ``box.sizes``, in the dtype they were saved in.
 
-        For parameters that are a part of a tensor: rows or columns, an expert. Of each saved slice one run is read for
+        For parameters that are a part of a tensor: rows or columns, an expert. Of each saved piece one run is read for
         each of the at most 2d - 1 boxes that it is, from the first element that is wanted to the last: never row by
         row.
 
@@ -238,16 +252,8 @@ class Checkpoint:
         out = torch.empty(box.sizes, dtype=dtype)
         if not box.numel:
             return out
-        start, stop = _span(whole, box)
-        for row in self.index.meeting(state, start, stop):
-            for common in box.in_runs(whole, [self._common(row, start, stop)]):
-                low, high = _span(whole, common)
-                found = torch.empty(high - low, dtype=dtype)
-                self._load(row, low, high, found)
-                ranges = zip(common.offsets, common.stops, box.offsets, strict=True)
-                out[tuple(slice(low - base, high - base) for low, high, base in ranges)] = found.as_strided(
-                    common.sizes, whole.strides
-                )
+        for boxed in (False, True):
+            self._fill(state, box, out, boxed=boxed)
         return out
 
     def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
@@ -301,17 +307,40 @@ class Checkpoint:
         return number
 
     def _common(self, row: int, start: int, stop: int) -> tuple[int, int]:
-        """What of the elements [start, stop) a piece has."""
+        """What of the elements [start, stop) a run has."""
         first = int(self.index.columns["start"][row])
         return max(first, start), min(first + int(self.index.columns["length"][row]), stop)
 
-    def _load(self, row: int, start: int, stop: int, out: torch.Tensor) -> None:
-        """Elements [start, stop) of a state, all of which a piece has."""
-        if start >= stop:
-            return
+    def _fill(self, state: int, box: Box, out: torch.Tensor, *, boxed: bool) -> None:
+        """What pieces that are boxes, or runs, have of a box."""
+        whole = Box.whole(self.index.states[state].shape)
+        start, stop = _span(whole, box)
+        for row in self.index.meeting(state, start, stop):
+            piece = self.index.box_of(row)
+            if (piece is not None) is not boxed:
+                continue
+            if piece is not None:
+                order, first = piece, 0
+                found = piece.intersection(box)
+                parts = [found] if found is not None else []
+            else:
+                low, high = self._common(row, start, stop)
+                order, first = whole, int(self.index.columns["start"][row])
+                parts = box.in_runs(whole, [(low, high)]) if low < high else []
+            for common in parts:
+                low, high = _span(order, common)
+                memory = torch.empty(high - low, dtype=out.dtype)
+                self._load(row, low - first, memory)
+                ranges = zip(common.offsets, common.stops, box.offsets, strict=True)
+                out[tuple(slice(low - base, high - base) for low, high, base in ranges)] = memory.as_strided(
+                    common.sizes, order.strides
+                )
+
+    def _load(self, row: int, skipped: int, out: torch.Tensor) -> None:
+        """What a piece has after so many of its elements."""
         columns = self.index.columns
-        skipped = (start - int(columns["start"][row])) * out.element_size()
-        self._file(int(columns["file"][row])).read(out, int(columns["offset"][row]) + skipped)
+        place = int(columns["offset"][row]) + skipped * out.element_size()
+        self._file(int(columns["file"][row])).read(out, place)
 
     def _file(self, number: int) -> DataFile:
         found = self._files.get(number)

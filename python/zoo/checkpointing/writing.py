@@ -24,7 +24,7 @@ from zoo.checkpointing.data_files import Written, write_data
 from zoo.checkpointing.disk import LOCAL, Disk, discard, make_directories, put, write_file
 from zoo.checkpointing.errors import CheckpointError, alike
 from zoo.checkpointing.exact import encode
-from zoo.checkpointing.index import Column, FileEntry, Index, State, empty_columns
+from zoo.checkpointing.index import OF_PIECES, Column, FileEntry, Index, State, empty_columns
 from zoo.checkpointing.manifest import FORMAT, VERSION, files_named, next_number
 from zoo.checkpointing.names import (
     LATEST,
@@ -39,6 +39,7 @@ from zoo.checkpointing.names import (
 )
 from zoo.checkpointing.tensors import Entry
 from zoo.comm import Communicator, gather_object
+from zoo.layout import Box
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ def _write_rank(
     states: dict[tuple[str, str], tuple[int, State]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     rows: list[tuple[int, int, int, str]] = []
+    boxes: list[Box | None] = []
     for item in slices:
         shape, dtype = _check_slice(item, shapes), dtype_of(item)
         named = State(item.name, item.role, str(dtype).removeprefix("torch."), shape)
@@ -176,6 +178,7 @@ def _write_rank(
                 raise CheckpointError(f"{item.role} {item.name!r} has two slices that start at element {item.start}")
             entries[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"))
             rows.append((number, item.start, item.length, key))
+            boxes.append(_box_of(item, shape))
     own: list[tuple[int, int, str]] = []
     own_names: list[tuple[str, str]] = []
     for name, tensor in rank_state.items():
@@ -186,17 +189,24 @@ def _write_rank(
     metadata = {"format": FORMAT, "version": str(VERSION), "rank": str(rank)}
     written = write_data(disk, path / file_of(attempt, rank), entries.values(), metadata)
     disk.sync_directory(path)
-    columns = _columns(rank, rows, own, written)
+    columns = _columns(rank, rows, boxes, own, written)
     return _Part([state for _, state in states.values()], own_names, columns, written.size, dict(scalars))
 
 
 def _columns(
-    rank: int, rows: list[tuple[int, int, int, str]], own: list[tuple[int, int, str]], written: Written
-) -> dict[str, Column]:
+    rank: int, rows: list[tuple[int, int, int, str]], boxes: list[Box | None], own: list[tuple[int, int, str]],
+    written: Written,
+) -> dict[str, Column]:  # fmt: skip
     offsets, found = written.offsets, empty_columns()
+    places: list[int] = []
+    extents: list[int] = []
+    for box in boxes:
+        places.append(len(extents) if box is not None else -1)
+        extents += [*box.offsets, *box.sizes] if box is not None else []
     given: dict[str, list[int]] = {
         "state": [row[0] for row in rows], "start": [row[1] for row in rows], "length": [row[2] for row in rows],
         "file": [rank] * len(rows), "offset": [offsets[row[3]] for row in rows],
+        "box": places, "extents": extents,
         "own_rank": [rank] * len(own), "own_name": [row[0] for row in own], "own_length": [row[1] for row in own],
         "own_file": [rank] * len(own), "own_offset": [offsets[row[2]] for row in own],
     }  # fmt: skip
@@ -218,6 +228,19 @@ def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> tuple[
     if shapes.setdefault(item.name, shape) != shape:
         raise CheckpointError(f"{item.name!r} is given with two shapes, {shapes[item.name]} and {shape}")
     return shape
+
+
+def _box_of(item: StateSlice, shape: tuple[int, ...]) -> Box | None:
+    """The box that a slice is, unless that is a run."""
+    box: Box | None = getattr(item, "box", None)
+    if box is None:
+        return None
+    if not box.fits(shape) or box.numel != item.length or Box.whole(shape).number_of(box.offsets) != item.start:
+        raise CheckpointError(
+            f"{item.role} {item.name!r}, of shape {shape}, is given as the {box}, with {item.length} elements from "
+            f"element {item.start}: the box is outside of the shape, or has other elements"
+        )
+    return None if box.is_run_in(shape) else box
 
 
 def _commit(
@@ -263,7 +286,7 @@ def merged(parts: list[_Part], names: list[str]) -> Index:
     own_names: dict[tuple[str, str], int] = {}
     files: list[FileEntry] = []
     lists: dict[str, list[Column]] = {name: [] for name in empty_columns()}
-    num_sums = 0
+    num_sums = num_extents = 0
     for rank, part in enumerate(parts):
         numbers = []
         for state in part.states:
@@ -283,13 +306,15 @@ def merged(parts: list[_Part], names: list[str]) -> Index:
         columns = dict(part.columns)
         columns["state"] = np.array(numbers, dtype="<i4")[columns["state"]]
         columns["own_name"] = np.array(own, dtype="<i4")[columns["own_name"]]
+        columns["box"] = np.where(columns["box"] >= 0, columns["box"] + num_extents, -1).astype("<i4")
         for name, column in columns.items():
             lists[name].append(column)
         files.append(FileEntry(names[rank], part.size, num_sums))
         num_sums += len(part.columns["sums"])
+        num_extents += len(part.columns["extents"])
     columns = {name: np.concatenate(found) for name, found in lists.items()}
     order = np.lexsort((columns["file"], columns["start"], columns["state"]))
-    for name in ("state", "start", "length", "file", "offset"):
+    for name in OF_PIECES:
         columns[name] = columns[name][order]
     return Index(known, list(own_names), files, columns)
 

@@ -47,7 +47,8 @@ CODES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_COLUMNS = {"state": "<i4", "start": "<i8", "length": "<i8", "file": "<i4", "offset": "<i8", "sums": "<u4"}
+_COLUMNS = {"state": "<i4", "start": "<i8", "length": "<i8", "file": "<i4", "offset": "<i8", "box": "<i4",
+            "extents": "<i8", "sums": "<u4"}  # fmt: skip
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 
@@ -459,7 +460,7 @@ def _content(path: Path, most: int) -> bytes:
 
 
 class Checkpoint:
-    """A checkpoint of version 3, for reading; see :class:`Source`. Without a tag that which ``latest`` names.
+    """A checkpoint of version 3 or 4, for reading; see :class:`Source`. Without a tag that which ``latest`` names.
 
     ``verify``: compare what is read with its checksums. A file is opened when something of it is read.
     """
@@ -479,9 +480,9 @@ class Checkpoint:
             document = json.loads(_content(self.path / "manifest.json", 1 << 30))
             if not isinstance(document, dict) or document.get("format") != "zoo-checkpoint":
                 raise ValueError(f"{str(self.path)!r} has a manifest of another format")
-            if document.get("version") != 3:
+            if document.get("version") not in (3, 4):
                 raise ValueError(
-                    f"{str(self.path)!r} is of version {document.get('version')!r}, and this script reads version 3; "
+                    f"{str(self.path)!r} is of version {document.get('version')!r}, and this script reads 3 and 4; "
                     "`zoo ckpt export` reads all that there are"
                 )
             self.meta: dict[str, Any] = dict(document["meta"])
@@ -510,7 +511,8 @@ class Checkpoint:
             raise ValueError(f"the index has blocks of {header['block_bytes']!r} bytes")
         self._columns: dict[str, Any] = {}
         for name, kind in _COLUMNS.items():
-            count, place = header["columns"][name]
+            none = [0, 0] if name in ("box", "extents") else None  # version 3 has none
+            count, place = header["columns"].get(name, none)
             if min(count, place) < 0 or place + count * np.dtype(kind).itemsize > len(body):
                 raise ValueError(f"the column {name!r} of the index lies outside of it")
             self._columns[name] = np.frombuffer(body, dtype=kind, count=count, offset=place)
@@ -530,7 +532,9 @@ class Checkpoint:
         """Pieces lie in their files, are sorted, and have together no more bytes than the files."""
         c = self._columns
         state, length, file, offset = c["state"], c["length"], c["file"], c["offset"]
-        if len({len(c[name]) for name in ("state", "start", "length", "file", "offset")}) > 1:
+        if not len(c["box"]):
+            c["box"] = np.full(len(state), -1, "<i4")
+        if len({len(c[name]) for name in ("state", "start", "length", "file", "offset", "box")}) > 1:
             raise ValueError("the columns of the index have different lengths")
         if not len(state):
             self._rows = np.zeros(len(itemsizes) + 1, np.int64)
@@ -556,12 +560,37 @@ class Checkpoint:
         rows = slice(int(self._rows[number]), int(self._rows[number + 1]))
         start, length, file, offset = (self._columns[key][rows] for key in ("start", "length", "file", "offset"))
         filled = length > 0
-        start, length, file, offset = start[filled], length[filled], file[filled], offset[filled]
+        if np.any(self._columns["box"][rows] >= 0):
+            start, length, file, offset = self._in_rows(name, role, np.flatnonzero(filled) + rows.start)
+        else:
+            start, length, file, offset = start[filled], length[filled], file[filled], offset[filled]
         numel, ends = math.prod(self.shapes[name]), start + length
         if [*start.tolist(), numel] != [0, *ends.tolist()]:
             raise ValueError(f"checkpoint {self.tag!r} has not every element of {role} {name!r} once")
         self._found = (name, role), (start, length, file, offset)
         return self._found[1]
+
+    def _in_rows(self, name: str, role: str, numbers: Any) -> list[Any]:
+        """start, length, file, offset of runs in order; a piece that is a box is one for each of its rows."""
+        shape, each = self.shapes[name], dtype_named(self.roles[name][role]).itemsize
+        found: list[list[Any]] = [[], [], [], []]
+        for number in numbers.tolist():
+            first, length, file, offset, at = (
+                int(self._columns[key][number]) for key in ("start", "length", "file", "offset", "box")
+            )
+            starts, width = np.array([first], np.int64), length
+            if at >= 0:
+                extents = self._columns["extents"][at : at + 2 * len(shape)].tolist()
+                starts, width = _rows_of(extents[: len(shape)], extents[len(shape) :], shape, length)
+                if int(starts[0]) != first:
+                    raise ValueError(f"the index has a box of {role} {name!r} that does not begin at element {first}")
+            found[0].append(starts)
+            found[1].append(np.full(len(starts), width, np.int64))
+            found[2].append(np.full(len(starts), file, np.int64))
+            found[3].append(offset + np.arange(len(starts), dtype=np.int64) * (width * each))
+        columns = [np.concatenate(parts) for parts in found]
+        order = np.argsort(columns[0], kind="stable")
+        return [column[order] for column in columns]
 
     def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
         """Elements [start, start + length) of a tensor in one role, flat, in the dtype they were saved in."""
@@ -628,6 +657,22 @@ class Checkpoint:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _rows_of(offsets: list[int], sizes: list[int], shape: tuple[int, ...], length: int) -> tuple[Any, int]:
+    """The first elements of the runs that a box of a tensor is, and how many elements each of them has."""
+    fits = len(offsets) == len(sizes) == len(shape) and min([*offsets, *sizes], default=0) >= 0
+    if not fits or any(map(int.__gt__, map(int.__add__, offsets, sizes), shape)) or math.prod(sizes) != length:
+        raise ValueError(f"the index has a box with offsets {offsets} and sizes {sizes} in the shape {shape}")
+    starts, stride, width, whole = np.zeros(1, np.int64), 1, 1, True
+    for offset, size, dim in zip(offsets[::-1], sizes[::-1], shape[::-1], strict=True):
+        if whole:  # the last dims, as far as they are all there, and the one before them
+            width, starts, whole = width * size, starts + offset * stride, size == dim
+        else:
+            starts = ((offset + np.arange(size)) * stride)[:, None] + starts
+            starts = starts.reshape(-1)
+        stride *= dim
+    return starts, width
 
 
 def _size(value: object) -> int:

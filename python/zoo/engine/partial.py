@@ -10,6 +10,7 @@ import torch
 from zoo.checkpointing import Checkpoint, StateSlice
 from zoo.checkpointing.exact import dtype_named
 from zoo.engine.reads import Reads
+from zoo.layout import Box
 
 PARAMETER = "parameter"
 
@@ -48,20 +49,23 @@ class Kept:
 
     def __init__(self, reads: Reads, found: Checkpoint, wanted: Wanted, live: Iterable[StateSlice]) -> None:
         self._reads, self._found, self._wanted = reads, found, wanted
-        self._live = {
-            (item.name, item.role, item.start, item.length): item.tensor.detach().clone()
-            for item in live if self._stays(item.name, item.role)
-        }  # fmt: skip
+        self._live: dict[tuple[str, str, int, int], torch.Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for item in live:
+            if self._stays(item.name, item.role):
+                self._live[item.name, item.role, item.start, item.length] = item.tensor.detach().clone()
+                self._shapes[item.name] = tuple(item.shape)
 
     def _stays(self, name: str, role: str) -> bool:
         if role != PARAMETER:
             return not self._wanted.optimizer
         return PARAMETER not in self._found.roles.get(name, {})
 
-    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+    def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """As :meth:`zoo.checkpointing.Checkpoint.read`; KeyError for a state that is neither there nor here."""
         if self._stays(name, role):
-            return self._live[name, role, start, length]
+            first = Box.whole(self._shapes[name]).number_of(start.offsets) if isinstance(start, Box) else start
+            return self._live[name, role, first, length]
         if self._stays(name, PARAMETER):
             return torch.zeros(length, dtype=dtype_named(self._dtype_of(role)))
         return self._reads.read(name, role, start, length)

@@ -9,6 +9,7 @@ import torch
 from zoo.checkpointing import Checkpoint, DamageError, alike
 from zoo.checkpointing.exact import dtype_named
 from zoo.comm import Communicator
+from zoo.layout import Box
 
 
 class Reads:
@@ -24,7 +25,7 @@ class Reads:
 
     _error: DamageError | None
 
-    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+    def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """As :meth:`zoo.checkpointing.Checkpoint.read`, or zeros."""
         if self._error is None:
             try:

@@ -11,6 +11,7 @@
   parts, and which number its children have in the whole model. :func:`declare_partial`: where
   its gradient is a sum. :func:`declare_unit`, :func:`declare_axis`: what it needs: to be gathered as a whole, a mesh
   axis. :func:`axes_of`, :func:`enter_mesh`: for whoever makes the mesh, and has it.
+* :func:`tiles`: whether boxes have every element of a tensor exactly once.
 * :func:`reshard`: the copies that turn any placement into any other, at any world size.
 """
 
@@ -32,6 +33,7 @@ from zoo.layout.declared import (
 from zoo.layout.flat import FlatLayout, LogicalTensor, Piece, Slice
 from zoo.layout.mesh import Mesh, Sharding
 from zoo.layout.reshard import Copy, Held, Intervals, Placed, reshard, runs_of
+from zoo.layout.tiling import tiles
 
 __all__ = [
     "Box",
@@ -59,4 +61,5 @@ __all__ = [
     "reshard",
     "runs_of",
     "split_of",
+    "tiles",
 ]

@@ -65,6 +65,11 @@ class Box:
             starts = [start + x * stride for start in starts for x in range(size)]
         return ((start, length) for start in starts if length)
 
+    def is_run_in(self, shape: Sequence[int]) -> bool:
+        """Whether its elements are consecutive in the row-major order of a tensor of ``shape``."""
+        dim = next((i for i, size in enumerate(self.sizes) if size != 1), len(self.sizes))
+        return self.sizes[dim + 1 :] == tuple(shape[dim + 1 :]) or not self.numel
+
     def intersection(self, other: Box) -> Box | None:
         """What is in both boxes of one tensor, None if that is nothing.
 

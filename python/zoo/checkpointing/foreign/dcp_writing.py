@@ -14,10 +14,9 @@ import torch
 from zoo.checkpointing.errors import CheckpointError, together
 from zoo.checkpointing.foreign.dcp import BUFFERS, METADATA
 from zoo.checkpointing.foreign.local import make_folder, replace, sync
-from zoo.checkpointing.foreign.pieces import tile
 from zoo.checkpointing.names import StateSlice
 from zoo.comm import Communicator
-from zoo.layout import Box
+from zoo.layout import Box, tiles
 
 _Part = tuple[str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...], str, int, int]
 """Key, shape, dtype; offsets and sizes of the box (of a value: no shape); file, and where in it."""
@@ -85,7 +84,8 @@ def _write(
             buffers += [item.name] if item.role == "buffer" and item.name not in buffers else []
             key, shape = _key(item.name, item.role, model, optimizer), tuple(item.shape)
             flat = item.tensor.detach().cpu()
-            boxes = Box.whole(shape).run(item.start, item.start + item.length)
+            own: Box | None = getattr(item, "box", None)
+            boxes = [own] if own is not None else Box.whole(shape).run(item.start, item.start + item.length)
             if not item.length and 0 in shape:
                 boxes = [Box.whole(shape)]
             done = 0
@@ -142,7 +142,7 @@ def _metadata(parts: list[_Part]) -> Any:
         places[index] = place
     for key, entry in described.items():
         boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in getattr(entry, "chunks", [])]
-        if boxes and not tile(boxes, tuple(entry.size)):
+        if boxes and not tiles(boxes, tuple(entry.size)):
             raise CheckpointError(f"the slices of {key!r} overlap, or leave some of its shape {tuple(entry.size)} out")
     return torch_metadata.Metadata(state_dict_metadata=described, storage_data=places, planner_data=_paths(described))
 

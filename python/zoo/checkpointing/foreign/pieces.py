@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,7 @@ import torch
 
 from zoo.checkpointing.errors import CheckpointError, MissingStateError
 from zoo.checkpointing.foreign.unpickling import Unknown
-from zoo.layout import Box
-
-_PRIME = 2**61 - 1
+from zoo.layout import Box, tiles
 
 
 class Elements(Protocol):
@@ -116,7 +113,7 @@ class ForeignCheckpoint:
         for part in parts:
             if not part.box.fits(whole) or part.source.numel != part.box.numel:
                 raise CheckpointError(f"{role} {name!r} of shape {whole} has a part {part.box} that does not fit it")
-        if not tile([part.box for part in parts], whole):
+        if not tiles([part.box for part in parts], whole):
             raise CheckpointError(f"the parts of {role} {name!r} overlap, or leave some of its shape {whole} out")
         self._describe(name, role, shape, {part.source.dtype for part in parts} | {dtype})
         self._boxes[name, role] = [part for part in parts if part.box.numel]
@@ -147,13 +144,17 @@ class ForeignCheckpoint:
 
     # -- what users read ----------------------------------------------------------------------------------------------
 
-    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+    def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they are stored in.
+
+        In the place of ``start`` may be a box of ``length`` elements, which come in its row-major order.
 
         Raises:
             MissingStateError: no such tensor or role (also a KeyError).
             CheckpointError: a range outside of it, or a file that cannot be read any more.
         """
+        if isinstance(start, Box):
+            return self.read_box(name, role, start).reshape(-1)
         dtype, numel = self._dtype_of(name, role), math.prod(self._shapes[name])
         if start < 0 or length < 0 or start + length > numel:
             raise CheckpointError(
@@ -225,26 +226,3 @@ class ForeignCheckpoint:
                     out[at - start : at - start + count] = found[:count]
                     found = found[count:]
         return out
-
-
-def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether every element of a tensor is in exactly one of some boxes of it; n boxes of d dims take O(n d).
-
-    The coordinates c of each dim get random values P(c) modulo a prime. The sum over all boxes of the products over
-    dims of P(stop) - P(offset) is a polynomial in the measures of the cells between coordinates, and the same
-    polynomial as that of the whole tensor if and only if each cell is in one box. Different ones agree at a random
-    point with a probability of at most d / 2^61 (Schwartz 1980, "Fast probabilistic algorithms for verification of
-    polynomial identities", lemma 1).
-    """
-    values: list[dict[int, int]] = [{} for _ in shape]
-
-    def measure(box: Box) -> int:
-        product = 1
-        for known, low, high in zip(values, box.offsets, box.stops, strict=True):
-            for coordinate in (low, high):
-                if coordinate not in known:
-                    known[coordinate] = secrets.randbelow(_PRIME)
-            product = product * (known[high] - known[low]) % _PRIME
-        return product
-
-    return sum(map(measure, boxes)) % _PRIME == measure(Box.whole(shape))

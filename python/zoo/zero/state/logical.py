@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from zoo.layout import Slice
+from zoo.layout import Box, Slice
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.update.segments import Segment
 
-Reader = Callable[[str, str, int, int], torch.Tensor]
-"""``read(name, role, start, length)``: these elements as a 1-D tensor; KeyError when there is no such state."""
+Reader = Callable[[str, str, Any, int], torch.Tensor]
+"""``read(name, role, start, length)``: these elements as a 1-D tensor; KeyError when there is no such state. For parts
+of a tensor that are no run of it, ``start`` is a :class:`zoo.layout.Box` of ``length`` elements."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class StateSlice:
 
     ``role`` is "parameter" (the fp32 value, or a frozen parameter in its own dtype) or the name of an optimizer state.
     ``tensor`` is a flat view of the live state: copy it before training goes on. What lives on NVMe is read when
-    ``tensor`` is asked for, and is a copy.
+    ``tensor`` is asked for, and is a copy. With a ``box`` the elements are those of this box of the tensor, in its
+    row-major order, and ``start`` is the number of its first one.
     """
 
     name: str
@@ -37,6 +39,7 @@ class StateSlice:
     length: int
     shape: tuple[int, ...]
     source: torch.Tensor | Stored
+    box: Box | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -154,7 +157,7 @@ def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, rea
     found = False
     for run in runs_of(bucket, bucket.layout.slices(low, high)):
         try:
-            value = read(run.name, role, run.start, run.length)
+            value = read(run.name, role, run.where, run.length)
         except KeyError:  # other parameters may have been on more ranks
             continue
         out[run.offset : run.offset + run.length].copy_(value)
@@ -165,35 +168,52 @@ def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, rea
 def _cut(bucket: Bucket, pieces: Sequence[Slice], role: str, tensor: torch.Tensor | Stored) -> Iterator[StateSlice]:
     for run in runs_of(bucket, pieces):
         part = tensor[run.offset : run.offset + run.length]
-        yield StateSlice(run.name, role, run.start, run.length, run.shape, part)
+        yield StateSlice(run.name, role, run.start, run.length, run.shape, part, run.box)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, start + length) of a logical tensor, at ``offset`` of what some slices describe."""
+    """Elements [start, start + length) of a logical tensor, at ``offset`` of what some slices describe.
+
+    Where the parameter is a part of it that is no run (columns of a matrix, say), ``length`` elements of a ``box``, in
+    its row-major order, of which ``start`` is the first.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     length: int
     offset: int
+    box: Box | None = None
+
+    @property
+    def where(self) -> int | Box:
+        """What a :data:`Reader` is asked for."""
+        return self.start if self.box is None else self.box
+
+    def rows(self) -> Iterator[Run]:
+        """The same as runs: one for each row of the box."""
+        if self.box is None:
+            yield self
+            return
+        offset = self.offset
+        for start, length in self.box.runs_in(self.shape):
+            yield Run(self.name, self.shape, start, length, offset)
+            offset += length
 
 
 def runs_of(bucket: Bucket, pieces: Iterable[Slice]) -> Iterator[Run]:
-    """What slices of this rank's parameters are of logical tensors, by their names in the whole model.
-
-    A part that is not made of whole rows (of the columns of a matrix, say) is one run for each row.
-    """
+    """What slices of this rank's parameters are of logical tensors, by their names in the whole model."""
     for piece in pieces:
         name, split = bucket.logical(piece.name)
         if split.box is None or split.shape is None:
             yield Run(name, bucket.shape_of(piece.name), piece.start, piece.length, piece.offset)
             continue
-        offset = piece.offset
+        offset, whole = piece.offset, Box.whole(split.shape)
         for box in split.box.run(piece.start, piece.stop):
-            for start, length in box.runs_in(split.shape):
-                yield Run(name, split.shape, start, length, offset)
-                offset += length
+            part = None if box.is_run_in(split.shape) else box
+            yield Run(name, split.shape, whole.number_of(box.offsets), box.numel, offset, part)
+            offset += box.numel
 
 
 def tensor_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
@@ -235,13 +255,13 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
         return True
     for piece in pieces:
         part = segment.value(state)[piece.offset : piece.offset + piece.length]
-        part.copy_(read(piece.name, "parameter", piece.start, piece.length))
+        part.copy_(read(piece.name, "parameter", piece.where, piece.length))
     found: set[bool] = set()
     for role, tensor in tensor_states(state, segment).items():
         tensor.zero_()  # padding
         for piece in pieces:
             try:
-                value = read(piece.name, role, piece.start, piece.length)
+                value = read(piece.name, role, piece.where, piece.length)
             except KeyError:
                 found.add(False)
                 continue
@@ -276,7 +296,7 @@ def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
             if originals is not None:
                 places.append(opened.enter_context(originals.edited()))
             for piece in runs_of(bucket, bucket.layout.slices(low, high)):
-                value = read(piece.name, "parameter", piece.start, piece.length)
+                value = read(piece.name, "parameter", piece.where, piece.length)
                 for place in places:
                     place[piece.offset : piece.offset + piece.length].copy_(value)
         handles.append(parameters.publish())

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zoo.comm import together
-from zoo.zero.state.logical import runs_of
+from zoo.layout import Box
+from zoo.zero.state.logical import Run, StateSlice, runs_of
 from zoo.zero.update.probe import Keeps
 from zoo.zero.update.segments import Segment
 
@@ -29,7 +30,9 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """See :meth:`zoo.zero.ZeroOptimizer.state_dict`."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
-    slices = _joined((f"{s.role}|{s.name}", s.start, s.tensor) for s in optimizer.held_slices(owned=False))
+    slices = _joined(
+        (f"{s.role}|{s.name}", start, part) for s in optimizer.held_slices(owned=False) for start, part in _rows(s)
+    )
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state: dict[str, Any] = {
         "slices": slices, "scalars": optimizer.state_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
@@ -54,8 +57,12 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
     )  # fmt: skip
     slices = _rejoined(state["slices"])
     starts = _starts(slices)
+    # Of all of each bucket: what reductions owe is of elements of other ranks too.
+    shapes = {run.name: run.shape for bucket in optimizer.buckets for run in runs_of(bucket, bucket.layout.slices())}
 
-    def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+    def read(name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
+        if isinstance(start, Box):
+            return torch.cat([read(name, role, *run) for run in start.runs_in(shapes[name])])
         tensor = f"{role}|{name}"
         first = _run_of(starts, tensor, start)
         found: torch.Tensor = slices[f"{tensor}|{first}"][start - first : start - first + length]
@@ -74,6 +81,22 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
         raise
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
+
+
+def _runs(optimizer: ZeroOptimizer) -> Iterator[Run]:
+    """What this rank needs of parameters."""
+    for segment in optimizer.updater.segments:
+        yield from runs_of(segment.bucket, segment.slices())
+    for bucket in optimizer.buckets:
+        if not bucket.spec.trainable:
+            yield from runs_of(bucket, bucket.layout.slices(*bucket.kept_range()))
+
+
+def _rows(item: StateSlice) -> Iterator[tuple[int, torch.Tensor]]:
+    """A slice as runs: then nothing depends on how segments are cut."""
+    tensor = item.tensor
+    for run in Run(item.name, item.shape, item.start, item.length, 0, item.box).rows():
+        yield run.start, tensor[run.offset : run.offset + run.length]
 
 
 # The entries: runs of elements of logical tensors, by "<role>|<name>|<start>" -----------------------------------------
@@ -267,7 +290,7 @@ def _roles_of(lengths: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[st
 
 
 def _keys_of(segment: Segment, starts: Mapping[str, list[int]]) -> list[tuple[str, str]]:
-    runs = runs_of(segment.bucket, segment.slices())
+    runs = (row for run in runs_of(segment.bucket, segment.slices()) for row in run.rows())
     return [(f"{p.name}|{_run_of(starts, p.name, p.start)}", p.name) for p in runs]
 
 
@@ -282,9 +305,7 @@ def _listed(roles: Iterable[str]) -> str:
 def _wanted(optimizer: ZeroOptimizer) -> dict[str, int]:
     """The length of each run of a parameter that this rank needs, by ``"<name>|<start>"``."""
     found: dict[str, dict[int, int]] = {}
-    pieces = [(segment.bucket, segment.slices()) for segment in optimizer.updater.segments]
-    pieces += [(b, b.layout.slices(*b.kept_range())) for b in optimizer.buckets if not b.spec.trainable]
-    for bucket, slices in pieces:
-        for p in runs_of(bucket, slices):
+    for run in _runs(optimizer):
+        for p in run.rows():
             found.setdefault(p.name, {})[p.start] = p.length
     return _lengths(found)
