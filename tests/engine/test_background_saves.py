@@ -26,11 +26,18 @@ class Loss(nn.Module):
         return (self.layers(x) - y).square().mean()
 
 
-def train(rank: int, folder: str, number: int, asynchronous: bool) -> tuple[list[float], list[float], bool]:
+def on_nvme(path: str) -> dict[str, Any]:
+    device = {"device": "nvme", "nvme_path": path}
+    return {"offload_optimizer": device, "offload_param": device, "sub_group_size": 20000} if path else {}
+
+
+def train(
+    rank: int, folder: str, number: int, asynchronous: bool, nvme: str = ""
+) -> tuple[list[float], list[float], bool]:
     """Losses with saves in between; those after the last checkpoint is loaded again; whether a save was under way."""
     config = {
         "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": number}, "checkpoint": {"asynchronous": asynchronous},
+        "zero_optimization": {"stage": number, **on_nvme(nvme)}, "checkpoint": {"asynchronous": asynchronous},
     }  # fmt: skip
     engine: Any = initialize(config, Loss())[0]
     dice = torch.Generator().manual_seed(rank)
@@ -102,10 +109,10 @@ def test_a_save_is_over_before_the_process_groups_go(tmp_path: Path) -> None:
         assert [bool((found.tensor(f"p{rank}") == float(rank)).all()) for rank in range(2)] == [True, True]
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, number: int) -> None:
-    expected = run_ranks(2, train, str(tmp_path / "a"), number, False)
-    found = run_ranks(2, train, str(tmp_path / "b"), number, True)
+@pytest.mark.parametrize(("number", "nvme"), [(1, False), (3, False), (3, True)])
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, number: int, nvme: bool) -> None:
+    expected = run_ranks(2, train, str(tmp_path / "a"), number, False, str(tmp_path) if nvme else "")
+    found = run_ranks(2, train, str(tmp_path / "b"), number, True, str(tmp_path) if nvme else "")
     for rank, (losses, again, under_way) in found.items():
         assert losses == expected[rank][0]
         assert again == losses[9:] == expected[rank][1]

@@ -1,6 +1,7 @@
 """Saving while training goes on: a copy of the state first, and the rest on a thread of its own.
 
 :meth:`BackgroundSaver.save` copies this rank's slices into host memory that is kept for the next time, and returns.
+Slices on NVMe are not copied but borrowed: an update waits before it overwrites one that is not written yet.
 One thread writes them and commits, save by save, over a control group that nothing else uses. The next save waits for
 the one before it, which the log says; so do whoever reads the directory in this process (``under_way.py``), and
 ``torch.distributed.destroy_process_group``. What failed is logged at once, and raised on all ranks at the next
@@ -27,7 +28,8 @@ from zoo.checkpointing import under_way
 from zoo.checkpointing.disk import LOCAL, Disk
 from zoo.checkpointing.errors import CheckpointError, alike
 from zoo.checkpointing.names import StateSlice
-from zoo.checkpointing.writing import Told, save
+from zoo.checkpointing.tensors import Lent
+from zoo.checkpointing.writing import Told, dtype_of, save
 from zoo.comm import Communicator, before_teardown
 from zoo.layout import Box
 
@@ -49,11 +51,33 @@ class _Copy:
     box: Box | None
 
 
+@dataclass(frozen=True)
+class _Borrowed:
+    """A slice that is read where it lies, when its turn comes."""
+
+    name: str
+    role: str
+    start: int
+    length: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    lent: Lent
+    box: Box | None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        found = torch.empty(self.length, dtype=self.dtype)
+        self.lent.read(found.view(torch.uint8), 0)
+        return found
+
+
 class Snapshot:
-    """Host copies of slices, in memory that is used again for slices of the same places."""
+    """Slices as they are now: host copies, in memory that is used again for slices of the same places; and what lends
+    itself (a slice on NVMe, whose ``borrow()`` gives a :class:`~zoo.checkpointing.tensors.Lent`) where it lies."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str, int], torch.Tensor] = {}
+        self._lent: list[Lent] = []
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +89,15 @@ class Snapshot:
         found: list[StateSlice] = []
         kept: dict[tuple[str, str, int], torch.Tensor] = {}
         on_gpu = False
+        self.release()
         for item in slices:
+            box = getattr(item, "box", None)
+            lent = item.borrow() if item.length and hasattr(item, "borrow") else None
+            if lent is not None:
+                self._lent.append(lent)
+                shape = tuple(item.shape)
+                found.append(_Borrowed(item.name, item.role, item.start, item.length, shape, dtype_of(item), lent, box))
+                continue
             key, tensor = (item.role, item.name, item.start), item.tensor.detach()
             memory = self._memory.pop(key, None)
             if memory is None or memory.dtype is not tensor.dtype or memory.numel() != tensor.numel():
@@ -73,15 +105,21 @@ class Snapshot:
             memory.copy_(tensor.reshape(-1), non_blocking=tensor.is_cuda)
             on_gpu |= tensor.is_cuda
             kept[key] = memory
-            box = getattr(item, "box", None)
             found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory, box))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         self._memory = kept
         return found
 
+    def release(self) -> None:
+        """What was lent may change again. For any thread; what is written releases itself."""
+        lent, self._lent = self._lent, []
+        for item in lent:
+            item.release()
+
     def drop(self) -> None:
         """Give the memory back."""
+        self.release()
         self._memory = {}
 
 
@@ -129,7 +167,11 @@ class BackgroundSaver:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zoo-checkpoint")
         if self._thread is None:
             raise AssertionError("a control group without a thread.")
-        copies, own = alike(comm, what, lambda: (self._snapshot.take(slices), _copied(rank_state or {})))
+        try:
+            copies, own = alike(comm, what, lambda: (self._snapshot.take(slices), _copied(rank_state or {})))
+        except BaseException:
+            self._snapshot.release()
+            raise
         numbers = dict(scalars or {})
         root, control = Path(os.path.abspath(directory)), self._control
 
@@ -139,8 +181,14 @@ class BackgroundSaver:
             except BaseException as error:
                 _log.error("%s", error)
                 raise
+            finally:
+                self._snapshot.release()  # of a save that failed: the update would wait for ever
 
-        future = self._thread.submit(work)
+        try:
+            future = self._thread.submit(work)
+        except BaseException:
+            self._snapshot.release()
+            raise
         under_way.begin(root, future)
         self._pending = tag, future
         return root / tag

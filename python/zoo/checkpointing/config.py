@@ -18,7 +18,8 @@ class CheckpointConfig(Section):
 
     asynchronous: bool = True
     """Whether training goes on while a checkpoint is written: ``save_checkpoint`` returns when this rank's state is
-    copied to host memory, which takes as much of it as the state has. States on NVMe are written before it returns."""
+    copied to host memory, which takes as much of it as the state has. States on NVMe are not copied: an update waits
+    before it overwrites one that is not written yet."""
 
     fates: ClassVar[Mapping[str, Fate]] = {
         "tag_validation": unnecessary(

@@ -22,7 +22,7 @@ import torch
 from zoo.checkpointing.disk import Disk, Sink, Source
 from zoo.checkpointing.errors import DamageError
 from zoo.checkpointing.index import BLOCK_BYTES, Column
-from zoo.checkpointing.tensors import Entry, flat_of, header_of
+from zoo.checkpointing.tensors import Entry, Lent, flat_of, header_of
 
 STAGE_BYTES = 8 << 20
 """What is collected before it is written."""
@@ -58,7 +58,10 @@ def write_data(disk: Disk, path: Path, entries: Iterable[Entry], metadata: Mappi
         writer = _Writer(sink, min(STAGE_BYTES, -(-size // 4096) * 4096), min(NUM_STAGES, 1 + size // STAGE_BYTES))
         writer.add(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for entry in ordered:
-            if entry.length:
+            if entry.lent is not None:
+                writer.read(entry.lent, entry.length * entry.dtype.itemsize)
+                entry.lent.release()
+            elif entry.length:
                 writer.add(flat_of(entry).view(torch.uint8))
         sums = writer.finish()
         sink.sync()
@@ -88,6 +91,17 @@ class _Writer:
                 ctypes.memmove(stage.data_ptr() + self._filled, flat.data_ptr() + place, part)
             else:
                 stage[self._filled : self._filled + part].copy_(flat[place : place + part])
+            place, self._filled = place + part, self._filled + part
+            if self._filled == stage.numel():
+                self._send()
+
+    def read(self, lent: Lent, num_bytes: int) -> None:
+        """The next bytes, from where they lie."""
+        place = 0
+        while place < num_bytes:
+            stage = self._stages[0]
+            part = min(num_bytes - place, stage.numel() - self._filled)
+            lent.read(stage[self._filled : self._filled + part], place)
             place, self._filled = place + part, self._filled + part
             if self._filled == stage.numel():
                 self._send()

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,14 +33,26 @@ CODES = {
 _PIECE_BYTES = 4 << 20
 
 
+class Lent(Protocol):
+    """Bytes that stay as they are until they are released. For any thread."""
+
+    def read(self, memory: torch.Tensor, offset: int) -> None:
+        """Fill ``memory``, bytes, from byte ``offset`` on."""
+
+    def release(self) -> None:
+        """They are not needed any more."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A flat tensor to be written; ``load`` is called once, when its turn comes."""
+    """A flat tensor to be written; ``load`` is called once, when its turn comes. What was ``lent`` is read instead, in
+    parts, and released."""
 
     key: str
     dtype: torch.dtype
     length: int
     load: Callable[[], torch.Tensor]
+    lent: Lent | None = None
 
 
 class TensorFile:

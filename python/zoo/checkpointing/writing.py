@@ -176,7 +176,7 @@ def _write_rank(
             key = key_of(item.role, item.name, item.start)
             if key in entries:
                 raise CheckpointError(f"{item.role} {item.name!r} has two slices that start at element {item.start}")
-            entries[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"))
+            entries[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"), getattr(item, "lent", None))
             rows.append((number, item.start, item.length, key))
             boxes.append(_box_of(item, shape))
     own: list[tuple[int, int, str]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -98,7 +98,9 @@ class Checkpoints:
                 his own, with ``load_module_strict=False``.
             asynchronous: return when this rank's state is copied to host memory; the rest happens while training goes
                 on, and is over when :meth:`wait_for_checkpoint` returns. By default as the section ``checkpoint`` says.
-                The next save, a load and :meth:`destroy` wait for it. States on NVMe are written before it returns.
+                The next save, a load and :meth:`destroy` wait for it. States on NVMe are not copied: an update waits
+                before it overwrites one that is not written yet. Quantised parameters on NVMe are written before it
+                returns.
 
         Returns:
             The checkpoint's directory.
@@ -121,7 +123,7 @@ class Checkpoints:
         meta["model"] = model_meta(self.module, self.sharded)
         scalars = optimizer.state_scalars()
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
-        if self._in_background(asynchronous):
+        if self._in_background(asynchronous, slices):
             if self._saver is None:
                 self._saver = BackgroundSaver(everyone)
             path = self._saver.save(directory, tag, slices, scalars, meta, rank_state=mine, latest=save_latest)
@@ -139,18 +141,21 @@ class Checkpoints:
             write_script(root)
             self._script_in = root
 
-    def _in_background(self, asked: bool | None) -> bool:
+    def _in_background(self, asked: bool | None, slices: Iterable[StateSlice]) -> bool:
         section = getattr(self._engine.config, "checkpoint", None)
         wanted = getattr(section, "asynchronous", True) if asked is None else asked
-        zero = self.sharded.config
-        if wanted and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
-            if asked:
-                raise ValueError(
-                    "save_checkpoint(asynchronous=True) where states are on NVMe: a copy of them would need the memory "
-                    "that they are kept out of. Leave it out; the save then returns when it is written."
-                )
-            return False
-        return wanted
+        if not wanted or self.sharded.config.offload_param.device != "nvme":
+            return wanted
+        # Packed parameters are unpacked to be written, which needs the memory that they are kept out of.
+        kept_out = any(getattr(item, "is_kept_out", False) for item in slices)
+        if not any(self.sharded.everyone.all_gather_object(kept_out)):
+            return True
+        if asked:
+            raise ValueError(
+                "save_checkpoint(asynchronous=True) where quantised parameters are on NVMe: a copy of them would need "
+                "the memory that they are kept out of. Leave it out; the save then returns when it is written."
+            )
+        return False
 
     def wait_for_checkpoint(self) -> None:
         """Return when no save is under way any more. On all ranks.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
+import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Literal
@@ -18,6 +21,8 @@ from zoo.zero.offload.heap import map_large_blocks
 from zoo.zero.sharding.memory import lends
 
 PAGE = 4096
+_TOLD_AFTER_S = 0.1
+_log = logging.getLogger("zoo.zero")
 
 
 def round_up(num_bytes: int) -> int:
@@ -25,11 +30,30 @@ def round_up(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
+class Lease:
+    """A region that keeps its content until :meth:`release`: whoever wants to write to it waits. For any thread."""
+
+    def __init__(self, shelf: Shelf, region: int, offset: int) -> None:
+        self._shelf, self._region, self._offset = shelf, region, offset
+        self._held = True
+
+    def read(self, memory: torch.Tensor, offset: int) -> None:
+        """Fill ``memory``, bytes, from byte ``offset`` of what was lent."""
+        self._shelf.read_lent(self._region, memory, self._offset + offset)
+
+    def release(self) -> None:
+        """It may be written to again. A second time has no effect."""
+        if self._held:
+            self._held = False
+            self._shelf.take_back(self._region)
+
+
 class Shelf:
     """A file of a known size, cut into regions that are read and written as tensors.
 
     The file has no name any more once it is open: its space is free again when the process ends, however that happens.
-    A device may answer in any order; a region is not read while something of it is being written.
+    A device may answer in any order; a region is not read while something of it is being written, and not written to
+    while it is lent, to a checkpoint that another thread writes.
     """
 
     def __init__(self, handle: Handle, folder: Path, name: str, sizes: list[int]) -> None:
@@ -37,6 +61,8 @@ class Shelf:
         self.read_bytes = self.written_bytes = 0  # since it was made
         # Writes that nobody has waited for yet, or that failed, and their regions.
         self._writing: dict[Future, int] = {}
+        self._lent: dict[int, int] = {}  # leases by region
+        self._returned = threading.Condition()
         self.offsets, end = [], 0
         for size in sizes:
             self.offsets.append(end)
@@ -62,6 +88,7 @@ class Shelf:
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Future:
         """Begin writing ``tensor`` at byte ``offset`` of a region; ``urgent``: all writes to a region are, or none."""
+        self._wait_for_leases(region)
         self.written_bytes += tensor.nbytes
         future = self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset, urgent=urgent)
         for older in self._writes_to(region):
@@ -69,6 +96,42 @@ class Shelf:
                 del self._writing[older]
         self._writing[future] = region
         return future
+
+    # Lent to another thread ------------------------------------------------------------------------------------------
+
+    def lend(self, region: int, offset: int = 0) -> Lease:
+        """From byte ``offset`` on, as it is now; writes that are under way are finished first."""
+        for future in self._writes_to(region):
+            self.finish(future)
+        with self._returned:
+            self._lent[region] = self._lent.get(region, 0) + 1
+        return Lease(self, region, offset)
+
+    def read_lent(self, region: int, memory: torch.Tensor, offset: int) -> None:
+        """See :meth:`Lease.read`."""
+        try:
+            self._handle.async_pread(memory, self._reader, self.offsets[region] + offset).wait()
+        except (OSError, RuntimeError) as error:
+            raise OffloadError(f"offloaded state cannot be read for a checkpoint: {self._where}: {error}") from error
+
+    def take_back(self, region: int) -> None:
+        """See :meth:`Lease.release`."""
+        with self._returned:
+            self._lent[region] -= 1
+            if not self._lent[region]:
+                del self._lent[region]
+                self._returned.notify_all()
+
+    def _wait_for_leases(self, region: int | None = None) -> None:
+        """Until a region, or none, is lent."""
+        if not self._lent:
+            return
+        began = time.perf_counter()
+        with self._returned:
+            self._returned.wait_for(lambda: not (self._lent if region is None else region in self._lent))
+        waited = time.perf_counter() - began
+        if waited > _TOLD_AFTER_S:
+            _log.info("%s have waited %.1f s for a checkpoint that was being written", self.what, waited)
 
     def _writes_to(self, region: int) -> list[Future]:
         return [future for future, where in self._writing.items() if where == region]
@@ -90,6 +153,7 @@ class Shelf:
 
     def close(self) -> None:
         """Give the space back."""
+        self._wait_for_leases()
         self._writer.close()
         self._reader.close()
 

@@ -263,10 +263,13 @@ class StateStream:
         # A master that is in memory is more than the parameters; where none exists yet, they are all there is.
         value = segment.value(self._entries.get(segment.tensor, {}))
         if is_absent(value) and (bucket.parameters_on_nvme or here is not None):
-            found["parameter"] = Stored(load, bucket.spec.dtype)
+            place = bucket.parameters.shard.place(segment.start) if bucket.parameters_on_nvme else None
+            found["parameter"] = Stored(load, bucket.spec.dtype, place=place, in_memory=not bucket.parameters_on_nvme)
         for name in record.written:
             role = "parameter" if name in ("", "master") else name
-            found[role] = Stored(partial(self._load, record, name), record.sections[name][1])
+            begin, dtype = record.sections[name]
+            place = (self._shelf, record.region, begin) if self._shelf is not None else None
+            found[role] = Stored(partial(self._load, record, name), dtype, place=place)
         return found
 
     def _load(self, record: Record, name: str, start: int, length: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -15,7 +15,7 @@ from zoo.zero.offload.tiers import Tier
 
 if TYPE_CHECKING:
     from zoo.zero.collectives.routes import Packed, Packer
-    from zoo.zero.offload.scratch import Scratch
+    from zoo.zero.offload.scratch import Scratch, Shelf
 
 
 class Store(Protocol):
@@ -176,6 +176,14 @@ class Shard:
         for read in reads:
             self.finish(read)
         return pack.over(raw).values(self.dtype)[start - first :][:length]
+
+    def place(self, start: int = 0) -> tuple[Shelf, int, int] | None:
+        """The file, the region and the byte of element ``start``; None where it is not on NVMe as it is."""
+        if self.values is not None or self.packed is not None or self.pack is not None:
+            return None
+        if self._store is None or not hasattr(self._store, "lend"):
+            return None
+        return cast("Shelf", self._store), self._region, start * self.dtype.itemsize
 
     def begin_read(self, into: torch.Tensor, start: int = 0, *, urgent: bool = False) -> Any:
         """Begin reading from NVMe, from element ``start`` (of what is packed: byte) on.

@@ -10,13 +10,16 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zoo.layout import Box, Slice
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.update.segments import Segment
+
+if TYPE_CHECKING:
+    from zoo.zero.offload.scratch import Lease, Shelf
 
 Reader = Callable[[str, str, Any, int], torch.Tensor]
 """``read(name, role, start, length)``: these elements as a 1-D tensor; KeyError when there is no such state. For parts
@@ -53,6 +56,20 @@ class StateSlice:
         """Of the elements."""
         return self.source.dtype
 
+    @property
+    def is_kept_out(self) -> bool:
+        """It is not in memory, and cannot be borrowed either."""
+        return isinstance(self.source, Stored) and self.source.place is None and not self.source.in_memory
+
+    def borrow(self) -> Lease | None:
+        """What is on NVMe, for another thread to read: nothing overwrites it until it is released. None where it is
+        in memory, or packed, or in a store of the user's."""
+        return self.source.borrow() if isinstance(self.source, Stored) else None
+
+
+Place = tuple["Shelf", int, int]
+"""A file, one of its regions, and the byte of it that element 0 begins at."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -62,10 +79,22 @@ class Stored:
     dtype: torch.dtype
     start: int = 0
     length: int = -1
+    place: Place | None = None
+    in_memory: bool = False
+    """What it reads from is."""
 
     def __getitem__(self, part: slice) -> Stored:
         """A part of it, still unread."""
-        return Stored(self.load, self.dtype, self.start + part.start, part.stop - part.start)
+        return Stored(
+            self.load, self.dtype, self.start + part.start, part.stop - part.start, self.place, self.in_memory
+        )
+
+    def borrow(self) -> Lease | None:
+        """Its bytes as they are now, for another thread; None where they lie otherwise than they are read."""
+        if self.place is None:
+            return None
+        shelf, region, first = self.place
+        return shelf.lend(region, first + self.start * self.dtype.itemsize)
 
     def read(self) -> torch.Tensor:
         """The elements."""
@@ -103,11 +132,11 @@ def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored
     if originals is not None:
         first = bucket.kept_range()[0]
         if originals.values is None:
-            return Stored(originals.load, originals.dtype, low - first, high - low)
+            return Stored(originals.load, originals.dtype, low - first, high - low, originals.place())
         return originals.values[low - first : high - first]
     if not bucket.partitioned:
         return bucket.parameters.full[low:high]
-    return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype)
+    return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype, place=shard.place())
 
 
 def feedback_slices(bucket: Bucket, *, owned: bool = True) -> Iterator[StateSlice]:
