@@ -95,6 +95,9 @@ class ModelDisk:
         self._call(f"remove {path.name}")
         self._change(parent, {}, without=path.name)
 
+    def modified_s(self, path: Path) -> float | None:
+        return None
+
     def sync_directory(self, path: Path) -> None:
         self._call(f"sync_directory {path.name}")
         node = self._directory(path)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.checkpointing import under_way
-from zoo.checkpointing.disk import LOCAL, Disk
+from zoo.checkpointing.disk import Disk, place_of
 from zoo.checkpointing.errors import CheckpointError, alike
 from zoo.checkpointing.names import StateSlice
 from zoo.checkpointing.tensors import Lent
@@ -145,7 +145,7 @@ class BackgroundSaver:
     def save(
         self, directory: str | os.PathLike[str], tag: str, slices: Iterable[StateSlice],
         scalars: Mapping[str, float | int] | None = None, meta: Mapping[str, Any] | None = None, *,
-        rank_state: Mapping[str, torch.Tensor] | None = None, latest: bool = True, disk: Disk = LOCAL,
+        rank_state: Mapping[str, torch.Tensor] | None = None, latest: bool = True, disk: Disk | None = None,
     ) -> Path:  # fmt: skip
         """As :func:`zoo.checkpointing.save`, which is over when :meth:`wait` returns. Collective.
 
@@ -173,11 +173,12 @@ class BackgroundSaver:
             self._snapshot.release()
             raise
         numbers = dict(scalars or {})
-        root, control = Path(os.path.abspath(directory)), self._control
+        disk, root = place_of(directory, disk)
+        control, where = self._control, disk
 
         def work() -> Path:
             try:
-                return save(root, tag, copies, numbers, told, control, rank_state=own, latest=latest, disk=disk)
+                return save(root, tag, copies, numbers, told, control, rank_state=own, latest=latest, disk=where)
             except BaseException as error:
                 _log.error("%s", error)
                 raise

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import zero_to_fp32
-from zoo.checkpointing.disk import LOCAL, Disk, put, read_file
+from zoo.checkpointing.disk import Disk, put, read_file
+from zoo.checkpointing.disk import place_of as disk_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.reading import load
 from zoo.checkpointing.zero_to_fp32 import LazyTensor, place_of, state_dict_of, tensors_of, write_model
@@ -152,7 +153,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         return write_model(tensors, output, safe=safe, max_shard_bytes=shard_bytes)
 
 
-def write_script(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> Path | None:
+def write_script(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> Path | None:
     """Put ``zero_to_fp32.py`` into a directory of checkpoints, at once; on one rank.
 
     It needs torch and numpy alone: ``python zero_to_fp32.py . model.bin``. One that is there already is replaced where
@@ -164,7 +165,8 @@ def write_script(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> Pa
     Raises:
         OSError: the directory is not there, or refuses.
     """
-    path = Path(os.path.abspath(directory)) / SCRIPT
+    disk, root = disk_of(directory, disk)
+    path = root / SCRIPT
     content = inspect.getsource(zero_to_fp32).encode()
     if SCRIPT in disk.names(path.parent):
         try:

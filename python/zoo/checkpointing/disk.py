@@ -82,6 +82,9 @@ class Disk(Protocol):
     def sync_directory(self, path: Path) -> None:
         """Force the entries of a directory to the device."""
 
+    def modified_s(self, path: Path) -> float | None:
+        """When a file was last written, in seconds since 1970; None where it is not there, or that is not known."""
+
 
 class LocalDisk:
     """The file systems of this machine, network file systems included."""
@@ -129,8 +132,31 @@ class LocalDisk:
         finally:
             os.close(handle)
 
+    def modified_s(self, path: Path) -> float | None:
+        """See :class:`Disk`."""
+        try:
+            return path.stat(follow_symlinks=False).st_mtime
+        except OSError:
+            return None
+
 
 LOCAL = LocalDisk()
+
+
+def place_of(directory: str | os.PathLike[str], disk: Disk | None = None) -> tuple[Disk, Path]:
+    """The file system of a directory, and its absolute path there. A URL ("s3://bucket/runs") names an object store,
+    but for "file://", which is this machine.
+
+    Raises:
+        ValueError: a URL of a store that is not known, or whose package is not installed.
+    """
+    text = os.fspath(directory)
+    scheme, bar, rest = text.partition("://")
+    if disk is None and bar and scheme not in ("", "file", "local"):
+        from zoo.checkpointing.object_store import open_store
+
+        return open_store(text)
+    return disk if disk is not None else LOCAL, Path(os.path.abspath(rest if bar and disk is None else text))
 
 
 def make_directories(disk: Disk, path: Path) -> None:

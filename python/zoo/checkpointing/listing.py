@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo.checkpointing.disk import LOCAL, Disk
+from zoo.checkpointing.disk import Disk, place_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.manifest import read_document
 from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, tag_of
@@ -35,13 +35,13 @@ class Listed:
     why: str = ""
 
 
-def listing(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> list[Listed]:
+def listing(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> list[Listed]:
     """The checkpoints of a directory, the newest last; other things in it do not count.
 
     Raises:
         CheckpointError: there is no such directory.
     """
-    root = Path(os.path.abspath(directory))
+    disk, root = place_of(directory, disk)
     if not disk.is_directory(root):
         raise CheckpointError(f"there is no directory {str(root)!r}")
     try:
@@ -59,26 +59,18 @@ def listing(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> list[Li
     return sorted(found, key=lambda one: (one.number or 0, one.saved_s or 0.0, one.tag))
 
 
-def number_of(found: Checkpoint, *, disk: Disk = LOCAL) -> int:
+def number_of(found: Checkpoint) -> int:
     """Later checkpoints of a directory have larger ones; those of version 2 have 0."""
-    number = read_document(disk, found.path).get("number", 0)
+    number = read_document(found.disk, found.path).get("number", 0)
     return number if type(number) is int else 0
 
 
-def saved_s(path: Path) -> float | None:
-    """When the checkpoint in ``path`` was put there, in seconds since 1970."""
-    try:
-        return (path / MANIFEST).stat(follow_symlinks=False).st_mtime
-    except OSError:
-        return None
-
-
 def _listed(disk: Disk, root: Path, tag: str, is_latest: bool) -> Listed:
-    when = saved_s(root / tag)
+    when = disk.modified_s(root / tag / MANIFEST)
     try:
         with load(root, tag, verify=False, disk=disk) as found:
             return Listed(
-                tag=tag, state=WHOLE, is_latest=is_latest, version=found.version, number=number_of(found, disk=disk),
+                tag=tag, state=WHOLE, is_latest=is_latest, version=found.version, number=number_of(found),
                 saved_s=when, num_bytes=sum(entry.size for entry in found.index.files), num_ranks=found.world_size,
                 num_tensors=len(found.shapes),
             )  # fmt: skip

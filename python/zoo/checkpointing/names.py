@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from zoo.checkpointing import under_way
-from zoo.checkpointing.disk import LOCAL, Disk, read_file
+from zoo.checkpointing.disk import Disk, place_of, read_file
 from zoo.checkpointing.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -144,14 +144,15 @@ def find(disk: Disk, directory: Path, tag: str) -> Path:
     raise CheckpointError(f"there is no checkpoint {tag!r} in {str(directory)!r}; it holds {known}")
 
 
-def latest_tag(directory: str | os.PathLike[str], *, disk: Disk = LOCAL) -> str | None:
+def latest_tag(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> str | None:
     """The tag that ``<directory>/latest`` names, None when there is no such file.
 
     Raises:
         CheckpointError: the file holds something that is no tag.
     """
-    path = Path(os.path.abspath(directory)) / LATEST
-    under_way.finish(directory)
+    disk, root = place_of(directory, disk)
+    path = root / LATEST
+    under_way.finish(root)
     try:
         content = read_file(disk, path, 1000)
     except FileNotFoundError:

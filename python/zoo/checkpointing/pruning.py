@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.checkpointing import under_way
-from zoo.checkpointing.disk import LOCAL, Disk, discard
+from zoo.checkpointing.disk import LOCAL, Disk, discard, place_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import decode
 from zoo.checkpointing.manifest import files_named, meta_of, numbered, read_document, scalars_of
@@ -22,7 +22,7 @@ REST_AGE_S = 86400.0
 
 def prune(
     directory: str | os.PathLike[str], keep: int, *, older_than_s: float = 0.0, best: str | None = None,
-    rest_age_s: float = REST_AGE_S, disk: Disk = LOCAL,
+    rest_age_s: float = REST_AGE_S, disk: Disk | None = None,
 ) -> list[str]:  # fmt: skip
     """Remove all but the ``keep`` newest checkpoints of a directory; on one rank. Others may save there meanwhile.
 
@@ -44,14 +44,14 @@ def prune(
     """
     if keep < 1:
         raise ValueError(f"prune(keep={keep}); at least the latest checkpoint is kept.")
-    root = Path(os.path.abspath(directory))
+    disk, root = place_of(directory, disk)
     under_way.finish(root)
-    found = [(number, _age(root / name), name) for number, name in numbered(disk, root)]
+    found = [(number, disk.modified_s(root / name / MANIFEST) or 0.0, name) for number, name in numbered(disk, root)]
     stays = {latest_tag(root, disk=disk)}
     if best is not None:
         stays.add(_best(disk, root, [name for _, _, name in sorted(found)], best))
-    oldest_ns = (time.time() - older_than_s) * 1e9
-    gone = [name for _, saved_ns, name in sorted(found)[:-keep] if name not in stays and saved_ns <= oldest_ns]
+    oldest_s = time.time() - older_than_s
+    gone = [name for _, saved_s, name in sorted(found)[:-keep] if name not in stays and saved_s <= oldest_s]
     for name in gone:
         files = files_named(disk, root / name)
         disk.remove(root / name / MANIFEST)
@@ -95,23 +95,16 @@ def _number_at(document: dict[str, Any], where: str) -> float | None:
     return float(found) if known else None
 
 
-def _age(path: Path) -> int:
-    """Of version 2, which has no numbers."""
-    with contextlib.suppress(OSError):
-        return (path / MANIFEST).stat().st_mtime_ns
-    return 0
-
-
 def _remove_rest(disk: Disk, path: Path, age_s: float) -> None:
     """What an earlier call or a save has left that ended in the middle: files of ours, and no manifest."""
-    if path.is_symlink() or not disk.is_directory(path) or path.name.startswith("."):
+    if (disk is LOCAL and path.is_symlink()) or not disk.is_directory(path) or path.name.startswith("."):
         return
     names = disk.names(path)
     if MANIFEST in names or not names or not all(map(is_ours, names)):
         return
-    with contextlib.suppress(OSError):
-        if time.time() - max((path / name).stat().st_mtime for name in names) < age_s:
-            return
+    changed = [found for name in names if (found := disk.modified_s(path / name)) is not None]
+    if changed and time.time() - max(changed) < age_s:
+        return
     for name in names:
         discard(disk, path / name)
     discard(disk, path)

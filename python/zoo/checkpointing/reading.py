@@ -16,7 +16,7 @@ import torch
 
 from zoo.checkpointing import under_way, version2
 from zoo.checkpointing.data_files import Cache, DataFile
-from zoo.checkpointing.disk import LOCAL, Disk, read_file
+from zoo.checkpointing.disk import Disk, place_of, read_file
 from zoo.checkpointing.errors import CheckpointError, MissingStateError, alike
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.index import Index
@@ -53,7 +53,7 @@ class _Opened:
 
 def load(
     directory: str | os.PathLike[str], tag: str | None = None, comm: Communicator | None = None, *, verify: bool = True,
-    skip: Sequence[str] = (), disk: Disk = LOCAL,
+    skip: Sequence[str] = (), disk: Disk | None = None,
 ) -> Checkpoint:  # fmt: skip
     """Open the checkpoint ``tag`` of a directory (the latest by default) on all ranks, at any world size. A collective.
 
@@ -71,7 +71,7 @@ def load(
         CheckpointError: on all ranks alike, naming what is wrong.
     """
     comm = comm if comm is not None else Communicator()
-    root = Path(os.path.abspath(directory))
+    disk, root = place_of(directory, disk)
     what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
     tried: list[str] = list(skip)
     under_way.finish(root)
@@ -170,7 +170,7 @@ class Checkpoint:
     """An open, checked checkpoint.
 
     Attributes:
-        tag, path: its name and directory.
+        tag, path, disk: its name, its directory, and where that is.
         world_size: of the job that wrote it.
         meta, scalars: as given to ``save``.
         shapes: name → shape of every logical tensor.
@@ -183,7 +183,7 @@ class Checkpoint:
     ) -> None:
         self._files: dict[int, DataFile] = {}  # first of all: whatever raises below, close() finds it
         self.tag, self.path, self.index = tag, path, index
-        self._disk, self._verify = disk, verify
+        self.disk, self._verify = disk, verify
         self.version: int = document["version"]
         self.world_size = world_size_of(document)
         if self.version < INDEXED:
@@ -347,7 +347,7 @@ class Checkpoint:
         if found is None:
             entry = self.index.files[number]
             sums = self.index.sums_of(number) if self._verify else None
-            found = self._files[number] = DataFile(self._disk, self.path / entry.name, entry.size, sums, self._cache)
+            found = self._files[number] = DataFile(self.disk, self.path / entry.name, entry.size, sums, self._cache)
         return found
 
 

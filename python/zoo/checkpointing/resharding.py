@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zoo.checkpointing.disk import LOCAL
+from zoo.checkpointing.disk import LOCAL, place_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.names import tags_of
@@ -75,16 +75,16 @@ def reshard(
 
     if not 1 <= num_ranks <= MOST_RANKS:
         raise ValueError(f"num_ranks = {num_ranks}; a checkpoint is written as 1 to {MOST_RANKS} ranks would")
-    root = Path(os.path.abspath(directory))
-    if os.path.realpath(root) == os.path.realpath(found.path.parent):
+    disk, root = place_of(directory)
+    if disk is LOCAL is found.disk and os.path.realpath(root) == os.path.realpath(found.path.parent):
         raise ValueError(f"{str(root)!r} is the directory of the checkpoint itself; give another one")
-    if found.tag in tags_of(LOCAL, root):
+    if found.tag in tags_of(disk, root):
         raise ValueError(f"{str(root)!r} has a checkpoint {found.tag!r}; remove it, or give another directory")
 
     def job(rank: int) -> None:
         own = found.rank_state(rank) if num_ranks == found.world_size else {}
         mine = list(_pieces(found, rank, num_ranks, told))
-        save(root, found.tag, mine, found.scalars, found.meta, Communicator(), rank_state=own)
+        save(root, found.tag, mine, found.scalars, found.meta, Communicator(), rank_state=own, disk=disk)
 
     try:
         sim.run(num_ranks, job, timeout_s=1e9)

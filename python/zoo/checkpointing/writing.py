@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from zoo.checkpointing.data_files import Written, write_data
-from zoo.checkpointing.disk import LOCAL, Disk, discard, make_directories, put, write_file
+from zoo.checkpointing.disk import Disk, discard, make_directories, place_of, put, write_file
 from zoo.checkpointing.errors import CheckpointError, alike
 from zoo.checkpointing.exact import encode
 from zoo.checkpointing.index import OF_PIECES, Column, FileEntry, Index, State, empty_columns
@@ -72,12 +72,12 @@ def save(
     *,
     rank_state: Mapping[str, torch.Tensor] | None = None,
     latest: bool = True,
-    disk: Disk = LOCAL,
+    disk: Disk | None = None,
 ) -> Path:
     """Write the checkpoint ``<directory>/<tag>`` and make it the latest. A collective; all ranks see one file system.
 
     Args:
-        directory: made if it does not exist.
+        directory: made if it does not exist; or the URL of a place in an object store, such as "s3://bucket/runs/a".
         tag: name of the checkpoint; one of the same name is replaced, and stays loadable until the new one is whole.
         slices: this rank's part; over all ranks every element of every tensor appears exactly once in each of its
             roles.
@@ -87,7 +87,7 @@ def save(
         comm: the ranks that save together; a world of one if not given.
         rank_state: tensors of this rank alone, read back by a rank of the same number.
         latest: whether it becomes the one that is loaded where no tag is given.
-        disk: the file system.
+        disk: the file system, where ``directory`` does not say it.
 
     Returns:
         The checkpoint's directory.
@@ -96,7 +96,7 @@ def save(
         CheckpointError: on all ranks, naming the rank and what went wrong there.
     """
     comm = comm if comm is not None else Communicator()
-    root = Path(os.path.abspath(directory))
+    disk, root = place_of(directory, disk)
     what = f"saving the checkpoint {tag!r} in {str(root)!r}"
     alike(comm, what, lambda: check_tag(tag))
     attempt, common = comm.broadcast_object((new_attempt(), tag) if comm.rank == 0 else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify, compare, convert and remove them.")
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that holds the tags.")]
-Place = Annotated[Path, typer.Argument(metavar="DIR[/TAG]", help="A checkpoint; without a tag the latest.")]
+Directory = Annotated[str, typer.Argument(metavar="DIR", help="The directory that holds the tags.")]
+Place = Annotated[str, typer.Argument(metavar="DIR[/TAG]", help="A checkpoint; without a tag the latest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -89,7 +88,7 @@ def show(
 
 @app.command()
 def verify(
-    place: Annotated[Path, typer.Argument(metavar="DIR[/TAG]", help="A checkpoint; without a tag all of them.")],
+    place: Annotated[str, typer.Argument(metavar="DIR[/TAG]", help="A checkpoint; without a tag all of them.")],
 ) -> None:
     """Read every byte and compare it with its checksum; exit code 1 where one is not what was written."""
     with one_sentence(shared=False):
@@ -118,8 +117,8 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="DIR or DIR/TAG.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="DIR or DIR/TAG.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="DIR or DIR/TAG.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="DIR or DIR/TAG.")],
     role: Annotated[str | None, typer.Option(help="Only tensors in this role, such as parameter.")] = None,
     atol: Annotated[float, typer.Option(min=0, help="Elements that differ by no more are equal.")] = 0.0,
     rtol: Annotated[float, typer.Option(min=0, help="The same, as a part of the element in B.")] = 0.0,
@@ -203,7 +202,7 @@ def export(
 @app.command()
 def reshard(
     place: Place,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Another directory.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Another directory.")],
     ranks: Annotated[int, typer.Option(min=1, help="Whose number of files it gets.")],
 ) -> None:
     """Write a checkpoint anew as another number of ranks would have, in the present version of the format.
@@ -242,9 +241,11 @@ def prune(
     """Remove all but the newest checkpoints of DIR; the one that `latest` names always stays. Prints what is gone."""
     with one_sentence(shared=False):
         from zoo.checkpointing import prune as remove
+        from zoo.checkpointing.disk import place_of
 
-        if not directory.is_dir():
-            raise ValueError(f"there is no directory {str(directory)!r}")
+        disk, root = place_of(directory)
+        if not disk.is_directory(root):
+            raise ValueError(f"there is no directory {directory!r}")
         for tag in remove(directory, keep, older_than_s=older_than_s, best=best, rest_age_s=rest_age_s):
             typer.echo(tag)
 
@@ -252,19 +253,20 @@ def prune(
 # -- places, progress and print ---------------------------------------------------------------------------------------
 
 
-def _split(place: Path) -> tuple[Path, str | None]:
+def _split(place: str) -> tuple[str, str | None]:
     """The directory, and the tag where there is one."""
-    path = Path(os.path.abspath(place))
-    if os.path.lexists(path / "manifest.json"):
-        return path.parent, path.name
-    if path.is_dir():
-        return path, None
-    if not path.parent.is_dir():
+    from zoo.checkpointing.disk import place_of
+
+    disk, path = place_of(place)
+    above = str(place).rstrip("/").rpartition("/")[0] if "://" in str(place) else str(path.parent)
+    if disk.is_directory(path):
+        return (above, path.name) if "manifest.json" in disk.names(path) else (place, None)
+    if not disk.is_directory(path.parent):
         raise ValueError(f"{str(place)!r} does not exist; give a directory of checkpoints, or one of its tags")
-    return path.parent, path.name
+    return above, path.name
 
 
-def _open(place: Path, *, verify: bool = True) -> Checkpoint:
+def _open(place: str, *, verify: bool = True) -> Checkpoint:
     from zoo.checkpointing import load
 
     root, tag = _split(place)
@@ -276,7 +278,7 @@ def _described(found: Checkpoint, part: str) -> dict[str, Any]:
     import numpy as np
 
     from zoo.checkpointing.exact import dtype_named, encode
-    from zoo.checkpointing.listing import number_of, saved_s
+    from zoo.checkpointing.listing import number_of
 
     pieces = np.bincount(found.index.columns["state"], minlength=len(found.index.states)).tolist()
     tensors: dict[str, Any] = {}
@@ -287,7 +289,8 @@ def _described(found: Checkpoint, part: str) -> dict[str, Any]:
             entry["roles"][state.role] = {"dtype": state.dtype, "bytes": num_bytes, "pieces": count}
     return {
         "tag": found.tag, "path": str(found.path), "version": found.version, "number": number_of(found),
-        "saved": _when(saved_s(found.path)), "ranks": found.world_size, "files": len(found.index.files),
+        "saved": _when(found.disk.modified_s(found.path / "manifest.json")),
+        "ranks": found.world_size, "files": len(found.index.files),
         "bytes": sum(entry.size for entry in found.index.files), "scalars": encode(dict(found.scalars), "scalars"),
         "meta": encode(dict(found.meta), "meta"), "tensors": tensors,
     }  # fmt: skip

@@ -22,7 +22,7 @@ from zoo.checkpointing import (
     together,
 )
 from zoo.checkpointing.consolidation import write_script
-from zoo.checkpointing.disk import LOCAL, make_directories
+from zoo.checkpointing.disk import make_directories, place_of
 from zoo.comm import Communicator
 from zoo.engine.partial import Kept, Wanted
 from zoo.engine.reads import Reads
@@ -119,7 +119,7 @@ class Checkpoints:
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         meta: dict[str, Any] = {"client": dict(client_state or {})}
         # What belongs to parts and users may raise, on one rank alone too.
-        together(everyone, f"saving the checkpoint {tag!r}", lambda: self._tell(meta, Path(directory)))
+        together(everyone, f"saving the checkpoint {tag!r}", lambda: self._tell(meta, directory))
         meta["model"] = model_meta(self.module, self.sharded)
         scalars = optimizer.state_scalars()
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
@@ -130,15 +130,15 @@ class Checkpoints:
         else:
             self.wait_for_checkpoint()
             path = save(directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest)
-        return str(path)
+        return str(path) if "://" not in str(directory) else f"{str(directory).rstrip('/')}/{tag}"
 
-    def _tell(self, meta: dict[str, Any], directory: Path) -> None:
+    def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str]) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
         meta.update(engine=engine_meta(self._engine))
-        root = Path(os.path.abspath(directory))
+        disk, root = place_of(directory)
         if self.sharded.everyone.rank == 0 and self._script_in != root:
-            make_directories(LOCAL, root)
-            write_script(root)
+            make_directories(disk, root)
+            write_script(root, disk=disk)
             self._script_in = root
 
     def _in_background(self, asked: bool | None, slices: Iterable[StateSlice]) -> bool:
