@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import subprocess
+import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +127,65 @@ def test_simulated_ranks_save_at_once(tmp_path: Path) -> None:
 
     sim.run(2, job)
     check_values(tmp_path)
+
+
+def test_an_interrupted_wait_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread still reads is not overwritten by the next save."""
+    disk, saver = Slow(), BackgroundSaver(Communicator())
+    saver.save(ROOT, "one", pieces(0, 1), disk=disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.wait()
+    assert saver.pending
+    threading.Timer(0.1, disk.go.set).start()
+    saver.save(ROOT, "two", pieces(0, 1, 2.0), disk=disk)
+    saver.wait()
+    for tag, scale in (("one", 1.0), ("two", 2.0)):
+        with load(ROOT, tag, disk=disk) as found:
+            assert float(found.tensor("a")[0, 1]) == scale
+    saver.close()
+
+
+def interrupted(*given: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_cannot_be_held_is_told_before_the_save_returns() -> None:
+    saver = BackgroundSaver(Communicator())
+    wrong = pieces(0, 1)
+    wrong[0].tensor = wrong[0].tensor.to(torch.complex64)
+    with pytest.raises(CheckpointError, match=r"parameter 'a' is torch\.complex64; a safetensors file holds"):
+        saver.save(ROOT, "one", wrong, disk=ModelDisk())
+    with pytest.raises(CheckpointError, match=r"'own' is torch\.complex64"):
+        saver.save(ROOT, "one", pieces(0, 1), rank_state={"own": torch.zeros(1, dtype=torch.complex64)})
+    assert not saver.pending
+    saver.close()
+
+
+def test_a_failure_that_a_load_waited_for_is_still_raised() -> None:
+    disk, saver = ModelDisk(fail_at=(3, errno.EIO)), BackgroundSaver(Communicator())
+    saver.save(ROOT, "one", pieces(0, 1), disk=disk)
+    saver.settle()
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        saver.wait()
+    saver.close()
+
+
+AT_EXIT = """
+import atexit, sys, torch
+from zoo.checkpointing import BackgroundSaver
+from zoo.comm import Communicator
+
+class Piece:
+    name, role, start, length, shape, tensor = "a", "parameter", 0, 4, (4,), torch.ones(4)
+
+saver = BackgroundSaver(Communicator())
+saver.save(sys.argv[1], "one", [Piece()])
+atexit.register(lambda: saver.save(sys.argv[1], "two", [Piece()]))
+"""
+
+
+def test_a_save_when_the_interpreter_ends_is_written(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path)], check=True, timeout=120)
+    assert {load(tmp_path, tag).tag for tag in ("one", "two")} == {"one", "two"}

@@ -195,7 +195,8 @@ def test_the_command_line_takes_urls(tmp_path: Path) -> None:
     for arguments, said in (
         (["ls", URL], "two"), (["show", f"{URL}/one"], "parameter"), (["verify", URL], "two"),
         (["diff", f"{URL}/one", f"{URL}/two"], ""), (["export", f"{URL}/one", str(tmp_path / "x.safetensors")], ""),
-        (["reshard", f"{URL}/one", "memory://bucket/other", "--ranks", "1"], ""), (["prune", URL, "--keep", "1"], "one"),
+        (["reshard", f"{URL}/one", "memory://bucket/other", "--ranks", "1"], ""),
+        (["prune", URL, "--keep", "1"], "one"),
     ):  # fmt: skip
         found = runner.invoke(app, ["ckpt", *arguments])
         assert found.exit_code == 0, found.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,24 @@ def test_what_one_rank_cannot_copy_is_told_to_all(tmp_path: Path) -> None:
         assert "saving the checkpoint 'one'" in said
         assert "rank 1: RuntimeError: nobody has it" in said
         assert rest == ["two", "{'f': 1}"]
+
+
+def some_ranks(rank: int, folder: str) -> float:
+    """Groups that all ranks make afterwards have the same names on those that have not saved."""
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        saver = BackgroundSaver(Communicator(pair))
+        saver.save(folder, "one", [] if rank else [Whole()])
+        saver.wait()
+    everyone, found = dist.new_group([0, 1, 2], timeout=timedelta(seconds=20)), torch.ones(1)
+    dist.all_reduce(found, group=everyone)
+    return float(found)
+
+
+@pytest.mark.slow
+def test_some_ranks_of_a_job_save_in_the_background(tmp_path: Path) -> None:
+    assert set(run_ranks(3, some_ranks, str(tmp_path)).values()) == {3.0}
+    assert load(tmp_path).tag == "one"
 
 
 def torn_down(rank: int, folder: str) -> bool:

@@ -76,3 +76,64 @@ def test_a_step_in_pieces_is_one_step(stage: int, dtype: torch.dtype) -> None:
     (one, counted), (several, also) = train(1), train(4)
     assert counted == also == [3]
     assert all(torch.equal(one[name], several[name]) for name in one)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps numbers of several kinds, and what no checkpoint holds if it is asked to."""
+
+    def __init__(self, params: Any, lr: float = 0.1, odd: Any = None) -> None:
+        super().__init__(params, {"lr": lr})
+        self.odd = odd
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, warm=False, rate=0.5, sum=torch.zeros_like(p), times=torch.zeros(()))
+                    if self.odd is not None:
+                        state["odd"] = self.odd
+                state["step"] += 1
+                state["warm"] = True
+                state["times"] += 1
+                state["sum"] += p.grad
+                p.sub_(state["sum"], alpha=group["lr"] * [1.0, 0.5, 0.25][state["step"] % 3])
+
+
+def counted(odd: Any = None) -> tuple[nn.Linear, ZeroOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return model, ZeroOptimizer(model, stage=1, optimizer=Counting(model.parameters(), odd=odd))
+
+
+def stepped(model: nn.Linear, optimizer: ZeroOptimizer) -> None:
+    optimizer.backward(model(torch.ones(1, 3)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_numbers_come_back_as_what_they_were() -> None:
+    model, optimizer = counted()
+    for _ in range(2):
+        stepped(model, optimizer)
+    (before,) = optimizer.inner.state.values()
+    kept = {(s.name, s.role): s.tensor.clone() for s in optimizer.state_slices()}
+    scalars = optimizer.state_scalars()
+    again, other = counted()
+    other.load_state(lambda name, role, start, n: kept[name, role][start : start + n], scalars)
+    (after,) = other.inner.state.values()
+    for role in ("step", "warm", "rate"):
+        assert (type(after[role]), after[role]) == (type(before[role]), before[role])
+    assert torch.equal(after["times"], before["times"])
+    for one, its in ((model, optimizer), (again, other)):
+        stepped(one, its)
+    assert torch.equal(model.weight, again.weight)
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(3), "begin", [1]])
+def test_a_state_that_cannot_be_saved_is_named(odd: Any) -> None:
+    model, optimizer = counted(odd)
+    stepped(model, optimizer)
+    with pytest.raises(ValueError, match=r"keeps the state 'odd' of 'weight', .*; states that can be saved are"):
+        optimizer.state_scalars()

@@ -12,10 +12,11 @@ Where ranks are simulated, and have no threads of their own, a save is over when
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,12 @@ import torch.distributed as dist
 
 from zoo.checkpointing import under_way
 from zoo.checkpointing.disk import Disk, place_of
-from zoo.checkpointing.errors import CheckpointError, alike
+from zoo.checkpointing.errors import alike
 from zoo.checkpointing.names import StateSlice
-from zoo.checkpointing.tensors import Lent
+from zoo.checkpointing.tensors import Lent, check_dtype
 from zoo.checkpointing.writing import Told, dtype_of, save
 from zoo.comm import Communicator, before_teardown
+from zoo.comm.groups import make_groups
 from zoo.layout import Box
 
 _log = logging.getLogger("zoo.checkpointing")
@@ -88,10 +90,11 @@ class Snapshot:
         """The same slices, of copies that stay as they are until the next call."""
         found: list[StateSlice] = []
         kept: dict[tuple[str, str, int], torch.Tensor] = {}
-        on_gpu = False
+        devices: set[torch.device] = set()
         self.release()
         for item in slices:
             box = getattr(item, "box", None)
+            check_dtype(f"{item.role} {item.name!r}", dtype_of(item))
             lent = item.borrow() if item.length and hasattr(item, "borrow") else None
             if lent is not None:
                 self._lent.append(lent)
@@ -103,11 +106,12 @@ class Snapshot:
             if memory is None or memory.dtype is not tensor.dtype or memory.numel() != tensor.numel():
                 memory = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             memory.copy_(tensor.reshape(-1), non_blocking=tensor.is_cuda)
-            on_gpu |= tensor.is_cuda
+            if tensor.is_cuda:
+                devices.add(tensor.device)
             kept[key] = memory
             found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory, box))
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
         self._memory = kept
         return found
 
@@ -153,7 +157,7 @@ class BackgroundSaver:
             CheckpointError: on all ranks: the save before this one failed. Nothing of this one is done then.
         """
         self.wait(for_what=tag)
-        comm = self._comm
+        comm, (where, root) = self._comm, place_of(directory, disk)
         what = f"saving the checkpoint {tag!r} in {str(directory)!r}"
         # Rank 0's is kept. It is made here, as the values may change; and what a rank raises here alone, all hear of.
         told = alike(comm, what, lambda: Told.of((meta or {}) if comm.rank == 0 else {}))
@@ -173,8 +177,7 @@ class BackgroundSaver:
             self._snapshot.release()
             raise
         numbers = dict(scalars or {})
-        disk, root = place_of(directory, disk)
-        control, where = self._control, disk
+        control = self._control
 
         def work() -> Path:
             try:
@@ -185,13 +188,9 @@ class BackgroundSaver:
             finally:
                 self._snapshot.release()  # of a save that failed: the update would wait for ever
 
-        try:
-            future = self._thread.submit(work)
-        except BaseException:
-            self._snapshot.release()
-            raise
-        under_way.begin(root, future)
+        future = _submitted(self._thread, work)
         self._pending = tag, future
+        under_way.begin(root, future)
         return root / tag
 
     def wait(self, *, for_what: str = "") -> None:
@@ -200,17 +199,24 @@ class BackgroundSaver:
         Raises:
             CheckpointError: on all ranks: what was under way failed.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        tag, future = pending
+        tag, future = self._pending
         began = time.perf_counter()
         try:
             future.result()
         finally:
+            if future.done():  # whoever was interrupted waits again: the memory of the copy is still read
+                self._pending = None
             waited = time.perf_counter() - began
             if for_what and waited > _TOLD_AFTER_S and self._comm.rank == 0:
                 _log.warning("saving %r has waited %.1f s for %r, which was being written", for_what, waited, tag)
+
+    def settle(self) -> None:
+        """Return when nothing is under way any more. What failed is raised by the next call of the others."""
+        if self._pending is not None:
+            with contextlib.suppress(Exception):
+                self._pending[1].result()
 
     def close(self) -> None:
         """Wait, and give memory, thread and control group back. Collective."""
@@ -226,15 +232,27 @@ class BackgroundSaver:
                 dist.destroy_process_group(control.group)
 
 
+def _submitted(thread: ThreadPoolExecutor, work: Callable[[], Path]) -> Future[Path]:
+    """Work for the thread; where the interpreter is about to end, and threads take none any more, it is done here."""
+    try:
+        return thread.submit(work)
+    except RuntimeError:
+        future: Future[Path] = Future()
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name, tensor in tensors.items():
+        check_dtype(repr(name), tensor.dtype)
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _control_of(comm: Communicator) -> Communicator:
-    """The same ranks, over a gloo group that only the thread uses. Collective over all ranks of the job."""
+    """The same ranks, over a gloo group that only the thread uses. Collective over them."""
     if comm.size == 1:
         return comm
-    group = dist.new_group(list(comm.ranks), backend="gloo")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise CheckpointError("this rank is none of those that save.")
-    return Communicator(group)
+    return Communicator(make_groups([list(comm.ranks)], "checkpoint", comm.group, backend="gloo"))

@@ -138,6 +138,12 @@ class TensorFile:
         self._temporary.unlink(missing_ok=True)
 
 
+def check_dtype(what: str, dtype: torch.dtype) -> None:
+    """Raise CheckpointError for a dtype that the format has no code for."""
+    if dtype not in CODES:
+        raise CheckpointError(f"{what} is {dtype}; a safetensors file holds {', '.join(map(str, CODES))}.")
+
+
 def header_of(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str], multiple: int = 8
 ) -> tuple[bytes, dict[str, int]]:
@@ -146,8 +152,7 @@ def header_of(
     offsets: dict[str, int] = {}
     end = 0
     for key, dtype, shape in tensors:
-        if dtype not in CODES:
-            raise CheckpointError(f"{key!r} is {dtype}; a safetensors file holds {', '.join(map(str, CODES))}.")
+        check_dtype(repr(key), dtype)
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         offsets[key] = begin
         described[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}

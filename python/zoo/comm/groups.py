@@ -34,11 +34,13 @@ def check_partition(groups: Sequence[Sequence[int]], size: int) -> list[list[int
     return lists
 
 
-def make_groups(groups: Sequence[Sequence[int]], name: str, parent: Any, *, alone: bool = False) -> Any:
+def make_groups(
+    groups: Sequence[Sequence[int]], name: str, parent: Any, *, alone: bool = False, backend: str | None = None
+) -> Any:
     """Make a process group for each list of global ranks; returns the one this rank is in, None if it has one rank.
 
     Collective over all ranks in ``groups``. Groups of one rank are made only with ``alone``. ``parent`` (None: the
-    default group) gives the timeout.
+    default group) gives the timeout. ``backend``: that of the default group if not given.
 
     Raises:
         NotImplementedError: the default group is bound to a device, where every group is split from it by all ranks of
@@ -48,7 +50,7 @@ def make_groups(groups: Sequence[Sequence[int]], name: str, parent: Any, *, alon
     num_ranks = sum(map(len, groups))
     if max(map(len, groups)) == 1 and not alone:
         return None
-    if default.bound_device_id is not None and num_ranks < dist.get_world_size():
+    if backend is None and default.bound_device_id is not None and num_ranks < dist.get_world_size():
         raise NotImplementedError(
             f"the group {name!r} was asked for by {num_ranks} of {dist.get_world_size()} ranks, but with "
             "init_process_group(device_id=...) every group is split from the default one, by all ranks together: make "
@@ -57,16 +59,17 @@ def make_groups(groups: Sequence[Sequence[int]], name: str, parent: Any, *, alon
     mine = None
     for ranks in groups:
         if len(ranks) > 1 or alone:
-            found = _make(list(ranks), name, timeout_of(parent))
+            found = _make(list(ranks), name, timeout_of(parent), backend)
             mine = mine if found is dist.GroupMember.NON_GROUP_MEMBER else found
     return mine
 
 
-def _make(ranks: list[int], name: str, timeout: timedelta | None) -> Any:
+def _make(ranks: list[int], name: str, timeout: timedelta | None, other: str | None = None) -> Any:
     # new_group gives no choice of the name, and split_group is for few backends: this is the part that both stand on.
     default: Any = dist.group.WORLD
     rank = dist.get_rank()
     backend, store = c10d._world.pg_map[default]
+    backend = other if other is not None else backend
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     key = f"zoo/{name}/{digest}"
     member = rank in ranks
@@ -82,7 +85,7 @@ def _make(ranks: list[int], name: str, timeout: timedelta | None) -> Any:
         # A new number, because the keys of a group that was destroyed stay in the store.
         group_name=cast(Any, f"{key}/{counts[key]}"),
         timeout=timeout if timeout is not None else c10d._get_default_timeout(backend),
-        device_id=default.bound_device_id,
+        device_id=default.bound_device_id if other is None else None,
         group_desc=name,
     )
     if member:

@@ -254,22 +254,43 @@ def tensor_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch
     }
 
 
-def scalar_states(state: Mapping[str, Any], segment: Segment) -> dict[str, float]:
-    """The states that are one number for the whole segment, such as Adam's step."""
+def scalar_states(state: Mapping[str, Any], segment: Segment) -> dict[str, float | int]:
+    """The states that are one number for the whole segment, such as Adam's step. What is a tensor, is a float here."""
     rest = {k: v for k, v in state.items() if k != "master" and k not in tensor_states(state, segment)}
-    return {
-        k: float(v)
-        for k, v in rest.items()
-        if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1)
-    }
+    found: dict[str, float | int] = {}
+    for role, value in rest.items():
+        if isinstance(value, int):
+            found[role] = int(value)  # a bool too
+        elif isinstance(value, float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            found[role] = float(value)
+    return found
 
 
-def scalars_of(segments: Sequence[Segment], state: Mapping[Any, Any]) -> dict[str, float]:
-    """``"<role>/<name>" -> value`` for the scalar states of every tensor this rank has a part of."""
-    found: dict[str, float] = {}
+def _check_kinds(state: Mapping[str, Any], segment: Segment, name: str) -> None:
+    """Raise ValueError for a state that is neither: it would be lost."""
+    lost = set(state) - {"master"} - set(tensor_states(state, segment)) - set(scalar_states(state, segment))
+    for role in sorted(role for role in lost if state[role] is not None):
+        value = state[role]
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(
+            f"the optimizer keeps the state {role!r} of {name!r}, {what}; states that can be saved are numbers, and "
+            "tensors with one element for each of the parameter's."
+        )
+
+
+def scalars_of(segments: Sequence[Segment], state: Mapping[Any, Any]) -> dict[str, float | int]:
+    """``"<role>/<name>" -> value`` for the scalar states of every tensor this rank has a part of.
+
+    Raises:
+        ValueError: a state that no checkpoint holds, by name.
+    """
+    found: dict[str, float | int] = {}
     for segment in segments:
-        for role, value in scalar_states(state.get(segment.tensor, {}), segment).items():
-            for run in runs_of(segment.bucket, segment.slices()):
+        entries, runs = state.get(segment.tensor, {}), list(runs_of(segment.bucket, segment.slices()))
+        if runs:
+            _check_kinds(entries, segment, runs[0].name)
+        for role, value in scalar_states(entries, segment).items():
+            for run in runs:
                 found[f"{role}/{run.name}"] = value
     return found
 
@@ -307,10 +328,17 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
             )
         number = numbers.pop()
         if number is not None:
-            state[role] = torch.full_like(state[role], number) if isinstance(state[role], torch.Tensor) else number
+            state[role] = _like(state[role], number)
     if len(found) > 1:
         raise ValueError(f"the source holds only part of the optimizer state of {', '.join(p.name for p in pieces)}.")
     return found != {False}
+
+
+def _like(old: Any, number: float) -> Any:
+    """A number as the optimizer keeps it."""
+    if isinstance(old, torch.Tensor):
+        return torch.full_like(old, number)
+    return type(old)(number) if type(old) in (bool, int, float) else number
 
 
 def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
