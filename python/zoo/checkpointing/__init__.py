@@ -6,10 +6,12 @@
 * :func:`latest_tag`: which checkpoint a directory's ``latest`` names.
 * :func:`prune`: remove all but the newest.
 * :class:`TensorFile`: one safetensors file, tensor by tensor, whole or not at all.
+* :func:`clone_tensors_for_torch_save`: copies of views that are no larger in a file than they are.
 * :func:`together`: run something on every rank; if it fails on one, it fails on all, by name.
 """
 
 from zoo.checkpointing.background import BackgroundSaver
+from zoo.checkpointing.cloning import clone_tensors_for_torch_save
 from zoo.checkpointing.errors import CheckpointError, DamageError, MissingStateError, alike, together
 from zoo.checkpointing.names import StateSlice, latest_tag
 from zoo.checkpointing.pruning import prune
@@ -26,6 +28,7 @@ __all__ = [
     "StateSlice",
     "TensorFile",
     "alike",
+    "clone_tensors_for_torch_save",
     "latest_tag",
     "load",
     "prune",
