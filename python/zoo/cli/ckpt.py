@@ -199,6 +199,62 @@ def export(
                 typer.echo(path)
 
 
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A file or folder of another system.")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="A directory of checkpoints.")],
+    format_: Annotated[
+        str | None,
+        typer.Option("--format", help="deepspeed, dcp, safetensors, gguf or torch.", show_default="by what is in SRC"),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Of DeepSpeed's: which checkpoint in SRC.", show_default="its latest")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Its tag in DST.", show_default="its own")] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="No states of the optimizer.")] = False,
+    groups: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of DeepSpeed's stage 0: a JSON file [[names of the first group's parameters], …], in the optimizer's "
+            "order."
+        ),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Of a torch.save file: where in it the state_dict is, such as model.weights.")
+    ] = None,
+) -> None:
+    """Write a checkpoint of another system as one of zoo's, piece by piece, whatever its size.
+
+    DeepSpeed's go on where they stopped: engine.load_checkpoint(DST). Others have weights, and states of the optimizer
+    where the file has them: engine.load_checkpoint(DST, load_module_only=True).
+    """
+    with one_sentence(shared=False):
+        from zoo.checkpointing.foreign import import_checkpoint, open_foreign
+        from zoo.checkpointing.foreign.importing import num_bytes
+
+        with open_foreign(
+            source, format_, tag, groups=_groups(groups), optimizer_states=not weights_only, key=key
+        ) as found:
+            with _progress(found.tag, num_bytes(found)) as told:
+                path = import_checkpoint(found, out, name, told=told)
+            left_out = [f"{file}: {_plain(str(unknown))}" for file, unknown in found.unknown[:5]]
+            left_out += [_plain(one) for one in found.meta.get("left_out", ())[:5]]
+            if left_out:
+                typer.echo(f"zoo: left out, as it is no tensor and no plain value: {'; '.join(left_out)}", err=True)
+        typer.echo(path)
+
+
+def _groups(path: Path | None) -> list[list[str]] | None:
+    if path is None:
+        return None
+    found = json.loads(path.read_text())
+    if not isinstance(found, list) or not all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in found
+    ):
+        raise ValueError(f"--groups {str(path)!r}: it is JSON as [[names of parameters], …], a list for each group")
+    return found
+
+
 @app.command()
 def reshard(
     place: Place,

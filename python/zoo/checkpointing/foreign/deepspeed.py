@@ -66,16 +66,18 @@ def load_deepspeed(
     groups: Sequence[Sequence[str]] | None = None,
     optimizer_states: bool = True,
     verify: bool = True,
+    universal: bool = True,
 ) -> ForeignCheckpoint:
     """Open a checkpoint of DeepSpeed: stages 0 to 3, with pipeline and expert files, or universal. A collective.
 
     Args:
         directory: what ``save_checkpoint`` was given.
-        tag: what ``latest`` (of a universal checkpoint ``latest_universal``) names if not given.
+        tag: what ``latest_universal`` names if not given, or ``latest`` where there is no such file.
         groups: names of the parameters in each group of the optimizer, in its order. Without ZeRO its states are saved
             by numbers, so several groups cannot be told apart without it; elsewhere it is not used.
         optimizer_states: without them only the weights are there (masters where there are masters).
         verify: compare every tensor with the checksum that its file has; the ranks share that work.
+        universal: False: without a tag ``latest`` comes before ``latest_universal``.
 
     Raises:
         CheckpointError: on all ranks alike, naming what is wrong or missing. Tensor-parallel parts, of which the files
@@ -85,7 +87,7 @@ def load_deepspeed(
     opened: list[ForeignCheckpoint] = []
 
     def work() -> None:
-        chosen, path = find_folder(directory, tag, universal=True)
+        chosen, path = find_folder(directory, tag, universal=universal)
         opened.append(
             _open(open_folder(path, verify=verify, share=(comm.rank, comm.size)), chosen, groups, optimizer_states)
         )

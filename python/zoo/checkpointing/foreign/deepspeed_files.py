@@ -66,13 +66,14 @@ class Folder:
 
 
 def find_folder(directory: str | os.PathLike[str], tag: str | None, *, universal: bool) -> tuple[str, Path]:
-    """(tag, folder) of a checkpoint: ``tag``, or what ``latest`` (``latest_universal``) names.
+    """(tag, folder) of a checkpoint: ``tag``, or what ``latest`` or ``latest_universal`` names; which of the two comes
+    first, ``universal`` says.
 
     Raises:
         CheckpointError: there is none.
     """
     root = Path(directory)
-    names = ("latest_universal", "latest") if universal else ("latest",)
+    names = ("latest_universal", "latest") if universal else ("latest", "latest_universal")
     if tag is None:
         for name in names:
             if (root / name).is_file():
@@ -82,13 +83,24 @@ def find_folder(directory: str | os.PathLike[str], tag: str | None, *, universal
                 tag = raw.bytes().decode("utf-8", "replace").strip()
                 break
         else:
-            raise CheckpointError(f"{str(root)!r} has no file {names[-1]!r}; give the tag of a checkpoint in it")
+            raise CheckpointError(f"{str(root)!r} has no file 'latest'; give the tag of a checkpoint in it")
     if not tag or "/" in tag or "\\" in tag or "\0" in tag or tag in (".", ".."):
         raise CheckpointError(f"the tag {tag[:80]!r} cannot be a folder in {str(root)!r}")
     path = root / tag
     if not path.is_dir() or path.is_symlink():
         raise CheckpointError(f"there is no folder {tag!r} in {str(root)!r}")
     return tag, path
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is a checkpoint of DeepSpeed, by the names that are in it."""
+    try:
+        entries = list(os.scandir(path))
+    except OSError:
+        return False
+    names = {entry.name for entry in entries}
+    parts = any(entry.name == "zero" and entry.is_dir(follow_symlinks=False) for entry in entries)
+    return parts or any(pattern.fullmatch(name) for name in names for pattern in (_MODEL, _OPTIMIZER))
 
 
 def open_folder(path: Path, *, verify: bool, share: tuple[int, int] = (0, 1)) -> Folder:

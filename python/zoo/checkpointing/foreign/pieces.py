@@ -116,7 +116,12 @@ class ForeignCheckpoint:
         if not tiles([part.box for part in parts], whole):
             raise CheckpointError(f"the parts of {role} {name!r} overlap, or leave some of its shape {whole} out")
         self._describe(name, role, shape, {part.source.dtype for part in parts} | {dtype})
-        self._boxes[name, role] = [part for part in parts if part.box.numel]
+        parts = [part for part in parts if part.box.numel]
+        if all(part.box.is_run_in(whole) for part in parts):  # such as rows: a piece is read without the rest of its part
+            runs = [Run(Box.whole(whole).number_of(p.box.offsets), p.box.numel, p.source) for p in parts]
+            self._runs[name, role] = sorted(runs, key=lambda run: run.start)
+        else:
+            self._boxes[name, role] = parts
 
     def add_whole(self, name: str, role: str, source: Elements, shape: Sequence[int] | None = None) -> None:
         """A tensor that is stored as it is."""
@@ -202,6 +207,29 @@ class ForeignCheckpoint:
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
         """What belonged to one rank alone: nothing that other systems write could be used."""
         return {}
+
+    def weights(self) -> ForeignCheckpoint:
+        """Its parameters and buffers alone."""
+        found = ForeignCheckpoint(self.tag, self.path, world_size=self.world_size)
+        found.meta, found.unknown = self.meta, self.unknown
+        kept = [(n, role) for n, roles in self._roles.items() for role in roles if role in ("parameter", "buffer")]
+        for name, role in kept:
+            found._shapes[name] = self._shapes[name]
+            found._roles.setdefault(name, {})[role] = self._roles[name][role]
+            if (name, role) in self._boxes:
+                found._boxes[name, role] = self._boxes[name, role]
+            else:
+                found._runs[name, role] = self._runs[name, role]
+        return found
+
+    def close(self) -> None:
+        """Nothing to do: files are closed when nobody reads them any more."""
+
+    def __enter__(self) -> ForeignCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _dtype_of(self, name: str, role: str) -> torch.dtype:
         if role not in self._roles.get(name, {}):
