@@ -246,6 +246,9 @@ EFFECTS: dict[str, str] = {
     "zero_optimization.max_live_parameters": "tests/laws/test_forecast.py",
     "zero_optimization.gather_16bit_weights_on_model_save":
         "tests/engine/test_saving.py::test_without_the_option_nothing_is_saved_at_stage_3_and_the_log_says_why",
+    "zero_optimization.load_from_fp32_weights":
+        "tests/engine/test_state_dicts.py::test_masters_of_16_bit_weights_are_these_weights",
+    "checkpoint.load_universal": "tests/engine/test_foreign.py::test_which_of_a_folder_is_loaded",
     "zero_optimization.ignore_unused_parameters":
         "tests/zero/test_optimizer.py::test_unused_parameters_are_an_error_where_that_is_asked_for",
     "zero_optimization.zero_hpz_partition_size": "tests/laws/test_axes.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,13 +51,23 @@ def test_all_generators_go_on() -> None:
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_each_rank_has_its_own_buffers_again(number: int, tmp_path: Path) -> None:
-    def job(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def started() -> Any:
         engine = start(stage(number), noise=0.1)
+        engine.module.register_buffer("table", torch.zeros(2, 3))
+        engine.module.register_buffer("number", torch.tensor(0))
+        return engine
+
+    def job(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        engine = started()
         for _ in range(2):
             engine.train_batch()
+        engine.module.table += rank
+        engine.module.number += rank
         engine.save_checkpoint(tmp_path)
-        again = start(stage(number), noise=0.1)
+        again = started()
         again.load_checkpoint(tmp_path)
+        assert again.module.table.tolist() == [[rank] * 3] * 2
+        assert int(again.module.number) == rank
         return engine.module.norm.running_mean.clone(), again.module.norm.running_mean.clone(), torch.tensor(rank)
 
     (first, one, _), (second, other, _) = sim.run(2, job)
@@ -65,7 +76,7 @@ def test_each_rank_has_its_own_buffers_again(number: int, tmp_path: Path) -> Non
     assert not torch.equal(first, second)  # otherwise nothing is shown
 
     def alone() -> torch.Tensor:
-        engine = start(stage(number), noise=0.1)
+        engine = started()
         engine.load_checkpoint(tmp_path)
         return engine.module.norm.running_mean
 

@@ -21,14 +21,15 @@ class CheckpointConfig(Section):
     copied to host memory, which takes as much of it as the state has. States on NVMe are not copied: an update waits
     before it overwrites one that is not written yet."""
 
+    load_universal: bool = False
+    """Of a folder that DeepSpeed wrote ``load_checkpoint`` without a tag takes what ``latest_universal`` names, and not
+    what ``latest`` does, where both are there. Any checkpoint is read at any world size and stage in any case."""
+
     fates: ClassVar[Mapping[str, Fate]] = {
         "tag_validation": unnecessary(
             "a save in which ranks give other tags fails on all of them", "Warn",
             tuple(spelled(word) for word in ("Ignore", "Warn", "Fail") for spelled in (str, str.upper, str.lower)),
             asks=False,
-        ),
-        "load_universal": unnecessary(
-            "every checkpoint can be read at any world size and stage", False, nothing=(True,)
         ),
         "checkpoint_serialization": unnecessary("tensors are written as safetensors", True, nothing=(False,)),
         "use_node_local_storage": refused("a checkpoint is one directory that all ranks see", False),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from zoo.checkpointing import (
@@ -17,15 +18,18 @@ from zoo.checkpointing import (
     CheckpointError,
     DamageError,
     StateSlice,
+    alike,
     load,
     save,
     together,
 )
 from zoo.checkpointing.consolidation import write_script
 from zoo.checkpointing.disk import make_directories, place_of
+from zoo.checkpointing.foreign import ForeignCheckpoint
 from zoo.comm import Communicator
+from zoo.engine.foreign import open_checkpoint
 from zoo.engine.partial import Kept, Wanted
-from zoo.engine.reads import Reads
+from zoo.engine.reads import AnyCheckpoint, Reads
 from zoo.engine.saving import save_model
 from zoo.engine.state import (
     buffer_slices,
@@ -41,6 +45,7 @@ from zoo.engine.state import (
     restore_options,
     set_random_state,
 )
+from zoo.engine.whole import CustomLoad, WholeStates, joined, load_custom
 from zoo.zero import ShardedModel, ZeroOptimizer
 from zoo.zero.state.logical import fill_frozen, slices_of
 
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zoo.engine")
 
 
-class Checkpoints:
+class Checkpoints(WholeStates):
     """The part of :class:`~zoo.engine.Engine` that saves and loads."""
 
     module: nn.Module
@@ -61,6 +66,8 @@ class Checkpoints:
     _optimizer: ZeroOptimizer | None
     _saver: BackgroundSaver | None = None
     _script_in: Path | None = None
+    _last_path: str | None = None
+    """Of the checkpoint that was saved or loaded last."""
     _not_loaded = ""
     """Why the state is that of no checkpoint: one was damaged, and a part of it is here already."""
 
@@ -130,7 +137,8 @@ class Checkpoints:
         else:
             self.wait_for_checkpoint()
             path = save(directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest)
-        return str(path) if "://" not in str(directory) else f"{str(directory).rstrip('/')}/{tag}"
+        self._last_path = joined(directory, tag)
+        return str(path) if "://" not in str(directory) else self._last_path
 
     def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str]) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
@@ -169,8 +177,9 @@ class Checkpoints:
     def load_checkpoint(
         self, directory: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-        """Continue from a checkpoint, written at any world size and stage. A collective.
+        """Continue from a checkpoint, written at any world size and stage, by zoo or by DeepSpeed. A collective.
 
         At the world size that it was written at, everything goes on as if it had never stopped: generators of random
         numbers (torch's, Python's, numpy's) and buffers of each rank too. At another one the generators stay as they
@@ -181,14 +190,24 @@ class Checkpoints:
         a tag the newest whole checkpoint before that one is loaded, and the log says so. Where there is none, the
         engine counts as not loaded: it refuses to train until a checkpoint was loaded whole.
 
+        Of DeepSpeed's (ZeRO stages 0 to 3, or universal: ``checkpoint.load_universal`` says which comes first)
+        parameters, masters, states and options of the optimizer, the loss scale, the schedule, counters, buffers and
+        client state are taken over; the data and random numbers begin anew, which the log says.
+
         Args:
-            tag: the latest checkpoint if not given.
+            tag: the latest checkpoint if not given; it must be where the folder has those of both systems.
             load_module_strict: False: parameters and buffers that the checkpoint does not have stay as they are.
             load_optimizer_states: False: moments, step counts, the loss scale and the options of parameter groups stay
                 as they are; masters are those of the checkpoint.
             load_lr_scheduler_states: False: the learning-rate schedule stays where it is.
             load_module_only: parameters and buffers alone, such as for a warm start: optimizer, schedule, counters,
                 position in the data, parts and random numbers stay as they are.
+            custom_load_fn: ``custom_load_fn(src=state_dict, dst=module)`` writes parameters and buffers in the place of
+                ``load_state_dict``, on every rank: ``src`` has the checkpoint's, whole, on the CPU (masters in fp32),
+                and ``dst`` the model, whose parameters are whole meanwhile, at stage 3 too; rank 0's values count.
+                Masters take what was written, in the checkpoint's precision where it is the checkpoint's value. What is
+                not written stays. States of the optimizer are the checkpoint's, for parameters of the same name and
+                shape, and zero for others. After an exception in it parameters are as they were.
 
         Returns:
             (the checkpoint's directory, client_state).
@@ -203,17 +222,21 @@ class Checkpoints:
         wanted = Wanted(
             module_strict=load_module_strict, optimizer_states=load_optimizer_states,
             lr_scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
+            custom=custom_load_fn is not None,
         )  # fmt: skip
         self.sharded.everyone.agree("load_checkpoint with", repr(wanted))
-        found = load(directory, tag, self.sharded.everyone)
+        self.check_custom(custom_load_fn)
+        found = open_checkpoint(self._engine, directory, tag, wanted)
         while True:
             try:
                 with found:
-                    return self._load(found, wanted)
+                    loaded = self.load_opened(found, wanted, custom_load_fn)
+                    self._last_path = joined(directory, found.tag)
+                    return loaded
             except DamageError as error:
                 self._not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
                 damaged.append(found.tag)
-                if tag is not None:
+                if tag is not None or isinstance(found, ForeignCheckpoint):
                     raise
                 found = self._another(directory, damaged, error)
 
@@ -226,45 +249,85 @@ class Checkpoints:
             _log.warning("the checkpoint %r is passed over for %r: %s", damaged[-1], found.tag, error)
         return found
 
-    def _load(self, found: Checkpoint, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+    def load_opened(
+        self, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Take what is wanted of it; gives its path and the client state. Collective."""
         everyone, reads = self.sharded.everyone, Reads(found)
         what = f"loading the checkpoint {found.tag!r} into this model"
         if self._optimizer is None:
-            buckets = self.sharded.buckets
-            held = list(slices_of([], {}, buckets, owned=False))
-            together(everyone, what, lambda: check_model(found, self.module, held, wanted))
-            fill_frozen(buckets, Kept(reads, found, wanted, held).read)
-            self.sharded.runtime.updated()
-            load_buffers(self.module, reads, wanted)
-            reads.agree(everyone, what)
-            self._not_loaded = ""
-            return str(found.path), dict(found.meta.get("client", {}))
+            self._load_weights(reads, found, wanted, custom_load_fn, what)
+            return self._loaded(found)
         before, self._not_loaded = self._not_loaded, ""
         try:
             optimizer = self.training("load_checkpoint()")
             together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices(), wanted))
+            if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
+                self._engine.zero_grad()
+            goes_on = found.world_size == everyone.size and not wanted.module_only
+            mine = reads.rank_state(everyone.rank) if goes_on else {}
+            if custom_load_fn is not None:
+                load_custom(self.module, reads, found, custom_load_fn, everyone, what, mine)
         except BaseException:
             self._not_loaded = before
             raise
-        if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
-            self._engine.zero_grad()
         if wanted.optimizer:
             restore_options(self._engine, found)
         live = [] if wanted.all_of_it else optimizer.held_slices(owned=False)
-        kept = Kept(reads, found, wanted, live)
+        kept = Kept(reads, found, wanted, live, self._dtypes())
         del live
         optimizer.load_state(kept.read, kept.scalars(optimizer.state_scalars()))
-        load_buffers(self.module, reads, wanted)
-        goes_on = found.world_size == everyone.size and not wanted.module_only
-        mine = reads.rank_state(everyone.rank) if goes_on else {}
+        if custom_load_fn is None:
+            load_buffers(self.module, reads, wanted)
         reads.agree(everyone, what)
         if not wanted.module_only:
             restore_meta(self._engine, found, schedule=wanted.lr_scheduler_states)
         if mine:
-            load_own_buffers(self.module, mine)
+            if custom_load_fn is None:
+                load_own_buffers(self.module, mine)
             set_random_state(mine)
-        client = found.meta.get("client", {})
-        return str(found.path), dict(client)
+        return self._loaded(found)
+
+    def _load_weights(
+        self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None, what: str
+    ) -> None:
+        """Into an engine that only evaluates."""
+        buckets, everyone = self.sharded.buckets, self.sharded.everyone
+        held = list(slices_of([], {}, buckets, owned=False))
+        together(everyone, what, lambda: check_model(found, self.module, held, wanted))
+        if custom_load_fn is not None:
+            load_custom(self.module, reads, found, custom_load_fn, everyone, what, {})
+        else:
+            fill_frozen(buckets, Kept(reads, found, wanted, held, self._dtypes()).read)
+            self.sharded.runtime.updated()
+            load_buffers(self.module, reads, wanted)
+        reads.agree(everyone, what)
+        self._not_loaded = ""
+
+    def _loaded(self, found: AnyCheckpoint) -> tuple[str, dict[str, Any]]:
+        return str(found.path), dict(found.meta.get("client", {}))
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {b.logical(name)[0]: b.spec.dtype for b in self.sharded.buckets for name in b.spec.names}
+
+    def check_custom(self, custom_load_fn: Any) -> None:
+        """Raise ValueError where it cannot be called with the whole model; every rank gives one, or none does."""
+        if custom_load_fn is not None:
+            alike(self.sharded.everyone, "load with custom_load_fn", lambda: self._check_custom(custom_load_fn))
+
+    def _check_custom(self, custom_load_fn: Any) -> None:
+        if not callable(custom_load_fn):
+            raise ValueError(
+                f"custom_load_fn is a {type(custom_load_fn).__name__}; it is called as "
+                "custom_load_fn(src=state_dict, dst=module)."
+            )
+        axes = sorted({axis for bucket in self.sharded.buckets for axis in bucket.spec.axes})
+        if self.sharded.layers is not None or axes:
+            split = "over the stages of a pipeline" if not axes else f"along the mesh axes {', '.join(axes)}"
+            raise ValueError(
+                f"custom_load_fn with a model that is split {split}: no rank has all of it to be written to. Leave it "
+                "out; load_module_strict=False lets stay what the checkpoint lacks."
+            )
 
     def save_16bit_model(
         self,

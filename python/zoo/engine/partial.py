@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zoo.checkpointing import Checkpoint, StateSlice
+from zoo.checkpointing import StateSlice
 from zoo.checkpointing.exact import dtype_named
-from zoo.engine.reads import Reads
+from zoo.engine.reads import AnyCheckpoint, Reads
 from zoo.layout import Box
 
 PARAMETER = "parameter"
@@ -23,6 +23,10 @@ class Wanted:
     optimizer_states: bool = True
     lr_scheduler_states: bool = True
     module_only: bool = False
+    custom: bool = False
+    """Parameters and buffers are what a function of the user has written."""
+    given: bool = False
+    """It is a state_dict of the user's: 16-bit values that masters round to leave these as they are."""
 
     @property
     def optimizer(self) -> bool:
@@ -32,11 +36,16 @@ class Wanted:
     @property
     def all_of_it(self) -> bool:
         """Nothing stays as it is."""
-        return self.module_strict and self.optimizer
+        return self.module_strict and self.optimizer and not self.custom
 
-    def is_fitting(self, found: Checkpoint, item: StateSlice) -> bool:
+    def has(self, found: AnyCheckpoint, item: StateSlice) -> bool:
+        """Whether the checkpoint has a parameter; of a custom load: with the same shape."""
+        there = PARAMETER in found.roles.get(item.name, {})
+        return there and (not self.custom or found.shapes[item.name] == tuple(item.shape))
+
+    def may_lack(self, found: AnyCheckpoint, item: StateSlice) -> bool:
         """Whether a parameter that the checkpoint does not have is no mistake."""
-        return not self.module_strict and PARAMETER not in found.roles.get(item.name, {})
+        return (self.custom or not self.module_strict) and not self.has(found, item)
 
 
 class Kept:
@@ -45,30 +54,53 @@ class Kept:
 
     Args:
         live: the slices that this rank holds. Copies are made of those that stay.
+        dtypes: what parameters compute in, by name.
     """
 
-    def __init__(self, reads: Reads, found: Checkpoint, wanted: Wanted, live: Iterable[StateSlice]) -> None:
-        self._reads, self._found, self._wanted = reads, found, wanted
+    def __init__(
+        self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, live: Iterable[StateSlice],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:  # fmt: skip
+        self._reads, self._found, self._wanted, self._dtypes = reads, found, wanted, dtypes
+        held = list(live)
+        self._lacking = {item.name for item in held if item.role == PARAMETER and not wanted.has(found, item)}
         self._live: dict[tuple[str, str, int, int], torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for item in live:
-            if self._stays(item.name, item.role):
+        for item in held:
+            if self._stays(item.name, item.role) or (wanted.given and item.role == PARAMETER):
                 self._live[item.name, item.role, item.start, item.length] = item.tensor.detach().clone()
                 self._shapes[item.name] = tuple(item.shape)
 
     def _stays(self, name: str, role: str) -> bool:
         if role != PARAMETER:
             return not self._wanted.optimizer
-        return PARAMETER not in self._found.roles.get(name, {})
+        return self._wanted.custom or name in self._lacking
 
     def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """As :meth:`zoo.checkpointing.Checkpoint.read`; KeyError for a state that is neither there nor here."""
+        if role == PARAMETER and name not in self._lacking and (self._wanted.custom or self._wanted.given):
+            return self._as_exact_as_known(name, start, length)
         if self._stays(name, role):
-            first = Box.whole(self._shapes[name]).number_of(start.offsets) if isinstance(start, Box) else start
-            return self._live[name, role, first, length]
-        if self._stays(name, PARAMETER):
+            return self._held(name, role, start, length)
+        if name in self._lacking:
             return torch.zeros(length, dtype=dtype_named(self._dtype_of(role)))
         return self._reads.read(name, role, start, length)
+
+    def _held(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
+        first = Box.whole(self._shapes[name]).number_of(start.offsets) if isinstance(start, Box) else start
+        return self._live[name, role, first, length]
+
+    def _as_exact_as_known(self, name: str, start: int | Box, length: int) -> torch.Tensor:
+        """What was written in 16 bits, with the precision that it has elsewhere: in the checkpoint, of what a function
+        has written into the model; here, of what a state_dict has."""
+        live = self._held(name, PARAMETER, start, length)
+        there = self._reads.read(name, PARAMETER, start, length).to(live.device)
+        written, known = (live, there) if self._wanted.custom else (there, live)
+        dtype = self._dtypes[name]
+        if dtype.itemsize > 2 or (self._wanted.given and there.dtype.itemsize > 2):
+            return written
+        wide = torch.promote_types(written.dtype, known.dtype)
+        return torch.where(written.to(dtype) == known.to(dtype), known.to(wide), written.to(wide))
 
     def _dtype_of(self, role: str) -> str:
         found = next((roles[role] for roles in self._found.roles.values() if role in roles), None)
@@ -81,9 +113,9 @@ class Kept:
         if not self._wanted.optimizer:
             return own
         numbers = dict(self._found.scalars)
-        new = {name for name, role, _, _ in self._live if role == PARAMETER}
-        for key, value in self._found.scalars.items() if new else ():
+        for key, value in self._found.scalars.items() if self._lacking else ():
             role, _, _ = key.partition("/")
             if role != "zero":
-                numbers |= {f"{role}/{name}": max(value, numbers.get(f"{role}/{name}", value)) for name in new}
+                mine = (f"{role}/{name}" for name in self._lacking)
+                numbers |= {place: max(value, numbers.get(place, value)) for place in mine}
         return numbers

@@ -6,10 +6,14 @@ import math
 
 import torch
 
-from zoo.checkpointing import Checkpoint, DamageError, alike
+from zoo.checkpointing import Checkpoint, CheckpointError, DamageError, MissingStateError, alike
 from zoo.checkpointing.exact import dtype_named
+from zoo.checkpointing.foreign import ForeignCheckpoint
 from zoo.comm import Communicator
 from zoo.layout import Box
+
+AnyCheckpoint = Checkpoint | ForeignCheckpoint
+"""What an engine loads: one of zoo's, or one of another system that is read like it."""
 
 
 class Reads:
@@ -19,18 +23,20 @@ class Reads:
     it goes on with zeros, and tells at the end.
     """
 
-    def __init__(self, found: Checkpoint) -> None:
+    def __init__(self, found: AnyCheckpoint) -> None:
         self._found, self._error = found, None
-        self.tag, self.shapes = found.tag, found.shapes
+        self.tag, self.shapes, self.roles = found.tag, found.shapes, found.roles
 
-    _error: DamageError | None
+    _error: CheckpointError | None
 
     def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """As :meth:`zoo.checkpointing.Checkpoint.read`, or zeros."""
         if self._error is None:
             try:
                 return self._found.read(name, role, start, length)
-            except DamageError as error:
+            except MissingStateError:
+                raise
+            except CheckpointError as error:  # damage; of other systems' files also what else cannot be read
                 self._error = error
         return torch.zeros(length, dtype=dtype_named(self._found.roles[name][role]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from zoo.checkpointing import TensorFile, together
 from zoo.checkpointing.disk import LOCAL, make_directories
 from zoo.checkpointing.foreign import TorchFile
-from zoo.engine.state import first_buffers, has_parts, persistent_buffers
+from zoo.engine.state import whole_buffers
 from zoo.zero import ShardedModel
 
 SUFFIXES = (".safetensors", ".bin")
@@ -42,10 +43,7 @@ def save_model(
     whole = sharded.whole_model(frozen=not exclude_frozen)
     if first:
         _tell_wide(whole.described)
-    buffers = persistent_buffers(module)
-    if has_parts(buffers, sharded):
-        own = {name: buffer.detach().cpu() for name, buffer in first_buffers(module, sharded).items()}
-        buffers = {name: buffer for there in comm.all_gather_object(own) for name, buffer in there.items()}
+    buffers = whole_buffers(module, sharded)
     what = f"saving the model as {filename!r} in {str(folder)!r}"
     opened: list[TensorFile | TorchFile] = []
     failure: Exception | None = None
@@ -86,7 +84,7 @@ def _open(
         if all(buffer is not other for other in buffers.values()):
             buffers[name] = buffer
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}
-    tied = _aliases(module, described)
+    tied = aliases(module, described)
     file: TensorFile | TorchFile
     if path.suffix == ".bin":
         file = TorchFile(path, described, tied)
@@ -120,7 +118,7 @@ def _tell_wide(described: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Non
         )
 
 
-def _aliases(module: nn.Module, kept: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, str]:
+def aliases(module: nn.Module, kept: Collection[str]) -> dict[str, str]:
     """Further names of what is saved: parameters that are tied, and buffers of modules that have several names."""
     found: dict[str, str] = {}
     for named in (module.named_parameters, module.named_buffers):

@@ -13,18 +13,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from zoo.checkpointing import Checkpoint, CheckpointError, StateSlice
+from zoo.checkpointing import CheckpointError, StateSlice
 from zoo.comm import gather_object
+from zoo.engine.foreign import options_of_groups, tell_what_is_missing
 from zoo.layout import logical_name, split_of
+from zoo.lr_schedules import Schedule
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
     from zoo.engine.partial import Wanted
-    from zoo.engine.reads import Reads
+    from zoo.engine.reads import AnyCheckpoint, Reads
     from zoo.zero import ShardedModel
 
 BUFFER = "buffer"
-_BUFFER_OF_RANK = "buffer|"
+BUFFER_OF_RANK = "buffer|"
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _log = logging.getLogger("zoo.engine")
 
@@ -64,6 +66,16 @@ def first_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.T
     return {name: buffer for name, buffer in mine.items() if first[name] == comm.rank}
 
 
+def whole_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """The buffers of the whole model that ``state_dict`` would have, on every rank: this rank's own, or, where other
+    ranks have other ones, the first rank's that has them. Collective where there are such."""
+    buffers = persistent_buffers(module)
+    if not has_parts(buffers, sharded):
+        return buffers
+    own = {name: buffer.detach().cpu() for name, buffer in first_buffers(module, sharded).items()}
+    return {name: buffer for there in sharded.everyone.all_gather_object(own) for name, buffer in there.items()}
+
+
 def has_parts(buffers: Mapping[str, torch.Tensor], sharded: ShardedModel) -> bool:
     """Whether other ranks have other ones."""
     return sharded.layers is not None or any(split_of(buffer).axes for buffer in buffers.values())
@@ -74,15 +86,17 @@ def load_buffers(module: nn.Module, found: Reads, wanted: Wanted) -> None:
     with torch.no_grad():
         for name, buffer in persistent_buffers(module).items():
             if wanted.module_strict or name in found.shapes:
-                buffer.copy_(found.tensor(name, BUFFER))
+                # Formats of weights alone do not tell buffers from parameters.
+                role = BUFFER if BUFFER in found.roles.get(name, {}) else "parameter"
+                buffer.copy_(found.tensor(name, role))
 
 
-def check_model(found: Checkpoint, module: nn.Module, slices: Iterable[StateSlice], wanted: Wanted) -> None:
+def check_model(found: AnyCheckpoint, module: nn.Module, slices: Iterable[StateSlice], wanted: Wanted) -> None:
     """Raise CheckpointError unless parameters and buffers are in the checkpoint with the same shapes; those that it
     does not have may stay as they are, if that is wanted."""
-    check_fits(found, [item for item in slices if not wanted.is_fitting(found, item)])
+    check_fits(found, [item for item in slices if not wanted.may_lack(found, item)])
     for name, buffer in persistent_buffers(module).items():
-        if name not in found.shapes and not wanted.module_strict:
+        if wanted.custom or (name not in found.shapes and not wanted.module_strict):
             continue
         if found.shapes.get(name) != tuple(buffer.shape):
             raise CheckpointError(
@@ -91,7 +105,7 @@ def check_model(found: Checkpoint, module: nn.Module, slices: Iterable[StateSlic
             )
 
 
-def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice], wanted: Wanted) -> None:
+def check_engine(engine: Engine, found: AnyCheckpoint, slices: Iterable[StateSlice], wanted: Wanted) -> None:
     """Raise before anything has changed what loading would refuse later.
 
     Raises:
@@ -103,7 +117,9 @@ def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice]
     if wanted.module_only:
         return
     meta, groups = _meta_of(found), engine.optimizer.param_groups
-    if wanted.optimizer and len(meta["param_groups"]) != len(groups):
+    if wanted.optimizer and meta.get("imported"):
+        options_of_groups(engine, meta["param_groups"], found)
+    elif wanted.optimizer and len(meta["param_groups"]) != len(groups):
         raise CheckpointError(
             f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer {len(groups)}"
         )
@@ -114,9 +130,11 @@ def check_engine(engine: Engine, found: Checkpoint, slices: Iterable[StateSlice]
         _check_schedule(engine.lr_scheduler, meta["lr_scheduler"], found)
 
 
-def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: Checkpoint) -> None:
+def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: AnyCheckpoint) -> None:
     """Of attributes that it does not have, torch's schedules make some, and go on from their beginning."""
     mine = set(schedule.state_dict())
+    if set(saved) == {"last_batch_iteration"} and isinstance(schedule, Schedule):
+        return  # the field's name of where a schedule stands
     if mine and saved and not mine & set(saved):
         raise CheckpointError(
             f"checkpoint {found.tag!r} has the state of another kind of learning-rate schedule than "
@@ -125,14 +143,17 @@ def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: Checkpoint) 
         )
 
 
-def _meta_of(found: Checkpoint) -> dict[str, Any]:
+def _meta_of(found: AnyCheckpoint) -> dict[str, Any]:
     meta = found.meta.get("engine")
     if not isinstance(meta, dict):
-        raise CheckpointError(f"checkpoint {found.tag!r} was not written by an engine: its meta has no part 'engine'")
+        raise CheckpointError(
+            f"checkpoint {found.tag!r} was not written by an engine: it has weights, and does not say how training "
+            "goes on. Load it with load_module_only=True."
+        )
     return meta
 
 
-def check_fits(found: Checkpoint, slices: Iterable[StateSlice]) -> None:
+def check_fits(found: AnyCheckpoint, slices: Iterable[StateSlice]) -> None:
     """Raise CheckpointError unless every tensor of these slices is in the checkpoint with the same shape."""
     for item in slices:
         if item.role == "parameter" and found.shapes.get(item.name) != tuple(item.shape):
@@ -190,19 +211,22 @@ def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
     }
 
 
-def restore_options(engine: Engine, found: Checkpoint) -> None:
+def restore_options(engine: Engine, found: AnyCheckpoint) -> None:
     """Give the parameter groups the options of a checkpoint; which states there are depends on them. A schedule that
     the checkpoint has nothing of has set the rate of its own step."""
     meta = _meta_of(found)
     begins = engine.lr_scheduler is not None and meta["lr_scheduler"] is None
-    for group, saved in zip(engine.optimizer.param_groups, meta["param_groups"], strict=True):
+    options = meta["param_groups"]
+    if meta.get("imported"):
+        options = options_of_groups(engine, options, found)
+    for group, saved in zip(engine.optimizer.param_groups, options, strict=True):
         rate = group["lr"]
         group.update({key: _like(group.get(key), value) for key, value in saved.items()})
         if begins:
             group["lr"] = rate
 
 
-def restore_meta(engine: Engine, found: Checkpoint, *, schedule: bool = True) -> None:
+def restore_meta(engine: Engine, found: AnyCheckpoint, *, schedule: bool = True) -> None:
     """The reverse of :func:`engine_meta`, but for the options. Counters stay consistent when gradient accumulation
     differs. ``schedule``: that of learning rates too."""
     meta = found.meta["engine"]
@@ -214,6 +238,8 @@ def restore_meta(engine: Engine, found: Checkpoint, *, schedule: bool = True) ->
         engine.set_accumulation(int(meta["accumulation"]))
     engine.micro_steps = engine.global_steps * engine.accumulation
     engine.restart_counts()
+    if meta.get("imported"):
+        tell_what_is_missing(engine, found.meta, found)
     if engine.dataloader is not None and not has_state(engine.dataloader):
         _log.warning(
             "the loader, a %s, has no state_dict and load_state_dict: it begins anew, and not at the checkpoint's "
@@ -229,7 +255,7 @@ def restore_meta(engine: Engine, found: Checkpoint, *, schedule: bool = True) ->
         _restore_schedule(engine, meta["lr_scheduler"], found)
 
 
-def _restore_schedule(engine: Engine, saved: dict[str, Any] | None, found: Checkpoint) -> None:
+def _restore_schedule(engine: Engine, saved: dict[str, Any] | None, found: AnyCheckpoint) -> None:
     schedule = engine.lr_scheduler
     if schedule is not None and saved is not None:
         schedule.load_state_dict(saved)
@@ -251,7 +277,7 @@ def has_state(item: Any) -> bool:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
-def _restore(what: str, mine: Mapping[str, Any], saved: Mapping[str, Any], found: Checkpoint) -> None:
+def _restore(what: str, mine: Mapping[str, Any], saved: Mapping[str, Any], found: AnyCheckpoint) -> None:
     for name, item in mine.items():
         if name in saved:
             item.load_state_dict(saved[name])
@@ -332,13 +358,13 @@ def own_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.Ten
     """The buffers of a rank other than 0, as this rank's own state: each rank's forwards keep theirs."""
     if sharded.everyone.rank == 0:
         return {}
-    return {_BUFFER_OF_RANK + name: b.detach().cpu() for name, b in persistent_buffers(module).items()}
+    return {BUFFER_OF_RANK + name: b.detach().cpu() for name, b in persistent_buffers(module).items()}
 
 
 def load_own_buffers(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Those buffers that :func:`own_buffers` gave; the others stay as they are."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(module).items():
-            found = state.get(_BUFFER_OF_RANK + name)
-            if found is not None and found.shape == buffer.shape:
-                buffer.copy_(found)
+            found = state.get(BUFFER_OF_RANK + name)
+            if found is not None and found.numel() == buffer.numel():  # it was kept flat
+                buffer.copy_(found.view(buffer.shape))

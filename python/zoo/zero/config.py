@@ -55,6 +55,10 @@ class ZeroConfig(Section):
     """Stage 3: the engine's ``save_16bit_model`` gathers the parameters and saves them. Otherwise it saves nothing at
     stage 3; at the other stages parameters are whole, and it always saves."""
 
+    load_from_fp32_weights: bool = True
+    """``load_state`` (the engine's ``load_checkpoint``) gives fp32 masters the fp32 values of the checkpoint. False:
+    those values rounded to the dtype that the parameters compute in, as if it had the 16-bit weights alone."""
+
     override_module_apply: bool = True
     """Inside ``zoo.zero.Init``, ``Module.apply`` makes a module's parameters whole at once for its function. Otherwise
     each operation of the function makes whole what it touches."""

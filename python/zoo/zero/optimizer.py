@@ -545,8 +545,12 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         self._runtime.backward.check_running()
         if self._in_backward is not None or self._runtime.backward.failed:
             self.zero_grad()
+        exact = self.config.load_from_fp32_weights
         self._updater.load(
-            lambda segment, state: state_io.fill_segment(segment, state, read, scalars), self._options_of_update()
+            lambda segment, state: state_io.fill_segment(
+                segment, state, read if exact else state_io.rounded(read, segment.bucket.spec.dtype), scalars
+            ),
+            self._options_of_update(),
         )
         state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
         self._publish()

@@ -29,9 +29,6 @@ FATES: Mapping[str, Fate] = {
         True,
     ),
     "allgather_partitions": unnecessary("a bucket is gathered by one all-gather; there are no broadcasts", True),
-    "load_from_fp32_weights": unnecessary(
-        "a checkpoint keeps fp32 masters as they are, and they are what is read", True
-    ),
     "elastic_checkpoint": unnecessary("a checkpoint can be read at any world size and stage", False, nothing=(True,)),
     "cpu_offload_param": translated(
         {"offload_param.device": {True: "cpu", False: "none"}}, aliases=("cpu_offload_params",)

@@ -341,6 +341,16 @@ def _like(old: Any, number: float) -> Any:
     return type(old)(number) if type(old) in (bool, int, float) else number
 
 
+def rounded(read: Reader, dtype: torch.dtype) -> Reader:
+    """``read`` with parameters rounded to ``dtype``, in which they compute."""
+
+    def found(name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
+        value = read(name, role, start, length)
+        return value.to(dtype) if role == "parameter" else value
+
+    return found
+
+
 def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
     """Load what this rank answers for of frozen buckets, and bring it to all that have them whole. Collective."""
     handles = []

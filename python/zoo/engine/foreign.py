@@ -1,0 +1,127 @@
+"""DeepSpeed's checkpoints in an engine: which kind a folder holds, and which options go on with which group."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zoo.checkpointing import CheckpointError, alike, load
+from zoo.checkpointing.disk import LOCAL
+from zoo.checkpointing.foreign import deepspeed_tags, load_deepspeed, training_meta
+from zoo.checkpointing.names import tags_of
+from zoo.layout import logical_name
+
+if TYPE_CHECKING:
+    from zoo.engine.engine import Engine
+    from zoo.engine.partial import Wanted
+    from zoo.engine.reads import AnyCheckpoint
+
+_log = logging.getLogger("zoo.engine")
+_HOW_IT_RUNS = {
+    "params", "names", "param_names", "step", "foreach", "fused", "capturable", "differentiable"
+}  # fmt: skip
+"""Of a group's options: what is no setting of the training, but how one machine computes it."""
+_VALUES = (bool, int, float, str, tuple, list, type(None))
+
+
+def open_checkpoint(
+    engine: Engine, directory: str | os.PathLike[str], tag: str | None, wanted: Wanted
+) -> AnyCheckpoint:
+    """One of zoo's, or one that DeepSpeed wrote, by what is in the directory. A collective.
+
+    Raises:
+        CheckpointError: on all ranks alike: what is wrong with it, or checkpoints of both where no tag says which.
+    """
+    everyone, root = engine.sharded.everyone, Path(os.path.abspath(directory))
+    what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
+    theirs = everyone.broadcast_object(
+        alike(everyone, what, lambda: _is_deepspeeds(root, tag) if everyone.rank == 0 else None)
+    )
+    if not theirs:
+        return load(directory, tag, everyone)
+    section = getattr(engine.config, "checkpoint", None)
+    states = wanted.optimizer and engine.optimizer is not None
+    # Stages of a pipeline know only their own layers; the states of one without ZeRO have no other names.
+    groups = group_names(engine) if states and engine.sharded.layers is None else None
+    found = load_deepspeed(
+        directory, tag, everyone, groups=groups, optimizer_states=states,
+        universal=getattr(section, "load_universal", False),
+    )  # fmt: skip
+    found.meta = alike(everyone, what, lambda: training_meta(found))
+    return found
+
+
+def _is_deepspeeds(root: Path, tag: str | None) -> bool:
+    ours, theirs = tags_of(LOCAL, root), deepspeed_tags(root)
+    if tag is not None and tag in ours and tag in theirs:
+        raise CheckpointError(
+            f"{str(root / tag)!r} has files of a checkpoint of zoo and of one of DeepSpeed; move one of the two away"
+        )
+    if tag is None and ours and theirs:
+        raise CheckpointError(
+            f"{str(root)!r} has checkpoints of zoo ({', '.join(ours[:3])}) and of DeepSpeed ({', '.join(theirs[:3])}); "
+            "give the tag of the one that is meant"
+        )
+    return tag in theirs if tag is not None else bool(theirs)
+
+
+def group_names(engine: Engine) -> list[list[str]]:
+    """The names in the whole model of the parameters of each group of the optimizer, in its order."""
+    name_of = {id(p): logical_name(engine.module, name) for name, p in engine.module.named_parameters()}
+    return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in engine.optimizer.param_groups]
+
+
+def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyCheckpoint) -> list[dict[str, Any]]:
+    """Of a checkpoint that another system wrote: the options that each group of the optimizer goes on with.
+
+    Groups are found by the names of their parameters; where the checkpoint has no names, by their order.
+
+    Raises:
+        CheckpointError: parameters of one group had different options there, or there are other groups.
+    """
+    groups = engine.optimizer.param_groups
+    if not any(group.get("names") for group in saved):
+        while len(saved) > len(groups) and not saved[-1]:
+            saved = saved[:-1]
+        if len(saved) != len(groups):
+            raise CheckpointError(
+                f"checkpoint {found.tag!r} has {len(saved)} parameter groups without names, the optimizer {len(groups)}"
+            )
+        return [_options(own, theirs) for own, theirs in zip(groups, saved, strict=True)]
+    chosen = []
+    for number, (own, names) in enumerate(zip(groups, group_names(engine), strict=True)):
+        theirs = [_options(own, group) for group in saved if set(group.get("names", ())) & set(names)]
+        one = theirs[0] if theirs else {}
+        odd = [key for key in one if any(other.get(key) != one[key] for other in theirs)]
+        if odd:
+            values = ", ".join(sorted({str(other.get(odd[0])) for other in theirs}))
+            raise CheckpointError(
+                f"parameters of group {number} of the optimizer had different {odd[0]} in checkpoint {found.tag!r} "
+                f"({values}); give initialize model_parameters in the groups of then, or load with "
+                "load_optimizer_states=False"
+            )
+        chosen.append(one)
+    return chosen
+
+
+def _options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a group's options is a setting that this optimizer has too."""
+    found = {k: v for k, v in theirs.items() if k in own and k not in _HOW_IT_RUNS and type(v) in _VALUES}
+    return {k: tuple(v) if isinstance(own[k], tuple) and isinstance(v, list) else v for k, v in found.items()}
+
+
+def tell_what_is_missing(engine: Engine, meta: Mapping[str, Any], found: AnyCheckpoint) -> None:
+    """Say once what another system's checkpoint does not have, or has and is not taken over."""
+    if engine.sharded.everyone.rank:
+        return
+    _log.warning(
+        "checkpoint %r was written by another system: it has no position in the data and no states of random number "
+        "generators that could be used, so both begin anew, at step %d of training.", found.tag, engine.global_steps,
+    )  # fmt: skip
+    said = meta.get("imported", {}).get("deepspeed", {})
+    for key in ("data_sampler", "random_ltd"):
+        if said.get(key):
+            _log.warning("the state %r of checkpoint %r is not taken over.", key, found.tag)

@@ -1,0 +1,221 @@
+"""The whole state_dict of a model whose parameters may be split: given to a function, returned, and taken back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from zoo.checkpointing import CheckpointError, alike, together
+from zoo.checkpointing.foreign import ForeignCheckpoint
+from zoo.comm import Communicator
+from zoo.engine.partial import Wanted
+from zoo.engine.reads import AnyCheckpoint, Reads
+from zoo.engine.saving import aliases
+from zoo.engine.state import BUFFER_OF_RANK, whole_buffers
+from zoo.layout import logical_name
+from zoo.zero import GatheredParameters, ShardedModel
+
+if TYPE_CHECKING:
+    from zoo.engine.engine import Engine
+
+_log = logging.getLogger("zoo.engine")
+
+
+class CustomLoad(Protocol):
+    """What ``custom_load_fn`` is; the engine calls it on every rank, with whole tensors."""
+
+    def __call__(self, *, src: dict[str, torch.Tensor], dst: nn.Module) -> Any: ...
+
+
+def load_custom(
+    module: nn.Module, reads: Reads, found: AnyCheckpoint, load: CustomLoad, comm: Communicator, what: str,
+    mine: Mapping[str, torch.Tensor],
+) -> None:  # fmt: skip
+    """Let a function of the user write what a checkpoint has into the model. Collective.
+
+    Args:
+        mine: this rank's own state there, buffers among it.
+
+    Raises:
+        CheckpointError: (on all ranks) the checkpoint is damaged; or whatever the function raises, and on other ranks a
+            RankFailedError. Parameters are as they were then.
+    """
+    source = {n: reads.tensor(n, r) for n, roles in found.roles.items() for r in roles if r in ("parameter", "buffer")}
+    tied: Mapping[str, str] = found.meta.get("model", {}).get("tied", {})
+    source |= {name: source[first] for name, first in tied.items() if first in source and name not in source}
+    own = {name: mine.get(BUFFER_OF_RANK + name) for name in source}
+    source |= {n: b.view(source[n].shape) for n, b in own.items() if b is not None and b.numel() == source[n].numel()}
+    reads.agree(comm, what)
+    with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
+        load(src=source, dst=module)
+
+
+class WholeStates:
+    """The part of :class:`~zoo.engine.Engine` that gives and takes whole state_dicts."""
+
+    module: nn.Module
+    sharded: ShardedModel
+    _last_path: str | None
+
+    @property
+    def _whole_engine(self) -> Engine:
+        return cast("Engine", self)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> OrderedDict[str, torch.Tensor]:
+        """The whole model's parameters and persistent buffers, copied to the CPU, on every rank, whatever the stage.
+        A collective.
+
+        The keys are those of ``module.state_dict()``, but for what ``get_extra_state`` returns, which is not in it. Of
+        a pipeline it is the whole model too, under its names there. Buffers are this rank's own. Parameters have the
+        dtype that the model computes with; tied ones share their memory. Every rank holds the whole model for this:
+        ``save_16bit_model`` does without, and ``save_checkpoint`` has what training goes on with.
+
+        Args:
+            exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
+        """
+        self._whole_engine.read_outcome()
+        frozen = not exclude_frozen_parameters
+        self.sharded.everyone.agree("module_state_dict with exclude_frozen_parameters", repr(not frozen))
+        found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.sharded.whole_model(frozen=frozen)}
+        buffers = whole_buffers(self.module, self.sharded)
+        found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
+        found |= {name: found[first] for name, first in aliases(self.module, found).items()}
+        order = {name: place for place, name in enumerate(_keys(self.module))}
+        return OrderedDict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any] | str | os.PathLike[str] | None, strict: bool = True,
+        custom_load_fn: CustomLoad | None = None, fetch_z3_params: bool = False,
+    ) -> None:  # fmt: skip
+        """Parameters and buffers take these values, in shards and fp32 masters too; everything else stays as it is. A
+        collective: every rank gives the same.
+
+        Args:
+            checkpoint: a state_dict of whole tensors, as :meth:`module_state_dict` returns, or a dict that has it under
+                "module"; or the path of a checkpoint, as :meth:`save_checkpoint` returns; None: of the one that this
+                engine has saved or loaded last.
+            strict: its names are those of the model. False: names that the model does not have are passed over, and
+                parameters and buffers that it does not have stay as they are.
+            custom_load_fn: as of :meth:`load_checkpoint`.
+            fetch_z3_params: makes no difference: shards are filled without gathering, and for ``custom_load_fn``
+                parameters are whole at every stage.
+
+        Masters take values of 16 bits only where these differ from what they round to, so that what came from this
+        model changes nothing.
+
+        Raises:
+            ValueError: (zoo.checkpointing.CheckpointError, on all ranks) names or shapes that are not the model's, and
+                whatever :meth:`load_checkpoint` raises of a path.
+        """
+        if checkpoint is None or isinstance(checkpoint, (str, os.PathLike)):
+            self._whole_engine.wait_for_checkpoint()
+            place = checkpoint if checkpoint is not None else self._last_path
+            if place is None:
+                raise ValueError(
+                    "load_module_state_dict(None) of an engine that has neither saved nor loaded a checkpoint; give a "
+                    "state_dict, or the path of a checkpoint."
+                )
+            directory, _, tag = os.fspath(place).rstrip("/").rpartition("/")
+            self._whole_engine.load_checkpoint(
+                directory or ("/" if tag != os.fspath(place) else "."), tag, load_module_strict=strict, load_module_only=True,
+                custom_load_fn=custom_load_fn,
+            )  # fmt: skip
+            return
+        self._whole_engine.read_outcome()
+        everyone, what = self.sharded.everyone, "load_module_state_dict()"
+        everyone.agree(f"{what} with strict, custom_load_fn", repr((strict, custom_load_fn is not None)))
+        self._whole_engine.check_custom(custom_load_fn)
+        given = alike(everyone, what, lambda: _tensors_of(checkpoint))
+        if strict and custom_load_fn is None:
+            known = {name for names in together(everyone, what, lambda: _keys(self.module)) for name in names}
+            alike(everyone, what, lambda: _check_names(set(given) - known))
+        wanted = Wanted(module_strict=strict, module_only=True, custom=custom_load_fn is not None, given=True)
+        found = alike(everyone, what, lambda: _opened(given, self.module))
+        self._whole_engine.load_opened(found, wanted, custom_load_fn)
+
+
+def joined(directory: str | os.PathLike[str], tag: str) -> str:
+    """The place of a checkpoint, a URL where the directory is one."""
+    text = os.fspath(directory)
+    return f"{text.rstrip('/')}/{tag}" if "://" in text else os.path.join(os.path.abspath(text), tag)
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """A tensor of a state_dict, read like one in a file."""
+
+    values: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.values.numel()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def read(self, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """Elements [start, start + length) of its row-major order."""
+        flat = self.values.detach().reshape(-1)
+        return flat[start : flat.numel() if length is None else start + length].cpu()
+
+
+def _keys(module: nn.Module) -> list[str]:
+    """The names of parameters and buffers in the whole model, in the order of ``state_dict``, tied ones included."""
+    found: list[str] = []
+    for path, child in module.named_modules(remove_duplicate=False):
+        names = [name for name, item in child._parameters.items() if item is not None]
+        names += [n for n, b in child._buffers.items() if b is not None and n not in child._non_persistent_buffers_set]
+        found += [logical_name(module, f"{path}.{name}" if path else name) for name in names]
+    return found
+
+
+def _tensors_of(checkpoint: Any) -> dict[str, torch.Tensor]:
+    inner = checkpoint.get("module") if isinstance(checkpoint, Mapping) else None
+    state = inner if isinstance(inner, Mapping) else checkpoint
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(
+            f"it got a {type(checkpoint).__name__}; it takes a state_dict, the path of a checkpoint, or None"
+        )
+    extra = [name for name in state if name.endswith("_extra_state")]
+    if extra:
+        _log.warning("load_module_state_dict() leaves the extra state of modules alone: %s.", ", ".join(extra[:5]))
+    found = {name: value for name, value in state.items() if name not in extra}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"its state_dict has a {type(value).__name__} under {name!r}, where a tensor must be")
+    return found
+
+
+def _check_names(surplus: set[str]) -> None:
+    if surplus:
+        shown = ", ".join(sorted(surplus)[:5])
+        raise CheckpointError(
+            f"the state_dict has {shown}{', …' if len(surplus) > 5 else ''}, which the model lacks; strict=False "
+            "passes over such names"
+        )
+
+
+def _opened(given: Mapping[str, torch.Tensor], module: nn.Module) -> ForeignCheckpoint:
+    found = ForeignCheckpoint("state_dict", Path("state_dict"))
+    for name, value in given.items():
+        found.add_whole(name, "parameter", _InMemory(value))
+    first: dict[int, str] = {}
+    for key, parameter in module.named_parameters(remove_duplicate=False):
+        name = logical_name(module, key)
+        known = first.setdefault(id(parameter), name)
+        if known not in found.shapes and name in given:  # of a tied parameter one name is enough
+            found.add_whole(known, "parameter", _InMemory(given[name]))
+    return found
