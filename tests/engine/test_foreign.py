@@ -15,7 +15,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError
-from zoo.checkpointing.foreign import import_checkpoint, load_deepspeed
+from zoo.checkpointing.foreign import ForeignCheckpoint, import_checkpoint, load_deepspeed
 from zoo.engine import Engine, initialize
 
 GOLDEN = Path(__file__).parents[1] / "checkpointing" / "foreign" / "golden"
@@ -166,6 +166,34 @@ def test_which_of_a_folder_is_loaded(tmp_path: Path) -> None:
     shutil.copytree(folder / "ours", folder / "step", dirs_exist_ok=True)
     with pytest.raises(CheckpointError, match="files of a checkpoint of zoo and of one of DeepSpeed"):
         start(0).load_checkpoint(folder, "step")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_cannot_be_read_any_more_on_one_rank_is_told_to_all(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ForeignCheckpoint.read
+    failing = []
+
+    def read(self: ForeignCheckpoint, name: str, role: str, start: int, length: int) -> torch.Tensor:
+        if role in failing and torch.distributed.get_rank() == 1:
+            raise CheckpointError("the file has become shorter")
+        return whole(self, name, role, start, length)
+
+    monkeypatch.setattr(ForeignCheckpoint, "read", read)
+
+    def job(rank: int) -> None:
+        engine = start(stage)
+        failing.append("exp_avg")
+        with pytest.raises(CheckpointError, match=r"rank 1.*the file has become shorter"):
+            engine.load_checkpoint(GOLDEN / "stage2")
+        with pytest.raises(ValueError, match="of an engine that is not loaded"):
+            engine.backward(torch.ones(()))
+        engine.comm.barrier()
+        failing.clear()
+        engine.comm.barrier()
+        engine.load_checkpoint(GOLDEN / "stage2")
+        train(engine, rank, 2)
+
+    sim.run(2, job)
 
 
 def test_groups_are_found_by_their_names(tmp_path: Path) -> None:

@@ -88,7 +88,10 @@ class WholeStates:
         buffers = whole_buffers(self.module, self.sharded)
         found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
         found |= {name: found[first] for name, first in aliases(self.module, found).items()}
-        order = {name: place for place, name in enumerate(_keys(self.module))}
+        names = _keys(self.module)
+        if self.sharded.layers is not None:
+            names = [name for there in self.sharded.everyone.all_gather_object(names) for name in there]
+        order = {name: place for place, name in enumerate(dict.fromkeys(names))}
         return OrderedDict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_module_state_dict(
