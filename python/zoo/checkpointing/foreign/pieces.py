@@ -117,9 +117,7 @@ class ForeignCheckpoint:
             raise CheckpointError(f"the parts of {role} {name!r} overlap, or leave some of its shape {whole} out")
         self._describe(name, role, shape, {part.source.dtype for part in parts} | {dtype})
         parts = [part for part in parts if part.box.numel]
-        if all(
-            part.box.is_run_in(whole) for part in parts
-        ):  # such as rows: a piece is read without the rest of its part
+        if all(part.box.is_run_in(whole) for part in parts):  # rows, say: a part of one can be read alone
             runs = [Run(Box.whole(whole).number_of(p.box.offsets), p.box.numel, p.source) for p in parts]
             self._runs[name, role] = sorted(runs, key=lambda run: run.start)
         else:
