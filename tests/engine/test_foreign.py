@@ -15,7 +15,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError
-from zoo.checkpointing.foreign import ForeignCheckpoint, import_checkpoint, load_deepspeed
+from zoo.checkpointing.foreign import ForeignCheckpoint, import_checkpoint, load_deepspeed, load_torch, plain
 from zoo.engine import Engine, initialize
 
 GOLDEN = Path(__file__).parents[1] / "checkpointing" / "foreign" / "golden"
@@ -208,6 +208,24 @@ def test_groups_are_found_by_their_names(tmp_path: Path) -> None:
     engine.load_checkpoint(GOLDEN / "stage1", load_optimizer_states=False)
     assert engine.optimizer.param_groups[0]["weight_decay"] == 0.3
     assert engine.global_steps == 3
+
+
+def test_options_that_are_none_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(GOLDEN / "stage2" / "universal", folder / "universal")
+    file = folder / "universal" / "zero" / "optimizer_state.pt"
+    common = plain(load_torch(file).value, "it")
+    for key, value in (("lr", "much"), ("betas", (0.9,)), ("eps", True), ("weight_decay", float("inf"))):
+        odd = [{**group, key: value, "names": 5} for group in common["param_groups"]]
+        torch.save({**common, "param_groups": odd}, file)
+        with pytest.raises(CheckpointError, match=f"has {key} = .* among the options of a parameter group; the optim"):
+            start(0).load_checkpoint(folder, "universal")
+    fine = [{**group, "lr": torch.tensor(0.25), "names": 5, "fused": True} for group in common["param_groups"]]
+    torch.save({**common, "param_groups": fine}, file)
+    engine = start(0)
+    engine.load_checkpoint(folder, "universal")
+    assert engine.get_lr() == [0.25, 0.25]
+    assert not {"names", "fused"} & set(engine.optimizer.param_groups[0])
 
 
 def test_a_model_that_it_does_not_fit_is_refused_on_all_ranks() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from zoo.checkpointing import CheckpointError, alike, load
 from zoo.checkpointing.disk import LOCAL
@@ -24,7 +27,6 @@ _HOW_IT_RUNS = {
     "params", "names", "param_names", "step", "foreach", "fused", "capturable", "differentiable"
 }  # fmt: skip
 """Of a group's options: what is no setting of the training, but how one machine computes it."""
-_VALUES = (bool, int, float, str, tuple, list, type(None))
 
 
 def open_checkpoint(
@@ -83,17 +85,17 @@ def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyChe
         CheckpointError: parameters of one group had different options there, or there are other groups.
     """
     groups = engine.optimizer.param_groups
-    if not any(group.get("names") for group in saved):
+    if not any(map(_names, saved)):
         while len(saved) > len(groups) and not saved[-1]:
             saved = saved[:-1]
         if len(saved) != len(groups):
             raise CheckpointError(
                 f"checkpoint {found.tag!r} has {len(saved)} parameter groups without names, the optimizer {len(groups)}"
             )
-        return [_options(own, theirs) for own, theirs in zip(groups, saved, strict=True)]
+        return [_options(own, theirs, found) for own, theirs in zip(groups, saved, strict=True)]
     chosen = []
     for number, (own, names) in enumerate(zip(groups, group_names(engine), strict=True)):
-        theirs = [_options(own, group) for group in saved if set(group.get("names", ())) & set(names)]
+        theirs = [_options(own, group, found) for group in saved if _names(group) & set(names)]
         one = theirs[0] if theirs else {}
         odd = [key for key in one if any(other.get(key) != one[key] for other in theirs)]
         if odd:
@@ -107,10 +109,38 @@ def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyChe
     return chosen
 
 
-def _options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _names(group: Mapping[str, Any]) -> set[str]:
+    names = group.get("names")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, (list, tuple)) else set()
+
+
+def _options(own: Mapping[str, Any], theirs: Mapping[str, Any], found: AnyCheckpoint) -> dict[str, Any]:
     """What of a group's options is a setting that this optimizer has too."""
-    found = {k: v for k, v in theirs.items() if k in own and k not in _HOW_IT_RUNS and type(v) in _VALUES}
-    return {k: tuple(v) if isinstance(own[k], tuple) and isinstance(v, list) else v for k, v in found.items()}
+    taken = {}
+    for key, mine in own.items():
+        value = theirs.get(key)
+        if key in _HOW_IT_RUNS or key not in theirs or isinstance(mine, (str, type(None))):
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(mine, tuple) and isinstance(value, list):
+            value = tuple(value)
+        if not _is_like(mine, value):
+            raise CheckpointError(
+                f"checkpoint {found.tag!r} has {key} = {str(value)[:40]!r} among the options of a parameter group; the "
+                f"optimizer has {mine!r} there. Load it with load_optimizer_states=False."
+            )
+        taken[key] = value
+    return taken
+
+
+def _is_like(mine: Any, value: Any) -> bool:
+    """Whether a value can be in the place of another: true or false, a number, or so many numbers."""
+    if isinstance(mine, tuple):
+        return isinstance(value, tuple) and len(value) == len(mine) and all(map(_is_like, mine, value))
+    if isinstance(mine, bool) or isinstance(value, bool):
+        return isinstance(mine, bool) and isinstance(value, bool)
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def tell_what_is_missing(engine: Engine, meta: Mapping[str, Any], found: AnyCheckpoint) -> None:

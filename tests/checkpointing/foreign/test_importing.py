@@ -17,11 +17,12 @@ from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests.checkpointing.foreign import mutants
 from tests.checkpointing.foreign.test_deepspeed import GOLDEN, names
 from typer.testing import CliRunner
 
 from zoo.checkpointing import CheckpointError, load
-from zoo.checkpointing.foreign import ForeignCheckpoint, import_checkpoint, open_foreign, recognise
+from zoo.checkpointing.foreign import ForeignCheckpoint, import_checkpoint, open_foreign, recognise, training_meta
 from zoo.checkpointing.foreign.pieces import BoxPart
 from zoo.cli import app
 from zoo.layout import Box
@@ -233,3 +234,29 @@ def test_no_more_than_a_piece_is_in_memory(tmp_path: Path) -> None:
             assert torch.equal(
                 written.read(name, "parameter", 11_999_990, 20), found.read("a", "parameter", 11_999_990, 20)
             )
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.gguf"])
+def test_mutants_of_any_format_are_refused_or_read(tmp_path: Path, name: str) -> None:
+    file, mutated = tmp_path / name, tmp_path / "mutated"
+    tensors = {"a": torch.ones(3, 2), "b": torch.arange(5)}
+    write = {"m.pt": lambda: torch.save({"model": tensors, "step": 3}, file),
+             "m.safetensors": lambda: save_file(tensors, file), "m.gguf": lambda: gguf(file)}  # fmt: skip
+    write[name]()
+    raw = file.read_bytes()
+
+    def read(place: Path) -> None:
+        found = open_foreign(place)
+        training_meta(found)
+        for key, roles in found.roles.items():
+            for role in roles:
+                found.tensor(key, role)
+
+    @mutants.per_file()
+    @given(mutants.edits)
+    def check(changes: list[tuple[str, int, bytes]]) -> None:
+        mutated.write_bytes(mutants.mutant(raw, changes))
+        mutants.harmless(lambda: read(mutated), mutated.stat().st_size)
+
+    read(file)
+    check()
