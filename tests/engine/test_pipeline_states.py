@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,14 +79,19 @@ def test_the_state_dict_of_all_stages(stages: int, ranks: int, stage: int, half:
     assert all(value.dtype is (torch.bfloat16 if half else torch.float32) for value in first.values())
 
 
-def test_the_path_of_a_checkpoint(tmp_path: Any) -> None:
+@pytest.mark.parametrize("place", ["here", "memory://states/runs"])
+def test_the_path_of_a_checkpoint(tmp_path: Path, place: str) -> None:
+    root = place if "://" in place else str(tmp_path)
+
     def job(rank: int) -> None:
         engine = start(2)
-        path = engine.save_checkpoint(tmp_path, "one")
+        path = engine.save_checkpoint(root, "one")
+        assert path == f"{root}/one"
         before = engine.module_state_dict()
         for source in (path, None):
             engine.train_batch(iter(batches(0)))
             engine.load_module_state_dict(source)
             assert all(torch.equal(engine.module_state_dict()[name], value) for name, value in before.items())
+        assert engine.load_checkpoint(root)[0] == path
 
     sim.run(2, job)

@@ -202,7 +202,7 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A file or folder of another system.")],
-    out: Annotated[Path, typer.Argument(metavar="DST", help="A directory of checkpoints.")],
+    out: Annotated[str, typer.Argument(metavar="DST", help="A directory of checkpoints.")],
     format_: Annotated[
         str | None,
         typer.Option("--format", help="deepspeed, dcp, safetensors, gguf or torch.", show_default="by what is in SRC"),

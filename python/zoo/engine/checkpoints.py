@@ -232,7 +232,7 @@ class Checkpoints(WholeStates):
                 with found:
                     loaded = self.load_opened(found, wanted, custom_load_fn)
                     self._last_path = joined(directory, found.tag)
-                    return loaded
+                    return (self._last_path if "://" in str(directory) else loaded[0]), loaded[1]
             except DamageError as error:
                 self._not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
                 damaged.append(found.tag)

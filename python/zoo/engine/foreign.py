@@ -6,13 +6,12 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zoo.checkpointing import CheckpointError, alike, load
-from zoo.checkpointing.disk import LOCAL
+from zoo.checkpointing.disk import LOCAL, place_of
 from zoo.checkpointing.foreign import deepspeed_tags, load_deepspeed, training_meta
 from zoo.checkpointing.names import tags_of
 from zoo.layout import logical_name
@@ -37,10 +36,10 @@ def open_checkpoint(
     Raises:
         CheckpointError: on all ranks alike: what is wrong with it, or checkpoints of both where no tag says which.
     """
-    everyone, root = engine.sharded.everyone, Path(os.path.abspath(directory))
+    everyone = engine.sharded.everyone
     what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
     theirs = everyone.broadcast_object(
-        alike(everyone, what, lambda: _is_deepspeeds(root, tag) if everyone.rank == 0 else None)
+        alike(everyone, what, lambda: _is_deepspeeds(directory, tag) if everyone.rank == 0 else None)
     )
     if not theirs:
         return load(directory, tag, everyone)
@@ -56,8 +55,11 @@ def open_checkpoint(
     return found
 
 
-def _is_deepspeeds(root: Path, tag: str | None) -> bool:
-    ours, theirs = tags_of(LOCAL, root), deepspeed_tags(root)
+def _is_deepspeeds(directory: str | os.PathLike[str], tag: str | None) -> bool:
+    disk, root = place_of(directory)
+    if disk is not LOCAL:
+        return False  # DeepSpeed's are read from this machine's file systems alone
+    ours, theirs = tags_of(disk, root), deepspeed_tags(root)
     if tag is not None and tag in ours and tag in theirs:
         raise CheckpointError(
             f"{str(root / tag)!r} has files of a checkpoint of zoo and of one of DeepSpeed; move one of the two away"

@@ -126,10 +126,10 @@ class WholeStates:
                     "load_module_state_dict(None) of an engine that has neither saved nor loaded a checkpoint; give a "
                     "state_dict, or the path of a checkpoint."
                 )
-            directory, _, tag = os.fspath(place).rstrip("/").rpartition("/")
+            text = os.fspath(place).rstrip("/")
+            directory, _, tag = (text if "://" in text else os.path.abspath(text)).rpartition("/")
             self._whole_engine.load_checkpoint(
-                directory or ("/" if tag != os.fspath(place) else "."), tag, load_module_strict=strict, load_module_only=True,
-                custom_load_fn=custom_load_fn,
+                directory or "/", tag, load_module_strict=strict, load_module_only=True, custom_load_fn=custom_load_fn,
             )  # fmt: skip
             return
         self._whole_engine.read_outcome()

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.disk import LOCAL
+from zoo.checkpointing.disk import place_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
-from zoo.checkpointing.names import tags_of
 from zoo.checkpointing.resharding import PIECE_BYTES
 from zoo.checkpointing.writing import save
 from zoo.comm import Communicator
@@ -106,14 +105,14 @@ def import_checkpoint(
         ValueError: the directory has a checkpoint of that tag, or is the one that is read.
         CheckpointError: what is wrong with the checkpoint, or kept the new one from being written.
     """
-    root = Path(os.path.abspath(directory))
+    disk, root = place_of(directory)
     tag = tag if tag is not None else _tag_of(found.tag)
-    if tag in tags_of(LOCAL, root) or os.path.lexists(root / tag):
-        raise ValueError(f"{str(root)!r} has {tag!r} already; give another tag, or another directory")
+    if disk.is_directory(root / tag):
+        raise ValueError(f"{str(directory)!r} has {tag!r} already; give another tag, or another directory")
     if not found.shapes:
         raise CheckpointError(f"{str(found.path)!r} holds no tensors")
     slices = list(_pieces(found, told))
-    return save(root, tag, slices, found.scalars, training_meta(found), Communicator(), latest=latest)
+    return save(root, tag, slices, found.scalars, training_meta(found), Communicator(), latest=latest, disk=disk)
 
 
 def _tag_of(name: str) -> str:
