@@ -29,6 +29,7 @@ from zoo.zero.runtime.publishing import publish
 from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
+from zoo.zero.state.by_parameter import begun_scalars, begun_slices, look, named_groups
 from zoo.zero.state.offload_states import StatesAway, states_named
 from zoo.zero.state.rank_state import load_rank_state, rank_state
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
@@ -213,7 +214,7 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late
         self.inner = self._updater.inner
-        self.seal(wrapped.groups, self.inner)
+        self.seal(wrapped.groups, self.inner, self._look_at_states)
         wrapped.taken_over_by(self)
 
     # Training --------------------------------------------------------------------------------------------------------
@@ -509,6 +510,10 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
 
     # State -----------------------------------------------------------------------------------------------------------
 
+    def _look_at_states(self, parameter: Any) -> tuple[Sequence[str], Mapping[str, float]]:
+        """What ``self.state[parameter]`` shows; nothing is communicated, read or made."""
+        return look(self, parameter)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""
         refuse_copy(self)
@@ -527,6 +532,18 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         if self._feedback:
             found["zero/feedback_ranks"] = float(self.comm.size)
         return found
+
+    def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
+        """As :meth:`held_slices`, with zeros for the states that there will be after the first step."""
+        return begun_slices(self, owned=owned)
+
+    def live_scalars(self) -> dict[str, float]:
+        """As :meth:`state_scalars`, with 0 for the numbers that there will be after the first step."""
+        return begun_scalars(self)
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with names of the whole model in the place of parameters."""
+        return named_groups(self)
 
     @torch.no_grad()
     def load_state(self, read: state_io.Reader, scalars: Mapping[str, float]) -> None:
@@ -565,12 +582,17 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
 
         Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
-        be read under another placement use :meth:`state_slices`.
+        be read under another placement use :meth:`state_slices`, or the functions of
+        ``torch.distributed.checkpoint.state_dict``, for which the result also has ``["state"]``: asking for that is
+        collective, and makes the states by parameter (:mod:`zoo.zero.state.by_parameter`).
         """
         return rank_state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned on this rank. Collective.
+        """Take back what :meth:`state_dict` returned on this rank, or states by parameter. Collective.
+
+        The latter are what torch's optimizers have, ``{"state": …, "param_groups": …}``, with whole tensors or
+        DTensors, of any world size; parameters then stay what they are, but for a state "master".
 
         Raises:
             ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout.

@@ -332,13 +332,23 @@ class ShardedModel:
         """The buckets with gradients."""
         return [b for b in self.buckets if b.spec.trainable]
 
-    def change(self, bucket: Bucket, slot: int, value: torch.Tensor) -> None:
-        """Give one parameter a whole new value of its own shape; every rank gives the same."""
+    def change(self, bucket: Bucket, slot: int, value: torch.Tensor, *, keep_equal: bool = False) -> None:
+        """Give one parameter a whole new value of its own shape; every rank gives the same.
+
+        ``keep_equal``: masters that round to the value stay.
+        """
         from zoo.zero.state.editing import write_values
 
         user = self.user
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
-        write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=False)
+        write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
+
+    def rows(self, bucket: Bucket, slot: int) -> torch.Tensor:
+        """This rank's rows of a partitioned parameter, as a DTensor. Collective."""
+        from zoo.zero.state.by_parameter import parameter_rows
+
+        self._check_open()
+        return parameter_rows(self, bucket, slot)
 
     def on_any_layer(self, here: bool, device: torch.device | None = None) -> bool:
         """Whether ``here`` is true on this rank or on one that has other layers. Collective over those."""

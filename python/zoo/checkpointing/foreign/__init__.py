@@ -4,6 +4,7 @@
 * :func:`write_universal`: a universal checkpoint that DeepSpeed loads.
 * :func:`load_torch`: a file of ``torch.save``, its tensors still in the file.
 * :func:`load_dcp`, :func:`save_dcp`: those of ``torch.distributed.checkpoint``.
+* :func:`live`: live state for ``torch.distributed.checkpoint.save`` and ``load``.
 * :func:`load_safetensors`, :func:`write_safetensors`: models as Hugging Face keeps them, sharded with an index.
 * :func:`load_gguf`: GGUF files.
 * :class:`TorchFile`: a file that ``torch.load(weights_only=True)`` reads, written tensor by tensor.
@@ -19,6 +20,7 @@ from zoo.checkpointing.foreign.deepspeed_universal import write_universal
 from zoo.checkpointing.foreign.formats import FORMATS, deepspeed_tags, open_foreign, recognise
 from zoo.checkpointing.foreign.gguf import load_gguf
 from zoo.checkpointing.foreign.importing import import_checkpoint, training_meta
+from zoo.checkpointing.foreign.live import live
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.records import plain
 from zoo.checkpointing.foreign.safetensors_folder import load_safetensors, write_safetensors
@@ -31,6 +33,7 @@ __all__ = [
     "TorchFile",
     "deepspeed_tags",
     "import_checkpoint",
+    "live",
     "load_dcp",
     "load_deepspeed",
     "load_gguf",

@@ -10,6 +10,7 @@ key                                                 becomes
 ``optimizer.state.<name>.<state>``, tensors         role ``<state>``; tensors and numbers of one element: scalars
 ``optimizer.param_groups.…``, other values          ``meta["values"]``, under the key
 ``zoo.scalars.<key>``, ``zoo.buffers.<file>``       scalars, and names of buffers: written by zoo
+``optimizer.zoo.<key>``                             scalars ``zero/<key>``: written by :func:`live`
 =================================================== =================================================================
 """
 
@@ -180,6 +181,8 @@ def _add_value(found: ForeignCheckpoint, key: str, region: Region, values: dict[
     elif type(value) in (int, float) and key.startswith(f"{optimizer}.state."):
         name, _, role = key[len(optimizer) + len(".state.") :].rpartition(".")
         found.scalars[f"{role}/{name}"] = value
+    elif type(value) in (int, float) and key.startswith(f"{optimizer}.zoo."):
+        found.scalars[f"zero/{key[len(optimizer) + len('.zoo.') :]}"] = value
     else:
         values[key] = value
 

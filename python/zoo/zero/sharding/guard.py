@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from zoo.zero.sharding.dtensors import is_dtensor
+
 if TYPE_CHECKING:
     from zoo.zero.sharding.buckets import Bucket
 
@@ -38,6 +40,9 @@ _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _DATA: Any = torch.Tensor.data
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
+_SAVES = nn.Module._save_to_state_dict.__code__
+_LOADS = nn.Module._load_from_state_dict.__code__
+TORCH_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 _PROPERTIES = (
@@ -114,18 +119,27 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
         "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
         "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
-        f"GatheredParameters(...):`.{_CONVERT_FIRST if func in CONVERSIONS else ''}{_of_parametrisation()}"
+        "GatheredParameters(...):`; its rows for a state_dict come from get_model_state_dict() of "
+        f"{TORCH_FUNCTIONS}, which all ranks call."
+        f"{_CONVERT_FIRST if func in CONVERSIONS else ''}{_of_parametrisation()}"
     )
 
 
 def _of_parametrisation() -> str:
     """What to say besides where a model is being parametrised."""
+    if called_by(*_PARAMETRISE):
+        return " Parametrise a model before the optimizer is constructed, or close() it first."
+    return ""
+
+
+def called_by(*modules: str) -> bool:
+    """Whether code of a module whose name begins so has led here."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(_PARAMETRISE):
-            return " Parametrise a model before the optimizer is constructed, or close() it first."
+        if str(frame.f_globals.get("__name__", "")).startswith(modules):
+            return True
         frame = frame.f_back
-    return ""
+    return False
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -314,7 +328,32 @@ def _detach(self: Any) -> torch.Tensor:
             "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
             "parametrisation such as weight_norm) has to come before the optimizer is constructed."
         )
+    if sys._getframe(1).f_code is _SAVES and _split_for_torch(self):
+        bucket = type(self)._zoo_bucket
+        return bucket.owner().rows(bucket, self._zoo_slot)  # type: ignore[no-any-return]
     return torch.Tensor.detach(self)
+
+
+def _copy_(self: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    # What set_model_state_dict() gives may be split, and so may be the parameter; every rank is here.
+    if source is self or sys._getframe(1).f_code is not _LOADS or not called_by(TORCH_FUNCTIONS):
+        return self if source is self else torch.Tensor.copy_(self, source, non_blocking)
+    given: Any = source
+    whole = given.full_tensor() if is_dtensor(given) else given
+    if not _split_for_torch(self):
+        return torch.Tensor.copy_(self, whole, non_blocking)
+    bucket = type(self)._zoo_bucket
+    # Torch sets the states first: masters that round to what is given here stay.
+    bucket.owner().change(bucket, self._zoo_slot, whole.to(self.device, self.dtype), keep_equal=True)
+    return self
+
+
+def _split_for_torch(parameter: Any) -> bool:
+    """Whether a function of torch's that all ranks call asks for a parameter of which only a shard is here."""
+    bucket = type(parameter)._zoo_bucket
+    if torch.compiler.is_compiling() or not bucket.parameters.hidden or bucket.spec.axes or bucket.owner is None:
+        return False
+    return hasattr(bucket.owner(), "rows") and called_by(TORCH_FUNCTIONS)
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
@@ -346,6 +385,7 @@ class Guard:
             "data": property(_get_data, _set_data),
             "__torch_function__": _DISABLED,
             "detach": _detach,
+            "copy_": _copy_,
             "__deepcopy__": _deepcopy,
         }
         return type("ZeroParameter", (ShardedParameter,), body)

@@ -28,6 +28,7 @@ from zoo.zero.sharding.guard import ShardedParameter
 from zoo.zero.state.editing import Values, overlaps, write_values
 from zoo.zero.state.gathered import owner_of
 from zoo.zero.state.logical import scalar_states, tensor_states
+from zoo.zero.state.whole import share_range
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
@@ -148,14 +149,7 @@ def _window(place: _Place, start: int, stop: int, pieces: Pieces, dtype: torch.d
         low, high = bucket.own_range()
         comm.all_gather(out, out[low:high], label=f"states of {bucket.label}").wait()
         return out
-    handles = []
-    for rank in range(comm.size):
-        low, high = bucket.layout.shard_range(rank, comm.size)
-        low, high = max(low, start), min(high, stop)
-        if low < high:
-            handles.append(comm.broadcast(out[low - start : high - start], rank))
-    for handle in handles:
-        handle.wait()
+    share_range(bucket, out, start)
     return out
 
 

@@ -327,6 +327,8 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
                 f"of their own."
             )
         number = numbers.pop()
+        if role == "step" and number == 0:
+            return False  # what was saved before the first step, whatever the states begin with
         if number is not None:
             state[role] = _like(state[role], number)
     if len(found) > 1:

@@ -6,6 +6,7 @@ A state that does not fit is refused on all ranks before anything changes: half 
 from __future__ import annotations
 
 import copy
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,16 @@ import torch
 
 from zoo.comm import together
 from zoo.layout import Box
-from zoo.zero.state.logical import Run, StateSlice, runs_of
+from zoo.zero.sharding.guard import called_by
+from zoo.zero.state.by_parameter import (
+    Given,
+    RankState,
+    check_given,
+    check_options,
+    is_by_parameter,
+    states_by_name,
+)
+from zoo.zero.state.logical import Reader, Run, StateSlice, runs_of
 from zoo.zero.update.probe import Keeps
 from zoo.zero.update.segments import Segment
 
@@ -22,18 +32,24 @@ if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
 _OF_REDUCTIONS = ("feedback.", "owed")
+_DCP = ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader")
 _PARTS = {"slices": Mapping, "scalars": Mapping, "param_groups": list, "rank": int, "world_size": int}
-_OF_SCHEDULES = "initial_lr"  # which any group may have
 
 
 def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """See :meth:`zoo.zero.ZeroOptimizer.state_dict`."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
+    if called_by(*_DCP):  # each rank's own state under names that other ranks have too would be lost
+        return states_by_name(optimizer)
     slices = _joined(
         (f"{s.role}|{s.name}", start, part) for s in optimizer.held_slices(owned=False) for start, part in _rows(s)
     )
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    ends = list(itertools.accumulate(len(g["params"]) for g in optimizer.param_groups))
+    groups = [
+        {**g, "params": list(range(end - len(g["params"]), end))}
+        for g, end in zip(optimizer.param_groups, ends, strict=True)
+    ]  # fmt: skip
     state: dict[str, Any] = {
         "slices": slices, "scalars": optimizer.state_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
         "world_size": optimizer.comm.size,
@@ -41,7 +57,7 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     for after in optimizer._optimizer_state_dict_post_hooks.values():
         changed = after(optimizer, state)
         state = state if changed is None else changed
-    return state
+    return RankState(state, optimizer)
 
 
 def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
@@ -51,11 +67,32 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
         changed = before(optimizer, state)
         state = state if changed is None else changed
     optimizer.sharded.settle()
-    together(
-        optimizer.comm, "loading a state_dict", lambda: _check(optimizer, state),
-        error=lambda text, ranks: ValueError(text), plain=ValueError,
-    )  # fmt: skip
-    slices = _rejoined(state["slices"])
+    if _by_parameter_anywhere(optimizer, state):
+        check_given(optimizer, state)
+        found = Given(optimizer, state)
+        _load(optimizer, _options(state), found.read, found.scalars)
+    else:
+        together(
+            optimizer.comm, "loading a state_dict", lambda: _check(optimizer, state),
+            error=lambda text, ranks: ValueError(text), plain=ValueError,
+        )  # fmt: skip
+        _load(optimizer, _options(state), _reader(optimizer, _rejoined(state["slices"])), state["scalars"])
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+def _by_parameter_anywhere(optimizer: ZeroOptimizer, state: Any) -> bool:
+    """Whether the state is one by parameter, as that of other ranks. Collective."""
+    kinds = optimizer.comm.all_gather_object(is_by_parameter(state))
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"loading a state_dict failed: ranks {[r for r, kind in enumerate(kinds) if kind]} were given states by "
+            "parameter, as torch's optimizers have them, and the others something else. Nothing was loaded."
+        )
+    return bool(kinds[0])
+
+
+def _reader(optimizer: ZeroOptimizer, slices: Mapping[str, torch.Tensor]) -> Reader:
     starts = _starts(slices)
     # Of all of each bucket: what reductions owe is of elements of other ranks too.
     shapes = {run.name: run.shape for bucket in optimizer.buckets for run in runs_of(bucket, bucket.layout.slices())}
@@ -68,19 +105,21 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
         found: torch.Tensor = slices[f"{tensor}|{first}"][start - first : start - first + length]
         return found
 
+    return read
+
+
+def _load(optimizer: ZeroOptimizer, options: list[dict[str, Any]], read: Reader, scalars: Mapping[str, float]) -> None:
     was = [dict(group) for group in optimizer.param_groups]
     # The options come first: they say which states there are. Copied, as torch does.
-    for group, saved in zip(optimizer.param_groups, copy.deepcopy(_options(state)), strict=True):
+    for group, saved in zip(optimizer.param_groups, copy.deepcopy(options), strict=True):
         group.update(saved)
     try:
-        optimizer.load_state(read, state["scalars"])
+        optimizer.load_state(read, scalars)
     except BaseException:
         for group, old in zip(optimizer.param_groups, was, strict=True):
             group.clear()
             group.update(old)
         raise
-    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
-        after(optimizer)
 
 
 def _runs(optimizer: ZeroOptimizer) -> Iterator[Run]:
@@ -181,7 +220,7 @@ def _check(optimizer: ZeroOptimizer, state: Any) -> None:
     lengths = _saved_lengths(state["slices"])
     wanted = _wanted(optimizer)
     _check_layout(wanted, lengths)
-    _check_options(optimizer, _options(state))
+    check_options(optimizer, _options(state))
     _check_states(optimizer, wanted, _roles_of(lengths, state["scalars"]), _options(state))
 
 
@@ -201,8 +240,8 @@ def _check_parts(state: Any) -> None:
     if wrong:
         raise ValueError(
             f"the state_dict has {', '.join(map(repr, state)) or 'nothing'}, and no {', '.join(map(repr, wrong))} of "
-            f"the right kind: it is not what state_dict() of a ZeRO optimizer returned. Nothing was loaded. A state of "
-            "an ordinary torch optimizer goes in by parameter: zoo.zero.safe_set_full_optimizer_state()."
+            f"the right kind: it is not what state_dict() of a ZeRO optimizer returned. Nothing was loaded. A "
+            "state by parameter has 'state' and 'param_groups', as torch's optimizers have it."
         )
 
 
@@ -220,24 +259,6 @@ def _check_layout(wanted: Mapping[str, int], lengths: Mapping[str, int]) -> None
             "one rank had under one reduce_bucket_size, stage and set of options. Nothing was loaded. load_state() "
             "with the slices of all ranks reads any layout into any other."
         )
-
-
-def _check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the state_dict has {len(groups)} parameter groups; this optimizer has {len(optimizer.param_groups)}. "
-            "Nothing was loaded."
-        )
-    for here, saved in zip(optimizer.param_groups, groups, strict=True):
-        lacking = sorted(set(optimizer.defaults) - set(saved))
-        foreign = sorted(set(saved) - set(here) - {_OF_SCHEDULES})
-        # An older version of the same optimizer had fewer options, and the user may add some; both is another one.
-        if lacking and foreign:
-            raise ValueError(
-                f"the state_dict is of another optimizer: its options are {', '.join(foreign)} and not "
-                f"{', '.join(lacking)}, which {_name(optimizer)} has. Nothing was loaded. Wrap the optimizer that the "
-                "state is of."
-            )
 
 
 def _check_states(

@@ -38,6 +38,21 @@ def whole_parameters(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Ten
                 parameters.hide()
 
 
+def share_range(bucket: Bucket, out: torch.Tensor, start: int) -> None:
+    """Elements [start, start + len(out)) of a bucket's flat buffer, of which each rank has put its own into ``out``.
+
+    Collective over the ranks that split the bucket.
+    """
+    comm, stop, handles = bucket.shard_group, start + out.numel(), []
+    for rank in range(comm.size):
+        low, high = bucket.layout.shard_range(rank, comm.size)
+        low, high = max(low, start), min(high, stop)
+        if low < high:
+            handles.append(comm.broadcast(out[low - start : high - start], rank))
+    for handle in handles:
+        handle.wait()
+
+
 class WholeModel:
     """The parameters of all ranks, under their names in the whole model: parts along other mesh axes are joined.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
 
-from zoo.zero.sharding.guard import ShardedParameter
-
+Look = Callable[[Any], tuple[Sequence[str], Mapping[str, float]]]
 _INSTEAD = (
     "Read and write states by parameter: safe_get_full_optimizer_state(p, 'momentum_buffer'), "
     "safe_set_full_optimizer_state(p, value, 'momentum_buffer') of zoo.zero; to begin anew construct a new "
@@ -17,31 +16,34 @@ _INSTEAD = (
 
 
 class States(MutableMapping[torch.Tensor, Any]):
-    """What the wrapped optimizer keeps, by its own tensors, to be read; nothing is found by a model's parameter."""
+    """The states of each trainable parameter, by its name: which there are, and numbers such as "step".
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._inner = inner
+    They are there before the first step too, as zeros that take no memory. What is split over ranks has no value on one
+    of them alone: see :class:`StatesOfParameter`. Nothing can be set.
 
-    def __getitem__(self, key: torch.Tensor) -> Any:
-        if isinstance(key, ShardedParameter):
-            _refuse("optimizer.state[p]", key)
-        if key not in self._inner.state:
-            raise KeyError(key)
-        return self._inner.state[key]
+    Args:
+        look: gives for a parameter the names of its states and, by name, the numbers that this rank knows.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], look: Look) -> None:
+        self._parameters, self._look = {id(p): p for p in parameters}, look
+
+    def __getitem__(self, key: torch.Tensor) -> StatesOfParameter:
+        if id(key) not in self._parameters:
+            raise KeyError(getattr(key, "_zoo_name", type(key).__name__))
+        return StatesOfParameter(key, *self._look(key))
 
     def __contains__(self, key: object) -> bool:
-        if isinstance(key, ShardedParameter):
-            _refuse("p in optimizer.state", key)
-        return key in self._inner.state
+        return id(key) in self._parameters
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._inner.state)
+        return iter(self._parameters.values())
 
     def __len__(self) -> int:
-        return len(self._inner.state)
+        return len(self._parameters)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} segments)"
+        return f"{type(self).__name__}({len(self)} parameters)"
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
         _refuse("optimizer.state[p] = ...", key)
@@ -62,12 +64,40 @@ class States(MutableMapping[torch.Tensor, Any]):
         _refuse("optimizer.state.clear()")
 
 
+class StatesOfParameter(Mapping[str, Any]):
+    """``optimizer.state[p]``: the names of the states of one parameter; values of those that are numbers.
+
+    A tensor is in flat buffers, in parts that other ranks may have; asking for it here is refused, and the message says
+    what gathers it.
+    """
+
+    def __init__(self, parameter: torch.Tensor, names: Sequence[str], numbers: Mapping[str, float]) -> None:
+        self._parameter, self._names, self._numbers = parameter, tuple(names), numbers
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self._names:
+            raise KeyError(key)
+        if key not in self._numbers:
+            _refuse(f"optimizer.state[p][{key!r}]", self._parameter)
+        return torch.tensor(float(self._numbers[key]))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._names)})"
+
+
 def _refuse(use: str, key: object = None) -> NoReturn:
     name = getattr(key, "_zoo_name", None)
     of = f" of {name!r}" if name is not None else ""
-    raise ValueError(
-        f"{use}{of}: states of a ZeRO optimizer belong to segments of flat buffers and not to parameters. {_INSTEAD}"
-    )
+    raise ValueError(f"{use}{of}: states of a ZeRO optimizer lie in flat buffers, which ranks may split. {_INSTEAD}")
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -76,16 +106,16 @@ class OuterOptimizer(torch.optim.Optimizer):
     _kept: States | None = None
     _lists: tuple[tuple[list[torch.Tensor], int], ...] = ()
 
-    def seal(self, groups: Sequence[dict[str, Any]], inner: torch.optim.Optimizer) -> None:
-        """Be the optimizer of these groups, whose states are those of ``inner``."""
+    def seal(self, groups: Sequence[dict[str, Any]], inner: torch.optim.Optimizer, look: Look) -> None:
+        """Be the optimizer of these groups, with the defaults of ``inner``; for ``look`` see :class:`States`."""
         super().__init__(groups, inner.defaults)
-        self._kept = States(inner)
+        self._kept = States([p for g in self.param_groups for p in g["params"] if p._zoo_bucket.spec.trainable], look)
         self._lists = tuple((group["params"], len(group["params"])) for group in self.param_groups)
         self._members = [list(group["params"]) for group in self.param_groups]
 
     @property
     def state(self) -> Any:
-        """The states of the wrapped optimizer by its own tensors, to be read."""
+        """Which states each parameter has; see :class:`States`."""
         return {} if self._kept is None else self._kept
 
     @state.setter

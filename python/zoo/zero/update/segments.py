@@ -80,7 +80,7 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool, in_one_pass:
         in_one_pass: the optimizer reads and writes each element once: caches are no reason to cut.
     """
     length = bucket.layout.size // bucket.num_chunks
-    dtype = torch.float32 if masters and bucket.spec.dtype.itemsize < 4 else bucket.spec.dtype
+    dtype = updated_dtype(bucket, masters=masters)
     caches = (bucket.updates_off_device or bucket.device.type != "cuda") and not (by_tensor or in_one_pass)
     # What comes from NVMe comes in long reads, and its pieces are cut by ``sub_group_size``.
     caches = caches and bucket.placements.states.tier is not Tier.NVME
@@ -95,6 +95,11 @@ def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool, in_one_pass:
             for start in range(first, last, most):
                 segments.append(make.segment(group, start, min(start + most, last)))
     return segments
+
+
+def updated_dtype(bucket: Bucket, *, masters: bool) -> torch.dtype:
+    """In which the optimizer gets parameters; with ``masters`` 16-bit ones as fp32 copies."""
+    return torch.float32 if masters and bucket.spec.dtype.itemsize < 4 else bucket.spec.dtype
 
 
 class _Maker:

@@ -19,7 +19,7 @@ from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
 from zoo.zero.update.factors import Factors
 from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, takes_found_inf, what_it_keeps
-from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of
+from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of, updated_dtype
 from zoo.zero.update.skipping import SkipsOnDevice
 from zoo.zero.update.whole_tensors import BucketParts
 
@@ -132,6 +132,15 @@ class Updater:
             return [((), piece) for piece in in_pieces(self.segments, limit)]
         return [((), self.segments)]
 
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The trainable ones."""
+        return self._buckets
+
+    def dtype_of(self, bucket: Bucket) -> torch.dtype:
+        """In which the wrapped optimizer gets the parameters of ``bucket``."""
+        return updated_dtype(bucket, masters=not self._scales)
+
     def _keeps(self, segment: Segment) -> Keeps:
         key = (segment.group, segment.tensor.dtype)
         if key not in self._known:
@@ -140,10 +149,12 @@ class Updater:
 
     def keeps_with(self, segment: Segment, options: Mapping[str, Any]) -> Keeps:
         """What would be kept of a segment if its parameter group had these options."""
-        group = {**self._plain[segment.group], **options}
-        return what_it_keeps(
-            lambda tensors: self._optimizer([{**group, "params": tensors}], **self._options), segment.tensor.dtype
-        )
+        return self.keeps_of(segment.group, segment.tensor.dtype, options)
+
+    def keeps_of(self, group: int, dtype: torch.dtype, options: Mapping[str, Any]) -> Keeps:
+        """What would be kept of a tensor of ``dtype`` in parameter group ``group`` if that had these options."""
+        plain = {**self._plain[group], **options}
+        return what_it_keeps(lambda tensors: self._optimizer([{**plain, "params": tensors}], **self._options), dtype)
 
     def check_places(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if other states than at construction are kept with the options of ``groups``, on NVMe."""
