@@ -79,13 +79,15 @@ class Shards(torch.Tensor):
     owned: list[tuple[Box, StateSlice, int]]
     held: list[StateSlice]
     read: dict[tuple[int, int], torch.Tensor] | None
+    _destinations: dict[tuple[int, ...], torch.Tensor]
+    _last: tuple[StateSlice, torch.Tensor] | None
 
     @staticmethod
     def __new__(
         cls: Any, shape: tuple[int, ...], dtype: torch.dtype, owned: list[StateSlice], held: list[StateSlice]
     ) -> Shards:
         """See the class."""
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.owned = [part for item in owned for part in _boxes(item)]
         made.held, made.read, made._destinations, made._last = held, None, {}, None
         return made  # type: ignore[no-any-return]
