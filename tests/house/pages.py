@@ -167,7 +167,7 @@ def _registry(_: str) -> dict[str, Any]:
 def _zero(example: str) -> dict[str, Any]:
     from zoo.zero import Stage3Optimizer
 
-    if "optimizer.sharded" in example:
+    if "optimizer.sharded" in example or "get_state_dict" in example:
         model = TwoLayers()
         optimizer = Stage3Optimizer(
             model, lr=0.1, reduce_bucket_size=64, param_persistence_threshold=0, max_live_parameters=0
