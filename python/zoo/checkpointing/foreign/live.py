@@ -78,7 +78,7 @@ class Shards(torch.Tensor):
 
     owned: list[tuple[Box, StateSlice, int]]
     held: list[StateSlice]
-    read: dict[tuple[int, int], torch.Tensor] | None
+    read: dict[Any, torch.Tensor] | None
     _destinations: dict[tuple[int, ...], torch.Tensor]
     _last: tuple[StateSlice, torch.Tensor] | None
 
@@ -128,7 +128,7 @@ class Shards(torch.Tensor):
 
         self.read, self._destinations = {}, {}
         for item in self.held:
-            flat = self.read[item.start, item.length] = torch.empty(item.length, dtype=self.dtype)
+            flat = self.read[_where(item)] = torch.empty(item.length, dtype=self.dtype)
             for box, _, start in _boxes(item):
                 self._destinations[box.offsets] = flat[start : start + box.numel].view(box.sizes)
         shapes = [(offsets, tensor.shape) for offsets, tensor in self._destinations.items()]
@@ -144,13 +144,19 @@ class Shards(torch.Tensor):
         return self._last[1][start : start + box.numel].clone().view(box.sizes)
 
 
+def _where(item: StateSlice) -> int | Box:
+    """What is asked for when it is loaded."""
+    own: Box | None = getattr(item, "box", None)
+    return item.start if own is None else own
+
+
 def _boxes(item: StateSlice) -> list[tuple[Box, StateSlice, int]]:
     """The boxes of a slice, and where in it they begin."""
     whole = Box.whole(tuple(item.shape))
     if not item.length:
         return [(whole, item, 0)] if 0 in whole.sizes else []
-    found, start = [], 0
-    for box in whole.run(item.start, item.start + item.length):
+    where, found, start = _where(item), [], 0
+    for box in [where] if isinstance(where, Box) else whole.run(where, where + item.length):
         found.append((box, item, start))
         start += box.numel
     return found
@@ -187,14 +193,14 @@ class _Part:
                 "that has it. Nothing was loaded."
             )
         stays = {
-            (s.name, s.role, s.start, s.length): s.tensor.detach().clone()
+            (s.name, s.role, _where(s)): s.tensor.detach().clone()
             for s in self._source.held_slices(owned=False) if (s.role == "parameter") is not parameters
         }  # fmt: skip
 
-        def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+        def read(name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
             if (name, role) in shards:
-                return (shards[name, role].read or {})[start, length]
-            return stays[name, role, start, length]  # a KeyError where there is no such state yet
+                return (shards[name, role].read or {})[start]
+            return stays[name, role, start]  # a KeyError where there is no such state yet
 
         self._source.load_state(read, scalars)
         self._shards = {}

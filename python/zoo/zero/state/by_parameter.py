@@ -251,7 +251,7 @@ class Given:
             for run in runs_of(segment.bucket, segment.slices()):
                 ours.setdefault(run.name, []).append((run.start, run.start + run.length))
         self._own = {
-            (s.name, s.start, s.length): s.tensor.detach().clone()
+            (s.name, s.start if s.box is None else s.box, s.length): s.tensor.detach().clone()
             for s in optimizer.held_slices(owned=False) if s.role == "parameter"
         }  # fmt: skip
         begun = False
@@ -273,8 +273,8 @@ class Given:
             scalars = {key: value for key, value in scalars.items() if key.startswith("zero/")}
         self.scalars = scalars
 
-    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
-        """See :data:`zoo.zero.state.logical.Reader`."""
+    def read(self, name: str, role: str, start: Any, length: int) -> torch.Tensor:
+        """See :data:`zoo.zero.state.logical.Reader`; a box is of a frozen parameter."""
         for low, part in self._runs.get((name, role), ()):
             if low <= start and start + length <= low + part.numel():
                 return part[start - low : start - low + length]
@@ -340,7 +340,7 @@ def begun_slices(optimizer: ZeroOptimizer, *, owned: bool) -> list[StateSlice]:
             for run in runs_of(segment.bucket, segment.slices()):
                 if (run.name, role, run.start) not in there:
                     zeros = torch.zeros((), dtype=dtype).expand(run.length)
-                    found.append(StateSlice(run.name, role, run.start, run.length, run.shape, zeros))
+                    found.append(StateSlice(run.name, role, run.start, run.length, run.shape, zeros, run.box))
     return found
 
 
