@@ -1,4 +1,5 @@
-"""Law 2 for pipeline stages, experts and data in one model: each stage has an optimizer of its own, over its ranks.
+"""Law 2 for pipeline stages, experts, data and tensor-parallel matrices in one model: each stage has an optimizer
+of its own, over its ranks.
 
 A schedule drives the stages from outside, in 1F1B order (Narayanan et al. 2019, section 3.2), and one process has all
 layers and all tokens.
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.laws.test_families import WIDTH, Experts, states, weight, whole
+from tests.laws.test_families import WIDTH, Experts, Pair, states, weight, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,7 +24,7 @@ from zoo.layout import declare_first, declare_tied
 from zoo.zero import ZeroOptimizer
 
 NUM_LAYERS = 4
-AXES = ("pipe", "expert", "data")
+AXES = ("pipe", "expert", "data", "tensor")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Case:
     data: int = 2
     stage: int = 3
     experts_at: int = 2  # which layer
+    tensor: int = 1
+    pair_at: int = -1  # which layer has matrices that are cut along the tensor axis
     per_rank: int = 1
     num_micro: int = 3
     reduces_each: bool = False
@@ -50,15 +53,26 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.pipe * self.replicas
+        return self.pipe * self.replicas * self.tensor
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    pipe, expert, data = draw(st.sampled_from([(1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (4, 2, 1), (4, 1, 1)]))
+    meshes = [  # pipe, expert, data, tensor
+        (1, 2, 2, 1),
+        (2, 1, 2, 1),
+        (2, 2, 1, 1),
+        (2, 2, 2, 1),
+        (4, 2, 1, 1),
+        (4, 1, 1, 1),
+        (2, 1, 1, 2),
+        (2, 2, 1, 2),
+    ]
+    pipe, expert, data, tensor = draw(st.sampled_from(meshes))
+    experts_at, pair_at, *_ = draw(st.permutations(range(NUM_LAYERS)))
     return Case(
-        pipe=pipe, expert=expert, data=data, stage=draw(st.integers(0, 3)),
-        experts_at=draw(st.integers(0, NUM_LAYERS - 1)), per_rank=draw(st.integers(1, 2)),
+        pipe=pipe, expert=expert, data=data, tensor=tensor, stage=draw(st.integers(0, 3)),
+        experts_at=experts_at, pair_at=pair_at, per_rank=draw(st.integers(1, 2)),
         num_micro=draw(st.integers(1, 4)), reduces_each=draw(st.booleans()),
         max_bytes=draw(st.sampled_from([None, 0, 10**6])), clip_norm=draw(st.sampled_from([0.0, 0.01])),
         bucket_size=draw(st.sampled_from([1, 10**6])), check=draw(st.booleans()), seed=draw(st.integers(0, 20)),
@@ -78,14 +92,19 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers ``first`` to ``first + num - 1`` of the model; one of all of them has the experts."""
+    """Layers ``first`` to ``first + num - 1`` of the model; one of all of them has the experts, one may be a pair."""
 
-    def __init__(self, case: Case, first: int, num: int, expert: Communicator | None) -> None:
+    def __init__(
+        self, case: Case, first: int, num: int, expert: Communicator | None, tensor: Communicator | None = None
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            Experts(case.expert * case.per_rank, expert) if number == case.experts_at else Block(number)
-            for number in range(first, first + num)
-        )
+
+        def layer(number: int) -> nn.Module:
+            if number == case.experts_at:
+                return Experts(case.expert * case.per_rank, expert)
+            return Pair(tensor) if number == case.pair_at else Block(number)
+
+        self.layers = nn.ModuleList(map(layer, range(first, first + num)))
         declare_first(self.layers, first)
         self.first, self.tied = first, case.tied
         if set(case.tied) & set(range(first, first + num)):
@@ -114,34 +133,42 @@ def loss_of(case: Case, out: torch.Tensor) -> torch.Tensor:
 class Pipeline:
     """One stage on one rank: its layers, its optimizer, and its neighbours."""
 
-    def __init__(self, case: Case, rank: int, **options: Any) -> None:
-        self.case = case
-        mesh = init_device_mesh("cpu", (case.pipe, case.expert, case.data), mesh_dim_names=AXES)
-        expert = Communicator.of_axes(mesh, ["expert"])
+    def __init__(self, case: Case, rank: int, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        self.case, self.dtype = case, dtype
+        mesh = init_device_mesh("cpu", tuple(getattr(case, axis) for axis in AXES), mesh_dim_names=AXES)
+        expert, tensor = Communicator.of_axes(mesh, ["expert"]), Communicator.of_axes(mesh, ["tensor"])
         self.ahead = Communicator.of_axes(mesh, ["pipe"])
         # On nccl the messages of one communicator run in their order: each direction has one of its own.
         self.back = self.ahead.duplicate("back")
-        self.stage, self.replica = rank // case.replicas, rank % case.replicas
+        self.stage, self.replica = rank // (case.replicas * case.tensor), rank // case.tensor % case.replicas
         num = NUM_LAYERS // case.pipe
-        self.model = Layers(case, self.stage * num, num, expert if expert.size > 1 else None)
+        several = [comm if comm.size > 1 else None for comm in (expert, tensor)]
+        self.model = Layers(case, self.stage * num, num, *several).to(dtype)
+        if "optimizer" not in options:
+            options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, **options}
         self.optimizer = ZeroOptimizer(
             self.model, stage=case.stage, mesh=mesh, data_axes=("expert", "data"), layer_axes=("pipe",),
             clip_norm=case.clip_norm, reduce_bucket_size=case.bucket_size, param_persistence_threshold=0,
-            check=case.check, **{"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, **options},
+            check=case.check, **options,
         )  # fmt: skip
         self.inputs: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self.sent: list[tuple[Handle, torch.Tensor]] = []
+        self.losses: dict[int, float] = {}
+        """Of the last step, by micro-batch, in the last stage."""
+
+    def tokens(self, micro: int, step: int) -> torch.Tensor:
+        return tokens(self.case, self.replica, micro, step).to(self.dtype)
 
     def _send(self, comm: Communicator, tensor: torch.Tensor, to: int) -> None:
         tensor = tensor.detach().contiguous()
         self.sent.append((comm.send(tensor, to), tensor))
 
     def _like_tokens(self) -> torch.Tensor:
-        return torch.empty_like(tokens(self.case, 0, 0, 0))
+        return torch.empty_like(self.tokens(0, 0))
 
     def forward(self, window: Any, micro: int, step: int) -> None:
-        x = tokens(self.case, self.replica, micro, step)
+        x = self.tokens(micro, step)
         if self.stage:
             x = self._like_tokens()
             self.ahead.recv(x, self.stage - 1).wait()
@@ -150,6 +177,8 @@ class Pipeline:
         with window.forward(micro):
             out = self.model(x)
             self.outputs[micro] = loss_of(self.case, out) if self.stage == self.case.pipe - 1 else out
+        if self.stage == self.case.pipe - 1:
+            self.losses[micro] = float(self.outputs[micro].detach())
         if self.stage < self.case.pipe - 1:
             self._send(self.ahead, out, self.stage + 1)
 
@@ -204,6 +233,7 @@ def reference(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], list[flo
 @example(case=Case(stage=3, clip_norm=0.01, tied=(0, 3)))
 @example(case=Case(pipe=4, expert=2, data=1, stage=2, clip_norm=0.01, tied=(0, 1, 3), reduces_each=True))
 @example(case=Case(stage=0, expert=1, tied=(0, 3)))
+@example(case=Case(data=1, tensor=2, pair_at=1, clip_norm=0.01, tied=(0, 3)))
 def test_pipe_expert_and_data_in_one_model_equal_one_process(case: Case) -> None:
     def fn(rank: int) -> Any:
         pipeline = Pipeline(case, rank)
