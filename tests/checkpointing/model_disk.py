@@ -2,7 +2,8 @@
 
 Of a file survive the bytes that were forced, of a directory the entries that were there when it was forced. What became
 of the rest is the disk's choice; three choices are looked at: all of it is lost ("kept"), all entries are there already
-("now": a name may get there before the bytes), or the latest change of each directory alone is ("last").
+("now": a name may get there before the bytes), or the latest change of each directory alone is ("last"). Of bytes that
+were not forced all are lost, or some sectors have arrived.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 ENTRIES = ("kept", "now", "last")
+SECTOR = 512
 
 
 class PowerLossError(BaseException):
@@ -58,6 +60,8 @@ class ModelDisk:
         if path.name in parent.now:
             return False
         self._call(f"mkdir {path.name}")
+        if path.name in parent.now:  # another was here first
+            return False
         self._change(parent, {path.name: Node(True)})
         return True
 
@@ -142,12 +146,22 @@ class ModelDisk:
 
         return of(self.top)
 
-    def after_a_crash(self, entries: str) -> ModelDisk:
-        """What a machine finds that is switched on again."""
+    def after_a_crash(self, entries: str, arrived: Callable[[], bool] = lambda: False) -> ModelDisk:
+        """What a machine finds that is switched on again; ``arrived`` is asked for each sector that was not forced."""
         found = ModelDisk()
 
+        def content(node: Node) -> bytes:
+            out = bytearray(node.forced)
+            for begin in range(0, len(node.data), SECTOR):
+                end = min(begin + SECTOR, len(node.data))
+                if node.forced[begin:end] != node.data[begin:end] and arrived():
+                    out.extend(b"\0" * (end - len(out)))
+                    out[begin:end] = node.data[begin:end]
+            return bytes(out)
+
         def copy(node: Node) -> Node:
-            made = Node(node.directory, bytearray(node.forced), node.forced)
+            raw = content(node)
+            made = Node(node.directory, bytearray(raw), raw)
             made.now = {name: copy(child) for name, child in getattr(node, entries).items()}
             made.kept, made.last = dict(made.now), dict(made.now)
             return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -20,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.checkpointing.manifests import rewrite
 from tests.profiles import examples
 
 from zoo import sim
@@ -221,10 +221,7 @@ def test_missing_and_doubled_elements_are_not_saved(tmp_path: Path) -> None:
 
 
 def _edit(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = root / "one" / "manifest.json"
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
+    rewrite(root / "one", change)
 
 
 def _index(root: Path) -> tuple[Path, Index]:

@@ -7,6 +7,8 @@ the disk made of what was not forced; and nothing half-written is taken for whol
 from __future__ import annotations
 
 import errno
+import itertools
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.checkpointing.model_disk import ENTRIES, ModelDisk, PowerLossError
 from tests.checkpointing.test_checkpoints import SHAPES, pieces, value
+from tests.profiles import examples
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError, load, save
@@ -88,6 +93,45 @@ def test_after_a_crash_at_any_call_the_last_checkpoint_that_was_returned_loads(
     assert seen[-1] == 2.0
     if size == 1:
         assert seen == sorted(seen)
+
+
+def sectors(data: st.DataObject) -> Callable[[], bool]:
+    """Which sectors that were not forced arrive: some of them, or the first ones."""
+    dice = random.Random(data.draw(st.integers(0, 2**32)))
+    if data.draw(st.booleans()):
+        share = data.draw(st.sampled_from([0.1, 0.5, 0.9]))
+        return lambda: dice.random() < share
+    first = itertools.count(data.draw(st.integers(-30, 0)))
+    return lambda: next(first) < 0
+
+
+@examples(times=8)
+@given(
+    size=st.integers(1, 2), second=st.sampled_from(["two", "one"]), entries=st.sampled_from(ENTRIES),
+    at=st.integers(0, 40), data=st.data(),
+)  # fmt: skip
+def test_writes_that_a_crash_has_torn_are_never_taken_for_whole(
+    size: int, second: str, entries: str, at: int, data: st.DataObject
+) -> None:
+    disk = ModelDisk()
+    saved(disk, "one", 1.0, size)
+    crashed = crash(disk, at, lambda: saved(disk, second, 2.0, size))
+    after = disk.after_a_crash(entries, sectors(data))
+    assert scale_of(after) in ((1.0, 2.0) if crashed else (2.0,))
+    saved(after, second, 3.0, size)
+    assert scale_of(after.after_a_crash(entries)) == 3.0
+
+
+def test_torn_writes_would_be_seen_where_nothing_is_forced() -> None:
+    dice, lost = random.Random(0), 0
+    for _ in range(20):
+        disk = ModelDisk(mute=frozenset({"sync"}))
+        saved(disk, "one", 1.0)
+        try:
+            scale_of(disk.after_a_crash("now", lambda: dice.random() < 0.9))
+        except CheckpointError:
+            lost += 1
+    assert lost > 5
 
 
 @pytest.mark.parametrize("entries", ENTRIES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import Result
 from safetensors.torch import load_file
+from tests.checkpointing.manifests import rewrite
 from tests.checkpointing.test_checkpoints import write
 from tests.checkpointing.test_consolidation import GOLDEN, Values, put, same
 from typer.testing import CliRunner
@@ -204,8 +205,7 @@ def test_prune_prints_what_is_gone(tmp_path: Path) -> None:
 
 def _manifest(**fields: object) -> Callable[[Path], None]:
     def change(path: Path) -> None:
-        document = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps({**document, **fields}))
+        rewrite(path, lambda document: document.update(fields))
 
     return change
 

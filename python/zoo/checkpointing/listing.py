@@ -8,9 +8,9 @@ from pathlib import Path
 
 from zoo.checkpointing.disk import Disk, place_of
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.manifest import read_document
+from zoo.checkpointing.manifest import number_of
 from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, tag_of
-from zoo.checkpointing.reading import Checkpoint, load
+from zoo.checkpointing.reading import load
 
 WHOLE, DAMAGED, UNFINISHED = "whole", "damaged", "unfinished"
 
@@ -59,18 +59,12 @@ def listing(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> l
     return sorted(found, key=lambda one: (one.number or 0, one.saved_s or 0.0, one.tag))
 
 
-def number_of(found: Checkpoint) -> int:
-    """Later checkpoints of a directory have larger ones; those of version 2 have 0."""
-    number = read_document(found.disk, found.path).get("number", 0)
-    return number if type(number) is int else 0
-
-
 def _listed(disk: Disk, root: Path, tag: str, is_latest: bool) -> Listed:
     when = disk.modified_s(root / tag / MANIFEST)
     try:
         with load(root, tag, verify=False, disk=disk) as found:
             return Listed(
-                tag=tag, state=WHOLE, is_latest=is_latest, version=found.version, number=number_of(found),
+                tag=tag, state=WHOLE, is_latest=is_latest, version=found.version, number=number_of(disk, found.path),
                 saved_s=when, num_bytes=sum(entry.size for entry in found.index.files), num_ranks=found.world_size,
                 num_tensors=len(found.shapes),
             )  # fmt: skip

@@ -1,13 +1,15 @@
 """The manifest: parsed and checked by hand, because it comes from outside. Its appearance is the checkpoint.
 
-Since version 3: the name, size and SHA-256 of the index, the numbers, and what the job keeps beside tensors. Versions 1
-and 2 had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
+Since version 3: the name, size and SHA-256 of the index, the numbers, what the job keeps beside tensors, and the SHA-256
+of all that. Versions 1 and 2 had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ READABLE = (1, 2, 3, 4)
 """Versions that are read. 2: ``meta`` as zoo.checkpointing.exact writes it. 3: an index beside it. 4: boxes in it."""
 INDEXED = 3
 """The first version with an index."""
+SUM = "sha256"
+"""Key of the manifest's own checksum; where there is none, as in the first checkpoints of version 4, nothing is compared."""
 MOST_BYTES = 1 << 30
 _MOST_RANKS = 1 << 24
 
@@ -64,6 +68,7 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
     """See :func:`read_document`."""
     try:
         document = json.loads(text.decode("utf-8"))
+        found = sum_of(document) if isinstance(document, dict) else ""
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where!r} cannot be read: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -72,7 +77,15 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{where!r} has version {document.get('version')!r}; this zoo reads version {', '.join(map(str, READABLE))}"
         )
+    if document.get(SUM, found) != found:
+        raise CheckpointError(f"{where!r} has another SHA-256 than it says: it was changed or damaged")
     return document
+
+
+def sum_of(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its own entry :data:`SUM`: of the JSON with sorted keys and no space."""
+    content = {key: value for key, value in document.items() if key != SUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def manifest_of(document: dict[str, Any], where: str) -> Manifest:
@@ -132,11 +145,18 @@ def numbered(disk: Disk, root: Path) -> list[tuple[int, str]]:
     for name in disk.names(root):
         if not tag_of(name) or not disk.is_directory(root / name):
             continue
-        with contextlib.suppress(CheckpointError):
-            document = read_document(disk, root / name)
-            number = document.get("number", 0)
-            found.append((number if type(number) is int else 0, name))
+        number = number_of(disk, root / name)
+        if number is not None:
+            found.append((number, name))
     return sorted(found)
+
+
+def number_of(disk: Disk, path: Path) -> int | None:
+    """Of the checkpoint in ``path``; None: there is none, or none that can be read."""
+    with contextlib.suppress(CheckpointError):
+        number = read_document(disk, path).get("number", 0)
+        return number if type(number) is int else 0
+    return None
 
 
 def files_named(disk: Disk, path: Path) -> list[str]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zoo.checkpointing import under_way
-from zoo.checkpointing.disk import LOCAL, Disk, discard, place_of
+from zoo.checkpointing.disk import LOCAL, Disk, discard, place_of, write_file
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import decode
-from zoo.checkpointing.manifest import files_named, meta_of, numbered, read_document, scalars_of
-from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag
+from zoo.checkpointing.manifest import files_named, meta_of, number_of, numbered, read_document, scalars_of
+from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, new_attempt
 
 REST_AGE_S = 86400.0
 """After so long a save that has not ended is taken for one that was killed."""
@@ -24,8 +24,10 @@ def prune(
     directory: str | os.PathLike[str], keep: int, *, older_than_s: float = 0.0, best: str | None = None,
     rest_age_s: float = REST_AGE_S, disk: Disk | None = None,
 ) -> list[str]:  # fmt: skip
-    """Remove all but the ``keep`` newest checkpoints of a directory; on one rank. Others may save there meanwhile.
+    """Remove all but the ``keep`` newest checkpoints of a directory; on one rank. Others may save there meanwhile: what
+    they replace is not removed.
 
+    Ages are by the clock of the file system, from which the times of files come; that of this machine may be another.
     The one that ``latest`` names always stays. A manifest goes first: whatever ends this in the middle, what is left of
     a checkpoint is not taken for one. Other files, in the directory or beside a checkpoint, stay; what a killed save
     has left goes when nothing of it has changed for ``rest_age_s`` seconds.
@@ -46,22 +48,30 @@ def prune(
         raise ValueError(f"prune(keep={keep}); at least the latest checkpoint is kept.")
     disk, root = place_of(directory, disk)
     under_way.finish(root)
-    found = [(number, disk.modified_s(root / name / MANIFEST) or 0.0, name) for number, name in numbered(disk, root)]
+    found = [(number, _saved_s(disk, root / name), name) for number, name in numbered(disk, root)]
     stays = {latest_tag(root, disk=disk)}
     if best is not None:
         stays.add(_best(disk, root, [name for _, _, name in sorted(found)], best))
-    oldest_s = time.time() - older_than_s
-    gone = [name for _, saved_s, name in sorted(found)[:-keep] if name not in stays and saved_s <= oldest_s]
-    for name in gone:
-        files = files_named(disk, root / name)
-        disk.remove(root / name / MANIFEST)
-        disk.sync_directory(root / name)
-        for file in files:
-            discard(disk, root / name / file)
-        discard(disk, root / name)
-    for name in disk.names(root):
-        _remove_rest(disk, root / name, rest_age_s)
+    old = [(number, saved_s, name) for number, saved_s, name in sorted(found)[:-keep] if name not in stays]
+    if older_than_s > 0 and old:
+        oldest_s = _now_s(disk, root) - older_than_s
+        old = [(number, saved_s, name) for number, saved_s, name in old if saved_s <= oldest_s]
+    gone = [name for number, _, name in old if _remove(disk, root / name, number)]
+    _remove_rests(disk, root, rest_age_s)
     return gone
+
+
+def _remove(disk: Disk, path: Path, number: int) -> bool:
+    """Remove a checkpoint, unless it was replaced since it had this number."""
+    if number_of(disk, path) != number:
+        return False
+    files = files_named(disk, path)
+    disk.remove(path / MANIFEST)
+    disk.sync_directory(path)
+    for file in files:
+        discard(disk, path / file)
+    discard(disk, path)
+    return True
 
 
 def _best(disk: Disk, root: Path, names: list[str], best: str) -> str | None:
@@ -95,16 +105,37 @@ def _number_at(document: dict[str, Any], where: str) -> float | None:
     return float(found) if known else None
 
 
-def _remove_rest(disk: Disk, path: Path, age_s: float) -> None:
+def _saved_s(disk: Disk, path: Path) -> float:
+    """When it was saved. That orders checkpoints of version 2, which have no numbers."""
+    return disk.modified_s(path / MANIFEST) or 0.0
+
+
+def _now_s(disk: Disk, root: Path) -> float:
+    """By the clock of the file system: that of a new file."""
+    path = root / f".clock.{new_attempt()}"
+    try:
+        write_file(disk, path, b"")
+        found = disk.modified_s(path)
+    finally:
+        discard(disk, path)
+    return time.time() if found is None else found
+
+
+def _remove_rests(disk: Disk, root: Path, age_s: float) -> None:
     """What an earlier call or a save has left that ended in the middle: files of ours, and no manifest."""
-    if (disk is LOCAL and path.is_symlink()) or not disk.is_directory(path) or path.name.startswith("."):
-        return
-    names = disk.names(path)
-    if MANIFEST in names or not names or not all(map(is_ours, names)):
-        return
-    changed = [found for name in names if (found := disk.modified_s(path / name)) is not None]
-    if changed and time.time() - max(changed) < age_s:
-        return
-    for name in names:
-        discard(disk, path / name)
-    discard(disk, path)
+    rests: list[tuple[Path, list[str], float]] = []
+    for path in (root / name for name in disk.names(root) if not name.startswith(".")):
+        if (disk is LOCAL and path.is_symlink()) or not disk.is_directory(path):
+            continue
+        names = disk.names(path)
+        if MANIFEST in names or not names or not all(map(is_ours, names)):
+            continue
+        changed = [found for name in names if (found := disk.modified_s(path / name)) is not None]
+        if len(changed) == len(names):  # otherwise a file has gone meanwhile: somebody is at work there
+            rests.append((path, names, max(changed)))
+    now_s = _now_s(disk, root) if rests else 0.0
+    for path, names, changed_s in rests:
+        if now_s - changed_s >= age_s:
+            for name in names:
+                discard(disk, path / name)
+            discard(disk, path)

@@ -25,7 +25,7 @@ from zoo.checkpointing.disk import Disk, discard, make_directories, place_of, pu
 from zoo.checkpointing.errors import CheckpointError, alike
 from zoo.checkpointing.exact import encode
 from zoo.checkpointing.index import OF_PIECES, Column, FileEntry, Index, State, empty_columns
-from zoo.checkpointing.manifest import FORMAT, VERSION, files_named, next_number
+from zoo.checkpointing.manifest import FORMAT, SUM, VERSION, files_named, next_number, sum_of
 from zoo.checkpointing.names import (
     LATEST,
     MANIFEST,
@@ -253,7 +253,7 @@ def _commit(
     index.check()
     data = index.encode()
     name = index_of(attempt)
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "attempt": attempt,
@@ -263,12 +263,13 @@ def _commit(
         "scalars": encode(_scalars(parts), "scalars"),
         "meta": told,
     }
+    document[SUM] = sum_of(document)
     text = json.dumps(document, indent=1)
     write_file(disk, path / name, data)
     disk.sync_directory(path)
-    before = files_named(disk, path)
     written = path / f".{MANIFEST}.{attempt}"
     write_file(disk, written, text.encode())
+    before = files_named(disk, path)  # at the latest: another saver may replace it as well
     files.clear()
     disk.rename(written, path / MANIFEST)
     disk.sync_directory(path)

@@ -477,14 +477,7 @@ class Checkpoint:
         self._found: tuple[tuple[str, str], tuple[Any, Any, Any, Any]] | None = None
         self._blocks: OrderedDict[tuple[int, int], Any] = OrderedDict()
         try:
-            document = json.loads(_content(self.path / "manifest.json", 1 << 30))
-            if not isinstance(document, dict) or document.get("format") != "zoo-checkpoint":
-                raise ValueError(f"{str(self.path)!r} has a manifest of another format")
-            if document.get("version") not in (3, 4):
-                raise ValueError(
-                    f"{str(self.path)!r} is of version {document.get('version')!r}, and this script reads 3 and 4; "
-                    "`zoo ckpt export` reads all that there are"
-                )
+            document = self._manifest()
             self.meta: dict[str, Any] = dict(document["meta"])
             self.scalars: dict[str, Any] = dict(document["scalars"])
             self._read_index(document["index"])
@@ -497,12 +490,34 @@ class Checkpoint:
                 raise
             raise ValueError(f"the checkpoint {str(self.path)!r} cannot be read: {error}") from None
 
+    def _manifest(self) -> dict[str, Any]:
+        """What is in it, compared with its own checksum."""
+        raw = _content(self.path / "manifest.json", 1 << 30)
+        try:
+            document = json.loads(raw)
+        except ValueError as error:
+            raise ValueError(f"the manifest of {str(self.path)!r} cannot be read: {error}") from None
+        if not isinstance(document, dict) or document.get("format") != "zoo-checkpoint":
+            raise ValueError(f"{str(self.path)!r} has a manifest of another format")
+        if document.get("version") not in (3, 4):
+            raise ValueError(
+                f"the manifest of {str(self.path)!r} is of version {document.get('version')!r}, and this script reads "
+                "3 and 4; `zoo ckpt export` reads all that there are"
+            )
+        content = {key: value for key, value in document.items() if key != "sha256"}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        if document.get("sha256", found := hashlib.sha256(text.encode()).hexdigest()) != found:
+            raise ValueError(f"the manifest of {str(self.path)!r} has another SHA-256 than it says: it was changed")
+        return document
+
     def _read_index(self, entry: dict[str, Any]) -> None:
         if not re.fullmatch(r"[0-9a-f]{16}\.index", entry["name"]):
             raise ValueError(f"the manifest names the index {entry['name']!r}")
         data = _content(self.path / entry["name"], int(entry["size"]))
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-            raise ValueError("the index has another SHA-256 than the manifest says: it was changed or damaged")
+            raise ValueError(
+                f"the index {entry['name']} has another SHA-256 than the manifest says: it was changed or damaged"
+            )
         size = int.from_bytes(data[8:16], "little")
         if data[:8] != b"zooindex" or size > len(data) - 16:
             raise ValueError("the index is cut off, or is none")

@@ -334,7 +334,7 @@ def _described(found: Checkpoint, part: str) -> dict[str, Any]:
     import numpy as np
 
     from zoo.checkpointing.exact import dtype_named, encode
-    from zoo.checkpointing.listing import number_of
+    from zoo.checkpointing.manifest import number_of
 
     pieces = np.bincount(found.index.columns["state"], minlength=len(found.index.states)).tolist()
     tensors: dict[str, Any] = {}
@@ -344,7 +344,8 @@ def _described(found: Checkpoint, part: str) -> dict[str, Any]:
             num_bytes = state.numel * dtype_named(state.dtype).itemsize
             entry["roles"][state.role] = {"dtype": state.dtype, "bytes": num_bytes, "pieces": count}
     return {
-        "tag": found.tag, "path": str(found.path), "version": found.version, "number": number_of(found),
+        "tag": found.tag, "path": str(found.path), "version": found.version,
+        "number": number_of(found.disk, found.path),
         "saved": _when(found.disk.modified_s(found.path / "manifest.json")),
         "ranks": found.world_size, "files": len(found.index.files),
         "bytes": sum(entry.size for entry in found.index.files), "scalars": encode(dict(found.scalars), "scalars"),
