@@ -47,7 +47,9 @@ SURVIVED = (NO_TEST_FAILS, NO_TEST)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants", description="Mutation testing of parts of zoo.")
-    parser.add_argument("modules", nargs="*", default=MODULES, help=f"packages (default: {' '.join(MODULES)})")
+    parser.add_argument(
+        "modules", nargs="*", default=MODULES, help=f"packages and modules (default: {' '.join(MODULES)})"
+    )
     parser.add_argument("--count", type=int, default=300, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after that time")

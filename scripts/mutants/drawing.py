@@ -39,11 +39,7 @@ def draw(root: Path, packages: list[str], count: int, seed: int) -> list[Mutant]
     dice = random.Random(seed)
     places: list[tuple[str, Path, Place, list[tuple[str, int]]]] = []
     for package in packages:
-        folders = [root / top / package.replace(".", "/") for top in ("python", "cuda", "moe", "compression")]
-        files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-        if not files:
-            raise SystemExit(f"zoo: mutants: there is no package {package}")
-        for file in files:
+        for file in files_of(root, package):
             for place, ways in sorted(changes(file.read_text(encoding="utf-8")).items()):
                 places.append((package, file, place, ways))
     dice.shuffle(places)
@@ -60,6 +56,16 @@ def draw(root: Path, packages: list[str], count: int, seed: int) -> list[Mutant]
         if len(drawn) == count:
             break
     return drawn
+
+
+def files_of(root: Path, name: str) -> list[Path]:
+    """The files of a package, or the one of a module."""
+    places = [root / top / name.replace(".", "/") for top in ("python", "cuda", "moe", "compression")]
+    files = [file for place in places for file in [place.with_suffix(".py"), *sorted(place.rglob("*.py"))]]
+    found = [file for file in files if file.is_file()]
+    if not found:
+        raise SystemExit(f"zoo: mutants: there is no package and no module {name}")
+    return found
 
 
 def changes(source: str) -> dict[Place, list[tuple[str, int]]]:

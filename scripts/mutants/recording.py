@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import coverage
+from scripts.mutants.drawing import files_of
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,13 @@ def record(root: Path, home: Path, packages: list[str], tests: list[str]) -> Rec
     data, times = home / f"coverage-{digest.hexdigest()[:12]}", home / f"seconds-{digest.hexdigest()[:12]}.json"
     if not times.exists():
         print("zoo: mutants: running the tests once under coverage", flush=True)
+        folders = sorted({file.parent.relative_to(root) for name in packages for file in files_of(root, name)})
         command = [
             sys.executable, "-m", "pytest", "-q", "-n", "auto",
             "-m", "not slow and not campaign",
-            *(f"--cov={package}" for package in packages), "--cov-context=test", "--cov-report=", *tests,
+            # Folders: of a module's name coverage would import the package, and torch with it, and forget both again;
+            # torch cannot be imported a second time.
+            *(f"--cov={folder}" for folder in folders), "--cov-context=test", "--cov-report=", *tests,
         ]  # fmt: skip
         environment = {**os.environ, "COVERAGE_FILE": str(data), "ZOO_TEST_SECONDS": str(times)}
         environment.pop("ZOO_TEST_PRELOAD", None)

@@ -83,8 +83,8 @@ class Disk(Protocol):
         """Force the entries of a directory to the device."""
 
     def modified_s(self, path: Path) -> float | None:
-        """When a file was last written, in seconds since 1970 by the clock of the file system, which may be another than
-        that of this machine; None where it is not there, or that is not known."""
+        """When a file was last written, in seconds since 1970 by the clock of the file system, which may be another
+        than that of this machine; None where it is not there, or that is not known."""
 
 
 class LocalDisk:

@@ -1,7 +1,7 @@
 """The manifest: parsed and checked by hand, because it comes from outside. Its appearance is the checkpoint.
 
-Since version 3: the name, size and SHA-256 of the index, the numbers, what the job keeps beside tensors, and the SHA-256
-of all that. Versions 1 and 2 had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
+Since version 3: the name, size and SHA-256 of the index, the numbers, what the job keeps beside tensors, and the
+SHA-256 of all that. Versions 1 and 2 had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READABLE = (1, 2, 3, 4)
 INDEXED = 3
 """The first version with an index."""
 SUM = "sha256"
-"""Key of the manifest's own checksum; where there is none, as in the first checkpoints of version 4, nothing is compared."""
+"""Key of the manifest's own checksum; where there is none, as in older ones, nothing is compared."""
 MOST_BYTES = 1 << 30
 _MOST_RANKS = 1 << 24
 

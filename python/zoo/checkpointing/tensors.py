@@ -7,6 +7,7 @@ tensors that all exist; it is what reads ours.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import math
@@ -14,13 +15,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from zoo.checkpointing.disk import LOCAL
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.names import parse_key
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -55,40 +59,39 @@ class Entry:
     lent: Lent | None = None
 
 
-class TensorFile:
-    """A safetensors file of tensors that come in any order, of which there is all or nothing.
+class NewFile(abc.ABC):
+    """A file of tensors that come in any order, of which there is all or nothing.
 
     What it will hold is said at the beginning. It is written beside its place, as ``.writing-<name>``, until
     :meth:`commit` puts it there; a file of the same name stays readable until then. As a context manager it discards
-    what was not committed.
-
-    Args:
-        path: of the file, in a folder that exists.
-        described: dtype and shape by key.
-        metadata: strings by name, for the header.
-
-    Raises:
-        CheckpointError: a dtype that the format has no code for.
-        OSError: the file cannot be written.
+    what was not committed. Where tensors go, and what is around them, is for its kinds to say.
     """
 
-    def __init__(
-        self, path: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-    ) -> None:
-        # Wide elements first, as in write_data; the sort is stable, so that what comes in order is written in order.
-        ordered = sorted(described.items(), key=lambda item: -item[1][0].itemsize)
-        header, offsets = header_of([(key, dtype, shape) for key, (dtype, shape) in ordered], metadata)
+    def __init__(self, path: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self._path, self._described, self._missing = path, dict(described), set(described)
-        self._offsets = {key: 8 + len(header) + offset for key, offset in offsets.items()}
         self._temporary = path.with_name(f".writing-{path.name}")
         self._file = open(self._temporary, "wb")  # noqa: SIM115  discard() closes it
         try:
-            self._file.write(len(header).to_bytes(8, "little") + header)
+            self._begin()
         except BaseException:
             self.discard()
             raise
 
-    def __enter__(self) -> TensorFile:
+    @abc.abstractmethod
+    def _begin(self) -> None:
+        """Write what comes before tensors."""
+
+    @abc.abstractmethod
+    def _place_of(self, key: str) -> int:
+        """The first byte of a tensor."""
+
+    def _wrote(self, key: str, raw: memoryview) -> None:  # noqa: B027  only some have to know
+        """The next bytes of a tensor were written."""
+
+    def _end(self) -> None:  # noqa: B027  only some have one
+        """Write what comes after tensors."""
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -109,10 +112,12 @@ class TensorFile:
                 f"{key!r} was announced as {dtype} of shape {shape} and is {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)}"
             )
-        self._file.seek(self._offsets[key])
+        self._file.seek(self._place_of(key))
         # By way of a small copy: torch resizes no storage any more that numpy has seen, and parameters come and go.
         for part in torch.split(tensor.detach().reshape(-1), _PIECE_BYTES // dtype.itemsize):
-            self._file.write(_raw(part.to("cpu", copy=True)))
+            raw = _raw(part.to("cpu", copy=True))
+            self._file.write(raw)
+            self._wrote(key, raw)
         self._missing.discard(key)
 
     def commit(self) -> None:
@@ -125,6 +130,7 @@ class TensorFile:
             raise CheckpointError(
                 f"{str(self._path)!r} would lack {len(self._missing)} tensors: {', '.join(sorted(self._missing)[:5])}"
             )
+        self._end()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -142,6 +148,35 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
     """Raise CheckpointError for a dtype that the format has no code for."""
     if dtype not in CODES:
         raise CheckpointError(f"{what} is {dtype}; a safetensors file holds {', '.join(map(str, CODES))}.")
+
+
+class TensorFile(NewFile):
+    """A safetensors file of tensors that come in any order: see :class:`NewFile`.
+
+    Args:
+        path: of the file, in a folder that exists.
+        described: dtype and shape by key.
+        metadata: strings by name, for the header.
+
+    Raises:
+        CheckpointError: a dtype that the format has no code for.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+    ) -> None:
+        # Wide elements first, as in write_data; the sort is stable, so that what comes in order is written in order.
+        ordered = sorted(described.items(), key=lambda item: -item[1][0].itemsize)
+        header, self._offsets = header_of([(key, dtype, shape) for key, (dtype, shape) in ordered], metadata)
+        self._head = len(header).to_bytes(8, "little") + header
+        super().__init__(path, described)
+
+    def _begin(self) -> None:
+        self._file.write(self._head)
+
+    def _place_of(self, key: str) -> int:
+        return len(self._head) + self._offsets[key]
 
 
 def header_of(

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.activation_checkpointing.memory import Peak
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import examples
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.checkpointing.activation import Plan, UnitCosts, choose, measure, plan
 from zoo.checkpointing.activation.planning import peak_bytes, waiting_bytes
@@ -85,25 +84,6 @@ def test_forecast_bytes_are_those_that_are_measured(names: list[str], chosen: se
         y = forward_of(made, x)
     assert waiting.num_bytes == waiting_bytes(costs, chosen)
     y.sum().backward()
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of tensors made under it that live at once, on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, tuple[Any, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self.live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: one for key, one in self.live.items() if not one[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.live.values()))
-        return out
 
 
 def test_the_peaks_of_steps_differ_by_what_is_forecast() -> None:

@@ -28,6 +28,7 @@ from tests.checkpointing.foreign.golden_model import (
     Experts,
     Net,
     batches,
+    environment,
     groups,
     loss_of,
 )
@@ -70,11 +71,7 @@ def options(name: str) -> dict[str, Any]:
 
 
 def main(name: str, rank: int, port: str) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
-        "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', '')}",
-    }  # fmt: skip
+    os.environ |= environment(rank, port)
     import torch
     import torch.distributed as dist
 

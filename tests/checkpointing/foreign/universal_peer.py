@@ -10,15 +10,22 @@ import os
 import sys
 from typing import Any
 
-from tests.checkpointing.foreign.golden_model import BEFORE, LR, RANKS, ROWS, Net, batches, groups, loss_of, one_group
+from tests.checkpointing.foreign.golden_model import (
+    BEFORE,
+    LR,
+    RANKS,
+    ROWS,
+    Net,
+    batches,
+    environment,
+    groups,
+    loss_of,
+    one_group,
+)
 
 
 def main(folder: str, stage: int, rank: int, port: str) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
-        "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', '')}",
-    }  # fmt: skip
+    os.environ |= environment(rank, port)
     import torch
     import torch.distributed as dist
 

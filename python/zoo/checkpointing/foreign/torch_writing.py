@@ -7,23 +7,20 @@ of tensors by name) and the place of every storage are known; values come in any
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.foreign.known import STAND_INS, StorageKind
-from zoo.checkpointing.foreign.local import sync
+from zoo.checkpointing.tensors import NewFile
 
-_ROOT, _ALIGNMENT, _PIECE_BYTES, _LARGE = "archive", 64, 4 << 20, 0xFFFFFFFF
+_ROOT, _ALIGNMENT, _LARGE = "archive", 64, 0xFFFFFFFF
 _TYPED = {
     kind.dtype: name
     for (module, name), kind in STAND_INS.items()
@@ -46,11 +43,8 @@ class _Entry:
     crc: int = 0
 
 
-class TorchFile:
-    """A file of tensors by name, of which there is all or nothing, for ``torch.load``.
-
-    As :class:`zoo.checkpointing.TensorFile` it is written beside its place, as ``.writing-<name>``, until
-    :meth:`commit` puts it there, and as a context manager it discards what was not committed.
+class TorchFile(NewFile):
+    """A file of tensors by name for ``torch.load``: see :class:`zoo.checkpointing.tensors.NewFile`.
 
     Args:
         path: of the file, in a folder that exists.
@@ -68,94 +62,46 @@ class TorchFile:
         described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         tied: Mapping[str, str] | None = None,
     ) -> None:
-        self._path, self._described, self._missing = path, dict(described), set(described)
-        pickle = _pickle(self._described, dict(tied or {}))
-        plain = {"data.pkl": pickle, "byteorder": b"little", "version": b"3\n"}
-        self._end = 0
-        self._entries = {name: self._place(name, len(raw)) for name, raw in plain.items()}
+        pickle = _pickle(described, dict(tied or {}))
+        self._plain = {"data.pkl": pickle, "byteorder": b"little", "version": b"3\n"}
+        self._stop = 0
+        self._entries = {name: self._place(name, len(raw)) for name, raw in self._plain.items()}
         self._storages = {
             key: self._place(f"data/{number}", math.prod(shape) * dtype.itemsize)
-            for number, (key, (dtype, shape)) in enumerate(self._described.items())
+            for number, (key, (dtype, shape)) in enumerate(described.items())
         }
-        self._temporary = path.with_name(f".writing-{path.name}")
-        self._file = open(self._temporary, "wb")  # noqa: SIM115  discard() closes it
-        try:
-            for name, raw in plain.items():
-                self._write(self._entries[name], raw)
-        except BaseException:
-            self.discard()
-            raise
+        super().__init__(path, described)
 
-    def __enter__(self) -> TorchFile:
-        return self
+    def _begin(self) -> None:
+        for name, raw in self._plain.items():
+            entry = self._entries[name]
+            entry.crc = zlib.crc32(raw)
+            self._file.seek(entry.start)
+            self._file.write(raw)
 
-    def __exit__(self, *error: object) -> None:
-        self.discard()
+    def _place_of(self, key: str) -> int:
+        return self._storages[key].start
 
-    def put(self, key: str, tensor: torch.Tensor) -> None:
-        """Write a tensor; its memory may be used again afterwards.
-
-        Raises:
-            CheckpointError: it is not what was said of it, or was put before.
-        """
-        if key not in self._missing:
-            wrong = "was put before" if key in self._described else "was not announced"
-            raise CheckpointError(f"the tensor {key!r} {wrong}; {str(self._path)!r} cannot take it")
-        dtype, shape = self._described[key]
-        if tensor.dtype is not dtype or tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{key!r} was announced as {dtype} of shape {shape} and is {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}"
-            )
+    def _wrote(self, key: str, raw: memoryview) -> None:
         entry = self._storages[key]
-        self._file.seek(entry.start)
-        for part in torch.split(tensor.detach().reshape(-1), _PIECE_BYTES // dtype.itemsize):
-            raw: Any = part.to("cpu", copy=True).view(torch.uint8).numpy()
-            entry.crc = zlib.crc32(raw, entry.crc)
-            self._file.write(memoryview(raw))
-        self._missing.discard(key)
+        entry.crc = zlib.crc32(raw, entry.crc)
 
-    def commit(self) -> None:
-        """Force the file to the disk and put it in its place.
-
-        Raises:
-            CheckpointError: a tensor is missing.
-        """
-        if self._missing:
-            raise CheckpointError(
-                f"{str(self._path)!r} would lack {len(self._missing)} tensors: {', '.join(sorted(self._missing)[:5])}"
-            )
+    def _end(self) -> None:
         entries = [*self._entries.values(), *self._storages.values()]
         for entry in entries:
             self._file.seek(entry.header)
             self._file.write(_local(entry))
-        self._file.seek(self._end)
-        self._file.write(_directory(entries, self._end))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self._path)
-        sync(self._path.parent)
-
-    def discard(self) -> None:
-        """Remove what was not committed."""
-        with contextlib.suppress(OSError):  # closing writes what was buffered, which nobody wants any more
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._file.seek(self._stop)
+        self._file.write(_directory(entries, self._stop))
 
     def _place(self, name: str, size: int) -> _Entry:
         path = f"{_ROOT}/{name}".encode()
-        header = self._end
+        header = self._stop
         before = header + 30 + len(path) + (20 if size >= _LARGE else 0)
         start = before + 4  # of an extra field that fills up to the alignment
         start += -start % _ALIGNMENT
-        self._end = start + size
+        self._stop = start + size
         return _Entry(path, size, header, start)
-
-    def _write(self, entry: _Entry, raw: bytes) -> None:
-        entry.crc = zlib.crc32(raw)
-        self._file.seek(entry.start)
-        self._file.write(raw)
 
 
 # -- the archive (PKWARE, ".ZIP File Format Specification", 4.3) ------------------------------------------------------
