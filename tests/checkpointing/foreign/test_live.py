@@ -15,10 +15,12 @@ from tests import processes
 from tests.zero.blocks import STAGES
 from tests.zero.test_torch_state import OPTIMIZERS, make, same, slices, step, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError
 from zoo.checkpointing.foreign import live, load_dcp
+from zoo.layout import declare_split
 from zoo.zero import ZeroOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -217,6 +219,45 @@ def test_the_model_and_the_optimizer_themselves_are_saved(tmp_path: Path, stage:
         assert all(torch.equal(value, expected[key]) for key, value in whole(other, rank).items())
 
     sim.run(2, job)
+
+
+def columns(rank: int, stage: int, value: torch.Tensor) -> tuple[torch.nn.Linear, ZeroOptimizer]:
+    """Half of the columns of a matrix, on a mesh of two data-parallel and two tensor-parallel ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    first = 3 * mesh.get_local_rank("tensor")
+    model = torch.nn.Linear(3, 4, bias=False)
+    model.weight = torch.nn.Parameter(value[:, first : first + 3].clone())
+    declare_split(model.weight, ["tensor"], shape=(4, 6), offsets=(0, first))
+    options: Any = {"mesh": mesh, "data_axes": ("data",), "optimizer": torch.optim.AdamW, "lr": 0.1}
+    return model, ZeroOptimizer(model, stage=stage, param_persistence_threshold=0, **options)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_along_other_axes_are_boxes_of_the_whole(tmp_path: Path, stage: int) -> None:
+    def train(model: Any, optimizer: ZeroOptimizer, rank: int, number: int) -> None:
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * number + rank))
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def job(rank: int) -> torch.Tensor:
+        model, optimizer = columns(rank, stage, torch.arange(24.0).view(4, 6) / 10)
+        train(model, optimizer, rank, 0)
+        dcp.save(live(optimizer), checkpoint_id=tmp_path)
+        expected = dict(optimizer.sharded.whole_model())["weight"].clone()
+        again, other = columns(rank, (stage + 1) % 4, torch.zeros(4, 6))
+        dcp.load(live(other), checkpoint_id=tmp_path)
+        for number in (1, 2):
+            train(model, optimizer, rank, number)
+            train(again, other, rank, number)
+        left, right = (dict(o.sharded.whole_model())["weight"].clone() for o in (optimizer, other))
+        assert torch.equal(left, right)
+        return expected
+
+    expected = sim.run(4, job)[0]
+    found = load_dcp(tmp_path)
+    assert torch.equal(found.tensor("weight"), expected)
+    assert found.tensor("weight", "exp_avg").shape == (4, 6)
 
 
 def on_processes(rank: int, folder: str) -> None:
