@@ -27,16 +27,16 @@ from zoo.checkpointing.consolidation import write_script
 from zoo.checkpointing.disk import make_directories, place_of
 from zoo.checkpointing.foreign import ForeignCheckpoint
 from zoo.comm import Communicator
+from zoo.engine.checks import beginning, check_engine, check_model, check_names
 from zoo.engine.foreign import open_checkpoint
 from zoo.engine.partial import Kept, Wanted
 from zoo.engine.reads import AnyCheckpoint, Reads
 from zoo.engine.saving import save_model
 from zoo.engine.state import (
     buffer_slices,
-    check_engine,
-    check_model,
     engine_meta,
     load_buffers,
+    load_extra_state,
     load_own_buffers,
     model_meta,
     own_buffers,
@@ -94,12 +94,12 @@ class Checkpoints(WholeStates):
         asynchronous: bool | None = None,
     ) -> str:
         """Write parameters, optimizer, schedule, position in the data, random numbers and ``client_state``. A
-        collective.
+        collective, for the thread that trains.
 
         Args:
             tag: ``global_step<N>`` if not given.
-            client_state: plain values (zoo.checkpointing.exact says which); :meth:`load_checkpoint` gives them back
-                exactly.
+            client_state: plain values (zoo.checkpointing.exact says which), of which rank 0's are kept;
+                :meth:`load_checkpoint` gives them back exactly.
             save_latest: whether it becomes the one that is loaded where no tag is given.
             exclude_frozen_parameters: leave out what was frozen when the optimizer was built. Whoever loads it keeps
                 his own, with ``load_module_strict=False``.
@@ -117,18 +117,18 @@ class Checkpoints(WholeStates):
                 rank from saving this one, or the one before it.
         """
         self._engine.read_outcome()
-        self.check_between_steps("save_checkpoint()")
-        optimizer, everyone = self.training("save_checkpoint()"), self.sharded.everyone
-        slices: list[StateSlice] = [*optimizer.state_slices(), *buffer_slices(self.module, self.sharded)]
+        everyone = self.sharded.everyone
+        tag = tag if tag is not None else f"global_step{self.global_steps}"
+        what = f"saving the checkpoint {tag!r}"
+        # What one rank raises alone, all raise: the others would wait for it.
+        scalars, states = alike(everyone, what, self._state)
+        slices: list[StateSlice] = [*states, *buffer_slices(self.module, self.sharded)]
         if exclude_frozen_parameters:
             frozen = {b.logical(n)[0] for b in self.sharded.buckets if not b.spec.trainable for n in b.spec.names}
             slices = [item for item in slices if item.name not in frozen]
-        tag = tag if tag is not None else f"global_step{self.global_steps}"
         meta: dict[str, Any] = {"client": dict(client_state or {})}
-        # What belongs to parts and users may raise, on one rank alone too.
-        together(everyone, f"saving the checkpoint {tag!r}", lambda: self._tell(meta, directory))
-        meta["model"] = model_meta(self.module, self.sharded)
-        scalars = optimizer.state_scalars()
+        together(everyone, what, lambda: self._tell(meta, directory))
+        meta["model"] = alike(everyone, what, lambda: model_meta(self.module, self.sharded))
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
         if self._in_background(asynchronous, slices):
             if self._saver is None:
@@ -139,6 +139,11 @@ class Checkpoints(WholeStates):
             path = save(directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest)
         self._last_path = joined(directory, tag)
         return str(path) if "://" not in str(directory) else self._last_path
+
+    def _state(self) -> tuple[Mapping[str, float], list[StateSlice]]:
+        self.check_between_steps("save_checkpoint()")
+        optimizer = self.training("save_checkpoint()")
+        return optimizer.state_scalars(), list(optimizer.state_slices())
 
     def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str]) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
@@ -196,7 +201,8 @@ class Checkpoints(WholeStates):
 
         Args:
             tag: the latest checkpoint if not given; it must be where the folder has those of both systems.
-            load_module_strict: False: parameters and buffers that the checkpoint does not have stay as they are.
+            load_module_strict: False: parameters and buffers that the checkpoint does not have stay as they are, and
+                those that the model does not have are left; the log says which.
             load_optimizer_states: False: moments, step counts, the loss scale and the options of parameter groups stay
                 as they are; masters are those of the checkpoint.
             load_lr_scheduler_states: False: the learning-rate schedule stays where it is.
@@ -217,7 +223,8 @@ class Checkpoints(WholeStates):
                 set that it does not fit.
         """
         self._engine.read_outcome()
-        self.wait_for_checkpoint()
+        if self._saver is not None:
+            self._saver.settle()
         damaged: list[str] = []
         wanted = Wanted(
             module_strict=load_module_strict, optimizer_states=load_optimizer_states,
@@ -261,6 +268,7 @@ class Checkpoints(WholeStates):
         before, self._not_loaded = self._not_loaded, ""
         try:
             optimizer = self.training("load_checkpoint()")
+            check_names(found, self.module, self.sharded, wanted)
             together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices(), wanted))
             if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
                 self._engine.zero_grad()
@@ -271,22 +279,31 @@ class Checkpoints(WholeStates):
         except BaseException:
             self._not_loaded = before
             raise
+        self._not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
         if wanted.optimizer:
             restore_options(self._engine, found)
         live = [] if wanted.all_of_it else optimizer.held_slices(owned=False)
-        kept = Kept(reads, found, wanted, live, self._dtypes())
+        begins = beginning(optimizer, found) if wanted.optimizer else set()
+        kept = Kept(reads, found, wanted, live, self._dtypes(), beginning=begins)
         del live
         optimizer.load_state(kept.read, kept.scalars(optimizer.state_scalars()))
         if custom_load_fn is None:
             load_buffers(self.module, reads, wanted)
         reads.agree(everyone, what)
+        alike(everyone, what, lambda: self._restore(found, wanted, mine))
+        self._not_loaded = ""
+        return self._loaded(found)
+
+    def _restore(self, found: AnyCheckpoint, wanted: Wanted, mine: Mapping[str, torch.Tensor]) -> None:
+        """What is beside parameters and states."""
+        if not wanted.custom:
+            load_extra_state(self.module, found)
         if not wanted.module_only:
             restore_meta(self._engine, found, schedule=wanted.lr_scheduler_states)
         if mine:
-            if custom_load_fn is None:
+            if not wanted.custom:
                 load_own_buffers(self.module, mine)
             set_random_state(mine)
-        return self._loaded(found)
 
     def _load_weights(
         self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None, what: str
@@ -294,6 +311,7 @@ class Checkpoints(WholeStates):
         """Into an engine that only evaluates."""
         buckets, everyone = self.sharded.buckets, self.sharded.everyone
         held = list(slices_of([], {}, buckets, owned=False))
+        check_names(found, self.module, self.sharded, wanted)
         together(everyone, what, lambda: check_model(found, self.module, held, wanted))
         if custom_load_fn is not None:
             load_custom(self.module, reads, found, custom_load_fn, everyone, what, {})
@@ -302,6 +320,8 @@ class Checkpoints(WholeStates):
             self.sharded.runtime.updated()
             load_buffers(self.module, reads, wanted)
         reads.agree(everyone, what)
+        if custom_load_fn is None:
+            alike(everyone, what, lambda: load_extra_state(self.module, found))
         self._not_loaded = ""
 
     def _loaded(self, found: AnyCheckpoint) -> tuple[str, dict[str, Any]]:

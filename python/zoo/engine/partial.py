@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +55,15 @@ class Kept:
     Args:
         live: the slices that this rank holds. Copies are made of those that stay.
         dtypes: what parameters compute in, by name.
+        beginning: parameters that it has, without states, which others have.
     """
 
     def __init__(
         self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, live: Iterable[StateSlice],
-        dtypes: Mapping[str, torch.dtype],
+        dtypes: Mapping[str, torch.dtype], *, beginning: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._reads, self._found, self._wanted, self._dtypes = reads, found, wanted, dtypes
-        held = list(live)
+        held, self._beginning = list(live), set(beginning)
         self._lacking = {item.name for item in held if item.role == PARAMETER and not wanted.has(found, item)}
         self._live: dict[tuple[str, str, int, int], torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -82,7 +83,7 @@ class Kept:
             return self._as_exact_as_known(name, start, length)
         if self._stays(name, role):
             return self._held(name, role, start, length)
-        if name in self._lacking:
+        if name in self._lacking or (name in self._beginning and role != PARAMETER):
             return torch.zeros(length, dtype=dtype_named(self._dtype_of(role)))
         return self._reads.read(name, role, start, length)
 
@@ -113,9 +114,10 @@ class Kept:
         if not self._wanted.optimizer:
             return own
         numbers = dict(self._found.scalars)
-        for key, value in self._found.scalars.items() if self._lacking else ():
+        begins = self._lacking | self._beginning
+        for key, value in self._found.scalars.items() if begins else ():
             role, _, _ = key.partition("/")
             if role != "zero":
-                mine = (f"{role}/{name}" for name in self._lacking)
+                mine = (f"{role}/{name}" for name in begins)
                 numbers |= {place: max(value, numbers.get(place, value)) for place in mine}
         return numbers

@@ -27,7 +27,7 @@ class Reads:
         self._found, self._error = found, None
         self.tag, self.shapes, self.roles = found.tag, found.shapes, found.roles
 
-    _error: CheckpointError | None
+    _error: Exception | None
 
     def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """As :meth:`zoo.checkpointing.Checkpoint.read`, or zeros."""
@@ -36,7 +36,7 @@ class Reads:
                 return self._found.read(name, role, start, length)
             except MissingStateError:
                 raise
-            except CheckpointError as error:  # damage; of other systems' files also what else cannot be read
+            except Exception as error:  # damage, or what this machine cannot do: the others must hear of both
                 self._error = error
         return torch.zeros(length, dtype=dtype_named(self._found.roles[name][role]))
 
@@ -49,12 +49,12 @@ class Reads:
         """As :meth:`zoo.checkpointing.Checkpoint.rank_state`, or nothing."""
         try:
             return self._found.rank_state(rank)
-        except DamageError as error:
+        except Exception as error:
             self._error = error
             return {}
 
     def agree(self, comm: Communicator, what: str) -> None:
-        """Raise DamageError on all ranks if one has found damage. Collective."""
+        """Raise on all ranks if one could not read: DamageError where that was damage, and only that. Collective."""
 
         def tell() -> None:
             if self._error is not None:
@@ -63,4 +63,6 @@ class Reads:
         try:
             alike(comm, what, tell)
         except ValueError as error:
-            raise DamageError(str(error), everywhere=True) from None
+            damage = self._error is None or isinstance(self._error, DamageError)
+            kind = DamageError if all(comm.all_gather_object(damage)) else CheckpointError
+            raise kind(str(error), everywhere=True) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from zoo.checkpointing import CheckpointError, StateSlice
+from zoo.checkpointing import CheckpointError
 from zoo.comm import gather_object
 from zoo.engine.foreign import options_of_groups, tell_what_is_missing
 from zoo.layout import logical_name, split_of
-from zoo.lr_schedules import Schedule
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -91,79 +90,6 @@ def load_buffers(module: nn.Module, found: Reads, wanted: Wanted) -> None:
                 buffer.copy_(found.tensor(name, role))
 
 
-def check_model(found: AnyCheckpoint, module: nn.Module, slices: Iterable[StateSlice], wanted: Wanted) -> None:
-    """Raise CheckpointError unless parameters and buffers are in the checkpoint with the same shapes; those that it
-    does not have may stay as they are, if that is wanted."""
-    check_fits(found, [item for item in slices if not wanted.may_lack(found, item)])
-    for name, buffer in persistent_buffers(module).items():
-        if wanted.custom or (name not in found.shapes and not wanted.module_strict):
-            continue
-        if found.shapes.get(name) != tuple(buffer.shape):
-            raise CheckpointError(
-                f"the model's buffer {name!r} has shape {tuple(buffer.shape)}; checkpoint {found.tag!r} has "
-                f"{found.shapes.get(name, 'no such buffer')}"
-            )
-
-
-def check_engine(engine: Engine, found: AnyCheckpoint, slices: Iterable[StateSlice], wanted: Wanted) -> None:
-    """Raise before anything has changed what loading would refuse later.
-
-    Raises:
-        CheckpointError: it is of no engine or another model, or has another number of groups, or another kind of
-            schedule.
-        ValueError: it is of another data set.
-    """
-    check_model(found, engine.module, slices, wanted)
-    if wanted.module_only:
-        return
-    meta, groups = _meta_of(found), engine.optimizer.param_groups
-    if wanted.optimizer and meta.get("imported"):
-        options_of_groups(engine, meta["param_groups"], found)
-    elif wanted.optimizer and len(meta["param_groups"]) != len(groups):
-        raise CheckpointError(
-            f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer {len(groups)}"
-        )
-    check_loader = getattr(engine.dataloader, "check_state", None)
-    if check_loader is not None and meta["loader"] is not None:
-        check_loader(meta["loader"])
-    if wanted.lr_scheduler_states and engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
-        _check_schedule(engine.lr_scheduler, meta["lr_scheduler"], found)
-
-
-def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: AnyCheckpoint) -> None:
-    """Of attributes that it does not have, torch's schedules make some, and go on from their beginning."""
-    mine = set(schedule.state_dict())
-    if set(saved) == {"last_batch_iteration"} and isinstance(schedule, Schedule):
-        return  # the field's name of where a schedule stands
-    if mine and saved and not mine & set(saved):
-        raise CheckpointError(
-            f"checkpoint {found.tag!r} has the state of another kind of learning-rate schedule than "
-            f"{type(schedule).__name__}: {', '.join(sorted(map(str, saved)))}, and not {', '.join(sorted(mine))}. "
-            "Continue with a schedule of that kind."
-        )
-
-
-def _meta_of(found: AnyCheckpoint) -> dict[str, Any]:
-    meta = found.meta.get("engine")
-    if not isinstance(meta, dict):
-        raise CheckpointError(
-            f"checkpoint {found.tag!r} was not written by an engine: it has weights, and does not say how training "
-            "goes on. Load it with load_module_only=True."
-        )
-    return meta
-
-
-def check_fits(found: AnyCheckpoint, slices: Iterable[StateSlice]) -> None:
-    """Raise CheckpointError unless every tensor of these slices is in the checkpoint with the same shape."""
-    for item in slices:
-        if item.role == "parameter" and found.shapes.get(item.name) != tuple(item.shape):
-            raise CheckpointError(
-                f"the model's {item.name!r} has shape {tuple(item.shape)}; checkpoint {found.tag!r} has "
-                f"{found.shapes.get(item.name, 'no such tensor')}: build the model as it was when the checkpoint was "
-                f"written"
-            )
-
-
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that ``state_dict`` has, by their names in the whole model; each once."""
     persistent: dict[str, torch.Tensor] = {}
@@ -174,10 +100,22 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return persistent
 
 
+def meta_of(found: AnyCheckpoint) -> dict[str, Any]:
+    """What the engine that wrote it says of itself."""
+    meta = found.meta.get("engine")
+    if not isinstance(meta, dict):
+        raise CheckpointError(
+            f"checkpoint {found.tag!r} was not written by an engine: it has weights, and does not say how training "
+            "goes on. Load it with load_module_only=True."
+        )
+    return meta
+
+
 def engine_meta(engine: Engine) -> dict[str, Any]:
     """The engine's state beside tensors. What a checkpoint cannot hold exactly is refused when it is written."""
     schedule = engine.lr_scheduler
     return {
+        "optimizer": type(engine.optimizer.inner).__name__,
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
         "micro_steps": engine.micro_steps,
@@ -195,7 +133,8 @@ def engine_meta(engine: Engine) -> dict[str, Any]:
 
 def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
     """What readers without the model cannot know: names of frozen parameters, and the first name of each other one that
-    a parameter has. Rank 0's is kept; of layers that other ranks have it is told. Collective where there are such."""
+    a parameter has. What ``get_extra_state`` of modules returns. Rank 0's is kept; of layers and experts that other
+    ranks have it is told. Collective where there are such."""
     frozen = {b.logical(name)[0] for b in sharded.buckets if not b.spec.trainable for name in b.spec.names}
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -203,23 +142,53 @@ def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
         known = first.setdefault(id(parameter), name)
         if known != name:
             tied[logical_name(module, name)] = logical_name(module, known)
-    mine = sorted(frozen), tied
-    everywhere = [mine] if sharded.layers is None else gather_object(sharded.everyone, mine) or [mine]
+    extra = {key: child.get_extra_state() for key, child in with_extra_state(module)}
+    mine = sorted(frozen), tied, extra
+    parted = sharded.layers is not None or any(b.spec.axes for b in sharded.buckets)
+    everywhere = gather_object(sharded.everyone, mine) or [mine] if parted else [mine]
     return {
-        "frozen": sorted({name for names, _ in everywhere for name in names}),
-        "tied": {name: known for _, names in everywhere for name, known in names.items()},
+        "frozen": sorted({name for names, _, _ in everywhere for name in names}),
+        "tied": {name: known for _, names, _ in everywhere for name, known in names.items()},
+        "extra": {key: value for _, _, states in reversed(everywhere) for key, value in states.items()},
     }
+
+
+def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have ``get_extra_state``, by the keys that ``state_dict`` has for it in the whole model."""
+    for path, child in module.named_modules():
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            yield logical_name(module, f"{path}._extra_state" if path else "_extra_state"), child
+
+
+def load_extra_state(module: nn.Module, found: AnyCheckpoint) -> None:
+    """The reverse: ``set_extra_state`` of each of these modules."""
+    model = found.meta.get("model")
+    saved = model.get("extra", {}) if isinstance(model, dict) else {}
+    for key, child in with_extra_state(module):
+        if key in saved:
+            child.set_extra_state(saved[key])
+        else:
+            _log.warning("checkpoint %r has no %r, the extra state of a %s.", found.tag, key, type(child).__name__)
+
+
+def options_to_take(engine: Engine, found: AnyCheckpoint) -> list[dict[str, Any]]:
+    """Of each group of the optimizer, the options of a checkpoint that it goes on with. Another class of optimizer
+    takes those that it has itself."""
+    meta = meta_of(found)
+    saved: list[dict[str, Any]] = meta["param_groups"]
+    if meta.get("imported"):
+        return options_of_groups(engine, saved, found)
+    if meta.get("optimizer") in (None, type(engine.optimizer.inner).__name__):
+        return saved
+    groups = zip(engine.optimizer.param_groups, saved, strict=True)
+    return [{key: value for key, value in theirs.items() if key in own} for own, theirs in groups]
 
 
 def restore_options(engine: Engine, found: AnyCheckpoint) -> None:
     """Give the parameter groups the options of a checkpoint; which states there are depends on them. A schedule that
     the checkpoint has nothing of has set the rate of its own step."""
-    meta = _meta_of(found)
-    begins = engine.lr_scheduler is not None and meta["lr_scheduler"] is None
-    options = meta["param_groups"]
-    if meta.get("imported"):
-        options = options_of_groups(engine, options, found)
-    for group, saved in zip(engine.optimizer.param_groups, options, strict=True):
+    begins = engine.lr_scheduler is not None and meta_of(found)["lr_scheduler"] is None
+    for group, saved in zip(engine.optimizer.param_groups, options_to_take(engine, found), strict=True):
         rate = group["lr"]
         group.update({key: _like(group.get(key), value) for key, value in saved.items()})
         if begins:

@@ -1,0 +1,205 @@
+"""Whether a checkpoint fits an engine: asked before anything has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from zoo.checkpointing import CheckpointError, StateSlice
+from zoo.checkpointing.foreign import ForeignCheckpoint
+from zoo.comm import gather_object
+from zoo.engine.state import BUFFER, meta_of, options_to_take, persistent_buffers
+from zoo.layout import logical_name
+from zoo.lr_schedules import Schedule
+from zoo.zero.state.logical import runs_of
+
+if TYPE_CHECKING:
+    from zoo.engine.engine import Engine
+    from zoo.engine.partial import Wanted
+    from zoo.engine.reads import AnyCheckpoint
+    from zoo.zero import ShardedModel, ZeroOptimizer
+
+PARAMETER = "parameter"
+_OF_REDUCTIONS = ("feedback.", "owed")
+_log = logging.getLogger("zoo.engine")
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def check_model(found: AnyCheckpoint, module: nn.Module, slices: Iterable[StateSlice], wanted: Wanted) -> None:
+    """Raise CheckpointError unless parameters and buffers are in the checkpoint, as such, with the same shapes; those
+    that it does not have may stay as they are, if that is wanted."""
+    for item in slices:
+        if item.role == PARAMETER and not wanted.may_lack(found, item):
+            _check_fits(found, item.name, tuple(item.shape), PARAMETER)
+    for name, buffer in persistent_buffers(module).items():
+        if not wanted.custom and (wanted.module_strict or name in found.shapes):
+            _check_fits(found, name, tuple(buffer.shape), BUFFER)
+
+
+def _check_fits(found: AnyCheckpoint, name: str, shape: tuple[int, ...], role: str) -> None:
+    if found.shapes.get(name) != shape:
+        raise CheckpointError(
+            f"the model's {role} {name!r} has shape {shape}; checkpoint {found.tag!r} has "
+            f"{found.shapes.get(name, 'no such tensor')}: build the model as it was when the checkpoint was written"
+        )
+    roles = found.roles[name]
+    # Formats of weights alone do not tell buffers from parameters.
+    if role not in roles and not (role == BUFFER and isinstance(found, ForeignCheckpoint)):
+        raise CheckpointError(
+            f"{name!r} is a {role} of the model, and a {BUFFER if BUFFER in roles else PARAMETER} of checkpoint "
+            f"{found.tag!r}: build the model as it was when the checkpoint was written"
+        )
+
+
+def check_names(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, wanted: Wanted) -> None:
+    """Compare the names of the whole model with those of the checkpoint. A collective where ranks have other parts.
+
+    With ``module_strict`` a tensor that the model does not have is refused; without it, a checkpoint of which no
+    parameter fits; what stays as it is, and what is not taken, is logged.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    if wanted.custom:
+        return
+    mine = {bucket.logical(name)[0] for bucket in sharded.buckets for name in bucket.spec.names}
+    own = mine | set(persistent_buffers(module))
+    if sharded.layers is not None or any(bucket.spec.axes for bucket in sharded.buckets):
+        theirs = gather_object(sharded.everyone, (mine, own))
+        whole = None if theirs is None else tuple(set().union(*(pair[k] for pair in theirs)) for k in (0, 1))
+        mine, own = sharded.everyone.broadcast_object(whole)
+    names = {name for name, roles in found.roles.items() if {PARAMETER, BUFFER} & set(roles)}
+    names -= _tied_names(found, module)
+    surplus, lacking = sorted(names - own), sorted(mine - names)
+    if wanted.module_strict:
+        if surplus:
+            raise CheckpointError(
+                f"checkpoint {found.tag!r} has {_listed(surplus)}, which the model does not have: build the model as "
+                "it was when the checkpoint was written, or load with load_module_strict=False",
+                everywhere=True,
+            )
+        return
+    if mine and len(lacking) == len(mine):
+        raise CheckpointError(
+            f"checkpoint {found.tag!r} has not one of the model's parameters, such as {lacking[0]!r}; it has "
+            f"{_listed(surplus)}: give the parameters the names that they had then",
+            everywhere=True,
+        )
+    if sharded.everyone.rank == 0 and (surplus or lacking):
+        _log.warning(
+            "of checkpoint %r %d of the model's %d parameters are loaded; not in it, and as they were: %s; not in the "
+            "model: %s.", found.tag, len(mine) - len(lacking), len(mine), _listed(lacking), _listed(surplus),
+        )  # fmt: skip
+
+
+def _tied_names(found: AnyCheckpoint, module: nn.Module) -> set[str]:
+    """Other names of what the model has under its first one."""
+    first: dict[int, str] = {}
+    other = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            other.add(logical_name(module, name))
+    # A file of weights may have a tied tensor under each name. One of zoo's that has it twice was not tied.
+    return other if isinstance(found, ForeignCheckpoint) else set()
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:3])) or "nothing"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+# The rest ------------------------------------------------------------------------------------------------------------
+
+
+def check_engine(engine: Engine, found: AnyCheckpoint, slices: Iterable[StateSlice], wanted: Wanted) -> None:
+    """Raise before anything has changed what loading would refuse later.
+
+    Raises:
+        CheckpointError: it is of no engine, another model or another optimizer, or has another number of groups, or
+            another kind of schedule.
+        ValueError: it is of another data set.
+    """
+    check_model(found, engine.module, slices, wanted)
+    if wanted.module_only:
+        return
+    meta, groups = meta_of(found), engine.optimizer.param_groups
+    if wanted.optimizer and not meta.get("imported"):
+        if len(meta["param_groups"]) != len(groups):
+            raise CheckpointError(
+                f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer "
+                f"{len(groups)}"
+            )
+        _check_states(engine, found)
+    elif wanted.optimizer:
+        options_to_take(engine, found)
+    check_loader = getattr(engine.dataloader, "check_state", None)
+    if check_loader is not None and meta["loader"] is not None:
+        check_loader(meta["loader"])
+    if wanted.lr_scheduler_states and engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
+        _check_schedule(engine.lr_scheduler, meta["lr_scheduler"], found)
+
+
+def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: AnyCheckpoint) -> None:
+    """Of attributes that it does not have, torch's schedules make some, and go on from their beginning."""
+    mine = set(schedule.state_dict())
+    if set(saved) == {"last_batch_iteration"} and isinstance(schedule, Schedule):
+        return  # the field's name of where a schedule stands
+    if mine and saved and not mine & set(saved):
+        raise CheckpointError(
+            f"checkpoint {found.tag!r} has the state of another kind of learning-rate schedule than "
+            f"{type(schedule).__name__}: {', '.join(sorted(map(str, saved)))}, and not {', '.join(sorted(mine))}. "
+            "Continue with a schedule of that kind."
+        )
+
+
+def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
+    """Each parameter has the states in the checkpoint that the optimizer keeps with the options that it goes on with,
+    or none: then it begins."""
+    optimizer = engine.optimizer
+    saved = options_to_take(engine, found)
+    options = [{**group, **theirs} for group, theirs in zip(optimizer.param_groups, saved, strict=True)]
+    optimizer.updater.check_places(options)
+    kept: dict[Any, set[str]] = {}
+    states = states_of(found)
+    for segment in optimizer.updater.segments:
+        kind = (segment.group, segment.tensor.dtype)
+        if kind not in kept:
+            plain = {key: value for key, value in options[segment.group].items() if key != "params"}
+            keeps = optimizer.updater.keeps_with(segment, plain)
+            kept[kind] = (set(keeps.states) | keeps.numbers) - {"master"}
+        for run in runs_of(segment.bucket, segment.slices()):
+            there = states.get(run.name, set())
+            if there and there != kept[kind]:
+                raise CheckpointError(
+                    f"checkpoint {found.tag!r} has {_listed(sorted(there))} of {run.name!r}, written by "
+                    f"{meta_of(found).get('optimizer', 'another optimizer')}; {type(optimizer.inner).__name__} keeps "
+                    f"{_listed(sorted(kept[kind]))} with these options. Continue with that optimizer, or load with "
+                    "load_optimizer_states=False"
+                )
+
+
+def states_of(found: AnyCheckpoint) -> dict[str, set[str]]:
+    """By parameter, the states of an optimizer that a checkpoint has."""
+    states: dict[str, set[str]] = {}
+    for name, roles in found.roles.items():
+        states[name] = {role for role in roles if role not in (PARAMETER, BUFFER)}
+        states[name] -= {role for role in states[name] if role.startswith(_OF_REDUCTIONS)}
+    for key in found.scalars:
+        role, _, name = key.partition("/")
+        if role != "zero" and name in states:
+            states[name].add(role)
+    return states
+
+
+def beginning(optimizer: ZeroOptimizer, found: AnyCheckpoint) -> set[str]:
+    """Parameters of this rank whose states begin: it was frozen when the checkpoint was written, which has states of
+    others."""
+    states = states_of(found)
+    names = {run.name for segment in optimizer.updater.segments for run in runs_of(segment.bucket, segment.slices())}
+    without = {name for name in names if PARAMETER in found.roles.get(name, {}) and not states[name]}
+    return without if any(states.values()) else set()
