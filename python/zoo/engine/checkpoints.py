@@ -268,8 +268,8 @@ class Checkpoints(WholeStates):
         before, self._not_loaded = self._not_loaded, ""
         try:
             optimizer = self.training("load_checkpoint()")
-            check_names(found, self.module, self.sharded, wanted)
             together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices(), wanted))
+            check_names(found, self.module, self.sharded, wanted)
             if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
                 self._engine.zero_grad()
             goes_on = found.world_size == everyone.size and not wanted.module_only
@@ -279,7 +279,19 @@ class Checkpoints(WholeStates):
         except BaseException:
             self._not_loaded = before
             raise
-        self._not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
+        try:
+            self._take(found, reads, wanted, mine, custom=custom_load_fn is not None, what=what)
+        except BaseException:
+            self._not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
+            raise
+        return self._loaded(found)
+
+    def _take(
+        self, found: AnyCheckpoint, reads: Reads, wanted: Wanted, mine: Mapping[str, torch.Tensor], *, custom: bool,
+        what: str,
+    ) -> None:  # fmt: skip
+        """What is wanted of a checkpoint that fits."""
+        optimizer, everyone = self.training("load_checkpoint()"), self.sharded.everyone
         if wanted.optimizer:
             restore_options(self._engine, found)
         live = [] if wanted.all_of_it else optimizer.held_slices(owned=False)
@@ -287,12 +299,10 @@ class Checkpoints(WholeStates):
         kept = Kept(reads, found, wanted, live, self._dtypes(), beginning=begins)
         del live
         optimizer.load_state(kept.read, kept.scalars(optimizer.state_scalars()))
-        if custom_load_fn is None:
+        if not custom:
             load_buffers(self.module, reads, wanted)
         reads.agree(everyone, what)
         alike(everyone, what, lambda: self._restore(found, wanted, mine))
-        self._not_loaded = ""
-        return self._loaded(found)
 
     def _restore(self, found: AnyCheckpoint, wanted: Wanted, mine: Mapping[str, torch.Tensor]) -> None:
         """What is beside parameters and states."""
@@ -311,8 +321,8 @@ class Checkpoints(WholeStates):
         """Into an engine that only evaluates."""
         buckets, everyone = self.sharded.buckets, self.sharded.everyone
         held = list(slices_of([], {}, buckets, owned=False))
-        check_names(found, self.module, self.sharded, wanted)
         together(everyone, what, lambda: check_model(found, self.module, held, wanted))
+        check_names(found, self.module, self.sharded, wanted)
         if custom_load_fn is not None:
             load_custom(self.module, reads, found, custom_load_fn, everyone, what, {})
         else:
