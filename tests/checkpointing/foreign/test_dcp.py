@@ -247,6 +247,7 @@ def test_metadata_calls_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.hypothesis  # the property is inside
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_mutants_are_refused_or_read(name: str, tmp_path: Path) -> None:
     small(tmp_path)

@@ -236,6 +236,7 @@ def test_no_more_than_a_piece_is_in_memory(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.hypothesis  # the property is inside
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.gguf"])
 def test_mutants_of_any_format_are_refused_or_read(tmp_path: Path, name: str) -> None:
     file, mutated = tmp_path / name, tmp_path / "mutated"

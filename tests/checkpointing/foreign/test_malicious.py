@@ -373,6 +373,7 @@ def read_all(file: Path) -> dict[str, Any]:
     return tensors
 
 
+@pytest.mark.hypothesis  # the property is inside
 @pytest.mark.parametrize("name", FILES)
 def test_a_mutant_of_a_file_is_refused_or_read_as_the_file_was(name: str) -> None:
     original = GOLDEN / name
@@ -392,6 +393,7 @@ def test_a_mutant_of_a_file_is_refused_or_read_as_the_file_was(name: str) -> Non
     check()
 
 
+@pytest.mark.hypothesis  # the property is inside
 @pytest.mark.parametrize("name", FILES)
 def test_a_mutant_of_a_pickle_does_nothing_but_make_values(name: str) -> None:
     original = GOLDEN / name
@@ -408,6 +410,7 @@ def test_a_mutant_of_a_pickle_does_nothing_but_make_values(name: str) -> None:
     check()
 
 
+@pytest.mark.hypothesis  # the property is inside
 @pytest.mark.parametrize(
     "name", ["stage0", "stage1", "stage2_fp16", "stage3", "pipeline", "experts", "stage3/universal"]
 )
@@ -437,6 +440,7 @@ def test_a_checkpoint_with_a_mutant_is_refused_or_read(name: str) -> None:
     check()
 
 
+@pytest.mark.hypothesis  # the property is inside
 def test_the_older_format_is_read_and_its_mutants_do_nothing(tmp_path: Path) -> None:
     base = torch.arange(12.0)
     value = {"a": base[2:8], "b": base.view(3, 4).t(), "half": torch.ones(3).bfloat16(), "n": {"step": torch.tensor(3)}}
