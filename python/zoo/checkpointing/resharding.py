@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -26,9 +27,16 @@ PIECE_BYTES = 64 << 20
 """What is in memory at once of a tensor."""
 
 
+class Readable(Protocol):
+    """An open checkpoint, of zoo or of another system."""
+
+    def read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
+        """See :meth:`zoo.checkpointing.Checkpoint.read`."""
+
+
 @dataclass(frozen=True)
-class _Piece:
-    """A slice whose tensor is read when it is written."""
+class SliceToRead:
+    """A slice whose tensor is read when it is written; ``told`` hears of its bytes."""
 
     name: str
     role: str
@@ -36,7 +44,7 @@ class _Piece:
     length: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    found: Checkpoint = field(repr=False)
+    found: Readable = field(repr=False)
     told: Callable[[int], None] = field(repr=False)
 
     @property
@@ -95,7 +103,7 @@ def reshard(
     return root / found.tag
 
 
-def _pieces(found: Checkpoint, rank: int, num_ranks: int, told: Callable[[int], None]) -> Iterator[_Piece]:
+def _pieces(found: Checkpoint, rank: int, num_ranks: int, told: Callable[[int], None]) -> Iterator[SliceToRead]:
     """The part of one rank."""
     total, before = num_bytes(found), 0
     low, high = (total * k // num_ranks for k in (rank, rank + 1))
@@ -107,7 +115,7 @@ def _pieces(found: Checkpoint, rank: int, num_ranks: int, told: Callable[[int], 
         step = max(PIECE_BYTES // each, 1)
         for begin in range(start, stop, step):
             length = min(step, stop - begin)
-            yield _Piece(state.name, state.role, begin, length, state.shape, dtype, found, told)
+            yield SliceToRead(state.name, state.role, begin, length, state.shape, dtype, found, told)
         if numel == 0 and rank == 0:
-            yield _Piece(state.name, state.role, 0, 0, state.shape, dtype, found, told)
+            yield SliceToRead(state.name, state.role, 0, 0, state.shape, dtype, found, told)
         before += numel * each

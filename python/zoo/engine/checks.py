@@ -44,8 +44,9 @@ def check_model(found: AnyCheckpoint, module: nn.Module, slices: Iterable[StateS
 def _check_fits(found: AnyCheckpoint, name: str, shape: tuple[int, ...], role: str) -> None:
     if found.shapes.get(name) != shape:
         raise CheckpointError(
-            f"the model's {'buffer ' if role == BUFFER else ''}{name!r} has shape {shape}; checkpoint {found.tag!r} has "
-            f"{found.shapes.get(name, 'no such tensor')}: build the model as it was when the checkpoint was written"
+            f"the model's {'buffer ' if role == BUFFER else ''}{name!r} has shape {shape}; checkpoint {found.tag!r} "
+            f"has {found.shapes.get(name, 'no such tensor')}: build the model as it was when the checkpoint was "
+            "written"
         )
     roles = found.roles[name]
     # Formats of weights alone do not tell buffers from parameters.

@@ -6,17 +6,14 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from zoo.checkpointing.disk import place_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
-from zoo.checkpointing.resharding import PIECE_BYTES
+from zoo.checkpointing.resharding import PIECE_BYTES, SliceToRead
 from zoo.checkpointing.writing import save
 from zoo.comm import Communicator
 
@@ -122,29 +119,10 @@ def _tag_of(name: str) -> str:
     return found if found and found != "latest" else "imported"
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A slice whose tensor is read when it is written."""
-
-    name: str
-    role: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    found: ForeignCheckpoint = field(repr=False)
-    told: Callable[[int], None] = field(repr=False)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        self.told(self.length * self.dtype.itemsize)
-        return self.found.read(self.name, self.role, self.start, self.length)
-
-
-def _pieces(found: ForeignCheckpoint, told: Callable[[int], None]) -> Iterator[_Piece]:
+def _pieces(found: ForeignCheckpoint, told: Callable[[int], None]) -> Iterator[SliceToRead]:
     for name, shape in found.shapes.items():
         for role, named in found.roles[name].items():
             dtype, numel = dtype_named(named), math.prod(shape)
             step = max(PIECE_BYTES // dtype.itemsize, 1)
             for start in range(0, max(numel, 1), step):
-                yield _Piece(name, role, start, min(step, numel - start), shape, dtype, found, told)
+                yield SliceToRead(name, role, start, min(step, numel - start), shape, dtype, found, told)
