@@ -6,6 +6,7 @@ import enum
 import json
 import math
 import shutil
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,28 @@ def test_reading_imports_nothing_that_the_file_names() -> None:
         dtype_named("_inductor")
     with pytest.raises(ValueError, match="no dtype"):
         dtype_named("nn")
+
+
+@pytest.mark.parametrize("name", ["<U0", "|S0", "|V0"])
+def test_arrays_of_elements_without_bytes_are_no_large_arrays(name: str) -> None:
+    """numpy makes four bytes of each: a text of forty bytes would ask for terabytes."""
+    for shape in ([1 << 50], [1 << 28], [0], [1]):
+        with pytest.raises(ValueError, match="has no bytes"):
+            decode({"__zoo__": ["array", [name, shape, ""]]})
+    assert decode({"__zoo__": ["scalar", ["<U0", [], ""]]}) == ""
+
+
+def test_decoding_takes_time_in_proportion() -> None:
+    """Of long keys above many values, and of values that have one hash."""
+    key = "k" * 300_000
+    began = time.process_time()
+    assert decode({key: [[]] * 300_000})[key][-1] == []
+    assert decode({key: {str(k): [] for k in range(100_000)}})[key]["7"] == []
+    assert time.process_time() - began < 10  # by paths that are put together: 90 GB are copied
+    with pytest.raises(ValueError, match=r"^meta\.k{197}\.\.\.\[1\]\.x is marked as"):
+        decode({key: [0, {"x": {"__zoo__": 1}}]}, "meta")
+    equal = [k * ((1 << 61) - 1) for k in range(100_000)]
+    for mark in (["set", equal], ["frozenset", equal], ["dict", [[k, 0] for k in equal]]):
+        with pytest.raises(ValueError, match="100000 of its items have one hash; at most 1000 may"):
+            decode({"__zoo__": mark})
+    assert len(decode({"__zoo__": ["set", equal[:500]]})) == 500

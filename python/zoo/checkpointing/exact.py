@@ -34,6 +34,7 @@ import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,15 @@ import torch
 
 from zoo.checkpointing.errors import CheckpointError
 
-_MARK = "__zoo__"
+MARK = "__zoo__"
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size"}
 _MAPPINGS: dict[type, str] = {
     dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"
 }  # fmt: skip
 _MANY_BITS = 2000  # Python converts at least 640 digits, whatever its limit is set to
 _NUMPY = re.compile(r"[<>|=][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
+_MANY_EQUAL = 1000
+_NESTED = (list, dict)
 _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?")
 _HEXADECIMAL = re.compile(r"-?0x[0-9a-f]+")
 _ALLOWED = (
@@ -107,7 +110,7 @@ def encode(value: Any, path: str) -> Any:
 
 
 def _marked(kind: str, parts: Any) -> dict[str, Any]:
-    return {_MARK: [kind, parts]}
+    return {MARK: [kind, parts]}
 
 
 def _base64(raw: bytes) -> str:
@@ -125,7 +128,7 @@ def _items(values: Iterable[Any], path: str) -> list[Any]:
 
 def _mapping(value: dict[Any, Any], path: str) -> dict[str, Any]:
     kind = type(value)
-    if kind is dict and _MARK not in value and all(type(key) is str and _is_text(key) for key in value):
+    if kind is dict and MARK not in value and all(type(key) is str and _is_text(key) for key in value):
         return {key: encode(item, f"{path}.{key}") for key, item in value.items()}
     pairs = [[encode(key, f"a key of {path}"), encode(item, f"{path}[{_short(key)}]")] for key, item in value.items()]
     return _marked(_MAPPINGS[kind], pairs)
@@ -180,22 +183,49 @@ def decode(value: Any, path: str = "it") -> Any:
     Raises:
         ValueError: a mark that is not one of its own, or parts that do not fit its kind.
     """
+    return _decode(value, _Place(path))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a value is. Its words are put together when they are asked for: they are as long as what is decoded."""
+
+    step: str | int
+    above: _Place | None = None
+
+    def __str__(self) -> str:
+        steps: list[str] = []
+        place: _Place | None = self
+        while place is not None:
+            step = place.step if isinstance(place.step, int) else _cut(place.step)
+            steps.append(str(step) if place.above is None else f"[{step}]" if isinstance(step, int) else f".{step}")
+            place = place.above
+        return "".join(reversed(steps))
+
+
+def _cut(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _decode(value: Any, place: _Place) -> Any:
     if isinstance(value, list):
-        return [decode(item, f"{path}[{k}]") for k, item in enumerate(value)]
+        return [_decode(item, _Place(k, place)) if isinstance(item, _NESTED) else item for k, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if _MARK not in value:
-        return {key: decode(item, f"{path}.{key}") for key, item in value.items()}
-    mark = value[_MARK]
+    if MARK not in value:
+        return {
+            key: _decode(item, _Place(key, place)) if isinstance(item, _NESTED) else item for key, item in value.items()
+        }
+    mark = value[MARK]
     if len(value) != 1 or not isinstance(mark, list) or len(mark) != 2:
-        raise ValueError(f"{path} is marked as {_short(value)}; a mark is {{{_MARK!r}: [kind, parts]}}")
+        raise ValueError(f"{place} is marked as {_short(value)}; a mark is {{{MARK!r}: [kind, parts]}}")
     kind, parts = mark
     if not isinstance(kind, str) or kind not in _READERS:
-        raise ValueError(f"{path}: a value of the kind {kind!r} is not known; a newer zoo may have written it")
+        raise ValueError(f"{place}: a value of the kind {_short(kind)} is not known; a newer zoo may have written it")
     try:
-        return _READERS[kind](parts, path)
+        return _READERS[kind](parts, place)
     except _Unfit as error:
-        raise ValueError(f"{path} is said to be a {kind}, and {error}") from None
+        raise ValueError(f"{place} is said to be a {kind}, and {error}") from None
 
 
 class _Unfit(Exception):
@@ -223,79 +253,90 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _list(parts: Any, path: str) -> list[Any]:
+def _list(parts: Any, place: _Place) -> list[Any]:
     if not isinstance(parts, list):
         raise _Unfit(f"its items are {_short(parts)}, not a list")
-    return [decode(item, f"{path}[{k}]") for k, item in enumerate(parts)]
+    found: list[Any] = _decode(parts, place)
+    return found
 
 
-def _hashed(kind: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+def _hashed(kind: Callable[[list[Any]], Any], items: list[Any], keys: list[Any]) -> Any:
+    """Of items that have their places by the hashes of ``keys``: many equal ones would take a time that grows with the
+    square of their number."""
     try:
+        equal = Counter(map(hash, keys)).most_common(1)
+        if equal and equal[0][1] > _MANY_EQUAL:
+            raise _Unfit(f"{equal[0][1]} of its items have one hash; at most {_MANY_EQUAL} may")
         return kind(items)
     except TypeError as error:
         raise _Unfit(f"one of its items cannot be: {error}") from None
 
 
-def _pairs(parts: Any, path: str) -> Any:
-    pairs = _list(parts, path)
+def _set(kind: Callable[[list[Any]], Any], parts: Any, place: _Place) -> Any:
+    items = _list(parts, place)
+    return _hashed(kind, items, items)
+
+
+def _pairs(parts: Any, place: _Place) -> Any:
+    pairs = _list(parts, place)
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise _Unfit("its items are not all pairs of a key and a value")
-    return _hashed(dict, pairs)
+    return _hashed(dict, pairs, [pair[0] for pair in pairs])
 
 
-def _deque(parts: Any, path: str) -> deque[Any]:
+def _deque(parts: Any, place: _Place) -> deque[Any]:
     if not isinstance(parts, list) or len(parts) != 2 or not (parts[0] is None or _is_size(parts[0])):
         raise _Unfit(f"its parts are {_short(parts)}, not its maxlen and a list")
-    return deque(_list(parts[1], path), maxlen=parts[0])
+    return deque(_list(parts[1], place), maxlen=parts[0])
 
 
-def _complex(parts: Any, path: str) -> complex:
-    found = _list(parts, path)
+def _complex(parts: Any, place: _Place) -> complex:
+    found = _list(parts, place)
     if [type(part) for part in found] != [float, float]:
         raise _Unfit(f"its parts are {_short(parts)}, not two floats")
     return complex(*found)
 
 
-def _float(parts: Any, path: str) -> float:
+def _float(parts: Any, place: _Place) -> float:
     if parts not in ("nan", "inf", "-inf"):
         raise _Unfit(f"{_short(parts)} is none of nan, inf and -inf")
     return float(parts)
 
 
-def _int(parts: Any, path: str) -> int:
+def _int(parts: Any, place: _Place) -> int:
     if not isinstance(parts, str) or not _HEXADECIMAL.fullmatch(parts):
         raise _Unfit(f"{_short(parts)} is no number in base 16")
     return int(parts, 16)
 
 
-def _bytes(parts: Any, path: str) -> bytes:
+def _bytes(parts: Any, place: _Place) -> bytes:
     try:
         return base64.b64decode(parts, validate=True)
     except (TypeError, ValueError):
         raise _Unfit(f"{_short(parts)} is not base 64") from None
 
 
-def _str(parts: Any, path: str) -> str:
+def _str(parts: Any, place: _Place) -> str:
     try:
-        return _bytes(parts, path).decode("utf-8", "surrogatepass")
+        return _bytes(parts, place).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise _Unfit(f"its bytes are not UTF-8: {error}") from None
 
 
-def _size(parts: Any, path: str) -> torch.Size:
+def _size(parts: Any, place: _Place) -> torch.Size:
     if not isinstance(parts, list) or not all(_is_size(d) for d in parts):
         raise _Unfit(f"its items are {_short(parts)}, not a list of sizes")
     return torch.Size(parts)
 
 
-def _dtype(parts: Any, path: str) -> torch.dtype:
+def _dtype(parts: Any, place: _Place) -> torch.dtype:
     try:
         return dtype_named(parts)
     except ValueError as error:
         raise _Unfit(str(error)) from None
 
 
-def _device(parts: Any, path: str) -> torch.device:
+def _device(parts: Any, place: _Place) -> torch.device:
     try:
         if isinstance(parts, str) and _DEVICE.fullmatch(parts):
             return torch.device(parts)
@@ -308,11 +349,11 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _content(parts: Any, path: str) -> tuple[Any, list[int], bytes]:
+def _content(parts: Any, place: _Place) -> tuple[Any, list[int], bytes]:
     """Name of the dtype, shape, and bytes."""
     if not isinstance(parts, list) or len(parts) != 3:
         raise _Unfit(f"its parts are {_short(parts)}, not dtype, shape and bytes")
-    return parts[0], list(_size(parts[1], path)), _bytes(parts[2], path)
+    return parts[0], list(_size(parts[1], place)), _bytes(parts[2], place)
 
 
 def _check_bytes(shape: list[int], itemsize: int, name: str, raw: bytes) -> None:
@@ -321,9 +362,9 @@ def _check_bytes(shape: list[int], itemsize: int, name: str, raw: bytes) -> None
         raise _Unfit(f"has {len(raw)} bytes; {shape} of {name} has {needed}")
 
 
-def _tensor(parts: Any, path: str) -> torch.Tensor:
-    name, shape, raw = _content(parts, path)
-    dtype = _dtype(name, path)
+def _tensor(parts: Any, place: _Place) -> torch.Tensor:
+    name, shape, raw = _content(parts, place)
+    dtype = _dtype(name, place)
     _check_bytes(shape, dtype.itemsize, name, raw)
     flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     try:
@@ -332,33 +373,35 @@ def _tensor(parts: Any, path: str) -> torch.Tensor:
         raise _Unfit(f"torch makes no such tensor: {error}") from None
 
 
-def _numpy(parts: Any, path: str) -> Any:
-    name, shape, raw = _content(parts, path)
+def _numpy(parts: Any, place: _Place) -> Any:
+    name, shape, raw = _content(parts, place)
     if not isinstance(name, str) or not _NUMPY.fullmatch(name):
         raise _Unfit(f"{_short(name)} is no dtype of numbers")
     try:
         dtype = np.dtype(name)
+        if shape and not dtype.itemsize:  # numpy would make elements of some bytes of it
+            raise _Unfit(f"{name} has no bytes; a scalar may have it, and no array")
         _check_bytes(shape, dtype.itemsize, name, raw)
         return np.ndarray(shape, dtype, buffer=raw).copy() if raw else np.zeros(shape, dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise _Unfit(f"numpy makes no such array: {error}") from None
 
 
-def _scalar(parts: Any, path: str) -> Any:
-    found = _numpy(parts, path)
+def _scalar(parts: Any, place: _Place) -> Any:
+    found = _numpy(parts, place)
     if found.shape:
         raise _Unfit(f"its shape is {found.shape}, not ()")
     return found[()]
 
 
-_READERS: dict[str, Callable[[Any, str], Any]] = {
+_READERS: dict[str, Callable[[Any, _Place], Any]] = {
     "dict": _pairs,
-    "OrderedDict": lambda parts, path: OrderedDict(_pairs(parts, path)),
-    "Counter": lambda parts, path: Counter(_pairs(parts, path)),
-    "defaultdict": lambda parts, path: defaultdict(None, _pairs(parts, path)),
-    "tuple": lambda parts, path: tuple(_list(parts, path)),
-    "set": lambda parts, path: _hashed(set, _list(parts, path)),
-    "frozenset": lambda parts, path: _hashed(frozenset, _list(parts, path)),
+    "OrderedDict": lambda parts, place: OrderedDict(_pairs(parts, place)),
+    "Counter": lambda parts, place: Counter(_pairs(parts, place)),
+    "defaultdict": lambda parts, place: defaultdict(None, _pairs(parts, place)),
+    "tuple": lambda parts, place: tuple(_list(parts, place)),
+    "set": lambda parts, place: _set(set, parts, place),
+    "frozenset": lambda parts, place: _set(frozenset, parts, place),
     "deque": _deque,
     "complex": _complex,
     "float": _float,
