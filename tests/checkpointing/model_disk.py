@@ -71,6 +71,9 @@ class ModelDisk:
         except OSError:
             return False
 
+    def is_link(self, path: Path) -> bool:
+        return False
+
     def names(self, path: Path) -> list[str]:
         return sorted(self._directory(path).now)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zoo.checkpointing.disk import Disk, Sink, Source
-from zoo.checkpointing.errors import DamageError
+from zoo.checkpointing.disk import Disk, LocalSource, Reading, Sink, Source
+from zoo.checkpointing.errors import DamageError, UnreadableError, no_access
 from zoo.checkpointing.index import BLOCK_BYTES, Column
 from zoo.checkpointing.tensors import Entry, Lent, flat_of, header_of
 
@@ -150,9 +151,13 @@ class _Chunk:
 
 
 class Cache:
-    """What was read of the files of one checkpoint last, at most :data:`CACHE_BYTES`; memory is used again."""
+    """What was read of the files of one checkpoint last, at most :data:`CACHE_BYTES`; memory is used again.
+
+    ``reading``: the engine that its files on this machine share.
+    """
 
     def __init__(self) -> None:
+        self.reading = Reading()
         self._chunks: OrderedDict[tuple[int, int], _Chunk] = OrderedDict()
         self._free: list[torch.Tensor] = []
 
@@ -188,6 +193,9 @@ class Cache:
             self._free.append(chunk.room)
 
 
+_keys = itertools.count()
+
+
 class DataFile:
     """A file that is read in any order; what is read is compared with the sums of its blocks.
 
@@ -201,17 +209,24 @@ class DataFile:
 
     Raises:
         DamageError: it is not there, or has another size.
+        UnreadableError: it may not be opened, or too many files are open.
     """
 
     def __init__(self, disk: Disk, path: Path, size: int, sums: Column | None, cache: Cache | None = None) -> None:
         self.name, self.size, self._sums = path.name, size, sums
         self._cache = cache if cache is not None else Cache()
-        self._key = id(self)
+        self._key = next(_keys)
         try:
             self._source: Source = disk.open(path)
         except OSError as error:
+            if no_access(error):
+                raise UnreadableError(
+                    f"the file {path.name} in {str(path.parent)!r} cannot be opened: {error.strerror or error}"
+                ) from None
             reason = "is missing from" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error}) in"
             raise DamageError(f"the file {path.name} {reason} {str(path.parent)!r}") from None
+        if cache is not None and isinstance(self._source, LocalSource):
+            self._source.share(cache.reading)
         found = self._source.size()
         if found != size:
             self._source.close()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import secrets
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +21,8 @@ import torch
 
 if TYPE_CHECKING:
     from zoo.io import File, Future, Handle
+
+_log = logging.getLogger("zoo.checkpointing")
 
 LARGE_BYTES = 8 << 20
 """Files of at least this size go past the page cache, by :mod:`zoo.io`."""
@@ -64,11 +69,15 @@ class Disk(Protocol):
     def is_directory(self, path: Path) -> bool:
         """Whether it is one."""
 
+    def is_link(self, path: Path) -> bool:
+        """Whether it is a symbolic link, to whatever."""
+
     def names(self, path: Path) -> list[str]:
         """What is in a directory."""
 
     def create(self, path: Path, num_bytes: int) -> Sink:
-        """A new file, which will have so many bytes; one that is there is emptied."""
+        """A new file, which will have so many bytes. Its name has random digits, so it is an error where one is there,
+        or a symbolic link; a store, which cannot tell, replaces it."""
 
     def open(self, path: Path) -> Source:
         """An existing file; raises OSError for what is none: a symbolic link, a pipe."""
@@ -102,6 +111,10 @@ class LocalDisk:
         """See :class:`Disk`."""
         return path.is_dir()
 
+    def is_link(self, path: Path) -> bool:
+        """See :class:`Disk`."""
+        return path.is_symlink()
+
     def names(self, path: Path) -> list[str]:
         """See :class:`Disk`."""
         return sorted(os.listdir(path))
@@ -112,7 +125,7 @@ class LocalDisk:
 
     def open(self, path: Path) -> Source:
         """See :class:`Disk`."""
-        return _Source(path)
+        return LocalSource(path)
 
     def rename(self, path: Path, target: Path) -> None:
         """See :class:`Disk`."""
@@ -169,16 +182,22 @@ def make_directories(disk: Disk, path: Path) -> None:
         disk.sync_directory(path.parent)
 
 
-def put(disk: Disk, path: Path, content: bytes, *, by: str = "") -> None:
-    """Replace a file by ``content``: readers see the old content or the new, whole, also after a loss of power.
-
-    Args:
-        by: who writes, where several may at the same time.
-    """
-    temporary = path.with_name(f".{path.name}.{by or 'writing'}")
-    write_file(disk, temporary, content)
-    disk.rename(temporary, path)
+def put(disk: Disk, path: Path, content: bytes) -> None:
+    """Replace a file by ``content``: readers see the old content or the new, whole, also after a loss of power. Several
+    may do so at the same time."""
+    temporary = beside(path)
+    try:
+        write_file(disk, temporary, content)
+        disk.rename(temporary, path)
+    except BaseException:
+        discard(disk, temporary)
+        raise
     disk.sync_directory(path.parent)
+
+
+def beside(path: Path) -> Path:
+    """Where a file is written that will be put at ``path``: a name that nobody else has, nor knows before."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def write_file(disk: Disk, path: Path, content: bytes) -> None:
@@ -210,6 +229,17 @@ def read_file(disk: Disk, path: Path, at_most: int) -> bytes:
         source.close()
 
 
+def read_beginning(disk: Disk, path: Path, at_most: int) -> bytes:
+    """The first bytes of a file, or all that it has."""
+    source = disk.open(path)
+    try:
+        memory = torch.empty(min(source.size(), at_most), dtype=torch.uint8)
+        found = source.read(memory, 0) if memory.numel() else 0
+        return memory[:found].numpy().tobytes()
+    finally:
+        source.close()
+
+
 def discard(disk: Disk, path: Path) -> None:
     """Remove a file where there is one."""
     with contextlib.suppress(OSError):
@@ -227,7 +257,7 @@ class _Sink:
         self._engine: Handle | None = None
         self._file: File | None = None
         self._under_way: list[Future] = []
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             if num_bytes >= LARGE_BYTES:
                 from zoo.io import Handle
@@ -269,26 +299,56 @@ class _Sink:
         os.close(self._descriptor)
 
 
-class _Source:
-    """A file by plain reads; long ones by an engine, which is made for the first of them."""
+class Reading:
+    """An engine of :mod:`zoo.io` that the files of one checkpoint share, made for the first long read."""
+
+    def __init__(self) -> None:
+        self._engine: Handle | None = None
+
+    def open(self, descriptor: int) -> tuple[Handle, File]:
+        """The engine, and a file of it. Raises OSError or RuntimeError where there is no room for one."""
+        if self._engine is None:
+            from zoo.io import Handle
+
+            self._engine = Handle(queue_depth=QUEUE_DEPTH)
+        return self._engine, self._engine.open(f"/proc/self/fd/{descriptor}", "r")
+
+    def close(self) -> None:
+        """End it; the next read makes another one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+class LocalSource:
+    """A file by plain reads; long ones by an engine, its own or that of :meth:`share`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._reading, self._is_shared, self._is_plain = Reading(), False, False
         # Without waiting: a pipe that somebody has put there would never open.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             os.close(self._descriptor)
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         os.set_blocking(self._descriptor, True)
-        self._engine: Handle | None = None
-        self._file: File | None = None
+        self._file: tuple[Handle, File] | None = None
+
+    def share(self, reading: Reading) -> None:
+        """Read by an engine that others use too, and close."""
+        self._reading, self._is_shared = reading, True
 
     def size(self) -> int:
+        """See :class:`Source`."""
         return os.fstat(self._descriptor).st_size
 
     def read(self, memory: torch.Tensor, offset: int) -> int:
+        """See :class:`Source`."""
         if memory.numel() >= LONG_BYTES:
             return self.begin(memory, offset)()
+        return self._read(memory, offset)
+
+    def _read(self, memory: torch.Tensor, offset: int) -> int:
         raw: Any = memory.numpy()
         view, total = memoryview(raw), 0
         while total < len(view):
@@ -299,14 +359,17 @@ class _Source:
         return total
 
     def begin(self, memory: torch.Tensor, offset: int) -> Callable[[], int]:
-        if self._engine is None:
-            from zoo.io import Handle
-
-            self._engine = Handle(queue_depth=QUEUE_DEPTH)
-            self._file = self._engine.open(f"/proc/self/fd/{self._descriptor}", "r")
+        """See :class:`Source`."""
+        if self._file is None and not self._is_plain:
+            try:
+                self._file = self._reading.open(self._descriptor)
+            except (OSError, RuntimeError) as error:  # no descriptors left, or no memory that may be locked
+                self._is_plain = True
+                _log.warning("%s is read by plain calls, not past the page cache: %s", self._path.name, error)
         if self._file is None:
-            raise AssertionError("an engine without its file.")
-        future = self._engine.async_pread(memory, self._file, offset)
+            return partial(self._read, memory, offset)
+        engine, file = self._file
+        future = engine.async_pread(memory, file, offset)
 
         def wait() -> int:
             future.wait()
@@ -315,8 +378,9 @@ class _Source:
         return wait
 
     def close(self) -> None:
+        """See :class:`Source`."""
         if self._file is not None:
-            self._file.close()
-        if self._engine is not None:
-            self._engine.close()
+            self._file[1].close()
+        if not self._is_shared:
+            self._reading.close()
         os.close(self._descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -36,6 +37,19 @@ class DamageError(CheckpointError):
     """Bytes of a checkpoint are not those that were written, or are gone."""
 
 
+class UnreadableError(CheckpointError):
+    """What is there may not or cannot be read at this time (permissions, too many open files, a stale handle): this
+    says nothing about whether it is whole."""
+
+
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def no_access(error: OSError) -> bool:
+    """Whether an error of a disk is about who reads, and not about what is read."""
+    return error.errno in _NO_ACCESS
+
+
 def together(comm: Communicator, what: str, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and give everyone everyone's result, in rank order. A collective.
 
@@ -61,11 +75,16 @@ def alike(comm: Communicator, what: str, work: Callable[[], T]) -> T:
         found.append(work())
     except Exception as raised:
         error = raised
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=comm.device)
-    comm.all_reduce(failed, "max").wait()
-    if int(failed):
+    if anywhere(comm, error is not None):
         together(comm, what, partial(_raise, error))
     return found[0]
+
+
+def anywhere(comm: Communicator, here: bool) -> bool:
+    """Whether it is so on any rank. A collective."""
+    found = torch.tensor([here], dtype=torch.int32, device=comm.device)
+    comm.all_reduce(found, "max").wait()
+    return bool(int(found))
 
 
 def _raise(error: Exception | None) -> None:

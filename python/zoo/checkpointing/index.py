@@ -130,6 +130,7 @@ class Index:
         """
         self._check_places("", [dtype_named(state.dtype).itemsize for state in self.states], "state")
         self._check_places("own_", [dtype_named(dtype).itemsize for _, dtype in self.own_names], "own_name")
+        self._check_overlap()
         for entry in self.files:
             if entry.size < 0 or (
                 entry.first_sum >= 0 and entry.first_sum + entry.num_blocks > len(self.columns["sums"])
@@ -239,6 +240,26 @@ class Index:
                 f"the index has {int(length[row])} elements at byte {int(offset[row])} of "
                 f"{self.files[int(file[row])].name}, which has {int(sizes[file[row]])} bytes"
             )
+
+    def _check_overlap(self) -> None:
+        """Pieces have together no more bytes than their file: otherwise a small file would be a large tensor."""
+        held = np.zeros((2, len(self.files)), dtype=np.int64)  # in units of 1 and of 2**31 bytes: sums stay exact
+        c = self.columns
+        for prefix, key, dtypes in (
+            ("", "state", [state.dtype for state in self.states]),
+            ("own_", "own_name", [dtype for _, dtype in self.own_names]),
+        ):
+            if len(c[key]):
+                each = np.array([dtype_named(dtype).itemsize for dtype in dtypes], dtype=np.int64)[c[key]]
+                num_bytes = c[f"{prefix}length"] * each
+                np.add.at(held[0], c[f"{prefix}file"], num_bytes & 0x7FFFFFFF)
+                np.add.at(held[1], c[f"{prefix}file"], num_bytes >> 31)
+        for entry, low, high in zip(self.files, *held.tolist(), strict=True):
+            if low + (high << 31) > entry.size:
+                raise CheckpointError(
+                    f"the index has {low + (high << 31)} bytes of tensors in {entry.name}, which has {entry.size}: "
+                    "some of them are there twice"
+                )
 
     # As bytes --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -128,7 +129,14 @@ def tags_of(disk: Disk, directory: Path) -> list[str]:
     if not disk.is_directory(directory):
         return []
     found = [name for name in disk.names(directory) if tag_of(name) and disk.is_directory(directory / name)]
-    return [name for name in found if MANIFEST in disk.names(directory / name)]
+    return [name for name in found if MANIFEST in names_in(disk, directory / name)]
+
+
+def names_in(disk: Disk, path: Path) -> list[str]:
+    """What is in a directory; nothing where it may not be looked into, or has gone."""
+    with contextlib.suppress(OSError):
+        return disk.names(path)
+    return []
 
 
 def find(disk: Disk, directory: Path, tag: str) -> Path:

@@ -64,6 +64,10 @@ class ObjectStore:
         with _errors(path):
             return bool(self._fs.isdir(_key(path)))
 
+    def is_link(self, path: Path) -> bool:
+        """See :class:`Disk`. Stores have none."""
+        return False
+
     def names(self, path: Path) -> list[str]:
         """See :class:`Disk`."""
         self._fs.invalidate_cache()

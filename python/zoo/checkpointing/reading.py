@@ -6,7 +6,9 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,27 @@ import torch
 from zoo.checkpointing import under_way, version2
 from zoo.checkpointing.data_files import Cache, DataFile
 from zoo.checkpointing.disk import Disk, place_of, read_file
-from zoo.checkpointing.errors import CheckpointError, MissingStateError, alike
+from zoo.checkpointing.errors import (
+    CheckpointError,
+    DamageError,
+    MissingStateError,
+    UnreadableError,
+    alike,
+    anywhere,
+    no_access,
+)
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.index import Index
 from zoo.checkpointing.manifest import (
     INDEXED,
-    MOST_BYTES,
     Manifest,
+    attempt_of,
     manifest_of,
     meta_of,
     numbered,
     parse,
-    read_document,
     scalars_of,
+    text_of,
     world_size_of,
 )
 from zoo.checkpointing.names import LATEST, MANIFEST, check_tag, find, latest_tag
@@ -37,14 +47,23 @@ from zoo.comm import Communicator
 from zoo.layout import Box
 
 _log = logging.getLogger("zoo.checkpointing")
+_MOST_OPEN = 32
+"""Files of one checkpoint that are open at once."""
+_MOST_REPLACED = 5
+"""How often a checkpoint that is saved anew while it is opened is opened again."""
+_attempts: dict[Path, str | None] = {}
+"""Which save it was that rank 0 has opened last, by the checkpoint's directory: what was found to be damaged is not
+what has been saved there since."""
 
 
 @dataclass(frozen=True)
 class _Opened:
     """What rank 0 has read, as bytes."""
 
+    asked: str | None
     tag: str
     path: Path
+    attempt: str | None
     manifest: bytes
     index: bytes
     sha256: tuple[str, ...] = ()
@@ -62,18 +81,21 @@ def load(
     (``verify``); files of version 2, which have one for each file, are read through before. Nothing is unpickled.
 
     Without a tag ``latest`` is only a hint: where the checkpoint that it names is damaged or gone, the newest one that
-    is whole is opened, and the log says so.
+    is whole is opened, and the log says so. What may not or cannot be read just now is never passed over. A checkpoint
+    that another job saves anew meanwhile is opened again.
 
     Args:
-        skip: tags that are not loaded where none is given: what was found to be damaged while it was read.
+        tag: the same on all ranks.
+        skip: tags that are not loaded where none is given: what was found to be damaged while it was read. One that was
+            saved anew since then is not skipped.
 
     Raises:
         CheckpointError: on all ranks alike, naming what is wrong.
     """
     comm = comm if comm is not None else Communicator()
     disk, root = place_of(directory, disk)
-    what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
-    tried: list[str] = list(skip)
+    what = comm.broadcast_object(f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}")
+    tried, num_replaced = [name for name in skip if comm.rank != 0 or not _is_new(disk, root / name)], 0
     under_way.finish(root)
     while True:
         opened: _Opened | None = comm.broadcast_object(
@@ -81,62 +103,106 @@ def load(
         )
         if opened is None:
             raise AssertionError("rank 0 has opened nothing, and raised nothing.")
+        last: list[Exception] = []
         try:
-            return alike(comm, what, lambda found=opened: _checked(disk, found, comm, verify))  # type: ignore[misc]
+            return alike(comm, what, _telling(last, disk, opened, comm, tag, verify))
         except CheckpointError as error:
-            tried.append(opened.tag)
-            others = comm.broadcast_object(_candidates(disk, root, tried) if comm.rank == 0 and tag is None else [])
-            if not others:
+            if anywhere(comm, bool(last)):
+                raise
+            new = comm.rank == 0 and num_replaced < _MOST_REPLACED and _is_new(disk, opened.path)
+            num_replaced += new
+            if not new:
+                tried.append(opened.tag)
+            found = alike(comm, what, lambda: comm.rank == 0 and (new or _others(disk, root, tag, tried)))  # noqa: B023
+            if not comm.broadcast_object(found):
                 raise
             if comm.rank == 0:
-                _log.warning("the latest checkpoint is passed over: %s", error)
+                what_now = f"the checkpoint {opened.tag!r} was saved anew, and is opened again"
+                _log.warning("%s: %s", what_now if new else "the latest checkpoint is passed over", error)
 
 
-def _candidates(disk: Disk, root: Path, tried: Sequence[str]) -> list[str]:
-    """Tags that may be loaded where none is given, the best first."""
+def _telling(
+    last: list[Exception], disk: Disk, opened: _Opened, comm: Communicator, tag: str | None, verify: bool
+) -> Callable[[], Checkpoint]:
+    """:func:`_checked`; ``last`` gets what no other checkpoint would make better."""
+
+    def work() -> Checkpoint:
+        try:
+            if tag != opened.asked:
+                raise UnreadableError(
+                    f"the tag {tag!r} is asked for here and {opened.asked!r} on rank 0; give one tag on all ranks"
+                )
+            return _checked(disk, opened, comm, verify)
+        except UnreadableError as error:
+            last.append(error)
+            raise
+
+    return work
+
+
+def _is_new(disk: Disk, path: Path) -> bool:
+    """Whether a checkpoint was saved anew since this process has opened it."""
+    attempt = attempt_of(disk, path) if path in _attempts else None
+    return attempt is not None and attempt != _attempts[path]
+
+
+def _others(disk: Disk, root: Path, tag: str | None, tried: Sequence[str]) -> bool:
+    return tag is None and next(_candidates(disk, root, tried), None) is not None
+
+
+def _candidates(disk: Disk, root: Path, tried: Sequence[str]) -> Iterator[str]:
+    """Tags that may be loaded where none is given, the best first. All manifests are looked at only after the first."""
+    named = None
     try:
         named = latest_tag(root, disk=disk)
     except CheckpointError as error:
-        named = None
         _log.warning("%s: the newest checkpoint is taken instead.", error)
-    newest = [name for _, name in reversed(numbered(disk, root))] if disk.is_directory(root) else []
-    found = dict.fromkeys([*([named] if named is not None else []), *newest])
-    return [name for name in found if name not in tried]
+    if named is not None and named not in tried:
+        yield named
+    unreadable: list[str] = []
+    newest = [name for _, name in reversed(numbered(disk, root, unreadable))] if disk.is_directory(root) else []
+    if unreadable:
+        raise UnreadableError(f"{unreadable[0]}; so which checkpoint is the newest is not known: give a tag")
+    yield from (name for name in newest if name not in tried and name != named)
 
 
 def _open(disk: Disk, root: Path, tag: str | None, tried: Sequence[str]) -> _Opened:
     if tag is not None:
-        return _read(disk, root, check_tag(tag))
-    candidates, first = _candidates(disk, root, tried), None
-    for name in candidates:
+        return _read(disk, root, check_tag(tag), tag)
+    first = None
+    for name in _candidates(disk, root, tried):
         try:
-            found = _read(disk, root, name)
+            return _read(disk, root, name, None)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             if first is None:
                 first = error
             _log.warning("the checkpoint %r is passed over: %s", name, error)
-        else:
-            return found
     if first is not None:
         raise first
     raise CheckpointError(f"{str(root)!r} has no file {LATEST!r} and no checkpoints: nothing was saved there")
 
 
-def _read(disk: Disk, root: Path, tag: str) -> _Opened:
+def _read(disk: Disk, root: Path, tag: str, asked: str | None) -> _Opened:
     """The manifest and the index of a checkpoint, checked."""
     path = find(disk, root, tag)
     for again in (True, True, False):
-        document = read_document(disk, path)
+        text = text_of(disk, path)
+        document = parse(text, str(path / MANIFEST))
         if document["version"] < INDEXED:
             index, sums = version2.index_of(disk, path, document)
-            return _Opened(tag, path, read_file(disk, path / MANIFEST, MOST_BYTES), index.encode(), tuple(sums))
+            return _Opened(asked, tag, path, None, text, index.encode(), tuple(sums))
+        manifest = manifest_of(document, str(path / MANIFEST))
         try:
-            manifest = manifest_of(document, str(path / MANIFEST))
-            return _Opened(tag, path, read_file(disk, path / MANIFEST, MOST_BYTES), _index(disk, path, manifest))
+            found = _Opened(asked, tag, path, manifest.attempt, text, _index(disk, path, manifest))
         except CheckpointError:
             # Another job may have replaced it since its manifest was read.
-            if not again or read_document(disk, path).get("attempt") == document.get("attempt"):
+            if not again or attempt_of(disk, path) in (None, manifest.attempt):
                 raise
+        else:
+            _attempts[path] = manifest.attempt
+            return found
     raise AssertionError("unreachable")
 
 
@@ -144,7 +210,8 @@ def _index(disk: Disk, path: Path, manifest: Manifest) -> bytes:
     try:
         data = read_file(disk, path / manifest.index, manifest.index_size)
     except OSError as error:
-        raise CheckpointError(f"the index {manifest.index} of {str(path)!r} cannot be read: {error}") from None
+        kind = UnreadableError if no_access(error) else CheckpointError
+        raise kind(f"the index {manifest.index} of {str(path)!r} cannot be read: {error}") from None
     except ValueError as error:
         raise CheckpointError(f"the index of {str(path)!r}: {error}") from None
     if hashlib.sha256(data).hexdigest() != manifest.index_sha256:
@@ -167,7 +234,10 @@ def _checked(disk: Disk, opened: _Opened, comm: Communicator, verify: bool) -> C
 
 
 class Checkpoint:
-    """An open, checked checkpoint.
+    """An open, checked checkpoint. Several threads may read it, one at a time: each call waits for the one before it.
+
+    A few of its files are open at once; one that is not is found by its name, so a checkpoint that is saved anew while
+    it is read is told to be that, and must be loaded again.
 
     Attributes:
         tag, path, disk: its name, its directory, and where that is.
@@ -181,22 +251,28 @@ class Checkpoint:
     def __init__(
         self, disk: Disk, tag: str, path: Path, document: dict[str, Any], index: Index, *, verify: bool = True
     ) -> None:
-        self._files: dict[int, DataFile] = {}  # first of all: whatever raises below, close() finds it
+        # First of all: whatever raises below, close() finds these.
+        self._lock, self._cache, self._files = threading.RLock(), Cache(), OrderedDict[int, DataFile]()
         self.tag, self.path, self.index = tag, path, index
         self.disk, self._verify = disk, verify
         self.version: int = document["version"]
         self.world_size = world_size_of(document)
         if self.version < INDEXED:
             self.meta, self.scalars = meta_of(document), scalars_of(document["scalars"])
+            self._attempt, self._sha256 = None, [str(entry["sha256"]) for entry in document["files"]]
         else:
             manifest = manifest_of(document, MANIFEST)
             self.meta, self.scalars = manifest.meta, manifest.scalars
+            self._attempt, self._sha256 = manifest.attempt, []
         self.shapes: Mapping[str, tuple[int, ...]] = {state.name: state.shape for state in index.states}
         roles: dict[str, dict[str, str]] = {name: {} for name in self.shapes}
         for state in index.states:
             roles[state.name][state.role] = state.dtype
         self.roles: Mapping[str, Mapping[str, str]] = roles
-        self._cache = Cache()
+
+    _attempt: str | None
+    _sha256: list[str]
+    """Of each file; of version 2 only."""
 
     def read(self, name: str, role: str, start: int | Box, length: int) -> torch.Tensor:
         """Elements [start, start + length) of a tensor in one role: (length,), in the dtype they were saved in.
@@ -209,6 +285,10 @@ class Checkpoint:
         """
         if isinstance(start, Box):
             return self.read_box(name, role, start).view(-1)
+        with self._lock:
+            return self._read(name, role, start, length)
+
+    def _read(self, name: str, role: str, start: int, length: int) -> torch.Tensor:
         state = self._state_of(name, role)
         numel = math.prod(self.shapes[name])
         if start < 0 or length < 0 or start + length > numel:
@@ -252,8 +332,9 @@ class Checkpoint:
         out = torch.empty(box.sizes, dtype=dtype)
         if not box.numel:
             return out
-        for boxed in (False, True):
-            self._fill(state, box, out, boxed=boxed)
+        with self._lock:
+            for boxed in (False, True):
+                self._fill(state, box, out, boxed=boxed)
         return out
 
     def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
@@ -269,24 +350,35 @@ class Checkpoint:
             name, dtype = self.index.own_names[int(columns["own_name"][row])]
             found[name] = torch.empty(int(columns["own_length"][row]), dtype=dtype_named(dtype))
             if found[name].numel():
-                self._file(int(columns["own_file"][row])).read(found[name], int(columns["own_offset"][row]))
+                with self._lock:
+                    self._file(int(columns["own_file"][row])).read(found[name], int(columns["own_offset"][row]))
         return found
 
     def verify(self) -> Iterator[tuple[str, int]]:
-        """Read every byte of every file and compare it with its checksum; yields (file, its bytes) one by one.
+        """Read every byte of every file and compare it with its checksum; yields (file, its bytes) one by one. What was
+        opened with ``verify=False`` is compared from here on.
 
         Raises:
             CheckpointError: names the file and the bytes that are not those that were written.
         """
+        with self._lock:
+            if not self._verify:
+                self._verify = True
+                self.close()  # with it goes what was read and not compared
         for number, entry in enumerate(self.index.files):
-            self._file(number).check()
+            with self._lock:
+                if self._sha256:
+                    version2.check_sum(self.disk, self.path, entry, self._sha256[number])
+                else:
+                    self._file(number).check()
             yield entry.name, entry.size
 
     def close(self) -> None:
         """Close its files; it can go on to be read."""
-        files, self._files = self._files, {}
-        for file in files.values():
-            file.close()
+        with self._lock:
+            while self._files:
+                self._files.popitem()[1].close()
+            self._cache.reading.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -344,11 +436,33 @@ class Checkpoint:
 
     def _file(self, number: int) -> DataFile:
         found = self._files.get(number)
-        if found is None:
-            entry = self.index.files[number]
-            sums = self.index.sums_of(number) if self._verify else None
-            found = self._files[number] = DataFile(self.disk, self.path / entry.name, entry.size, sums, self._cache)
+        if found is not None:
+            self._files.move_to_end(number)
+            return found
+        while len(self._files) >= _MOST_OPEN:
+            self._files.popitem(last=False)[1].close()
+        try:
+            found = self._open(number)
+        except UnreadableError:  # too many files are open, perhaps: these are closed first
+            if not self._files:
+                raise
+            self.close()
+            found = self._open(number)
+        self._files[number] = found
         return found
+
+    def _open(self, number: int) -> DataFile:
+        entry = self.index.files[number]
+        sums = self.index.sums_of(number) if self._verify else None
+        try:
+            return DataFile(self.disk, self.path / entry.name, entry.size, sums, self._cache)
+        except DamageError:
+            if attempt_of(self.disk, self.path) in (None, self._attempt):
+                raise
+            raise DamageError(
+                f"the checkpoint {self.tag!r} was saved anew after it was opened, and {entry.name} has gone: load it "
+                "again"
+            ) from None
 
 
 def _span(whole: Box, box: Box) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from zoo.checkpointing.disk import LOCAL
+from zoo.checkpointing.disk import LOCAL, beside
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.names import parse_key
 
@@ -62,15 +62,15 @@ class Entry:
 class NewFile(abc.ABC):
     """A file of tensors that come in any order, of which there is all or nothing.
 
-    What it will hold is said at the beginning. It is written beside its place, as ``.writing-<name>``, until
+    What it will hold is said at the beginning. It is written beside its place, under a name with random digits, until
     :meth:`commit` puts it there; a file of the same name stays readable until then. As a context manager it discards
     what was not committed. Where tensors go, and what is around them, is for its kinds to say.
     """
 
     def __init__(self, path: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self._path, self._described, self._missing = path, dict(described), set(described)
-        self._temporary = path.with_name(f".writing-{path.name}")
-        self._file = open(self._temporary, "wb")  # noqa: SIM115  discard() closes it
+        self._temporary = beside(path)
+        self._file = open(self._temporary, "xb")  # noqa: SIM115  discard() closes it
         try:
             self._begin()
         except BaseException:

@@ -13,8 +13,19 @@ _lock = threading.Lock()
 _saves: dict[Path, list[Future[Any]]] = {}
 
 
+def _forked() -> None:
+    """A child has none of the threads that save, so it waits for none of their saves."""
+    global _lock
+    _lock = threading.Lock()
+    _saves.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def begin(root: Path, save: Future[Any]) -> None:
     """A save to this directory has begun."""
+    root = _real(root)
     with _lock:
         _saves.setdefault(root, []).append(save)
 
@@ -39,8 +50,13 @@ def finish_all() -> None:
 def finish(directory: str | os.PathLike[str]) -> None:
     """Return when no save of this process to this directory is under way. What failed is told by whoever saved."""
     with _lock:
-        waiting = list(_saves.get(Path(os.path.abspath(directory)), ()))
+        waiting = list(_saves.get(_real(directory), ()))
     _wait(waiting)
+
+
+def _real(directory: str | os.PathLike[str]) -> Path:
+    """One directory may have several paths."""
+    return Path(os.path.realpath(directory))
 
 
 def _wait(saves: list[Future[Any]]) -> None:

@@ -3,7 +3,9 @@
 The order is what makes a crash harmless. Files carry the name of this attempt, so that no two saves ever write the same
 file; they are forced to the device before rank 0 hears of them; the index is forced before the manifest is put in its
 place, at once; and only then is anything removed that the manifest before it named. ``latest`` is a hint. No directory
-is renamed, and no rank looks at a file of another.
+is renamed. Before a rank writes it opens one empty file of rank 0, whose name nobody has asked for before: where it is
+not there, the ranks have not one directory. Otherwise no rank looks at a file of another, whose name, or whose absence,
+a network file system may remember for a while.
 """
 
 from __future__ import annotations
@@ -23,9 +25,20 @@ import torch
 from zoo.checkpointing.data_files import Written, write_data
 from zoo.checkpointing.disk import Disk, discard, make_directories, place_of, put, write_file
 from zoo.checkpointing.errors import CheckpointError, alike
-from zoo.checkpointing.exact import encode
+from zoo.checkpointing.exact import MARK, encode
 from zoo.checkpointing.index import OF_PIECES, Column, FileEntry, Index, State, empty_columns
-from zoo.checkpointing.manifest import FORMAT, SUM, VERSION, files_named, next_number, sum_of
+from zoo.checkpointing.manifest import (
+    FORMAT,
+    MOST_META_BYTES,
+    SUM,
+    VERSION,
+    files_named,
+    manifest_of,
+    next_number,
+    parse,
+    sum_of,
+    written,
+)
 from zoo.checkpointing.names import (
     LATEST,
     MANIFEST,
@@ -52,14 +65,35 @@ class Told:
     def of(cls, meta: Mapping[str, Any] | Told) -> Told:
         """
         Raises:
-            CheckpointError: names the place of what cannot be held.
+            CheckpointError: names the place of what cannot be held, or the largest places where it is too large.
         """
         if isinstance(meta, Told):
             return meta
         try:
-            return cls(encode(dict(meta), "meta"))
+            value = encode(dict(meta), "meta")
+            num_bytes = len(json.dumps(value))
         except RecursionError:
             raise CheckpointError("meta contains itself, or is nested too deeply to be written") from None
+        if num_bytes > MOST_META_BYTES:
+            raise CheckpointError(_too_large(value, num_bytes))
+        return cls(value)
+
+
+def _too_large(value: Any, num_bytes: int) -> str:
+    """The sentence, with the places in ``meta`` that have the most."""
+    places: list[tuple[int, str]] = []
+    left = [("meta", value)]
+    while left:
+        path, item = left.pop()
+        if isinstance(item, dict) and MARK not in item:
+            left += [(f"{path}.{key}", inner) for key, inner in item.items()]
+        else:
+            places.append((len(json.dumps(item)), path))
+    largest = ", ".join(f"{path} ({size:,})" for size, path in sorted(places, reverse=True)[:3])
+    return (
+        f"meta has {num_bytes:,} bytes as JSON, and a manifest takes {MOST_META_BYTES:,} of it; the most are at "
+        f"{largest}. Save large tensors as slices or as rank_state, or in a file of their own"
+    )
 
 
 def save(
@@ -99,21 +133,25 @@ def save(
     disk, root = place_of(directory, disk)
     what = f"saving the checkpoint {tag!r} in {str(root)!r}"
     alike(comm, what, lambda: check_tag(tag))
-    attempt, common = comm.broadcast_object((new_attempt(), tag) if comm.rank == 0 else None)
-    alike(comm, what, lambda: _same_tag(tag, common))
+    attempt, common, place = comm.broadcast_object((new_attempt(), tag, str(root)) if comm.rank == 0 else None)
+    what = f"saving the checkpoint {common!r} in {place!r}"  # the same words on all ranks
+    told = alike(comm, what, lambda: _agreed(tag, common, meta or {} if comm.rank == 0 else {}))
     path = root / tag
     made: list[Path] = []
     # What goes where this fails. Rank 0 alone knows in the end whether the checkpoint exists.
     files = [path / file_of(attempt, rank) for rank in (range(comm.size) if comm.rank == 0 else [comm.rank])]
     try:
-        alike(comm, what, lambda: _prepare(disk, path, made) if comm.rank == 0 else None)
-        part = alike(
-            comm, what, lambda: _write_rank(disk, path, attempt, comm.rank, slices, scalars or {}, rank_state or {})
-        )
+        alike(comm, what, lambda: _prepare(disk, path, attempt, made) if comm.rank == 0 else None)
+
+        def write() -> _Part:
+            _check_shared(disk, path, attempt, place)
+            return _write_rank(disk, path, attempt, comm.rank, slices, scalars or {}, rank_state or {})
+
+        part = alike(comm, what, write)
         parts = gather_object(comm, part)
         if parts is None:
             files.clear()
-        alike(comm, what, lambda: _commit(disk, path, attempt, parts, meta or {}, latest, files) if parts else None)
+        alike(comm, what, lambda: _commit(disk, path, attempt, parts, told, latest, files) if parts else None)
     except BaseException:
         if files:
             _sweep(disk, path, attempt, comm.rank, files, made)
@@ -121,18 +159,31 @@ def save(
     return path
 
 
-def _same_tag(tag: str, common: str) -> None:
+def _agreed(tag: str, common: str, meta: Mapping[str, Any] | Told) -> Told:
     if tag != common:
         raise CheckpointError(f"it has the tag {tag!r} here and {common!r} on rank 0; give one tag on all ranks")
+    return Told.of(meta)
 
 
-def _prepare(disk: Disk, path: Path, made: list[Path]) -> None:
+def _check_shared(disk: Disk, path: Path, attempt: str, place: str) -> None:
+    """Raise CheckpointError unless the directory is the one that rank 0 has prepared."""
+    try:
+        disk.open(path / index_of(attempt)).close()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"what rank 0 has made in {place!r} is not in {str(path.parent)!r} here: give one directory, of a file "
+            "system that all ranks share"
+        ) from None
+
+
+def _prepare(disk: Disk, path: Path, attempt: str, made: list[Path]) -> None:
     if not disk.is_directory(path.parent):
         made.append(path.parent)
     make_directories(disk, path.parent)
     if disk.make_directory(path):
         made.append(path)
     disk.sync_directory(path.parent)
+    write_file(disk, path / index_of(attempt), b"")  # by which ranks see that they share the directory
 
 
 def _sweep(disk: Disk, path: Path, attempt: str, rank: int, files: list[Path], made: list[Path]) -> None:
@@ -244,11 +295,9 @@ def _box_of(item: StateSlice, shape: tuple[int, ...]) -> Box | None:
 
 
 def _commit(
-    disk: Disk, path: Path, attempt: str, parts: list[_Part], meta: Mapping[str, Any] | Told, latest: bool,
-    files: list[Path],
-) -> None:  # fmt: skip
+    disk: Disk, path: Path, attempt: str, parts: list[_Part], told: Told, latest: bool, files: list[Path]
+) -> None:
     """``files`` is emptied where the manifest may be there: what it names must not be removed any more."""
-    told = Told.of(meta).value
     index = merged(parts, [file_of(attempt, rank) for rank in range(len(parts))])
     index.check()
     data = index.encode()
@@ -261,20 +310,22 @@ def _commit(
         "world_size": len(parts),
         "index": {"name": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()},
         "scalars": encode(_scalars(parts), "scalars"),
-        "meta": told,
+        "meta": told.value,
     }
     document[SUM] = sum_of(document)
-    text = json.dumps(document, indent=1)
+    text = written(document)
+    manifest_of(parse(text, MANIFEST), MANIFEST)  # what no load would take is not committed
+    disk.remove(path / name)  # the empty one
     write_file(disk, path / name, data)
     disk.sync_directory(path)
-    written = path / f".{MANIFEST}.{attempt}"
-    write_file(disk, written, text.encode())
+    temporary = path / f".{MANIFEST}.{attempt}"
+    write_file(disk, temporary, text)
     before = files_named(disk, path)  # at the latest: another saver may replace it as well
     files.clear()
-    disk.rename(written, path / MANIFEST)
+    disk.rename(temporary, path / MANIFEST)
     disk.sync_directory(path)
     if latest:
-        put(disk, path.parent / LATEST, (path.name + "\n").encode(), by=attempt)
+        put(disk, path.parent / LATEST, (path.name + "\n").encode())
     for old in before:
         discard(disk, path / old)
 

@@ -24,6 +24,7 @@ import math
 import os
 import pickle
 import re
+import secrets
 import stat
 import sys
 import zipfile
@@ -257,8 +258,7 @@ def _each_once(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[BinaryIO]:
     """A new file, put in its place when it is whole and on the device."""
-    temporary = path.with_name(f".writing-{path.name}")
-    temporary.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -561,7 +561,10 @@ class Checkpoint:
         wrong = (c["start"] < 0) | (length < 0) | (offset < 0) | (offset > sizes[file])
         if np.any(wrong | (length > (sizes[file] - offset) // each)):
             raise ValueError("the index has elements outside of their file")
-        if np.any(np.bincount(file, weights=(length * each).astype(np.float64)) > sizes[: int(file.max()) + 1]):
+        held = np.zeros((2, len(sizes)), dtype=np.int64)  # in units of 1 and of 2**31 bytes: sums stay exact
+        np.add.at(held[0], file, (length * each) & 0x7FFFFFFF)
+        np.add.at(held[1], file, (length * each) >> 31)
+        if any(low + (high << 31) > size for low, high, size in zip(*held.tolist(), sizes.tolist(), strict=True)):
             raise ValueError("the index has some bytes of a file twice")
         if np.any(state[1:] < state[:-1]):
             raise ValueError("the columns of the index are not sorted")
