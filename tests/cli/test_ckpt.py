@@ -106,6 +106,25 @@ def test_verify_reads_every_byte_of_one_or_all(tmp_path: Path) -> None:
     assert "does not exist" in sentence(ckpt("verify", tmp_path / "no" / "where"), 2)
 
 
+@pytest.mark.parametrize("content", ["gone", "../x", ""])
+def test_verify_tells_that_latest_names_nothing(tmp_path: Path, content: str) -> None:
+    write(tmp_path, 1, "one")
+    assert ckpt("verify", tmp_path).exit_code == 0
+    (tmp_path / "latest").write_text(content)
+    assert "zoo: latest: " in sentence(ckpt("verify", tmp_path), 1)
+    assert ckpt("verify", tmp_path / "one").exit_code == 0
+
+
+def test_ls_has_the_newest_last_damaged_or_not(tmp_path: Path) -> None:
+    for tag in ("c", "b", "a"):
+        write(tmp_path, 1, tag)
+    next((tmp_path / "a").glob("*.safetensors")).unlink()
+    found = json.loads(ckpt("ls", tmp_path, "--json").stdout)
+    assert [(one["tag"], one["number"], one["state"]) for one in found] == [
+        ("c", 1, "whole"), ("b", 2, "whole"), ("a", 3, "damaged"),
+    ]  # fmt: skip
+
+
 def test_verify_of_version_2(tmp_path: Path) -> None:
     assert ckpt("verify", GOLDEN).exit_code == 0
     for path in GOLDEN.rglob("*"):
@@ -194,6 +213,8 @@ def test_prune_prints_what_is_gone(tmp_path: Path) -> None:
     for number, tag in enumerate("abcd"):
         put(tmp_path, {("w", "parameter"): torch.ones(1)}, 1, meta={"client": {"loss": number}}, tag=tag)
     assert ckpt("prune", tmp_path, "--keep", 1, "--older-than-s", 1000).stdout == ""
+    assert ckpt("prune", tmp_path, "--keep", 2, "--best", "min:client.loss", "--dry-run").stdout == "b\n"
+    assert (tmp_path / "b" / "manifest.json").exists()
     assert ckpt("prune", tmp_path, "--keep", 2, "--best", "min:client.loss").stdout == "b\n"
     assert ckpt("prune", tmp_path, "--keep", 1, "--rest-age-s", 5).stdout == "a\nc\n"
     assert "no checkpoint of" in sentence(ckpt("prune", tmp_path, "--keep", 1, "--best", "min:x"), 2)

@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zoo.checkpointing.disk import Disk, place_of
-from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.errors import CheckpointError, UnreadableError
 from zoo.checkpointing.manifest import number_of
-from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, tag_of
+from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, names_in, tag_of
 from zoo.checkpointing.reading import load
 
-WHOLE, DAMAGED, UNFINISHED = "whole", "damaged", "unfinished"
+WHOLE, DAMAGED, UNREADABLE, UNFINISHED = "whole", "damaged", "unreadable", "unfinished"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
     """A checkpoint. ``state``: whole: its manifest, index and sizes of files fit each other (bytes are not read);
-    damaged: they do not, and ``why``; unfinished: files of a save that has not ended, or never will.
+    damaged: they do not, and ``why``; unreadable: some of it may not be read; unfinished: files of a save that has not
+    ended, or never will.
 
-    ``saved_s``: of the manifest, seconds since 1970. Of what is not whole, numbers are None.
+    ``saved_s``: of the manifest, seconds since 1970. Of what is not whole, numbers are None, but for ``number`` where
+    the manifest says it.
     """
 
     tag: str
@@ -36,7 +38,8 @@ class Listed:
 
 
 def listing(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> list[Listed]:
-    """The checkpoints of a directory, the newest last; other things in it do not count.
+    """The checkpoints of a directory, the newest last, and before them what has no number that can be read. Other
+    things in it do not count, nor folders that may not be looked into.
 
     Raises:
         CheckpointError: there is no such directory.
@@ -51,7 +54,7 @@ def listing(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> l
     found = []
     for name in disk.names(root):
         if tag_of(name) and disk.is_directory(root / name):
-            names = disk.names(root / name)
+            names = names_in(disk, root / name)
             if MANIFEST in names:
                 found.append(_listed(disk, root, name, name == latest))
             elif names and any(map(is_ours, names)):
@@ -69,4 +72,6 @@ def _listed(disk: Disk, root: Path, tag: str, is_latest: bool) -> Listed:
                 num_tensors=len(found.shapes),
             )  # fmt: skip
     except CheckpointError as error:
-        return Listed(tag=tag, state=DAMAGED, is_latest=is_latest, saved_s=when, why=str(error))
+        state = UNREADABLE if isinstance(error.__cause__, UnreadableError) else DAMAGED
+        number = number_of(disk, root / tag)
+        return Listed(tag=tag, state=state, is_latest=is_latest, number=number, saved_s=when, why=str(error))

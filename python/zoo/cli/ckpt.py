@@ -30,14 +30,14 @@ _DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfl
 
 @app.command("ls")
 def ls(directory: Directory, as_json: AsJson = False) -> None:
-    """List the checkpoints of DIR, the newest last: * is the latest. Exit code 1 if one is damaged.
+    """List the checkpoints of DIR, the newest last: * is the latest. Exit code 1 if one is damaged or may not be read.
 
     Bytes are not read: `zoo ckpt verify` does that.
     """
     with one_sentence(shared=False):
         from rich.table import Table
 
-        from zoo.checkpointing.listing import DAMAGED, listing
+        from zoo.checkpointing.listing import DAMAGED, UNREADABLE, listing
 
         found = listing(directory)
         if as_json:
@@ -53,7 +53,7 @@ def ls(directory: Directory, as_json: AsJson = False) -> None:
             for one in found:
                 if one.why:
                     typer.echo(f"{one.tag}: {_plain(one.why)}")
-    if any(one.state == DAMAGED for one in found):
+    if any(one.state in (DAMAGED, UNREADABLE) for one in found):
         raise typer.Exit(FAILURE)
 
 
@@ -90,13 +90,14 @@ def show(
 def verify(
     place: Annotated[str, typer.Argument(metavar="DIR[/TAG]", help="A checkpoint; without a tag all of them.")],
 ) -> None:
-    """Read every byte and compare it with its checksum; exit code 1 where one is not what was written."""
+    """Read every byte and compare it with its checksum; exit code 1 where one is not what was written, or where
+    `latest` names nothing that is there."""
     with one_sentence(shared=False):
-        from zoo.checkpointing import CheckpointError, load
-        from zoo.checkpointing.listing import DAMAGED, WHOLE, listing
+        from zoo.checkpointing import CheckpointError, latest_tag, load
+        from zoo.checkpointing.listing import UNFINISHED, listing
 
         root, tag = _split(place)
-        tags = [one.tag for one in listing(root) if one.state in (WHOLE, DAMAGED)] if tag is None else [tag]
+        tags = [one.tag for one in listing(root) if one.state != UNFINISHED] if tag is None else [tag]
         if not tags:
             raise ValueError(f"{str(root)!r} holds no checkpoints")
         bad = 0
@@ -111,6 +112,15 @@ def verify(
             except CheckpointError as error:
                 bad += 1
                 typer.echo(f"zoo: {each}: {_plain(str(error))}", err=True)
+        if tag is None:
+            try:
+                latest = latest_tag(root)
+                wrong = f"names {latest!r}, which is not there" if latest not in (None, *tags) else ""
+            except CheckpointError as error:
+                wrong = _plain(str(error))
+            if wrong:
+                bad += 1
+                typer.echo(f"zoo: latest: {wrong}; give a tag to load another one, or write one into it", err=True)
     if bad:
         raise typer.Exit(FAILURE)
 
@@ -293,8 +303,10 @@ def prune(
     rest_age_s: Annotated[
         float, typer.Option(min=0, help="What a killed save has left goes after so long.", show_default="a day")
     ] = 86400.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go, and remove nothing.")] = False,
 ) -> None:
-    """Remove all but the newest checkpoints of DIR; the one that `latest` names always stays. Prints what is gone."""
+    """Remove all but the newest whole checkpoints of DIR; the one that `latest` names always stays. Prints what is
+    gone."""
     with one_sentence(shared=False):
         from zoo.checkpointing import prune as remove
         from zoo.checkpointing.disk import place_of
@@ -302,7 +314,9 @@ def prune(
         disk, root = place_of(directory)
         if not disk.is_directory(root):
             raise ValueError(f"there is no directory {directory!r}")
-        for tag in remove(directory, keep, older_than_s=older_than_s, best=best, rest_age_s=rest_age_s):
+        for tag in remove(
+            directory, keep, older_than_s=older_than_s, best=best, rest_age_s=rest_age_s, dry_run=dry_run
+        ):
             typer.echo(tag)
 
 
