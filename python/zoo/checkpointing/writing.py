@@ -10,9 +10,11 @@ a network file system may remember for a while.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +55,8 @@ from zoo.checkpointing.names import (
 from zoo.checkpointing.tensors import Entry
 from zoo.comm import Communicator, gather_object
 from zoo.layout import Box
+
+_LOOKS, _LOOK_AGAIN_S = 10, 0.1
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,20 @@ def _agreed(tag: str, common: str, meta: Mapping[str, Any] | Told) -> Told:
 
 def _check_shared(disk: Disk, path: Path, attempt: str, place: str) -> None:
     """Raise CheckpointError unless the directory is the one that rank 0 has prepared."""
-    try:
-        disk.open(path / index_of(attempt)).close()
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"what rank 0 has made in {place!r} is not in {str(path.parent)!r} here: give one directory, of a file "
-            "system that all ranks share"
-        ) from None
+    for _ in range(_LOOKS):
+        try:
+            disk.open(path / index_of(attempt)).close()
+            return
+        except FileNotFoundError:
+            # A network file system may remember for a while that there was nothing; to list makes it ask again.
+            for folder in (path.parent.parent, path.parent, path):
+                with contextlib.suppress(OSError):
+                    disk.names(folder)
+            time.sleep(_LOOK_AGAIN_S)
+    raise CheckpointError(
+        f"what rank 0 has made in {place!r} is not in {str(path.parent)!r} here: give one directory, of a file system "
+        "that all ranks share"
+    )
 
 
 def _prepare(disk: Disk, path: Path, attempt: str, made: list[Path]) -> None:
