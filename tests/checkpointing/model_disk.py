@@ -95,6 +95,11 @@ class ModelDisk:
         node = self._at(path)
         self._change(parent, {target.name: node}, without=path.name)
 
+    def link(self, path: Path, target: Path) -> bool:
+        self._call(f"link {target.name}")
+        self._change(self._directory(target.parent), {target.name: self._at(path)})
+        return True
+
     def remove(self, path: Path) -> None:
         node, parent = self._at(path), self._directory(path.parent)
         if node.now:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.checkpointing import under_way
+from zoo.checkpointing.constants import Constants
 from zoo.checkpointing.disk import Disk, place_of
 from zoo.checkpointing.errors import alike
 from zoo.checkpointing.names import StateSlice
@@ -51,6 +52,7 @@ class _Copy:
     shape: tuple[int, ...]
     tensor: torch.Tensor
     box: Box | None
+    constant: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class _Borrowed:
     dtype: torch.dtype
     lent: Lent
     box: Box | None
+    constant: bool
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -93,13 +96,15 @@ class Snapshot:
         devices: set[torch.device] = set()
         self.release()
         for item in slices:
-            box = getattr(item, "box", None)
+            box, constant = getattr(item, "box", None), getattr(item, "constant", False)
             check_dtype(f"{item.role} {item.name!r}", dtype_of(item))
             lent = item.borrow() if item.length and hasattr(item, "borrow") else None
             if lent is not None:
                 self._lent.append(lent)
                 shape = tuple(item.shape)
-                found.append(_Borrowed(item.name, item.role, item.start, item.length, shape, dtype_of(item), lent, box))
+                found.append(
+                    _Borrowed(item.name, item.role, item.start, item.length, shape, dtype_of(item), lent, box, constant)
+                )
                 continue
             key, tensor = (item.role, item.name, item.start), item.tensor.detach()
             memory = self._memory.pop(key, None)
@@ -109,7 +114,7 @@ class Snapshot:
             if tensor.is_cuda:
                 devices.add(tensor.device)
             kept[key] = memory
-            found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory, box))
+            found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory, box, constant))
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         self._memory = kept
@@ -138,6 +143,7 @@ class BackgroundSaver:
         self._comm = comm
         self._control: Communicator | None = None
         self._snapshot = Snapshot()
+        self._constants = Constants()
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[str, Future[Path]] | None = None
 
@@ -163,7 +169,16 @@ class BackgroundSaver:
         told = alike(comm, what, lambda: Told.of((meta or {}) if comm.rank == 0 else {}))
         if self._comm.backend == _SIMULATED:
             return save(
-                directory, tag, slices, scalars, told, self._comm, rank_state=rank_state, latest=latest, disk=disk
+                directory,
+                tag,
+                slices,
+                scalars,
+                told,
+                self._comm,
+                rank_state=rank_state,
+                latest=latest,
+                disk=disk,
+                constants=self._constants,
             )
         if self._control is None:
             self._control = _control_of(self._comm)
@@ -181,7 +196,10 @@ class BackgroundSaver:
 
         def work() -> Path:
             try:
-                return save(root, tag, copies, numbers, told, control, rank_state=own, latest=latest, disk=where)
+                return save(
+                    root, tag, copies, numbers, told, control, rank_state=own, latest=latest, disk=where,
+                    constants=self._constants,
+                )  # fmt: skip
             except BaseException as error:
                 _log.error("%s", error)
                 raise

@@ -48,28 +48,59 @@ def write_data(disk: Disk, path: Path, entries: Iterable[Entry], metadata: Mappi
         CheckpointError: a dtype that the format has no code for, or a tensor that is not what its entry says.
         OSError: the disk is full, or refuses.
     """
-    # Wide elements first: then every tensor begins at a multiple of its element's size. Otherwise in the order in which
-    # they were given, in which whoever loads them will ask for them.
-    ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)
-    header, relative = header_of([(e.key, e.dtype, (e.length,)) for e in ordered], metadata, HEADER_MULTIPLE)
-    head = len(header).to_bytes(8, "little") + header
-    size = len(head) + sum(e.length * e.dtype.itemsize for e in ordered)
+    ordered, head, size = _laid_out(entries, metadata)
     sink = disk.create(path, size)
     try:
         writer = _Writer(sink, min(STAGE_BYTES, -(-size // 4096) * 4096), min(NUM_STAGES, 1 + size // STAGE_BYTES))
-        writer.add(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        for entry in ordered:
-            if entry.lent is not None:
-                writer.read(entry.lent, entry.length * entry.dtype.itemsize)
-                entry.lent.release()
-            elif entry.length:
-                writer.add(flat_of(entry).view(torch.uint8))
+        _send_all(writer, head, ordered, release=True)
         sums = writer.finish()
         sink.sync()
     finally:
         sink.close()
-    offsets = {key: len(head) + offset for key, offset in relative.items()}
+    offsets, at = {}, len(head)
+    for entry in ordered:
+        offsets[entry.key], at = at, at + entry.length * entry.dtype.itemsize
     return Written(size, offsets, sums)
+
+
+def sums_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> Column:
+    """The checksums that :func:`write_data` would find; nothing is written."""
+    ordered, head, size = _laid_out(entries, metadata)
+    writer = _Writer(_Nowhere(), min(STAGE_BYTES, -(-size // 4096) * 4096), 1)
+    _send_all(writer, head, ordered, release=False)
+    return writer.finish()
+
+
+def _laid_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[list[Entry], bytes, int]:
+    """The tensors in the order of the file, its first bytes, and how many it has."""
+    # Wide elements first: then every tensor begins at a multiple of its element's size. Otherwise in the order in which
+    # they were given, in which whoever loads them will ask for them.
+    ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)
+    header, _ = header_of([(e.key, e.dtype, (e.length,)) for e in ordered], metadata, HEADER_MULTIPLE)
+    head = len(header).to_bytes(8, "little") + header
+    return ordered, head, len(head) + sum(e.length * e.dtype.itemsize for e in ordered)
+
+
+def _send_all(writer: _Writer, head: bytes, ordered: Iterable[Entry], *, release: bool) -> None:
+    writer.add(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+    for entry in ordered:
+        if entry.lent is not None:
+            writer.read(entry.lent, entry.length * entry.dtype.itemsize)
+            if release:
+                entry.lent.release()
+        elif entry.length:
+            writer.add(flat_of(entry).view(torch.uint8))
+
+
+class _Nowhere:
+    """A sink that keeps nothing."""
+
+    def write(self, memory: torch.Tensor, offset: int) -> Callable[[], object]:
+        return lambda: None
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _Writer:

@@ -85,6 +85,9 @@ class Disk(Protocol):
     def rename(self, path: Path, target: Path) -> None:
         """Put a file in the place of another in the same directory, at once."""
 
+    def link(self, path: Path, target: Path) -> bool:
+        """Give a file a second name; False where that cannot be."""
+
     def remove(self, path: Path) -> None:
         """Remove a file, or an empty directory."""
 
@@ -130,6 +133,16 @@ class LocalDisk:
     def rename(self, path: Path, target: Path) -> None:
         """See :class:`Disk`."""
         os.replace(path, target)
+
+    def link(self, path: Path, target: Path) -> bool:
+        """See :class:`Disk`."""
+        try:
+            os.link(path, target, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:  # another device, a file system without links, too many of them
+            return False
+        return True
 
     def remove(self, path: Path) -> None:
         """See :class:`Disk`."""

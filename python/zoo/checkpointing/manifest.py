@@ -18,7 +18,16 @@ from typing import Any
 from zoo.checkpointing.disk import Disk, read_beginning, read_file
 from zoo.checkpointing.errors import CheckpointError, UnreadableError
 from zoo.checkpointing.exact import decode
-from zoo.checkpointing.names import ATTEMPT, MANIFEST, check_index, file_of, index_of, names_in, tag_of
+from zoo.checkpointing.names import (
+    ATTEMPT,
+    MANIFEST,
+    check_index,
+    constant_file_of,
+    file_of,
+    index_of,
+    names_in,
+    tag_of,
+)
 
 FORMAT = "zoo-checkpoint"
 VERSION = 4
@@ -253,7 +262,8 @@ def files_named(disk: Disk, path: Path) -> list[str]:
         head = head_of(disk, path)
         if head["version"] >= INDEXED:
             attempt, ranks = _attempt(head.get("attempt")), range(world_size_of(head))
-            return [index_of(attempt), *(file_of(attempt, rank) for rank in ranks)]
+            names = (name(attempt, rank) for rank in ranks for name in (file_of, constant_file_of))
+            return [index_of(attempt), *names]
         return [name for name in disk.names(path) if name.startswith("rank_") and name.endswith(".safetensors")]
     return []
 

@@ -20,7 +20,7 @@ LATEST = "latest"
 RANK_ROLE = "rank"
 """Role of tensors that belong to one rank and no logical tensor (random number generators)."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
-_FILE = re.compile(r"(rank_|[0-9a-f]{16}\.)\d{5,}\.safetensors")
+_FILE = re.compile(r"(rank_|[0-9a-f]{16}\.(constant\.)?)\d{5,}\.safetensors")
 _INDEX = re.compile(r"[0-9a-f]{16}\.index")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
@@ -31,7 +31,8 @@ class StateSlice(Protocol):
     ``tensor`` is their (length,) flat view on this rank. Any object with these attributes will do; one that has a
     ``dtype`` as well is asked for its tensor only once, when it is written, so that it may load it then. One that has
     a ``box`` (:class:`zoo.layout.Box`) which is not None is that box of the tensor, in the box's row-major order:
-    ``start`` is the number of its first element, ``length`` that of its elements.
+    ``start`` is the number of its first element, ``length`` that of its elements. One whose ``constant`` is true is not
+    expected to change from one checkpoint to the next.
     """
 
     @property
@@ -56,6 +57,11 @@ def new_attempt() -> str:
 def file_of(attempt: str, rank: int) -> str:
     """The name of a rank's file."""
     return f"{attempt}.{rank:05d}.safetensors"
+
+
+def constant_file_of(attempt: str, rank: int) -> str:
+    """The name of a rank's file of what does not change."""
+    return f"{attempt}.constant.{rank:05d}.safetensors"
 
 
 def old_file_of(rank: int) -> str:

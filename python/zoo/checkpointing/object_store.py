@@ -99,6 +99,12 @@ class ObjectStore:
             self._fs.pipe_file(_key(target), self._fs.cat_file(_key(path)))
             self._fs.rm_file(_key(path))
 
+    def link(self, path: Path, target: Path) -> bool:
+        """See :class:`Disk`. A copy that the store makes: nothing is sent."""
+        with _errors(path):
+            self._fs.cp_file(_key(path), _key(target))
+        return True
+
     def remove(self, path: Path) -> None:
         """See :class:`Disk`."""
         with _errors(path):

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from zoo.checkpointing.constants import Constants
 from zoo.checkpointing.data_files import Written, write_data
 from zoo.checkpointing.disk import Disk, discard, make_directories, place_of, put, write_file
 from zoo.checkpointing.errors import CheckpointError, alike
@@ -47,6 +48,7 @@ from zoo.checkpointing.names import (
     RANK_ROLE,
     StateSlice,
     check_tag,
+    constant_file_of,
     file_of,
     index_of,
     key_of,
@@ -110,6 +112,7 @@ def save(
     *,
     rank_state: Mapping[str, torch.Tensor] | None = None,
     latest: bool = True,
+    constants: Constants | None = None,
     disk: Disk | None = None,
 ) -> Path:
     """Write the checkpoint ``<directory>/<tag>`` and make it the latest. A collective; all ranks see one file system.
@@ -125,6 +128,8 @@ def save(
         comm: the ranks that save together; a world of one if not given.
         rank_state: tensors of this rank alone, read back by a rank of the same number.
         latest: whether it becomes the one that is loaded where no tag is given.
+        constants: of whoever saves again and again: slices that are ``constant`` and have not changed are not written
+            again.
         disk: the file system, where ``directory`` does not say it.
 
     Returns:
@@ -143,13 +148,15 @@ def save(
     path = root / tag
     made: list[Path] = []
     # What goes where this fails. Rank 0 alone knows in the end whether the checkpoint exists.
-    files = [path / file_of(attempt, rank) for rank in (range(comm.size) if comm.rank == 0 else [comm.rank])]
+    ranks = range(comm.size) if comm.rank == 0 else [comm.rank]
+    files = [path / name(attempt, rank) for rank in ranks for name in (file_of, constant_file_of)]
     try:
         alike(comm, what, lambda: _prepare(disk, path, attempt, made) if comm.rank == 0 else None)
 
         def write() -> _Part:
             _check_shared(disk, path, attempt, place)
-            return _write_rank(disk, path, attempt, comm.rank, slices, scalars or {}, rank_state or {})
+            known = constants if constants is not None else Constants()
+            return _write_rank(disk, path, attempt, comm.rank, slices, scalars or {}, rank_state or {}, known)
 
         part = alike(comm, what, write)
         parts = gather_object(comm, part)
@@ -215,15 +222,17 @@ class _Part:
     states: list[State]
     own_names: list[tuple[str, str]]
     columns: dict[str, Column]
-    size: int
+    files: list[tuple[str, int, int]]
+    """Name, bytes and checksums of each file."""
     scalars: dict[str, float | int]
 
 
 def _write_rank(
     disk: Disk, path: Path, attempt: str, rank: int, slices: Iterable[StateSlice],
-    scalars: Mapping[str, float | int], rank_state: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, float | int], rank_state: Mapping[str, torch.Tensor], constants: Constants,
 ) -> _Part:  # fmt: skip
     entries: dict[str, Entry] = {}
+    constant: dict[str, Entry] = {}
     states: dict[tuple[str, str], tuple[int, State]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     rows: list[tuple[int, int, int, str]] = []
@@ -236,9 +245,10 @@ def _write_rank(
             raise CheckpointError(f"{item.role} {item.name!r} is given in two dtypes, {known.dtype} and {named.dtype}")
         if item.length:
             key = key_of(item.role, item.name, item.start)
-            if key in entries:
+            if key in entries or key in constant:
                 raise CheckpointError(f"{item.role} {item.name!r} has two slices that start at element {item.start}")
-            entries[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"), getattr(item, "lent", None))
+            kind = constant if getattr(item, "constant", False) else entries
+            kind[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"), getattr(item, "lent", None))
             rows.append((number, item.start, item.length, key))
             boxes.append(_box_of(item, shape))
     own: list[tuple[int, int, str]] = []
@@ -249,17 +259,24 @@ def _write_rank(
         own.append((len(own_names), flat.numel(), key))
         own_names.append((name, str(flat.dtype).removeprefix("torch.")))
     metadata = {"format": FORMAT, "version": str(VERSION), "rank": str(rank)}
-    written = write_data(disk, path / file_of(attempt, rank), entries.values(), metadata)
+    name = file_of(attempt, rank)
+    files = [(name, write_data(disk, path / name, entries.values(), metadata))]
+    if constant:
+        name = constant_file_of(attempt, rank)
+        files.append((name, constants.put(disk, path / name, list(constant.values()), metadata)))
     disk.sync_directory(path)
-    columns = _columns(rank, rows, boxes, own, written)
-    return _Part([state for _, state in states.values()], own_names, columns, written.size, dict(scalars))
+    columns = _columns(rank, rows, boxes, own, [written for _, written in files])
+    told = [(name, written.size, len(written.sums)) for name, written in files]
+    return _Part([state for _, state in states.values()], own_names, columns, told, dict(scalars))
 
 
 def _columns(
     rank: int, rows: list[tuple[int, int, int, str]], boxes: list[Box | None], own: list[tuple[int, int, str]],
-    written: Written,
+    files: Sequence[Written],
 ) -> dict[str, Column]:  # fmt: skip
-    offsets, found = written.offsets, empty_columns()
+    """``file`` is the number of one of this rank's files."""
+    found = empty_columns()
+    offsets = {key: (number, at) for number, written in enumerate(files) for key, at in written.offsets.items()}
     places: list[int] = []
     extents: list[int] = []
     for box in boxes:
@@ -267,12 +284,13 @@ def _columns(
         extents += [*box.offsets, *box.sizes] if box is not None else []
     given: dict[str, list[int]] = {
         "state": [row[0] for row in rows], "start": [row[1] for row in rows], "length": [row[2] for row in rows],
-        "file": [rank] * len(rows), "offset": [offsets[row[3]] for row in rows],
+        "file": [offsets[row[3]][0] for row in rows], "offset": [offsets[row[3]][1] for row in rows],
         "box": places, "extents": extents,
         "own_rank": [rank] * len(own), "own_name": [row[0] for row in own], "own_length": [row[1] for row in own],
-        "own_file": [rank] * len(own), "own_offset": [offsets[row[2]] for row in own],
+        "own_file": [0] * len(own), "own_offset": [offsets[row[2]][1] for row in own],
     }  # fmt: skip
-    return {**{name: np.array(values, dtype=found[name].dtype) for name, values in given.items()}, "sums": written.sums}
+    columns = {name: np.array(values, dtype=found[name].dtype) for name, values in given.items()}
+    return {**columns, "sums": np.concatenate([written.sums for written in files])}
 
 
 def dtype_of(item: StateSlice) -> torch.dtype:
@@ -309,7 +327,7 @@ def _commit(
     disk: Disk, path: Path, attempt: str, parts: list[_Part], told: Told, latest: bool, files: list[Path]
 ) -> None:
     """``files`` is emptied where the manifest may be there: what it names must not be removed any more."""
-    index = merged(parts, [file_of(attempt, rank) for rank in range(len(parts))])
+    index = merged(parts)
     index.check()
     data = index.encode()
     name = index_of(attempt)
@@ -341,7 +359,7 @@ def _commit(
         discard(disk, path / old)
 
 
-def merged(parts: list[_Part], names: list[str]) -> Index:
+def merged(parts: list[_Part]) -> Index:
     """The parts of all ranks as one index."""
     states: dict[tuple[str, str], int] = {}
     known: list[State] = []
@@ -369,11 +387,14 @@ def merged(parts: list[_Part], names: list[str]) -> Index:
         columns = dict(part.columns)
         columns["state"] = np.array(numbers, dtype="<i4")[columns["state"]]
         columns["own_name"] = np.array(own, dtype="<i4")[columns["own_name"]]
+        for name in ("file", "own_file"):
+            columns[name] = columns[name] + np.array(len(files), dtype="<i4")
         columns["box"] = np.where(columns["box"] >= 0, columns["box"] + num_extents, -1).astype("<i4")
         for name, column in columns.items():
             lists[name].append(column)
-        files.append(FileEntry(names[rank], part.size, num_sums))
-        num_sums += len(part.columns["sums"])
+        for name, size, sums in part.files:
+            files.append(FileEntry(name, size, num_sums))
+            num_sums += sums
         num_extents += len(part.columns["extents"])
     columns = {name: np.concatenate(found) for name, found in lists.items()}
     order = np.lexsort((columns["file"], columns["start"], columns["state"]))

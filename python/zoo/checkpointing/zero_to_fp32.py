@@ -701,7 +701,7 @@ def _size(value: object) -> int:
 
 def _file_entry(entry: Iterable[Any], num_sums: int) -> tuple[str, int, int]:
     name, size, first_sum = entry
-    if not isinstance(name, str) or not re.fullmatch(r"[0-9a-f]{16}\.\d{5,}\.safetensors", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[0-9a-f]{16}\.(constant\.)?\d{5,}\.safetensors", name):
         raise ValueError(f"the index names the file {name!r}")
     if _size(first_sum) + -(-_size(size) // BLOCK_BYTES) > num_sums:
         raise ValueError(f"the index has no checksums for all of the {size} bytes of {name}")

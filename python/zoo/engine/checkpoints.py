@@ -24,6 +24,7 @@ from zoo.checkpointing import (
     together,
 )
 from zoo.checkpointing.consolidation import write_script
+from zoo.checkpointing.constants import Constants
 from zoo.checkpointing.disk import make_directories, place_of
 from zoo.checkpointing.foreign import ForeignCheckpoint
 from zoo.comm import Communicator
@@ -65,6 +66,7 @@ class Checkpoints(WholeStates):
     global_steps: int
     _optimizer: ZeroOptimizer | None
     _saver: BackgroundSaver | None = None
+    _constants: Constants | None = None
     _script_in: Path | None = None
     _last_path: str | None = None
     """Of the checkpoint that was saved or loaded last."""
@@ -136,7 +138,12 @@ class Checkpoints(WholeStates):
             path = self._saver.save(directory, tag, slices, scalars, meta, rank_state=mine, latest=save_latest)
         else:
             self.wait_for_checkpoint()
-            path = save(directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest)
+            if self._constants is None:
+                self._constants = Constants()
+            path = save(
+                directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest,
+                constants=self._constants,
+            )  # fmt: skip
         self._last_path = joined(directory, tag)
         return str(path) if "://" not in str(directory) else self._last_path
 

@@ -43,6 +43,8 @@ class StateSlice:
     shape: tuple[int, ...]
     source: torch.Tensor | Stored
     box: Box | None = None
+    constant: bool = False
+    """Of a frozen parameter."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -123,7 +125,8 @@ def slices_of(
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
                 continue
             low, high = bucket.own_range() if owned else bucket.kept_range()
-            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", _frozen_values(bucket, low, high))
+            values = _frozen_values(bucket, low, high)
+            yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", values, constant=True)
 
 
 def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored:
@@ -194,10 +197,12 @@ def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, rea
     return found
 
 
-def _cut(bucket: Bucket, pieces: Sequence[Slice], role: str, tensor: torch.Tensor | Stored) -> Iterator[StateSlice]:
+def _cut(
+    bucket: Bucket, pieces: Sequence[Slice], role: str, tensor: torch.Tensor | Stored, *, constant: bool = False
+) -> Iterator[StateSlice]:
     for run in runs_of(bucket, pieces):
         part = tensor[run.offset : run.offset + run.length]
-        yield StateSlice(run.name, role, run.start, run.length, run.shape, part, run.box)
+        yield StateSlice(run.name, role, run.start, run.length, run.shape, part, run.box, constant)
 
 
 @dataclass(frozen=True)
