@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 import torch
 from torch import nn
 
-import zoo.zero.state.logical as state_io
 from zoo.comm import Communicator
 from zoo.io import AioConfig, Handle
 from zoo.zero.config import ZeroConfig
@@ -29,9 +28,9 @@ from zoo.zero.runtime.publishing import publish
 from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
-from zoo.zero.state.by_parameter import begun_scalars, begun_slices, look, named_groups
+from zoo.zero.state.by_parameter import look
 from zoo.zero.state.offload_states import StatesAway, states_named
-from zoo.zero.state.rank_state import load_rank_state, rank_state
+from zoo.zero.state.saved import SavedState
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.factors import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from zoo.zero.options.keywords import Keywords
 
 
-class ZeroOptimizer(Inspection, OuterOptimizer):
+class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
     """Trains a model data-parallel, with its training state split over the ranks as the stage says.
 
     After each backward of every rank the gradient is g = 1/N Σ_r g_r, and ``step`` applies the wrapped optimizer to it
@@ -508,8 +507,6 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
         self.read_outcome()
         self.sharded.close()
 
-    # State -----------------------------------------------------------------------------------------------------------
-
     def _look_at_states(self, parameter: Any) -> tuple[Sequence[str], Mapping[str, float]]:
         """What ``self.state[parameter]`` shows; nothing is communicated, read or made."""
         return look(self, parameter)
@@ -517,97 +514,3 @@ class ZeroOptimizer(Inspection, OuterOptimizer):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copies nor pickles have the model's memory."""
         refuse_copy(self)
-
-    def state_slices(self) -> list[state_io.StateSlice]:
-        """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        return self.held_slices(owned=True)
-
-    def state_scalars(self) -> dict[str, float]:
-        """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
-        self._check_open()
-        self.read_outcome()
-        found = state_io.scalars_of(self._updater.segments, self.inner.state)
-        if self._scaler is not None:
-            found |= {f"zero/{key}": value for key, value in self._scaler.state().items()}
-        if self._feedback:
-            found["zero/feedback_ranks"] = float(self.comm.size)
-        return found
-
-    def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
-        """As :meth:`held_slices`, with zeros for the states that there will be after the first step."""
-        return begun_slices(self, owned=owned)
-
-    def live_scalars(self) -> dict[str, float]:
-        """As :meth:`state_scalars`, with 0 for the numbers that there will be after the first step."""
-        return begun_scalars(self)
-
-    def named_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, with names of the whole model in the place of parameters."""
-        return named_groups(self)
-
-    @torch.no_grad()
-    def load_state(self, read: state_io.Reader, scalars: Mapping[str, float]) -> None:
-        """Continue from the state that ``read`` and ``scalars`` give, saved at any world size and stage. Collective.
-
-        Args:
-            read: ``read(name, role, start, length)`` returns these elements as a 1-D tensor, or raises KeyError when
-                there is no such state (nothing but parameters exists before the first step).
-            scalars: the union of :meth:`state_scalars` of all ranks that saved.
-        """
-        self._check_open()
-        self.read_outcome()
-        self.sharded.settle()
-        if self._in_backward is not None:
-            self._in_backward.step()  # whatever it made is overwritten
-        self._runtime.backward.check_running()
-        if self._in_backward is not None or self._runtime.backward.failed:
-            self.zero_grad()
-        exact = self.config.load_from_fp32_weights
-        self._updater.load(
-            lambda segment, state: state_io.fill_segment(
-                segment, state, read if exact else state_io.rounded(read, segment.bucket.spec.dtype), scalars
-            ),
-            self._options_of_update(),
-        )
-        state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
-        self._publish()
-        mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
-        saved_losses = int(mine.pop("feedback_ranks", 0))
-        for bucket in self._trainable:
-            state_io.fill_feedback(bucket, saved_losses, read)
-        if self._scaler is not None and mine:
-            self._scaler.load(mine)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
-
-        Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
-        be read under another placement use :meth:`state_slices`, or the functions of
-        ``torch.distributed.checkpoint.state_dict``, for which the result also has ``["state"]``: asking for that is
-        collective, and makes the states by parameter (:mod:`zoo.zero.state.by_parameter`).
-        """
-        return rank_state(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned on this rank, or states by parameter. Collective.
-
-        The latter are what torch's optimizers have, ``{"state": …, "param_groups": …}``, with whole tensors or
-        DTensors, of any world size; parameters then stay what they are, but for a state "master".
-
-        Raises:
-            ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout.
-        """
-        load_rank_state(self, state_dict)
-
-    def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
-        """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
-        self._check_open()
-        self.read_outcome()
-        self.sharded.members.check()
-        self.take_writes()
-        self._updater.settle()
-        stored = self._updater.stored
-        found = list(
-            state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=owned, stored=stored)
-        )
-        return found + [s for b in self._trainable for s in state_io.feedback_slices(b, owned=owned)]

@@ -1,0 +1,138 @@
+"""What a ZeRO optimizer saves and loads: its state as logical slices, by rank, and by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+import zoo.zero.state.logical as state_io
+from zoo.comm import Communicator
+from zoo.zero.config import ZeroConfig
+from zoo.zero.state.by_parameter import begun_scalars, begun_slices, named_groups
+from zoo.zero.state.rank_state import load_rank_state, rank_state
+
+if TYPE_CHECKING:
+    from zoo.zero.collectives.feedback import Feedback
+    from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.runtime.hooks import Runtime
+    from zoo.zero.sharded import ShardedModel
+    from zoo.zero.sharding.buckets import Bucket
+    from zoo.zero.update.in_backward import UpdateInBackward
+    from zoo.zero.update.loss_scaler import LossScaler
+    from zoo.zero.update.updater import Updater
+
+
+class SavedState:
+    """The part of :class:`~zoo.zero.ZeroOptimizer` that checkpoints are made of, and filled from."""
+
+    comm: Communicator
+    config: ZeroConfig
+    sharded: ShardedModel
+    inner: Any
+    _buckets: Sequence[Bucket]
+    _trainable: list[Bucket]
+    _feedback: list[Feedback]
+    _scaler: LossScaler | None
+    _in_backward: UpdateInBackward | None
+    _runtime: Runtime
+    _updater: Updater
+
+    @property
+    def _whole(self) -> ZeroOptimizer:
+        return cast("ZeroOptimizer", self)
+
+    def state_slices(self) -> list[state_io.StateSlice]:
+        """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
+        return self.held_slices(owned=True)
+
+    def state_scalars(self) -> dict[str, float]:
+        """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
+        self._whole._check_open()
+        self._whole.read_outcome()
+        found = state_io.scalars_of(self._updater.segments, self.inner.state)
+        if self._scaler is not None:
+            found |= {f"zero/{key}": value for key, value in self._scaler.state().items()}
+        if self._feedback:
+            found["zero/feedback_ranks"] = float(self.comm.size)
+        return found
+
+    def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
+        """As :meth:`held_slices`, with zeros for the states that there will be after the first step."""
+        return begun_slices(self._whole, owned=owned)
+
+    def live_scalars(self) -> dict[str, float]:
+        """As :meth:`state_scalars`, with 0 for the numbers that there will be after the first step."""
+        return begun_scalars(self._whole)
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with names of the whole model in the place of parameters."""
+        return named_groups(self._whole)
+
+    @torch.no_grad()
+    def load_state(self, read: state_io.Reader, scalars: Mapping[str, float]) -> None:
+        """Continue from the state that ``read`` and ``scalars`` give, saved at any world size and stage. Collective.
+
+        Args:
+            read: ``read(name, role, start, length)`` returns these elements as a 1-D tensor, or raises KeyError when
+                there is no such state (nothing but parameters exists before the first step).
+            scalars: the union of :meth:`state_scalars` of all ranks that saved.
+        """
+        self._whole._check_open()
+        self._whole.read_outcome()
+        self.sharded.settle()
+        if self._in_backward is not None:
+            self._in_backward.step()  # whatever it made is overwritten
+        self._runtime.backward.check_running()
+        if self._in_backward is not None or self._runtime.backward.failed:
+            self._whole.zero_grad()
+        exact = self.config.load_from_fp32_weights
+        self._updater.load(
+            lambda segment, state: state_io.fill_segment(
+                segment, state, read if exact else state_io.rounded(read, segment.bucket.spec.dtype), scalars
+            ),
+            self._whole._options_of_update(),
+        )
+        state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
+        self._whole._publish()
+        mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
+        saved_losses = int(mine.pop("feedback_ranks", 0))
+        for bucket in self._trainable:
+            state_io.fill_feedback(bucket, saved_losses, read)
+        if self._scaler is not None and mine:
+            self._scaler.load(mine)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's optimizer state, for a checkpoint read back at the same world size, stage and options.
+
+        Parameters are part of it (role "parameter"), because at stage 3 nobody else has them. For a checkpoint that can
+        be read under another placement use :meth:`state_slices`, or the functions of
+        ``torch.distributed.checkpoint.state_dict``, for which the result also has ``["state"]``: asking for that is
+        collective, and makes the states by parameter (:mod:`zoo.zero.state.by_parameter`).
+        """
+        return rank_state(self._whole)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned on this rank, or states by parameter. Collective.
+
+        The latter are what torch's optimizers have, ``{"state": …, "param_groups": …}``, with whole tensors or
+        DTensors, of any world size; parameters then stay what they are, but for a state "master".
+
+        Raises:
+            ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout.
+        """
+        load_rank_state(self._whole, state_dict)
+
+    def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
+        """What this rank holds of the training state; with ``owned`` what no other rank's slices have."""
+        self._whole._check_open()
+        self._whole.read_outcome()
+        self.sharded.members.check()
+        self._whole.take_writes()
+        self._updater.settle()
+        stored = self._updater.stored
+        found = list(
+            state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=owned, stored=stored)
+        )
+        return found + [s for b in self._trainable for s in state_io.feedback_slices(b, owned=owned)]
