@@ -12,7 +12,17 @@ import pytest
 import torch
 
 import zoo.io
-from zoo.io import CancelledError, ChecksumError, Fault, Handle, Mock, Striped, TransferError, UnexpectedEndError
+from zoo.io import (
+    BufferPool,
+    CancelledError,
+    ChecksumError,
+    Fault,
+    Handle,
+    Mock,
+    Striped,
+    TransferError,
+    UnexpectedEndError,
+)
 
 from .battery import BACKENDS
 
@@ -204,7 +214,7 @@ def test_dropping_futures_and_tensors_in_flight_loses_nothing(folder: Path) -> N
         watch = []
         for k in range(20):
             tensor = torch.full((4096,), k, dtype=torch.uint8)
-            watch.append(weakref.ref(tensor))
+            watch.append(weakref.ref(tensor.untyped_storage()))
             handle.async_pwrite(tensor, folder / "f", 4096 * k)
         del tensor
         gc.collect()
@@ -215,6 +225,38 @@ def test_dropping_futures_and_tensors_in_flight_loses_nothing(folder: Path) -> N
     content = (folder / "f").read_bytes()
     assert all(content[4096 * k : 4096 * (k + 1)] == bytes([k]) * 4096 for k in range(20))
     assert all(ref() is None for ref in watch), "and let go afterwards"
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+@pytest.mark.parametrize("swap", ["data", "set_", "swap_tensors"])
+def test_a_tensor_whose_storage_is_swapped_in_flight_leaves_its_memory_to_the_operation(
+    folder: Path, swap: str, verb: str
+) -> None:
+    (folder / "f").write_bytes(bytes([3]) * 4096)
+    pool = BufferPool(1 << 20, pinned=False)
+    slow = Mock(faults=(Fault(delay_s=0.3, times=1),))
+    with Handle(backend=slow, pool=pool) as handle:
+        # Not a view: a view's base would keep the memory by itself.
+        tensor = (
+            torch.empty(0, dtype=torch.uint8).set_(handle.empty(4096, dtype=torch.uint8).untyped_storage()).fill_(7)
+        )
+        future = (handle.async_pwrite if verb == "write" else handle.async_pread)(tensor, folder / "f")
+        other = torch.zeros(4096, dtype=torch.uint8)
+        if swap == "data":
+            tensor.data = other
+        elif swap == "set_":
+            tensor.set_(other)
+        else:
+            torch.utils.swap_tensors(tensor, other)
+            del other
+        gc.collect()
+        # The pool would hand the bytes to the next tensor.
+        assert pool.stats().buffers == 1
+        assert handle.empty(4096, dtype=torch.uint8).fill_(9).eq(9).all()
+        future.wait()
+        assert pool.stats().buffers == 0
+        assert tensor.eq(0).all()
+    assert (folder / "f").read_bytes() == bytes([7 if verb == "write" else 3]) * 4096
 
 
 def test_dropping_a_handle_in_flight_finishes_its_operations(folder: Path) -> None:

@@ -25,8 +25,8 @@ class Transfer(NamedTuple):
 class Future:
     """An operation on its way. Any thread may wait for it; ``await`` works in any event loop.
 
-    Dropping it stops nothing and frees nothing early: the tensor is kept alive until the transfer is over, and a
-    failure is raised by `Handle.wait` or `Handle.close` instead.
+    Dropping it stops nothing and frees nothing early: the tensor's memory is kept alive until the transfer is over, and
+    a failure is raised by `Handle.wait` or `Handle.close` instead.
     """
 
     __slots__ = ("__weakref__", "_handle", "_ticket")

@@ -55,8 +55,9 @@ class Handle:
     copied through a small aligned buffer while the device works. Operations on overlapping bytes run in no particular
     order: wait for one before the next.
 
-    A tensor is kept alive until its operation is over. Its memory must stay where it is (no ``resize_`` of its
-    storage), must not be read while it is being read into, and not be changed while it is being written.
+    A tensor's memory is kept alive until its operation is over, whatever becomes of the tensor (``.data =``, ``set_``).
+    It must stay where it is (no ``resize_`` or ``share_memory_`` of the storage), must not be read while it is being
+    read into, and not be changed while it is being written.
 
     Args:
         block_size: largest transfer in bytes, a multiple of 4096.
@@ -258,6 +259,8 @@ class Handle:
         urgent: bool = False,
     ) -> Future:
         address, num_bytes = memory_of(tensor, verb="write" if mode == "w" else "read into")
+        # Not the tensor: `tensor.data = other`, `set_` and `swap_tensors` give it other memory and let go of this.
+        owner = tensor.untyped_storage() if num_bytes else None
         whole_number("offset", offset, 0, (1 << 63) - 1)
         if expected is not None:
             whole_number("checksum", expected, 0, (1 << 32) - 1)
@@ -269,7 +272,7 @@ class Handle:
         if mode == "r":
             mark_changed(tensor)
         ticket = self._engine.submit(
-            files, stripe, mode == "w", offset, address, num_bytes, tensor, checksum, expected, durable, urgent
+            files, stripe, mode == "w", offset, address, num_bytes, owner, checksum, expected, durable, urgent
         )
         return Future(ticket, self)
 
