@@ -77,6 +77,32 @@ struct Job {
     /// Bytes of the window that were moved.
     done: usize,
     attempts: u32,
+    /// It was counted as over.
+    ended: bool,
+}
+
+impl Job {
+    fn new(op: Arc<Op>, task: Task) -> Self {
+        Job { op, task, slot: None, done: 0, attempts: 0, ended: false }
+    }
+
+    /// Count it as over; true for the last part of its operation.
+    fn end(&mut self) -> bool {
+        self.ended = true;
+        self.op.part_over()
+    }
+}
+
+impl Drop for Job {
+    /// A panic unwinds past a job that the worker has in its hand: its operation ends all the same.
+    fn drop(&mut self) {
+        if !self.ended {
+            self.op.fail(Error::WorkerDied("a panic".to_owned()));
+            if self.end() {
+                self.op.finish();
+            }
+        }
+    }
 }
 
 pub(crate) struct Driver<B> {
@@ -182,7 +208,7 @@ impl<B: Backend> Driver<B> {
             let job = match self.ready.pop() {
                 Some(job) => job,
                 None => match self.queue.take_or_sleep(self.worker) {
-                    Taken::Item((op, chunk)) => Job { op, task: Task::Move(chunk), slot: None, done: 0, attempts: 0 },
+                    Taken::Item((op, chunk)) => Job::new(op, Task::Move(chunk)),
                     Taken::Asleep => return Ok(Fill::Asleep),
                     Taken::Closed => return Ok(Fill::Closed),
                 },
@@ -401,20 +427,14 @@ impl<B: Backend> Driver<B> {
         if let (Some(slot), Some(slots)) = (job.slot.take(), self.slots.as_mut()) {
             slots.free.push(slot);
         }
-        let op = job.op;
-        if !op.part_over() {
+        if !job.end() {
             return;
         }
+        let op = &job.op;
         if op.durable && !op.has_failed() && matches!(job.task, Task::Move(_)) {
             let files = op.target.files().len();
             op.pending.store(files, Ordering::Release);
-            self.ready.extend((0..files).map(|k| Job {
-                op: Arc::clone(&op),
-                task: Task::Sync(k),
-                slot: None,
-                done: 0,
-                attempts: 0,
-            }));
+            self.ready.extend((0..files).map(|k| Job::new(Arc::clone(op), Task::Sync(k))));
             return;
         }
         op.finish();
@@ -422,12 +442,13 @@ impl<B: Backend> Driver<B> {
 
     /// The worker cannot go on: fail everything it had, and keep alive for ever whatever the kernel may still write to.
     pub(crate) fn fail_all(&mut self, why: &str) {
-        let jobs: Vec<Job> = self.jobs.iter_mut().filter_map(Option::take).chain(self.ready.drain(..)).collect();
         std::mem::forget(self.slots.take());
-        for job in jobs {
-            std::mem::forget(Arc::clone(&job.op));
+        let begun: Vec<Job> = self.jobs.iter_mut().filter_map(Option::take).collect();
+        // Before any of them ends: what waits for an operation must find it buried.
+        begun.iter().for_each(|job| job.op.bury());
+        for mut job in begun.into_iter().chain(self.ready.drain(..)) {
             job.op.fail(Error::WorkerDied(why.to_owned()));
-            if job.op.part_over() {
+            if job.end() {
                 job.op.finish();
             }
         }

@@ -211,7 +211,7 @@ impl Engine {
             .map_err(|errno| Error::Unavailable(format!("{workers} threads: {}", strerror(errno))))
     }
 
-    fn start<B: Backend + 'static>(
+    pub(crate) fn start<B: Backend + 'static>(
         settings: &Settings,
         name: &'static str,
         workers: usize,

@@ -11,6 +11,8 @@ mod backend;
 pub mod checksum;
 mod copy;
 mod driver;
+#[cfg(test)]
+mod dying;
 mod engine;
 pub mod error;
 pub mod file;

@@ -187,6 +187,8 @@ pub(crate) struct Op {
     /// Chunks made and not over, plus one while the plan is not exhausted.
     pub(crate) pending: AtomicUsize,
     failed: AtomicBool,
+    /// A worker died while the kernel had a part of it: nobody gets the memory any more.
+    buried: AtomicBool,
     first_error: Mutex<Option<Error>>,
     buffer: Mutex<Option<Box<dyn Buffer>>>,
     result: Mutex<Option<Result<Done, Error>>>,
@@ -220,6 +222,7 @@ impl Op {
             durable: request.durable,
             pending: AtomicUsize::new(1),
             failed: AtomicBool::new(false),
+            buried: AtomicBool::new(false),
             first_error: Mutex::new(None),
             buffer: Mutex::new(Some(request.buffer)),
             result: Mutex::new(None),
@@ -237,6 +240,13 @@ impl Op {
     pub(crate) fn fail(&self, error: Error) {
         lock(&self.first_error).get_or_insert(error);
         self.failed.store(true, Ordering::Release);
+    }
+
+    /// Keep the memory for ever: the kernel may still read or write it, and nobody will learn when it has done so.
+    pub(crate) fn bury(self: &Arc<Self>) {
+        if !self.buried.swap(true, Ordering::AcqRel) {
+            std::mem::forget(Arc::clone(self));
+        }
     }
 
     /// One part is over; true for the last one.
@@ -329,10 +339,12 @@ impl Ticket {
         result.clone()
     }
 
-    /// The buffer of an operation that is over; the second call gets none.
+    /// The buffer of an operation that is over; the second call gets none, and neither does anybody after
+    /// [`Error::WorkerDied`] where the kernel may still have the memory, which is then never freed.
     pub fn take_buffer(&self) -> Option<Box<dyn Buffer>> {
         let here = self.0.tracker.check_process().is_ok();
-        if here && self.is_done() { lock(&self.0.buffer).take() } else { None }
+        let ours = here && self.is_done() && !self.0.buried.load(Ordering::Acquire);
+        if ours { lock(&self.0.buffer).take() } else { None }
     }
 }
 

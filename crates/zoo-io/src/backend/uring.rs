@@ -57,6 +57,8 @@ pub(crate) struct Uring {
     /// The kernel refused to register memory; not asked again until some is dropped.
     refused: bool,
     notice: Option<String>,
+    /// The kernel takes nothing any more; why.
+    broken: Option<String>,
     /// Done at once, because a polled ring takes direct transfers only.
     done: Vec<Event>,
     fixed: u64,
@@ -101,6 +103,7 @@ impl Uring {
             dropped_regions: memory::dropped_so_far(),
             refused: false,
             notice: None,
+            broken: None,
             done: Vec::new(),
             fixed: 0,
         })
@@ -207,8 +210,14 @@ impl Uring {
         // `push`, and the alarm's counter lives as long as the ring.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             // Full although there is an entry for every transfer: the kernel has not taken the last ones yet.
-            if self.ring.submit().is_err() {
-                std::thread::yield_now();
+            match self.ring.submit().as_ref().map_err(errno_of) {
+                Ok(_) => {}
+                Err(errno) if is_passing(errno) => std::thread::yield_now(),
+                Err(errno) => {
+                    // The next turn says so; nobody is to wait for the event of this one.
+                    self.broken = Some(refusal(errno));
+                    return;
+                }
             }
         }
     }
@@ -265,6 +274,15 @@ impl Drop for Uring {
     }
 }
 
+/// Interrupted, or the kernel wants completions taken first.
+fn is_passing(errno: i32) -> bool {
+    matches!(errno, libc::EINTR | libc::EBUSY | libc::EAGAIN)
+}
+
+fn refusal(errno: i32) -> String {
+    format!("io_uring_enter: {} (errno {errno})", strerror(errno))
+}
+
 fn build(entries: u32, options: RingOptions) -> io::Result<IoUring> {
     let base = || {
         let mut builder = IoUring::builder();
@@ -306,15 +324,18 @@ impl Backend for Uring {
 
     fn turn(&mut self, wait: Wait, in_flight: usize, events: &mut Vec<Event>) -> Result<(), String> {
         self.forget();
+        if let Some(why) = self.broken.take() {
+            return Err(why);
+        }
         let result = if wait == Wait::Yes && self.done.is_empty() && self.ring.completion().is_empty() {
             self.sleep(in_flight)
         } else {
             self.ring.submit().map(drop)
         };
         match result.as_ref().map_err(errno_of) {
-            // Interrupted, or the kernel wants completions taken first.
-            Ok(()) | Err(libc::EINTR | libc::EBUSY | libc::EAGAIN) => {}
-            Err(errno) => return Err(format!("io_uring_enter: {} (errno {errno})", strerror(errno))),
+            Ok(()) => {}
+            Err(errno) if is_passing(errno) => {}
+            Err(errno) => return Err(refusal(errno)),
         }
         self.collect(events);
         Ok(())
