@@ -125,7 +125,7 @@ struct Foreign {
 
 // SAFETY: the Python layer passes address and size of a contiguous CPU tensor together with the tensor.
 unsafe impl Buffer for Foreign {
-    fn start(&self) -> *mut u8 {
+    fn start(&mut self) -> *mut u8 {
         self.address as *mut u8
     }
     fn len(&self) -> usize {

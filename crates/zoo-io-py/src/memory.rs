@@ -8,7 +8,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
-use zoo_io::{Buffer, PoolBuffer};
+use zoo_io::PoolBuffer;
 
 use crate::errors::raise;
 
@@ -77,7 +77,7 @@ unsafe extern "C" fn forget_capsule(capsule: *mut pyo3::ffi::PyObject) {
 }
 
 fn capsule(py: Python<'_>, buffer: PoolBuffer) -> PyResult<Bound<'_, PyCapsule>> {
-    let (data, len) = (Buffer::start(&buffer).cast(), PoolBuffer::len(&buffer) as i64);
+    let (data, len) = (PoolBuffer::start(&buffer).as_ptr().cast(), PoolBuffer::len(&buffer) as i64);
     let backing = Box::into_raw(Box::new(Backing { _buffer: buffer, shape: [len], strides: [1] }));
     // SAFETY: `backing` was just made; the fields are in a box and do not move.
     let (shape, strides) = unsafe { (&raw mut (*backing).shape, &raw mut (*backing).strides) };

@@ -103,8 +103,8 @@ impl Drop for Counted {
 
 // SAFETY: the vector's memory does not move with it, and is this buffer's alone.
 unsafe impl Buffer for Counted {
-    fn start(&self) -> *mut u8 {
-        self.0.as_ptr().cast_mut()
+    fn start(&mut self) -> *mut u8 {
+        self.0.as_mut_ptr()
     }
     fn len(&self) -> usize {
         self.0.len()
@@ -162,12 +162,11 @@ proptest! {
             let late = read(&engine, &path, &alive).and_then(|ticket| ticket.wait(Some(Duration::from_secs(5))).unwrap());
             prop_assert!(matches!(late, Err(Error::WorkerDied(_) | Error::Closed)), "{:?}", late);
         }
-        let returned: Vec<_> = tickets.iter().flatten().filter_map(Ticket::take_buffer).collect();
+        let mut returned: Vec<_> = tickets.iter().flatten().filter_map(Ticket::take_buffer).collect();
         let given = given.lock().unwrap().clone();
-        for buffer in &returned {
-            let inside = |&(_, address, _): &(u32, usize, usize)| {
-                (buffer.start() as usize..buffer.start() as usize + buffer.len()).contains(&address)
-            };
+        for buffer in &mut returned {
+            let (start, len) = (buffer.start() as usize, buffer.len());
+            let inside = |&(_, address, _): &(u32, usize, usize)| (start..start + len).contains(&address);
             prop_assert!(!given.iter().any(inside), "memory of the kernel's came back");
         }
         drop((returned, tickets, engine));

@@ -280,13 +280,13 @@ impl Engine {
     /// # Errors
     /// [`Error::Invalid`] for a file that is open the other way or a range past 63 bits, [`Error::UnexpectedEnd`] for a
     /// read past the end, [`Error::Os`] when there is no space, [`Error::Closed`], [`Error::Forked`].
-    pub fn submit(&self, request: Request) -> Result<Ticket, Error> {
+    pub fn submit(&self, mut request: Request) -> Result<Ticket, Error> {
         self.check_usable()?;
         check(&request)?;
         let (direction, len, urgent) = (request.direction, request.buffer.len() as u64, request.urgent);
-        let plan =
-            Plan::new(direction, &request.target, request.offset, len, request.buffer.start() as u64, self.block);
-        let op = Op::new(self.next.fetch_add(1, Ordering::Relaxed), request, Arc::clone(&self.shared.tracker));
+        let start = request.buffer.start();
+        let plan = Plan::new(direction, &request.target, request.offset, len, start as u64, self.block);
+        let op = Op::new(self.next.fetch_add(1, Ordering::Relaxed), request, start, Arc::clone(&self.shared.tracker));
         self.shared.counters.operations.fetch_add(1, Ordering::Relaxed);
         let ticket = Ticket(Arc::clone(&op));
         if len == 0 {

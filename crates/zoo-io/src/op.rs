@@ -19,8 +19,9 @@ use crate::sys::EventFd;
 /// `start()..start() + len()` stays mapped and where it is until the value is dropped, readable for a write, writable for a
 /// read, and during a read nobody else touches it.
 pub unsafe trait Buffer: Send {
-    /// First byte.
-    fn start(&self) -> *mut u8;
+    /// First byte. Asked for once, before the transfers, which write through this very pointer: it must be one that may
+    /// be written through, and stay so while the value moves.
+    fn start(&mut self) -> *mut u8;
     /// Length in bytes.
     fn len(&self) -> usize;
     /// Whether it has no bytes.
@@ -31,8 +32,8 @@ pub unsafe trait Buffer: Send {
 
 // SAFETY: a vector's heap memory does not move with the vector, and whoever owns the vector owns the bytes.
 unsafe impl Buffer for Vec<u8> {
-    fn start(&self) -> *mut u8 {
-        self.as_ptr().cast_mut()
+    fn start(&mut self) -> *mut u8 {
+        self.as_mut_ptr()
     }
     fn len(&self) -> usize {
         Vec::len(self)
@@ -41,7 +42,7 @@ unsafe impl Buffer for Vec<u8> {
 
 // SAFETY: a pool buffer does not move, and whoever owns it owns the bytes.
 unsafe impl Buffer for crate::memory::PoolBuffer {
-    fn start(&self) -> *mut u8 {
+    fn start(&mut self) -> *mut u8 {
         crate::memory::PoolBuffer::start(self).as_ptr()
     }
     fn len(&self) -> usize {
@@ -206,7 +207,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Op {
-    pub(crate) fn new(id: u64, request: Request, tracker: Arc<Tracker>) -> Arc<Op> {
+    /// `start`: what the request's buffer said.
+    pub(crate) fn new(id: u64, request: Request, start: *mut u8, tracker: Arc<Tracker>) -> Arc<Op> {
         tracker.begin();
         let wants_sum = request.checksum || request.expected.is_some();
         Arc::new(Op {
@@ -215,8 +217,8 @@ impl Op {
             target: request.target,
             offset: request.offset,
             len: request.buffer.len() as u64,
-            start: request.buffer.start(),
-            region: memory::find(request.buffer.start() as usize, request.buffer.len()),
+            start,
+            region: memory::find(start as usize, request.buffer.len()),
             sums: wants_sum.then(Mutex::default),
             expected: request.expected,
             durable: request.durable,
@@ -365,5 +367,23 @@ impl Source for Pending {
             self.op.pending.fetch_add(1, Ordering::AcqRel);
         }
         Some(((Arc::clone(&self.op), chunk), last))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Under Miri this is a question of aliasing; elsewhere of bytes.
+    #[test]
+    fn bytes_written_behind_a_vectors_back_are_its_bytes() {
+        let mut buffer: Box<dyn Buffer> = Box::new(vec![1_u8; 3]);
+        let start = buffer.start();
+        let moved = Some(buffer);
+        // SAFETY: three bytes of the vector, which nobody else touches.
+        unsafe { std::ptr::copy_nonoverlapping([7_u8, 8, 9].as_ptr(), start, 3) };
+        let mut back = moved.unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { std::slice::from_raw_parts(back.start(), back.len()) }, [7, 8, 9]);
     }
 }

@@ -40,8 +40,8 @@ impl Drop for Shifted {
 
 // SAFETY: the vector's memory does not move with it.
 unsafe impl Buffer for Shifted {
-    fn start(&self) -> *mut u8 {
-        self.bytes[self.shift..].as_ptr().cast_mut()
+    fn start(&mut self) -> *mut u8 {
+        self.bytes[self.shift..].as_mut_ptr()
     }
     fn len(&self) -> usize {
         self.len
@@ -49,7 +49,7 @@ unsafe impl Buffer for Shifted {
 }
 
 fn content(ticket: &Ticket) -> Vec<u8> {
-    let buffer = ticket.take_buffer().expect("the buffer comes back");
+    let mut buffer = ticket.take_buffer().expect("the buffer comes back");
     // SAFETY: the operation is over and the buffer is ours.
     unsafe { std::slice::from_raw_parts(buffer.start(), buffer.len()) }.to_vec()
 }
