@@ -146,6 +146,36 @@ def test_ctrl_c_ends_a_wait_and_the_operation_goes_on(folder: Path) -> None:
     assert done.stdout.split() == ["interrupted", "True", "40"], done.stderr
 
 
+CLOSE = """
+import os, signal, sys, threading, time, torch, zoo.io
+signal.signal(signal.SIGINT, signal.default_int_handler)
+handle = zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=2.0, times=1),)))
+future = handle.async_pwrite(torch.ones(10), sys.argv[1])
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+begun = time.monotonic()
+try:
+    handle.close()
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - begun < 1.5, handle.closed, future.done())
+open(sys.argv[1] + ".kept", "wb").write(b"kept")
+try:
+    handle.write(torch.ones(0), sys.argv[1] + ".kept")
+except ValueError as error:
+    print(error, open(sys.argv[1] + ".kept").read())
+handle.close()
+print(handle.closed, future.wait().num_bytes)
+"""
+
+
+def test_ctrl_c_ends_a_close_which_may_be_called_again(folder: Path) -> None:
+    done = run(CLOSE, folder / "f")
+    assert done.stdout.splitlines() == [
+        "interrupted True False False",
+        "the handle is closed; make a new one kept",
+        "True 40",
+    ], done.stderr
+
+
 LEAK = """
 import resource, sys, torch, zoo.io
 

@@ -265,8 +265,16 @@ impl Engine {
         py.detach(|| self.inner.abort());
     }
 
-    /// Take no more, finish what was submitted, end the threads.
-    fn close(&self, py: Python<'_>) {
+    /// Take no more, finish what was submitted, end the threads. A signal may end it earlier, and then it can be called
+    /// again.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        patiently(py, None, |slice| self.inner.wind_down(slice).then_some(()))?;
+        py.detach(|| self.inner.close());
+        Ok(())
+    }
+
+    /// The same where no exception can be raised: whatever signals come.
+    fn finish(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
 

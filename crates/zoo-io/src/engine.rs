@@ -324,6 +324,16 @@ impl Engine {
         }
     }
 
+    /// Take no more operations; whether all that were submitted are over, now or before the time is. [`Engine::close`]
+    /// has nothing to wait for then but the ends of idle threads.
+    pub fn wind_down(&self, timeout: Duration) -> bool {
+        if !self.is_here() {
+            return true;
+        }
+        self.shared.wake(self.shared.queue.close());
+        self.shared.tracker.is_idle_within(timeout)
+    }
+
     /// Take no more operations, finish all that were submitted, and end the threads.
     pub fn close(&self) {
         if !self.is_here() {

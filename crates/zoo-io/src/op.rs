@@ -147,8 +147,8 @@ impl Tracker {
         self.tally().in_flight
     }
 
-    /// Wait until nothing is in flight or the time is over. A report is made only in the first case.
-    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Report {
+    /// Wait until nothing is in flight or the time is over, and look at how it is then.
+    fn settle(&self, timeout: Option<Duration>) -> MutexGuard<'_, Tally> {
         let deadline = timeout.map(|t| Instant::now() + t);
         let mut tally = self.tally();
         while tally.in_flight > 0 {
@@ -157,9 +157,23 @@ impl Tracker {
                 continue;
             };
             if left.is_zero() {
-                return Report { in_flight: tally.in_flight, ..Report::default() };
+                break;
             }
             tally = self.changed.wait_timeout(tally, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        tally
+    }
+
+    /// Whether nothing is in flight, now or before the time is over.
+    pub(crate) fn is_idle_within(&self, timeout: Duration) -> bool {
+        self.settle(Some(timeout)).in_flight == 0
+    }
+
+    /// Wait until nothing is in flight or the time is over. A report is made only in the first case.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Report {
+        let mut tally = self.settle(timeout);
+        if tally.in_flight > 0 {
+            return Report { in_flight: tally.in_flight, ..Report::default() };
         }
         Report {
             finished: std::mem::take(&mut tally.finished),

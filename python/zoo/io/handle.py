@@ -125,6 +125,7 @@ class Handle:
             overlap_events=overlap_events,
         )
         self._direct: DirectMode = direct
+        self._refusing = False
         self._pool = pool
         self._bells: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell] = weakref.WeakKeyDictionary()
         # Runs when the handle dies and at the end of the process: what was submitted is finished either way.
@@ -264,7 +265,7 @@ class Handle:
         whole_number("offset", offset, 0, (1 << 63) - 1)
         if expected is not None:
             whole_number("checksum", expected, 0, (1 << 32) - 1)
-        if not self._finalizer.alive:
+        if self._refusing:
             raise ValueError("the handle is closed; make a new one")
         files, stripe = open_target(target, mode, self._direct)
         if whole:
@@ -300,12 +301,18 @@ class Handle:
 
     def abort(self) -> None:
         """Take no more operations and give up those not begun: their futures raise `CancelledError`."""
+        self._refusing = True
         self._engine.abort()
 
     def close(self) -> None:
-        """Finish every operation and end the threads; then raise the first failure that no future has told."""
-        if self._finalizer.detach() is not None:
+        """Finish every operation and end the threads; then raise the first failure that no future has told.
+
+        Ctrl-C ends it: nothing is taken any more, what was submitted goes on, and `close` may be called again.
+        """
+        if self._finalizer.alive:
+            self._refusing = True
             self._engine.close()
+            self._finalizer.detach()
             self.wait()
 
     @property
@@ -370,7 +377,7 @@ def _finish(engine: _native.Engine) -> None:
             ResourceWarning,
             stacklevel=2,
         )
-    engine.close()
+    engine.finish()
     try:
         _, failures, _, _ = engine.wait(0)
     except RuntimeError:  # a forked child: the operations are the parent's
