@@ -28,7 +28,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Error::Unavailable(_) => of_message(py, "UnavailableError", &message),
         Error::NoRoom(_) => of_message(py, "PoolExhaustedError", &message),
         Error::Closed | Error::Invalid(_) => Ok(PyValueError::new_err(message)),
-        Error::Forked { .. } | Error::WorkerDied(_) => Ok(PyRuntimeError::new_err(message)),
+        Error::Forked { .. } | Error::PoolForked { .. } | Error::WorkerDied(_) => Ok(PyRuntimeError::new_err(message)),
     };
     made.unwrap_or_else(|failure| failure)
 }

@@ -258,7 +258,7 @@ impl<B: Backend> Driver<B> {
         if self.slots.is_none() {
             let size = self.habits.block.max(1 << 16).next_multiple_of(PAGE);
             let count = (self.habits.bounce / size).clamp(2, 4096).min(self.jobs.len().max(1));
-            let region = Region::new(size * count, None)?;
+            let region = Region::new(size * count, None, None)?;
             self.slots = Some(Slots { region, size, free: (0..count).collect() });
         }
         Ok(self.slots.as_mut().and_then(|slots| slots.free.pop()))

@@ -102,6 +102,17 @@ pub enum Error {
         /// The process that asks.
         here: u32,
     },
+    /// The memory of a pool does not come along into a forked process.
+    #[error(
+        "the pool belongs to process {owner} and this is process {here}, which has none of its memory: make a pool \
+         after the fork"
+    )]
+    PoolForked {
+        /// The process that made it.
+        owner: u32,
+        /// The process that asks.
+        here: u32,
+    },
     /// A worker thread ended by a fault of its own.
     #[error("an I/O worker ended unexpectedly ({0}); the engine cannot be used any more")]
     WorkerDied(String),

@@ -192,8 +192,8 @@ pub(crate) struct Op {
     pub(crate) offset: u64,
     pub(crate) len: u64,
     pub(crate) start: *mut u8,
-    /// Where the memory lies, if in memory of this crate: name, start and length of the region.
-    pub(crate) region: Option<(u64, usize, usize)>,
+    /// Where the memory lies, if in memory of this crate.
+    pub(crate) region: Option<memory::Home>,
     /// Sums of the pieces, when a checksum was asked for.
     pub(crate) sums: Option<Mutex<Pieces>>,
     pub(crate) expected: Option<u32>,

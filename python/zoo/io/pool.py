@@ -44,7 +44,8 @@ class BufferPool:
 
     The memory of a tensor returns to the pool when the last tensor that shares it dies. A sequence of buffers that
     repeats, step after step, takes nothing new from the system. With a CUDA runtime and device the memory is
-    page-locked (``cudaHostRegister``), so that copies to and from the GPU are asynchronous.
+    page-locked (``cudaHostRegister``), so that copies to and from the GPU are asynchronous. A forked child has none of
+    the memory: tensors of the pool must not be touched there.
 
     Args:
         capacity_bytes: hard cap, at least 4096.
@@ -86,6 +87,7 @@ class BufferPool:
             PoolExhaustedError: it does not fit under the cap, or into what the ledger has left; the message says what
                 is in use.
             ValueError: a negative size.
+            RuntimeError: in a forked child.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = torch.get_default_dtype() if dtype is None else dtype

@@ -6,6 +6,7 @@ pub(crate) mod uring;
 
 use std::os::fd::RawFd;
 
+use crate::memory::Home;
 use crate::sys;
 
 /// What a transfer does.
@@ -31,8 +32,8 @@ pub(crate) struct Transfer {
     pub(crate) offset: u64,
     pub(crate) ptr: *mut u8,
     pub(crate) len: usize,
-    /// Region the memory lies in: its name, start and length.
-    pub(crate) region: Option<(u64, usize, usize)>,
+    /// Region the memory lies in, and what the operation uses of it.
+    pub(crate) region: Option<Home>,
 }
 
 impl Transfer {

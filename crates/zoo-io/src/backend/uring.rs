@@ -8,6 +8,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 
 use super::{Backend, Event, Kind, Transfer, Wait};
 use crate::error::{errno_of, strerror};
+use crate::memory::{HUGE_PAGE, Home, Mapping};
 use crate::sys::EventFd;
 use crate::{file, memory};
 
@@ -15,6 +16,7 @@ use crate::{file, memory};
 const ALARM: u64 = u64::MAX;
 /// Slots for files and for pieces of memory; what finds none goes unregistered.
 const SLOTS: u32 = 64;
+const PIECES: u32 = 1024;
 /// The kernel registers at most this much memory in one slot.
 const LARGEST_PIECE: usize = 1 << 30;
 
@@ -43,6 +45,15 @@ impl<K: PartialEq + Copy> Table<K> {
     }
 }
 
+/// A part of a region that the kernel has pinned in one slot: bytes `from..to` of it.
+struct Piece {
+    id: u64,
+    from: usize,
+    to: usize,
+    /// Mapped until the kernel has let go of it.
+    _mapping: Arc<Mapping>,
+}
+
 pub(crate) struct Uring {
     ring: IoUring,
     depth: usize,
@@ -51,7 +62,9 @@ pub(crate) struct Uring {
     alarm_count: Box<[u8; 8]>,
     alarm_armed: bool,
     files: Table<u64>,
-    pieces: Table<(u64, usize)>,
+    pieces: Vec<Option<Piece>>,
+    /// How many the kernel has slots for.
+    most_pieces: usize,
     closed_files: u64,
     dropped_regions: u64,
     /// The kernel refused to register memory; not asked again until some is dropped.
@@ -87,9 +100,9 @@ impl Uring {
     pub(crate) fn new(depth: usize, options: RingOptions, alarm: Arc<EventFd>) -> io::Result<Self> {
         let entries = u32::try_from(depth + 1).unwrap_or(4096).next_power_of_two();
         let ring = build(entries, options)?;
-        let table = |wanted: io::Result<()>| if wanted.is_ok() { SLOTS as usize } else { 0 };
-        let files = Table { names: vec![None; table(ring.submitter().register_files_sparse(SLOTS))] };
-        let pieces = Table { names: vec![None; table(ring.submitter().register_buffers_sparse(SLOTS))] };
+        let kept = |wanted: io::Result<()>, slots: u32| if wanted.is_ok() { slots as usize } else { 0 };
+        let files = Table { names: vec![None; kept(ring.submitter().register_files_sparse(SLOTS), SLOTS)] };
+        let most_pieces = kept(ring.submitter().register_buffers_sparse(PIECES), PIECES);
         Ok(Uring {
             ring,
             depth,
@@ -98,7 +111,8 @@ impl Uring {
             alarm_count: Box::new([0; 8]),
             alarm_armed: false,
             files,
-            pieces,
+            pieces: Vec::new(),
+            most_pieces,
             closed_files: file::closed_so_far(),
             dropped_regions: memory::dropped_so_far(),
             refused: false,
@@ -119,28 +133,33 @@ impl Uring {
         Some(slot)
     }
 
-    /// Slot of the piece of a region that the transfer lies in.
+    /// Slot of a piece of memory that the transfer lies in.
     fn piece(&mut self, transfer: &Transfer) -> Option<u16> {
-        let (name, start, len) = transfer.region?;
-        let at = transfer.ptr as usize - start;
-        let piece = at / LARGEST_PIECE;
-        if (at + transfer.len - 1) / LARGEST_PIECE != piece {
-            return None;
-        }
-        if let Some(slot) = self.pieces.find((name, piece)) {
+        let home = transfer.region?;
+        let at = transfer.ptr as usize - home.start;
+        let end = at + transfer.len;
+        let holds = |piece: &Piece| piece.id == home.id && piece.from <= at && end <= piece.to;
+        if let Some(slot) = self.pieces.iter().position(|slot| slot.as_ref().is_some_and(holds)) {
             return u16::try_from(slot).ok();
         }
-        if self.refused {
+        let (from, to) = surroundings(&home, at);
+        if self.refused || end > to {
             return None;
         }
-        let slot = self.pieces.vacant()?;
-        let from = piece * LARGEST_PIECE;
-        let memory = libc::iovec { iov_base: (start + from) as *mut _, iov_len: (len - from).min(LARGEST_PIECE) };
-        // SAFETY: the region is mapped; its name goes from the table before the kernel could be told a wrong one, since
-        // a name is never used twice.
-        match unsafe { self.ring.submitter().register_buffers_update(slot, &[memory], None) } {
+        let slot = match self.pieces.iter().position(Option::is_none) {
+            Some(slot) => slot,
+            None if self.pieces.len() < self.most_pieces => {
+                self.pieces.push(None);
+                self.pieces.len() - 1
+            }
+            None => return None,
+        };
+        let mapping = memory::pin(&home, &self.alarm)?;
+        let memory = libc::iovec { iov_base: (home.start + from) as *mut _, iov_len: to - from };
+        // SAFETY: the memory is mapped, and stays so while the piece is in the table.
+        match unsafe { self.ring.submitter().register_buffers_update(slot as u32, &[memory], None) } {
             Ok(()) => {
-                self.pieces.names[slot as usize] = Some((name, piece));
+                self.pieces[slot] = Some(Piece { id: home.id, from, to, _mapping: mapping });
                 u16::try_from(slot).ok()
             }
             Err(error) => {
@@ -171,12 +190,12 @@ impl Uring {
         let dropped = memory::dropped_so_far();
         if dropped != self.dropped_regions {
             self.dropped_regions = dropped;
-            for slot in 0..self.pieces.names.len() {
-                if self.pieces.names[slot].is_some_and(|(name, _)| !memory::is_live(name)) {
-                    self.pieces.names[slot] = None;
+            for slot in 0..self.pieces.len() {
+                if self.pieces[slot].as_ref().is_some_and(|piece| !memory::is_live(piece.id)) {
                     let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
                     // SAFETY: an empty slot points to nothing.
                     let _ = unsafe { self.ring.submitter().register_buffers_update(slot as u32, &[nothing], None) };
+                    self.pieces[slot] = None;
                     self.refused = false;
                 }
             }
@@ -258,8 +277,12 @@ impl Uring {
 }
 
 impl Drop for Uring {
-    /// The kernel may still hold the address of the alarm's counter: let it finish first.
     fn drop(&mut self) {
+        // Closing a ring lets go of memory some time later; this does so now.
+        if !self.pieces.is_empty() {
+            let _ = self.ring.submitter().unregister_buffers();
+        }
+        // The kernel may still hold the address of the alarm's counter: let it finish first.
         let mut events = Vec::new();
         for _ in 0..1000 {
             if !self.alarm_armed {
@@ -272,6 +295,14 @@ impl Drop for Uring {
         // Never seen; a leaked word is better than a word the kernel writes after it was freed.
         std::mem::forget(std::mem::take(&mut self.alarm_count));
     }
+}
+
+/// What to register for a transfer at offset `at` of a region: what its operation uses, in whole huge pages, because
+/// registering touches every page; and no more than fits a slot.
+fn surroundings(home: &Home, at: usize) -> (usize, usize) {
+    let first = home.used.0 / HUGE_PAGE * HUGE_PAGE;
+    let from = first + at.saturating_sub(first) / LARGEST_PIECE * LARGEST_PIECE;
+    (from, home.used.1.next_multiple_of(HUGE_PAGE).min(home.len).min(from + LARGEST_PIECE))
 }
 
 /// Interrupted, or the kernel wants completions taken first.

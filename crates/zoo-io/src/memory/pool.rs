@@ -3,13 +3,16 @@
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use super::{BUFFER_ALIGNMENT, Ledger, PageLock, Region, Reservation};
+use super::{BUFFER_ALIGNMENT, Ledger, PageLock, Region, Reservation, is_leaving, wait_until_gone};
 use crate::error::Error;
 
 /// Small buffers share regions of this size unless a pool is told another one, so that a thousand of them are one
 /// registration and one page lock.
 const SEGMENT: usize = 64 << 20;
+/// So long rings may take to let go of a region.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What a pool has and had; all but the counts in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -37,8 +40,6 @@ struct Segment {
     free: BTreeMap<usize, usize>,
     /// Set aside: stays while the pool does, used or not.
     kept: bool,
-    // After the region: the bytes are free again when they are unmapped, not before.
-    _held: Option<Reservation>,
 }
 
 impl Segment {
@@ -70,6 +71,8 @@ struct State {
     segments: BTreeMap<u64, Segment>,
     next: u64,
     stats: PoolStats,
+    /// Names of regions that were given up and may still be registered in rings.
+    leaving: Vec<u64>,
 }
 
 /// Hands out buffers that start at a page and takes them back when they are dropped. Never holds more than its cap.
@@ -87,6 +90,7 @@ pub struct Pool {
     capacity: usize,
     segment: usize,
     ledger: Option<Arc<Ledger>>,
+    process: u32,
 }
 
 impl Pool {
@@ -124,7 +128,7 @@ impl Pool {
         let stats = PoolStats { capacity, ..PoolStats::default() };
         let segment = segment.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(SEGMENT);
         let state = Mutex::new(State { stats, ..State::default() });
-        Ok(Arc::new(Pool { state, lock, capacity, segment, ledger }))
+        Ok(Arc::new(Pool { state, lock, capacity, segment, ledger, process: std::process::id() }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -136,8 +140,41 @@ impl Pool {
         self.lock.is_some()
     }
 
-    /// Counts of now.
+    /// A forked process has none of the memory, and the lock may be held for ever there.
+    fn is_here(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    fn check_process(&self) -> Result<(), Error> {
+        let (owner, here) = (self.process, std::process::id());
+        if owner == here { Ok(()) } else { Err(Error::PoolForked { owner, here }) }
+    }
+
+    /// Do it, and once more if there was no room while rings still had regions that were given up.
+    fn patiently<T>(&self, attempt: impl Fn() -> Result<T, Error>) -> Result<T, Error> {
+        self.check_process()?;
+        match attempt() {
+            Err(Error::NoRoom(_)) if self.wait_for_rings() => attempt(),
+            outcome => outcome,
+        }
+    }
+
+    /// Wait until rings have let go of what was given up; whether there was anything.
+    fn wait_for_rings(&self) -> bool {
+        let leaving: Vec<u64> = std::mem::take(&mut self.state().leaving);
+        let leaving: Vec<u64> = leaving.into_iter().filter(|&id| is_leaving(id)).collect();
+        if !leaving.is_empty() && !wait_until_gone(&leaving, PATIENCE) {
+            // A worker is busy with one very long transfer: until it looks up, the bytes stay in the account.
+            self.state().leaving.extend(&leaving);
+        }
+        !leaving.is_empty()
+    }
+
+    /// Counts of now; in a forked process, which has none of the memory, zeros.
     pub fn stats(&self) -> PoolStats {
+        if !self.is_here() {
+            return PoolStats { capacity: self.capacity, ..PoolStats::default() };
+        }
         self.state().stats
     }
 
@@ -147,14 +184,19 @@ impl Pool {
             let start = s.region.start().as_ptr() as usize;
             (start..start + s.region.len()).contains(&address)
         };
-        self.state().segments.values().any(inside)
+        self.is_here() && self.state().segments.values().any(inside)
     }
 
     /// A buffer of `len` bytes; its content is arbitrary.
     ///
     /// # Errors
-    /// [`Error::NoRoom`] when it does not fit under the cap or into the ledger, or the system has no more.
+    /// [`Error::NoRoom`] when it does not fit under the cap or into the ledger, or the system has no more;
+    /// [`Error::PoolForked`].
     pub fn take(self: &Arc<Self>, len: usize) -> Result<PoolBuffer, Error> {
+        self.patiently(|| self.take_now(len))
+    }
+
+    fn take_now(self: &Arc<Self>, len: usize) -> Result<PoolBuffer, Error> {
         let rounded = len.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(usize::MAX);
         let mut guard = self.state();
         let state = &mut *guard;
@@ -184,10 +226,12 @@ impl Pool {
     /// See [`Pool::take`].
     pub fn set_aside(&self, len: usize) -> Result<(), Error> {
         let rounded = len.max(1).checked_next_multiple_of(BUFFER_ALIGNMENT).unwrap_or(usize::MAX);
-        let mut state = self.state();
-        self.make_room(&mut state, rounded)?;
-        let (len, held) = self.reserve(&mut state, rounded, rounded)?;
-        self.add(&mut state, len, held, true).map(drop)
+        self.patiently(|| {
+            let mut state = self.state();
+            self.make_room(&mut state, rounded)?;
+            let (len, held) = self.reserve(&mut state, rounded, rounded)?;
+            self.add(&mut state, len, held, true).map(drop)
+        })
     }
 
     fn grow(&self, state: &mut State, rounded: usize) -> Result<u64, Error> {
@@ -216,11 +260,11 @@ impl Pool {
     }
 
     fn add(&self, state: &mut State, len: usize, held: Option<Reservation>, kept: bool) -> Result<u64, Error> {
-        let region = Region::new(len, self.lock.clone())?;
+        let region = Region::new(len, self.lock.clone(), held)?;
         let key = state.next;
         state.next += 1;
         state.stats.reserved += len;
-        state.segments.insert(key, Segment { region, free: BTreeMap::from([(0, len)]), kept, _held: held });
+        state.segments.insert(key, Segment { region, free: BTreeMap::from([(0, len)]), kept });
         state.stats.regions = state.segments.len();
         Ok(key)
     }
@@ -253,6 +297,9 @@ impl Pool {
     }
 
     fn give_back(&self, key: u64, offset: usize, rounded: usize) {
+        if !self.is_here() {
+            return;
+        }
         let mut state = self.state();
         state.stats.in_use -= rounded;
         state.stats.buffers -= 1;
@@ -264,9 +311,12 @@ impl Pool {
         }
     }
 
-    /// Give unused regions back to the system, but those that were set aside.
+    /// Give unused regions back to the system, but those that were set aside. Waits for the rings that registered them.
     pub fn trim(&self) {
-        self.state().release_unused();
+        if self.is_here() {
+            self.state().release_unused();
+            self.wait_for_rings();
+        }
     }
 }
 
@@ -285,11 +335,13 @@ impl State {
     }
 
     fn release_unused(&mut self) {
-        let stats = &mut self.stats;
+        let (stats, leaving) = (&mut self.stats, &mut self.leaving);
+        leaving.retain(|&id| is_leaving(id));
         self.segments.retain(|_, segment| {
             let keep = segment.kept || !segment.is_unused();
             if !keep {
                 stats.reserved -= segment.region.len();
+                leaving.push(segment.region.id());
             }
             keep
         });
