@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
+use libloading::os::unix;
 use libloading::{Library, Symbol};
 
 /// Whoever can keep pages where they are, so that a GPU copies from and to them asynchronously.
@@ -49,9 +50,8 @@ impl Cuda {
     }
 
     fn load(names: &[String]) -> Result<Cuda, String> {
-        // SAFETY: loading the CUDA runtime runs its constructors, which is what it is made for.
-        let library = names.iter().find_map(|name| unsafe { Library::new(name) }.ok());
-        let library = library.ok_or_else(|| format!("no CUDA runtime was found (looked for {})", names.join(", ")))?;
+        let library =
+            open_first(names).ok_or_else(|| format!("no CUDA runtime was found (looked for {})", names.join(", ")))?;
         let symbol = |error: libloading::Error| format!("the CUDA runtime lacks a function: {error}");
         // SAFETY: the types are those of the CUDA runtime's C interface, stable since CUDA 4.
         let (count, register, unregister, describe) = unsafe {
@@ -72,6 +72,17 @@ impl Cuda {
     }
 }
 
+/// The first of these libraries that is loaded already, and only if none is, the first that can be loaded: with a second
+/// runtime beside that of torch, memory would be locked in a context that torch's copies know nothing of.
+fn open_first(names: &[String]) -> Option<Library> {
+    let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
+    // SAFETY: nothing is loaded, so no constructor runs.
+    let loaded = |name| unsafe { unix::Library::open(Some(name), flags | libc::RTLD_NOLOAD) }.ok();
+    // SAFETY: loading the CUDA runtime runs its constructors, which is what it is made for.
+    let fresh = |name| unsafe { unix::Library::open(Some(name), flags) }.ok();
+    names.iter().find_map(loaded).or_else(|| names.iter().find_map(fresh)).map(Library::from)
+}
+
 impl PageLock for Cuda {
     fn lock(&self, start: NonNull<u8>, len: usize) -> Result<(), String> {
         // SAFETY: the memory is mapped and stays so until `unlock`.
@@ -90,7 +101,7 @@ impl PageLock for Cuda {
 /// The CUDA runtime of this process, or the sentence that says why there is none. Looked for once.
 ///
 /// The environment variable `ZOO_CUDART` names another library file. A runtime that is loaded already (torch brings its
-/// own) is found by its name.
+/// own) is preferred to one that would have to be loaded, whatever their versions.
 ///
 /// # Errors
 /// The sentence.
@@ -117,6 +128,20 @@ mod tests {
     fn a_missing_runtime_is_a_sentence_that_names_what_was_looked_for() {
         let error = Cuda::load(&["libzoo_no_such_library.so".to_owned()]).unwrap_err();
         assert!(error.contains("libzoo_no_such_library.so"), "{error}");
+    }
+
+    #[test]
+    fn a_library_that_is_loaded_already_comes_before_one_that_is_not() {
+        // Of the C library's family, and used by nothing here.
+        let names = ["libresolv.so.2", "libc.so.6"].map(str::to_owned);
+        let is_loaded = |name: &str| {
+            // SAFETY: nothing is loaded.
+            unsafe { unix::Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_NOLOAD) }.is_ok()
+        };
+        assert!(!is_loaded(&names[0]) && is_loaded(&names[1]));
+        drop(open_first(&names).unwrap());
+        assert!(!is_loaded(&names[0]), "the first one was loaded although the second was there");
+        assert!(open_first(&names[..1]).is_some(), "where none is loaded the first that can be is");
     }
 
     #[test]
