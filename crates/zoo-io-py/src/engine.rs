@@ -11,6 +11,7 @@ use pyo3::types::PyDict;
 use zoo_io::{BackendChoice, Buffer, DirectMode, Direction, Fault, FaultKind, MockPlan, Request, RingOptions, Target};
 
 use crate::errors::raise;
+use crate::memory::Ledger;
 
 /// A Ctrl-C is noticed this soon while waiting.
 const SLICE: Duration = Duration::from_millis(100);
@@ -164,7 +165,7 @@ pub(crate) struct Engine {
 impl Engine {
     #[new]
     #[pyo3(signature = (*, block_size, queue_depth, num_threads, single_submit, overlap_events, bounce_bytes, backend,
-                        mock=None, sqpoll_idle_ms=None, iopoll=false))]
+                        ledger=None, mock=None, sqpoll_idle_ms=None, iopoll=false))]
     #[allow(clippy::too_many_arguments)] // keyword-only, from one place
     fn new(
         py: Python<'_>,
@@ -175,6 +176,7 @@ impl Engine {
         overlap_events: bool,
         bounce_bytes: usize,
         backend: &str,
+        ledger: Option<&Ledger>,
         mock: Option<MockArgs>,
         sqpoll_idle_ms: Option<u32>,
         iopoll: bool,
@@ -197,6 +199,7 @@ impl Engine {
             single_submit,
             overlap_events,
             bounce_bytes,
+            ledger: ledger.map(Ledger::inner),
             backend,
             ring: RingOptions { sqpoll_idle_ms, iopoll },
         };

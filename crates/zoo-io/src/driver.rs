@@ -4,10 +4,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::backend::{Backend, Event, Kind, Transfer, Wait};
+use crate::bounce::Slots;
 use crate::checksum::crc32c;
 use crate::copy::copy_streaming;
 use crate::error::{Direction, Error};
-use crate::memory::Region;
+use crate::memory::Ledger;
 use crate::op::{Op, Pending};
 use crate::plan::{Chunk, Way};
 use crate::queue::{Queue, Taken};
@@ -45,7 +46,7 @@ impl Counters {
 }
 
 /// How a worker behaves.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Habits {
     /// Largest window of a transfer, in bytes.
     pub(crate) block: usize,
@@ -55,13 +56,8 @@ pub(crate) struct Habits {
     pub(crate) single_submit: bool,
     /// Begin new transfers while others are in flight, instead of one full queue after the other.
     pub(crate) overlap: bool,
-}
-
-/// Aligned buffers for what cannot travel in place.
-struct Slots {
-    region: Region,
-    size: usize,
-    free: Vec<usize>,
+    /// Account of the bounce buffers.
+    pub(crate) ledger: Option<Arc<Ledger>>,
 }
 
 enum Task {
@@ -258,8 +254,7 @@ impl<B: Backend> Driver<B> {
         if self.slots.is_none() {
             let size = self.habits.block.max(1 << 16).next_multiple_of(PAGE);
             let count = (self.habits.bounce / size).clamp(2, 4096).min(self.jobs.len().max(1));
-            let region = Region::new(size * count, None, None)?;
-            self.slots = Some(Slots { region, size, free: (0..count).collect() });
+            self.slots = Some(Slots::new(size, count, self.habits.ledger.as_ref())?);
         }
         Ok(self.slots.as_mut().and_then(|slots| slots.free.pop()))
     }

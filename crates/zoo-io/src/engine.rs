@@ -12,6 +12,7 @@ use crate::backend::threads::Blocking;
 use crate::backend::uring::{RingOptions, Uring};
 use crate::driver::{Counters, Driver, Habits};
 use crate::error::{Direction, Error, errno_of, strerror};
+use crate::memory::Ledger;
 use crate::op::{Op, Pending, Report, Request, Ticket, Tracker};
 use crate::plan::Plan;
 use crate::queue::{MAX_WORKERS, Queue, Sleepers};
@@ -32,7 +33,7 @@ pub enum BackendChoice {
 }
 
 /// Settings of an engine.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Settings {
     /// Largest transfer in bytes: a multiple of 4096, at most 1 GiB.
     pub block_size: usize,
@@ -46,6 +47,8 @@ pub struct Settings {
     pub overlap_events: bool,
     /// Bytes of bounce buffers a worker has, for memory the device cannot reach; at least two blocks are made.
     pub bounce_bytes: usize,
+    /// Account that bounce buffers are reserved in before they are made; they go back with the engine.
+    pub ledger: Option<Arc<Ledger>>,
     /// What carries the transfers.
     pub backend: BackendChoice,
     /// Of the io_uring backend.
@@ -61,6 +64,7 @@ impl Default for Settings {
             single_submit: false,
             overlap_events: true,
             bounce_bytes: 16 << 20,
+            ledger: None,
             backend: BackendChoice::Auto,
             ring: RingOptions::default(),
         }
@@ -94,6 +98,7 @@ impl Settings {
             bounce: self.bounce_bytes,
             single_submit: self.single_submit,
             overlap: self.overlap_events,
+            ledger: self.ledger.clone(),
         }
     }
 }

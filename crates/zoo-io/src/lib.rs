@@ -8,6 +8,7 @@
 
 pub mod align;
 mod backend;
+mod bounce;
 pub mod checksum;
 mod copy;
 mod driver;

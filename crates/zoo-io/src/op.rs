@@ -393,10 +393,10 @@ mod tests {
     fn bytes_written_behind_a_vectors_back_are_its_bytes() {
         let mut buffer: Box<dyn Buffer> = Box::new(vec![1_u8; 3]);
         let start = buffer.start();
-        let moved = Some(buffer);
+        let moved = vec![buffer];
         // SAFETY: three bytes of the vector, which nobody else touches.
         unsafe { std::ptr::copy_nonoverlapping([7_u8, 8, 9].as_ptr(), start, 3) };
-        let mut back = moved.unwrap();
+        let mut back = moved.into_iter().next().unwrap();
         // SAFETY: as above.
         assert_eq!(unsafe { std::slice::from_raw_parts(back.start(), back.len()) }, [7, 8, 9]);
     }

@@ -33,6 +33,7 @@ class Engine:
         overlap_events: bool,
         bounce_bytes: int,
         backend: str,
+        ledger: Ledger | None = None,
         mock: _Mock | None = None,
         sqpoll_idle_ms: int | None = None,
         iopoll: bool = False,

@@ -17,6 +17,7 @@ from zoo.io.config import AioConfig
 from zoo.io.errors import TransferError
 from zoo.io.files import DirectMode, File, FilePath, Striped, Target, open_target
 from zoo.io.future import Future, LoopBell, Transfer
+from zoo.io.ledger import Ledger
 from zoo.io.memory import mark_changed, memory_of
 from zoo.io.mock import Mock
 from zoo.io.notices import once
@@ -71,6 +72,9 @@ class Handle:
             ``"always"`` fails there; ``"never"`` goes through it.
         bounce_bytes: aligned buffers a thread has for other addresses, at least two blocks.
         pool: where `empty` takes its memory; by default a pool of its own, made at the first call.
+        ledger: an account in which the bounce buffers are reserved when they are first needed: fewer of them where it
+            has little left, and a `PoolExhaustedError` of the operation where not even one fits. They are given back
+            when the handle is closed.
         sqpoll_idle_ms: a kernel thread looks for submissions and sleeps after this many idle milliseconds.
         iopoll: completions are polled for; needs a device with polled queues.
 
@@ -91,6 +95,7 @@ class Handle:
         direct: DirectMode = "auto",
         bounce_bytes: int = 16 << 20,
         pool: BufferPool | None = None,
+        ledger: Ledger | None = None,
         sqpoll_idle_ms: int | None = None,
         iopoll: bool = False,
     ) -> None:
@@ -111,6 +116,7 @@ class Handle:
             single_submit=single_submit,
             overlap_events=overlap_events,
             bounce_bytes=bounce_bytes,
+            ledger=None if ledger is None else ledger.native,
             backend="mock" if isinstance(backend, Mock) else backend,
             mock=backend.native() if isinstance(backend, Mock) else None,
             sqpoll_idle_ms=sqpoll_idle_ms,
