@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
@@ -126,7 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--device cpu makes a dry run."
         )
         return NO_GPU
-    os.environ["ZOO_KERNELS"] = "native"  # nothing may run in the reference unnoticed
+    from zoo.kernels import loading
+
+    with loading.use_mode("native"):  # nothing may run in the reference unnoticed
+        return measure(args, cuda)
+
+
+def measure(args: argparse.Namespace, cuda: bool) -> int:
+    """Check and time everything that is asked for; returns the exit status."""
     from zoo.kernels import loading
     from zoo.kernels.building import BuildError
 

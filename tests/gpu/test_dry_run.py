@@ -64,9 +64,9 @@ def test_a_wrong_bit_is_found() -> None:
 
 
 @native
-def test_an_operation_that_runs_in_the_reference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", "reference")
-    with pytest.raises(checks.Mismatch, match="zoo::update_ does not run natively on cpu"):
+def test_an_operation_that_runs_in_the_reference_is_found() -> None:
+    match = "zoo::update_ does not run natively on cpu"
+    with loading.use_mode("reference"), pytest.raises(checks.Mismatch, match=match):
         checks.run(checks.CHECKS[0], "cpu")
 
 
@@ -88,11 +88,7 @@ def test_the_oracle_of_sums_adds_in_the_order_of_the_header() -> None:
 def test_without_time_everything_is_skipped_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     arguments = ["--device", "cpu", "--minutes", "0", "--page", str(page)]
-    before = os.environ.get("ZOO_KERNELS")
-    try:
-        assert run.main(arguments) == run.SKIPPED
-    finally:
-        os.environ.pop("ZOO_KERNELS") if before is None else os.environ.update(ZOO_KERNELS=before)
+    assert run.main(arguments) == run.SKIPPED
     out = capsys.readouterr().out
     assert out.count("skipped, the time was used up") == len(checks.CHECKS) + len(stages.STAGES)
     assert page.read_text().count("skipped, the time was used up") == len(checks.CHECKS) + len(stages.STAGES)

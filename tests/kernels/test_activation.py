@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
@@ -75,8 +76,8 @@ def test_values_and_gradients_are_those_of_torch(form: str, gated: bool) -> None
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_mistakes_are_value_errors_with_the_numbers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     a, pre = torch.ones(3, 4), torch.ones(3, 8)
     for args, gated, message in (
         ((a.int(), pre, "silu"), True, "a is .*Int|a is torch.int32"),

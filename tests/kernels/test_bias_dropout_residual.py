@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading, philox
@@ -126,8 +127,8 @@ def test_the_mask_drops_as_many_as_asked_and_seeds_and_offsets_matter() -> None:
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_edges_of_p_and_evaluation(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_edges_of_p_and_evaluation(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     for dtype in DTYPES:
         x, r = tensor((5, 67), dtype, 0, special=True), tensor((5, 67), dtype, 1)
         b = tensor((67,), torch.float32, 2)
@@ -166,8 +167,8 @@ def test_gradients() -> None:
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_mistakes_are_value_errors_with_the_numbers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     x, b = torch.ones(3, 4), torch.ones(4)
     for args, more, message in (
         ((x.int(), b, x), {}, "x is .*Int|x is torch.int32"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import elementary, loading
@@ -98,8 +99,8 @@ def test_gradients(form: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_mistakes_are_value_errors_with_the_numbers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     x, b = torch.ones(3, 4), torch.ones(4)
     for args, message in (
         ((x.int(), b), "x is .*Int|x is torch.int32"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests import processes
+from tests.kernels.conftest import UseMode
 
 from zoo.kernels import loading
 from zoo.kernels.building import BuildError, Plan, build, cuda_plan
@@ -97,7 +98,7 @@ def on_gpu(dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 def test_without_nvcc_the_reference_runs_on_the_gpu_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use_mode: UseMode
 ) -> None:
     def refuse(architectures: Any) -> Path:
         assert architectures == (90, 91)
@@ -105,16 +106,16 @@ def test_without_nvcc_the_reference_runs_on_the_gpu_and_says_so_once(
 
     monkeypatch.setattr(loading, "build_cuda_library", refuse)
     monkeypatch.setattr(loading, "_why_not_cuda", None)
-    monkeypatch.setattr(loading, "_cuda_loaded", False)
+    monkeypatch.setattr(loading, "_cuda_operations", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, i))
-    monkeypatch.delenv("ZOO_KERNELS", raising=False)
+    use_mode("auto")
     with caplog.at_level(logging.WARNING, "zoo.kernels"):
         assert not loading.runs("update_", on_gpu())
         assert not loading.runs("update_", on_gpu())
     assert caplog.text.count("native operations for CUDA cannot be used") == 1
     assert "there is no nvcc" in caplog.text
-    monkeypatch.setenv("ZOO_KERNELS", "native")
+    use_mode("native")
     assert not loading.runs("update_", on_gpu(torch.float64))
     with pytest.raises(BuildError, match="ZOO_KERNELS=native, but there is no nvcc"):
         loading.runs("update_", on_gpu())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
@@ -100,8 +101,8 @@ def test_the_choice_is_top_k_of_the_softmax_as_accurately_as_derived(
 
 
 @MODES
-def test_ties_nans_and_infinities(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_ties_nans_and_infinities(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([
         [1.0, 2.0, 2.0, 1.0], [0.0, -0.0, 0.0, -0.0], [0.0, nan, 5.0, nan], [0.0, 1.0, inf, inf],
@@ -409,9 +410,9 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 @MODES
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_mistakes_are_value_errors_with_the_numbers(
-    wrong: Callable[[], Any], message: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    wrong: Callable[[], Any], message: str, mode: str, use_mode: UseMode
 ) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+    use_mode(mode)
     with pytest.raises(ValueError, match=message):
         wrong()
 

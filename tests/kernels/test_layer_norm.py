@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
@@ -149,16 +150,16 @@ WRONG = [
 @pytest.mark.parametrize("mode", ["native", "reference"])
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_mistakes_are_value_errors_with_the_numbers(
-    change: dict[str, Any], message: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], message: str, mode: str, use_mode: UseMode
 ) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+    use_mode(mode)
     with pytest.raises(ValueError, match=message):
         call(**change)()
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_mistakes_in_the_backward(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_mistakes_in_the_backward(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     x, w, s = torch.ones(3, 4), torch.ones(4), torch.ones(3)
     for args, message in (
         ((x[:2], None, x, w, s, s), "grad_y has shape .*2, 4"),

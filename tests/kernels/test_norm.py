@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
@@ -68,8 +69,8 @@ def test_the_norm_is_over_all_tensors_and_shows_overflow() -> None:
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_mistakes_are_value_errors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     for wrong in (
         [torch.ones(3, dtype=torch.int32)],
         [torch.ones(3), torch.ones(3).half()],

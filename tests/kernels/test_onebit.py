@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
@@ -72,8 +73,8 @@ def test_long_tensors_and_threads_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_mistakes_are_value_errors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     x, e = torch.ones(100), torch.zeros(100)
     for group in (0, -64, 63, 100, 2**20 + 64):
         with pytest.raises(ValueError, match=f"group_size={group}; it must be a multiple of 64"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
@@ -119,10 +120,10 @@ def test_the_gradient_is_as_near_to_the_exact_one_as_derived(rows: int, keys: in
 @pytest.mark.parametrize("where", ["x", "mask"])
 @pytest.mark.parametrize("mode", ["native", "reference"])
 def test_a_row_that_sees_a_nan_or_infinity_is_nan_as_in_torch(
-    bad: float, where: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    bad: float, where: str, mode: str, use_mode: UseMode
 ) -> None:
     """All of it, hidden keys too; and what a row does not see does nothing to it."""
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+    use_mode(mode)
     x, mask = torch.zeros(2, 5, 5), torch.zeros(2, 5, 5)
     (x if where == "x" else mask)[0, :, 2] = bad
     hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -164,8 +165,8 @@ def test_gradients() -> None:
 
 
 @pytest.mark.parametrize("mode", ["native", "reference"])
-def test_mistakes_are_value_errors_with_the_numbers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode) -> None:
+    use_mode(mode)
     x = torch.ones(3, 4)
     for bad, mask, message in (
         (x.int(), None, "x is .*Int|x is torch.int32"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels.conftest import UseMode
 from tests.profiles import examples
 
 from zoo.kernels import loading
@@ -230,9 +231,9 @@ WRONG = [
 @pytest.mark.parametrize("mode", ["native", "reference"])
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_mistakes_are_value_errors_with_the_numbers(
-    change: dict[str, Any], message: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], message: str, mode: str, use_mode: UseMode
 ) -> None:
-    monkeypatch.setenv("ZOO_KERNELS", mode)
+    use_mode(mode)
     with pytest.raises(ValueError, match=message):
         adam_lists(**change)()
 

@@ -3,7 +3,9 @@
 There is one for CPUs and one for CUDA, which is asked for when an operation first sees tensors on a GPU and built for
 the GPUs that are visible then. ``ZOO_KERNELS=reference`` in the environment asks for the pure-torch references;
 ``ZOO_KERNELS=native`` makes it an error when a library is not there; without it, or with ``auto``, the references run
-then (on the GPU, if the tensors are there) and a warning says why, once.
+then (on the GPU, if the tensors are there) and a warning says why, once. The environment is read when the first
+operation runs and not again, because operations on small tensors take less than reading it; :func:`use_mode` changes
+the mode later.
 """
 
 from __future__ import annotations
@@ -14,22 +16,24 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+
+import torch
 
 from zoo.kernels.building import BuildError, build, build_cuda_library, cpu_plan
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger("zoo.kernels")
 
 ISAS = ("portable", "avx2", "avx512")
 """Instruction sets of the CPU kernels, each including the one before."""
 
+MODES = ("auto", "native", "reference")
+"""What ``ZOO_KERNELS`` may be."""
+
 _lock = threading.Lock()
+_mode: str | None = None  # None: not asked yet
 _library: ctypes.CDLL | None = None
 _why_not: str | None = None
-_cuda_loaded = False
+_cuda_operations: frozenset[str] | None = None  # those with a kernel for CUDA, once that library is loaded
 _why_not_cuda: str | None = None
 
 
@@ -41,30 +45,40 @@ def runs(name: str, tensor: torch.Tensor) -> bool:
     Raises:
         ValueError, BuildError: see :func:`native`.
     """
-    import torch
-
     kind = tensor.device.type
     if kind not in ("cpu", "cuda") or tensor.dtype is torch.float64:
         return False
     return native() if kind == "cpu" else native_cuda() and has_cuda_kernel(name)
 
 
+def mode() -> str:
+    """One of :data:`MODES`: what ``ZOO_KERNELS`` was when this was first asked, or what :func:`use_mode` has set.
+
+    Raises:
+        ValueError: ``ZOO_KERNELS`` is neither of the three.
+    """
+    global _mode
+    if _mode is None:
+        asked = os.environ.get("ZOO_KERNELS") or "auto"
+        if asked not in MODES:
+            raise ValueError(f"ZOO_KERNELS={asked}; it must be auto, native or reference.")
+        _mode = asked
+    return _mode
+
+
 def native() -> bool:
     """Whether the CPU operations run natively here; the first call loads the library, and builds it if need be.
 
     Raises:
-        ValueError: ``ZOO_KERNELS`` is neither of the three.
-        BuildError: ``ZOO_KERNELS=native`` and the library cannot be had.
+        ValueError: see :func:`mode`.
+        BuildError: the mode is "native" and the library cannot be had.
     """
-    mode = os.environ.get("ZOO_KERNELS") or "auto"
-    if mode == "reference":
+    if (_mode or mode()) == "reference":
         return False
     if _library is not None:
         return True
-    if mode not in ("auto", "native"):
-        raise ValueError(f"ZOO_KERNELS={mode}; it must be auto, native or reference.")
     _load()
-    if _why_not is not None and mode == "native":
+    if _why_not is not None and _mode == "native":
         raise BuildError(f"ZOO_KERNELS=native, but {_why_not}")
     return _library is not None
 
@@ -77,28 +91,56 @@ def native_cuda() -> bool:
     """
     if not native():
         return False
-    if not _cuda_loaded and _why_not_cuda is None:
+    if _cuda_operations is not None:
+        return True
+    if _why_not_cuda is None:
         _load_cuda()
-    if _why_not_cuda is not None and os.environ.get("ZOO_KERNELS") == "native":
+    if _why_not_cuda is not None and _mode == "native":
         raise BuildError(f"ZOO_KERNELS=native, but {_why_not_cuda}")
-    return _cuda_loaded
+    return _cuda_operations is not None
 
 
 def has_cuda_kernel(name: str) -> bool:
     """Whether the operation ``zoo::name`` has a kernel for CUDA in this process; nothing is loaded."""
-    import torch
+    return _cuda_operations is not None and name in _cuda_operations
 
-    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"zoo::{name}", "CUDA")
-    return found
+
+@contextlib.contextmanager
+def use_mode(name: str) -> Iterator[None]:
+    """Run operations as with ``ZOO_KERNELS=name`` inside the block, in all threads: for tests and measurements.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    before = _mode
+    set_mode(name)
+    try:
+        yield
+    finally:
+        set_mode(before)
+
+
+def set_mode(name: str | None) -> None:
+    """From now on run operations as with ``ZOO_KERNELS=name``; None: as the environment says when next one runs.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    global _mode
+    if name is not None and name not in MODES:
+        raise ValueError(f"mode {name!r}; it must be {', '.join(MODES[:-1])} or {MODES[-1]}.")
+    _mode = name
 
 
 def operations() -> list[str]:
     """The operations that have a kernel for CPUs in this process; nothing is loaded."""
-    import torch
+    return _operations_with_kernel("CPU")
 
+
+def _operations_with_kernel(key: str) -> list[str]:
     names = {full.removeprefix("zoo::").partition(".")[0] for full in torch._C._dispatch_get_all_op_names()
              if full.startswith("zoo::")}  # fmt: skip
-    return sorted(n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"zoo::{n}", "CPU"))
+    return sorted(n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"zoo::{n}", key))
 
 
 def why_not() -> str | None:
@@ -118,26 +160,22 @@ def load_cuda(architectures: tuple[int, ...]) -> None:
         BuildError: it cannot be built, or the CPU library cannot.
         OSError: it cannot be loaded.
     """
-    import torch
-
-    global _cuda_loaded
+    global _cuda_operations
     if not native():
         raise BuildError(f"the library for CUDA needs the one for CPUs: {_why_not or 'ZOO_KERNELS=reference'}")
-    if not _cuda_loaded:
+    if _cuda_operations is None:
         torch.ops.load_library(str(build_cuda_library(architectures)))  # type: ignore[no-untyped-call]
-        _cuda_loaded = True
+        _cuda_operations = frozenset(_operations_with_kernel("CUDA"))
 
 
 def _load_cuda() -> None:
     with _lock:
-        if not _cuda_loaded and _why_not_cuda is None:
+        if _cuda_operations is None and _why_not_cuda is None:
             _load_cuda_once()
 
 
 def _load_cuda_once() -> None:
     global _why_not_cuda
-    import torch
-
     try:
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         if not capabilities:
@@ -160,8 +198,6 @@ def _load() -> None:
 
 def _load_once() -> None:
     global _library, _why_not
-    import torch
-
     try:
         path = build(cpu_plan(sanitize=os.environ.get("ZOO_KERNELS_SANITIZE") == "1"))
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
