@@ -78,3 +78,17 @@ def test_set_up_brings_no_compiler_of_cuda() -> None:
     asked = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
     assert "-e ./cuda" in asked
     assert not [line for line in asked if "nv" in line]
+
+
+@pytest.mark.parametrize("target", ["test-python", "test-slow", "campaign", "laws"])
+def test_kernels_that_cannot_be_built_fail_the_tests(target: str, tmp_path: Path) -> None:
+    """The commands of the tests ask for native kernels, unless the caller's environment says otherwise."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ZOO_KERNELS=$ZOO_KERNELS"\n')
+    python.chmod(0o755)
+    command = ["make", "--no-print-directory", "-o", "setup", target, f"BIN={tmp_path}"]
+    asked = {k: v for k, v in os.environ.items() if k not in ("ZOO_KERNELS", "MAKEFLAGS", "MAKELEVEL")}
+    for environment, wanted in ((asked, "native"), ({**asked, "ZOO_KERNELS": "auto"}, "auto")):
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        said = {line for line in result.stdout.splitlines() if line.startswith("ZOO_")}
+        assert said == {f"ZOO_KERNELS={wanted}"}, result
