@@ -8,11 +8,12 @@ place, so ranks that start together build once, and whoever dies while building 
 """
 
 from zoo.kernels.building.cache import build, cache_dir
-from zoo.kernels.building.cuda import build_cuda, find_nvcc, parse_architectures
+from zoo.kernels.building.cuda import build_cuda, find_nvcc, parse_architectures, usage_of
 from zoo.kernels.building.cuda_library import build_cuda_library, cuda_plan
 from zoo.kernels.building.plan import BuildError, Plan, cpu_plan
+from zoo.kernels.building.usage import Usage, readable
 
 __all__ = [
-    "BuildError", "Plan", "build", "build_cuda", "build_cuda_library", "cache_dir", "cpu_plan", "cuda_plan",
-    "find_nvcc", "parse_architectures",
+    "BuildError", "Plan", "Usage", "build", "build_cuda", "build_cuda_library", "cache_dir", "cpu_plan", "cuda_plan",
+    "find_nvcc", "parse_architectures", "readable", "usage_of",
 ]  # fmt: skip

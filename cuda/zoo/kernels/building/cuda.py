@@ -16,10 +16,13 @@ from pathlib import Path
 
 from zoo.kernels.building.cache import cache_dir, locked
 from zoo.kernels.building.plan import SOURCES, BuildError, source_files
+from zoo.kernels.building.usage import Usage, parse
 
 DEFAULT_ARCHITECTURES = (80, 90, 100)
+USAGE = ".usage"
 # -fmad=false: the bits of the CPU kernels and of the reference, which round every operation by itself.
-FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+# -Xptxas=-v: what each kernel takes, which is kept beside its object.
+FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
 
 def parse_architectures(text: str) -> tuple[int, ...]:
@@ -66,8 +69,9 @@ def cuda_sources() -> list[Path]:
 def build_cuda(architectures: Sequence[int] = DEFAULT_ARCHITECTURES) -> list[tuple[Path, bool]]:
     """Compile every CUDA source for these GPUs, one object for all of them; none of them has to be here.
 
-    Objects are kept in the cache under a hash of their source, all headers, flags and nvcc. As many are compiled at a
-    time as this process has processors, or as ``MAX_JOBS`` says.
+    Objects are kept in the cache under a hash of their source, all headers, flags and nvcc, each with what ptxas wrote
+    about its kernels (:func:`usage_of`). As many are compiled at a time as this process has processors, or as
+    ``MAX_JOBS`` says.
 
     Returns:
         The objects, and whether each had to be compiled.
@@ -93,7 +97,8 @@ def build_cuda(architectures: Sequence[int] = DEFAULT_ARCHITECTURES) -> list[tup
             missing = not target.exists()
             if missing:
                 unfinished = target.with_suffix(".tmp")
-                run([*command, "-c", str(source), "-o", str(unfinished)])
+                _, words = run_both([*command, "-c", str(source), "-o", str(unfinished)])
+                target.with_suffix(USAGE).write_text(words, encoding="utf-8")
                 unfinished.replace(target)
         return target, missing
 
@@ -103,12 +108,26 @@ def build_cuda(architectures: Sequence[int] = DEFAULT_ARCHITECTURES) -> list[tup
         return list(pool.map(make, cuda_sources()))
 
 
+def usage_of(built: Path) -> list[Usage]:
+    """What the kernels of an object of :func:`build_cuda` take, one entry for each kernel and architecture.
+
+    Raises:
+        BuildError: ptxas wrote it in a form that is not known.
+    """
+    return parse(built.with_suffix(USAGE).read_text(encoding="utf-8"))
+
+
 def run(command: list[str]) -> str:
     """What a command prints; a BuildError with its words if it fails."""
+    return run_both(command)[0]
+
+
+def run_both(command: list[str]) -> tuple[str, str]:
+    """What a command writes to its output and its error output; a BuildError with its words if it fails."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if result.returncode != 0:
         raise BuildError(f"{' '.join(command)} failed:\n{(result.stderr or result.stdout)[-4000:]}")
-    return result.stdout
+    return result.stdout, result.stderr
