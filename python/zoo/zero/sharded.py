@@ -30,6 +30,7 @@ from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stores import open_stores
 from zoo.zero.options.agreement import agree
+from zoo.zero.options.kernels import agree_on_kernels
 from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.families import (
     data_communicator,
@@ -211,6 +212,7 @@ class ShardedModel:
         layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
         agree(self.comm, layout, arguments, device)
+        agree_on_kernels(self.comm, device)
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         if cfg.buffers != "own":
             named += self.module.named_buffers()
