@@ -12,6 +12,12 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python
 	done; \
 	echo "zoo: Python 3.10 to 3.13 is missing (looked for python3 and python3.13 to python3.10); install one, or name it with \`make PYTHON=/path/to/python ...\`." >&2; exit 1
 
+# What clang-tidy reads: no torch, so that it takes seconds. Of what is compiled for each instruction set without its
+# analysis of paths, which takes lengths and addresses for 0 that no caller passes.
+TIDY := $(shell find cuda/zoo/kernels -name '*_cpu.cpp') \
+	$(filter-out %_isa.cpp %/binding.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
+TIDY_ISA := $(shell find cuda/zoo/kernels -name '*_isa.cpp')
+
 # What decides the set of installed packages, and what decides the Rust extension.
 MANIFESTS := requirements-dev.txt pyproject.toml $(wildcard */pyproject.toml) scripts/setup.py
 RUST := Cargo.toml Cargo.lock $(shell find crates -name '*.rs' -o -name Cargo.toml)
@@ -87,6 +93,8 @@ laws: setup
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-tidy --quiet $(TIDY) -- -std=c++17
+	@$(BIN)/clang-tidy --quiet --checks=-clang-analyzer-* $(TIDY_ISA) -- -std=c++17 -DZOO_ISA=portable
 	@cargo fmt --check
 	@cargo clippy --quiet --workspace --all-targets -- -D warnings
 
