@@ -28,13 +28,13 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts wheels \
-	try-wheels nvcc kernels-check sanitize bench bench-gpu bench-rust schema clean again
+	try-wheels nvcc kernels-check sanitize sanitize-io bench bench-gpu bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo "also: setup test-rust test-python test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
-	@echo "      kernels-check sanitize bench bench-gpu bench-rust schema clean"
+	@echo "      kernels-check sanitize sanitize-io bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -125,6 +125,20 @@ kernels-check: setup
 
 sanitize: setup
 	@$(BIN)/python scripts/sanitize.py $(ARGS)
+
+# The same question for zoo-io, with a nightly toolchain. SANITIZER=thread looks for races instead (std is built with it too,
+# which needs the component rust-src), and SANITIZER=miri at the rules of pointers in what needs no kernel.
+SANITIZER ?= address
+NIGHTLY := cargo +nightly
+TARGET := x86_64-unknown-linux-gnu
+sanitize-io:
+ifeq ($(SANITIZER),miri)
+	@MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 $(NIGHTLY) miri test --target-dir target/miri -p zoo-io --lib -- \
+	  align:: checksum:: op:: $(ARGS)
+else
+	@RUSTFLAGS=-Zsanitizer=$(SANITIZER) ASAN_OPTIONS=detect_leaks=0 $(NIGHTLY) test --target-dir target/$(SANITIZER) \
+	  $(if $(filter thread,$(SANITIZER)),-Zbuild-std) --target $(TARGET) -p zoo-io --lib --tests $(ARGS)
+endif
 
 bench-rust: setup
 	@cargo bench --quiet -p zoo-io
