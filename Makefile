@@ -12,8 +12,9 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python
 	done; \
 	echo "zoo: Python 3.10 to 3.13 is missing (looked for python3 and python3.13 to python3.10); install one, or name it with \`make PYTHON=/path/to/python ...\`." >&2; exit 1
 
-# What clang-tidy reads: no torch, so that it takes seconds. Of what is compiled for each instruction set without its
-# analysis of paths, which takes lengths and addresses for 0 that no caller passes.
+# C++ and CUDA whose layout is checked; what clang-tidy reads: no torch, so that it takes seconds. Of what is compiled for
+# each instruction set without its analysis of paths, which takes lengths and addresses for 0 that no caller passes.
+FORMATTED := $(wildcard cuda/zoo/kernels/common/*.*)
 TIDY := $(shell find cuda/zoo/kernels -name '*_cpu.cpp') \
 	$(filter-out %_isa.cpp %/binding.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
 TIDY_ISA := $(shell find cuda/zoo/kernels -name '*_isa.cpp')
@@ -93,6 +94,7 @@ laws: setup
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	@$(BIN)/clang-tidy --quiet $(TIDY) -- -std=c++17
 	@$(BIN)/clang-tidy --quiet --checks=-clang-analyzer-* $(TIDY_ISA) -- -std=c++17 -DZOO_ISA=portable
 	@cargo fmt --check
@@ -101,6 +103,7 @@ lint: setup
 format: setup
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(FORMATTED)
 	@cargo fmt
 
 types: setup

@@ -1,4 +1,5 @@
-// What the bindings of operations on single tensors ask of them. Each refusal is a ValueError in Python, with the numbers.
+// What the bindings of operations on single tensors ask of them. Each refusal is a ValueError in Python, with the
+// numbers.
 #pragma once
 
 #include "checks.h"
@@ -9,7 +10,8 @@ inline Dtype dtype_of(const at::Tensor& t, const char* what) { return format_of(
 
 // Dense, contiguous and on the device of the call.
 inline void check_memory(const at::Tensor& t, const char* what, const at::Device& device = at::Device(at::kCPU)) {
-  TORCH_CHECK_VALUE(t.device() == device, what, " is on ", t.device(), "; all tensors must be on ", name_of(device), ".");
+  TORCH_CHECK_VALUE(t.device() == device, what, " is on ", t.device(), "; all tensors must be on ", name_of(device),
+                    ".");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, what, " is ", t.layout(), "; it must be dense.");
   TORCH_CHECK_VALUE(t.is_contiguous(), what, " of shape ", t.sizes(), " has strides ", t.strides(),
                     "; it must be contiguous: pass .contiguous().");

@@ -1,5 +1,5 @@
-// Launches over many tensors: up to a few hundred rows by value in the arguments of a kernel, so that no table has to be
-// copied to the device first and nothing has to be kept alive after the call.
+// Launches over many tensors: up to a few hundred rows by value in the arguments of a kernel, so that no table has to
+// be copied to the device first and nothing has to be kept alive after the call.
 //
 // Rows are cut into parts of equal length, a block a part. The parts of a launch are numbered through its rows; a block
 // finds its row by bisection in `first`, which is in constant memory and the same for all threads.

@@ -79,7 +79,8 @@ static inline void narrow_f16(const float* from, uint16_t* to, int64_t n) {
   for (; i < n; ++i) to[i] = float_to_f16(from[i]);
 }
 
-[[maybe_unused]] static __attribute__((noinline)) void narrow(const float* from, void* to, Dtype dtype, int64_t offset, int64_t n) {
+[[maybe_unused]] static __attribute__((noinline)) void narrow(const float* from, void* to, Dtype dtype, int64_t offset,
+                                                              int64_t n) {
   if (dtype == F32) {
     if (static_cast<float*>(to) + offset != from) memcpy(static_cast<float*>(to) + offset, from, size_t(n) * 4);
   } else if (dtype == BF16) {

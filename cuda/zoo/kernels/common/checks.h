@@ -28,8 +28,8 @@ inline Dtype dtype_of(const at::Tensor& tensor, const char* what, int64_t index)
   return format_of(tensor, what, "[", index, "]");
 }
 
-// The device of a call: that of its first tensor. A call comes to the kernels of a kind of device for any of its tensors,
-// so the first may be elsewhere; then no tensor passes, and the message names the kind.
+// The device of a call: that of its first tensor. A call comes to the kernels of a kind of device for any of its
+// tensors, so the first may be elsewhere; then no tensor passes, and the message names the kind.
 inline at::Device device_of(const at::Tensor& first, at::DeviceType kind) {
   return first.device().type() == kind ? first.device() : at::Device(kind);
 }

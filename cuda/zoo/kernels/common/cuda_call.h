@@ -1,6 +1,6 @@
 // What every binding on CUDA does around a kernel: the device of the tensors becomes the current one, work goes to the
-// current stream of that device, scratch memory is the caching allocator's (which hands it out again in the order of that
-// stream), and an error of CUDA becomes a RuntimeError with the name of the operation.
+// current stream of that device, scratch memory is the caching allocator's (which hands it out again in the order of
+// that stream), and an error of CUDA becomes a RuntimeError with the name of the operation.
 //
 // It uses torch/library.h, as the bindings on the CPU do and for the same reasons (update/binding.cpp).
 #pragma once

@@ -12,7 +12,7 @@ namespace zoo {
 constexpr int WARP = 32;
 constexpr int WARPS = 4;  // a block of the kernels that give a row to a warp
 constexpr int THREADS = 256;
-constexpr unsigned MAX_COLUMNS = 65535;  // blocks along y: kernels with a thread a column put their parts of rows along x
+constexpr unsigned MAX_COLUMNS = 65535;  // blocks along y; kernels with a thread a column put parts of rows along x
 constexpr unsigned ALL = 0xFFFFFFFFu;
 
 __device__ __forceinline__ float load(const void* memory, Dtype dtype, int64_t i) {

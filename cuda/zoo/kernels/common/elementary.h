@@ -1,12 +1,12 @@
-// exp and what is made of it, in fp32: one sequence of roundings, so the CPU, CUDA and reference (elementary.py) agree bit
-// for bit, where the libraries of the three do not.
+// exp and what is made of it, in fp32: one sequence of roundings, so the CPU, CUDA and reference (elementary.py) agree
+// bit for bit, where the libraries of the three do not.
 //
 //   e^x = 2^n·e^r      n = round(x·log2 e), r = x - n·ln 2 (ln 2 in two parts, the first product exact), |r| <= 0.347
 //   e^r = 1 + (r + r²·P(r)), P of degree 4, minimax: relative error 2^-28.3
 //
 // Errors: 2 units in the last place at most (r errs by 2^-25, the last two additions round by 2^-24 together with e^r
-// between 0.707 and 1.415); results below 2^-126 are rounded once more, to the grid of subnormal numbers. Below -104: 0;
-// above 88.72…: infinity; NaN stays NaN.
+// between 0.707 and 1.415); results below 2^-126 are rounded once more, to the grid of subnormal numbers. Below -104:
+// 0; above 88.72…: infinity; NaN stays NaN.
 //
 //   Q(a) = 1 - Φ(a) for a >= 0:   e^(-a²/2)·t·R(t), t = 1/(1 + 0.35·a), R of degree 8, minimax on [0, 15]: 2^-24.9
 //

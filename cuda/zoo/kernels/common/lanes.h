@@ -1,8 +1,8 @@
 // Sums in an order that depends on the count alone: not on the instruction set, the threads, or CPU against CUDA.
 //
 // Along a row (lane sum): element i is added to lane i mod 64, in the order of i; then the lanes are folded by halves,
-// lane k += lane k + 32, 16, 8, 4, 2, 1. A warp of CUDA holds two lanes a thread. Of n terms no partial sum is longer than
-// ⌈n/64⌉ + 6 additions, so |error| ≤ (⌈n/64⌉ + 6)·u·Σ|term|, u = 2^-24 (Higham 2002, section 4.2).
+// lane k += lane k + 32, 16, 8, 4, 2, 1. A warp of CUDA holds two lanes a thread. Of n terms no partial sum is longer
+// than ⌈n/64⌉ + 6 additions, so |error| ≤ (⌈n/64⌉ + 6)·u·Σ|term|, u = 2^-24 (Higham 2002, section 4.2).
 //
 // Over rows (column sum): rows are cut into parts of 64; a part is added up in order from zero, then the parts are.
 #pragma once

@@ -3,8 +3,8 @@
 //   bf16: 1 sign, 8 exponent, 7 fraction bits: the upper half of an fp32.
 //   fp16: 1 sign, 5 exponent, 10 fraction bits (IEEE 754 binary16).
 //
-// Widening is exact. Narrowing rounds to nearest, ties to even; too large a number becomes infinite, subnormals are kept
-// (so the bf16 instructions of AVX-512, which flush them to zero, are of no use here), and a NaN stays a NaN.
+// Widening is exact. Narrowing rounds to nearest, ties to even; too large a number becomes infinite, subnormals are
+// kept (so the bf16 instructions of AVX-512, which flush them to zero, are of no use here), and a NaN stays a NaN.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 #define ZOO_HD inline __attribute__((always_inline))
 #endif
 
-// The instruction set is part of every CPU symbol's name: the linker must not merge an inline function that was compiled
-// with AVX-512 into the plain path.
+// The instruction set is part of every CPU symbol's name: the linker must not merge an inline function that was
+// compiled with AVX-512 into the plain path.
 #if !defined(ZOO_ISA)
 #define ZOO_ISA portable
 #endif
@@ -50,7 +50,8 @@ ZOO_HD uint16_t float_to_bf16(float value) {
 
 ZOO_HD float f16_to_float(uint16_t bits) {
   const uint32_t magnitude = bits & 0x7FFFu;
-  // The fraction in place, the exponent 112 too small: multiplying by 2^112 is right for both normal and subnormal numbers.
+  // The fraction in place, the exponent 112 too small: multiplying by 2^112 is right for both normal and subnormal
+  // numbers.
   const uint32_t finite = bits_of_float(float_of_bits(magnitude << 13) * float_of_bits(0x77800000u));
   const uint32_t special = 0x7F800000u | (magnitude << 13);
   return float_of_bits((magnitude >= 0x7C00u ? special : finite) | (uint32_t(bits & 0x8000u) << 16));
