@@ -103,9 +103,7 @@ def main() -> None:
     operations = loading.operations()
     missing = [name for name in operations if not loading.has_cuda_kernel(name)]
     if missing:
-        sys.exit(
-            f"zoo: kernels-check: without a kernel for CUDA: {', '.join(missing)}; see binding_cuda.cpp of the others."
-        )
+        sys.exit(f"zoo: kernels-check: without a kernel for CUDA: {', '.join(missing)}; each folder needs a .cu.")
     print(
         f"zoo: kernels-check: the library links and loads, and all {len(operations)} operations have a kernel for "
         f"CUDA; none was run ({time.monotonic() - began:.0f} s)"

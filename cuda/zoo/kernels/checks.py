@@ -1,4 +1,4 @@
-"""What the operations on single tensors ask of them, where no binding does: the same sentences as ``arguments.h``."""
+"""What operations ask of single tensors where no binding does: the same sentences as ``common/checks.h``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ def check_like(
     if t.device != like.device:
         raise ValueError(f"{what} is on {t.device}; all tensors of a call must be on one device, here {like.device}.")
     _check_memory(what, t)
-
-
-def one_device(*tensors: torch.Tensor) -> bool:
-    """Whether they are on one device; others are for :func:`check_flat` to refuse: they may reach no kernel."""
-    return all(t.device == tensors[0].device for t in tensors)
 
 
 def check_flat(t: torch.Tensor, what: str, numel: int, dtypes: Sequence[torch.dtype], like: torch.Tensor) -> None:

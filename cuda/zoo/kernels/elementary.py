@@ -1,4 +1,4 @@
-"""exp and the normal distribution of the references: ``common/elementary.h`` in plain torch, bit for bit in fp32.
+"""What the references compute in, and their exp and normal distribution: ``common/elementary.h``, bit for bit in fp32.
 
 In fp64 they are torch's own.
 """
@@ -15,6 +15,11 @@ TAIL = (
     -0.02916399948298931, 0.1440611481666565, -0.25590258836746216, 0.15939374268054962, -0.02326440066099167,
     0.10557503998279572, 0.11981543898582458, 0.13986434042453766, 0.13962125778198242,
 )  # fmt: skip
+
+
+def wide(x: Tensor) -> Tensor:
+    """As the references compute: in fp32, or in fp64 where that is given."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def exp(x: Tensor) -> Tensor:

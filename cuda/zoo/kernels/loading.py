@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -203,22 +204,19 @@ def _load_once() -> None:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         _library = ctypes.CDLL(str(path))
         _library.zoo_use_isa.argtypes = [ctypes.c_int32]
-        _library.zoo_lend_storage.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        _library.zoo_huge_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     except (BuildError, OSError) as error:
         _why_not = str(error)
         logger.warning(
             "the native operations cannot be used, so the slower references in plain torch run instead: %s", _why_not
         )
         return
-    from zoo.kernels import differentiable, fakes
+    from zoo.kernels import operators
 
-    fakes.register()
-    differentiable.register()
+    operators.register()
 
 
-def native_function(name: str) -> Callable[..., int] | None:
-    """A function of the CPU library that takes and returns addresses or numbers; None where there is no library.
+def native_function(name: str, *arguments: type[ctypes._SimpleCData[Any]]) -> Callable[..., int] | None:
+    """A function of the CPU library that takes ``arguments``, addresses or numbers; None where there is no library.
 
     Raises:
         ValueError, BuildError: see :func:`native`.
@@ -226,6 +224,7 @@ def native_function(name: str) -> Callable[..., int] | None:
     if not native() or _library is None:
         return None
     function: ctypes._NamedFuncPointer = getattr(_library, name)
+    function.argtypes = arguments
     return function
 
 

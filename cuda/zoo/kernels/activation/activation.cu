@@ -1,6 +1,6 @@
 // Activations on CUDA: each thread takes numbers of a in steps of the grid.
 #include "../common/device.cuh"
-#include "activation_cuda.h"
+#include "activation.h"
 
 namespace zoo {
 namespace {
@@ -26,7 +26,7 @@ __global__ void activation_kernel(Activation c) {
 
 template <bool BACKWARD>
 int32_t launch(const Activation& c, void* stream) {
-  const int64_t count = c.rows * c.dim, wanted = (count + THREADS - 1) / THREADS;
+  const int64_t count = c.rows * c.dim, wanted = ceil_div(count, THREADS);
   if (count == 0) return cudaSuccess;
   const unsigned blocks = unsigned(wanted < MOST_BLOCKS ? wanted : MOST_BLOCKS);
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
@@ -38,8 +38,12 @@ int32_t launch(const Activation& c, void* stream) {
 }
 
 }  // namespace
+
+namespace cuda {
+
+int32_t activate(const Activation& c, void* stream) { return launch<false>(c, stream); }
+
+int32_t activate_backward(const Activation& c, void* stream) { return launch<true>(c, stream); }
+
+}  // namespace cuda
 }  // namespace zoo
-
-int32_t zoo_activation_cuda(const zoo::Activation* c, void* stream) { return zoo::launch<false>(*c, stream); }
-
-int32_t zoo_activation_backward_cuda(const zoo::Activation* c, void* stream) { return zoo::launch<true>(*c, stream); }

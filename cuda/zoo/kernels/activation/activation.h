@@ -27,6 +27,9 @@ struct Activation {
   bool gated;
 };
 
+ZOO_KERNEL(activate, const Activation& c)
+ZOO_KERNEL(activate_backward, const Activation& c)
+
 inline namespace ZOO_ISA {
 
 // φ(z), and φ'(z) if it is asked for.

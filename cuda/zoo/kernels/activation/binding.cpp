@@ -1,35 +1,62 @@
 // Activations as operators of torch.
-#include "binding.h"
-#include "activation_cpu.h"
+#include <vector>
+
+#include "../common/operators.h"
+#include "activation.h"
 
 namespace zoo {
 namespace {
 
-void forward(const Activation& c, const at::Tensor&) { activation_cpu(c); }
-
-void backward(const Activation& c, const at::Tensor&) { activation_backward_cpu(c); }
-
-void activate_(const at::Tensor& a, const at::Tensor& pre, c10::string_view activation, bool gated) {
-  activate(a, pre, activation, gated, at::kCPU, forward);
+Form form_of(c10::string_view name) {
+  if (name == "silu") return SILU;
+  if (name == "gelu") return GELU;
+  if (name == "gelu_tanh") return GELU_BY_TANH;
+  TORCH_CHECK_VALUE(name == "relu", "activation is '", name, "'; it must be 'gelu', 'gelu_tanh', 'relu' or 'silu'.");
+  return RELU;
 }
 
-void activate_backward_(const at::Tensor& a, const at::Tensor& grad_pre, const at::Tensor& grad_a, const at::Tensor& pre,
-                        c10::string_view activation, bool gated) {
-  activate_backward(a, grad_pre, grad_a, pre, activation, gated, at::kCPU, backward);
+Activation checked(const at::Tensor& a, const at::Tensor& pre, c10::string_view activation, bool gated,
+                   const at::Device& device) {
+  const Matrix m = matrix_of(a, "a");
+  Activation c{};
+  c.dtype = dtype_of(a, "a");
+  check_memory(a, "a", device);
+  c.form = form_of(activation);
+  c.gated = gated;
+  c.rows = m.rows;
+  c.dim = m.dim;
+  c.a = a.mutable_data_ptr();
+  std::vector<int64_t> wide(a.sizes().begin(), a.sizes().end());
+  if (gated) wide.back() *= 2;
+  check_argument(pre, "pre", wide, a.scalar_type(), device);
+  c.pre = pre.const_data_ptr();
+  return c;
+}
+
+void forward(const at::Tensor& a, const at::Tensor& pre, c10::string_view activation, bool gated) {
+  const Activation c = checked(a, pre, activation, gated, device_of(a));
+  ZOO_LAUNCH(activate, a, c);
+}
+
+void backward(const at::Tensor& a, const at::Tensor& grad_pre, const at::Tensor& grad_a, const at::Tensor& pre,
+              c10::string_view activation, bool gated) {
+  const at::Device device = device_of(a);
+  Activation c = checked(a, pre, activation, gated, device);
+  check_argument(grad_pre, "grad_pre", pre.sizes(), a.scalar_type(), device);
+  check_argument(grad_a, "grad_a", a.sizes(), a.scalar_type(), device);
+  c.grad_pre = grad_pre.mutable_data_ptr();
+  c.grad_a = grad_a.const_data_ptr();
+  ZOO_LAUNCH(activate_backward, a, c);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(zoo, m) {
-  m.def("activate_(Tensor(a!) a, Tensor pre, str activation, bool gated) -> ()");
-  m.def(
+ZOO_OPERATORS(define) {
+  define("activate_(Tensor(a!) a, Tensor pre, str activation, bool gated) -> ()", forward);
+  define(
       "activate_backward_(Tensor(a!) a, Tensor(b!) grad_pre, Tensor grad_a, Tensor pre, str activation, bool gated) "
-      "-> ()");
-}
-
-TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("activate_", &activate_);
-  m.impl("activate_backward_", &activate_backward_);
+      "-> ()",
+      backward);
 }
 
 }  // namespace zoo

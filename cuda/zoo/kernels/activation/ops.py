@@ -6,7 +6,7 @@ import torch
 
 from zoo.kernels.activation import reference
 from zoo.kernels.checks import check_input, check_like
-from zoo.kernels.differentiable import call, native
+from zoo.kernels.operators import Operator
 
 Tensor = torch.Tensor
 
@@ -25,11 +25,7 @@ def activate_(a: Tensor, pre: Tensor, activation: str, *, gated: bool = False) -
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be, or another ``activation``; with the numbers.
     """
-    if native(a, "activate_"):
-        call("activate_", (a, pre, activation, gated), lambda: _check(a, pre, activation, gated))
-        return
-    _check(a, pre, activation, gated)
-    a.copy_(reference.activate(pre, activation, gated))
+    _forward(a, pre, activation, gated, check=lambda: _check(a, pre, activation, gated))
 
 
 def activate_backward_(
@@ -50,13 +46,20 @@ def activate_backward_(
         check_like("grad_pre", grad_pre, pre.shape, a)
         check_like("grad_a", grad_a, a.shape, a)
 
-    if native(a, "activate_backward_"):
-        call("activate_backward_", (a, grad_pre, grad_a, pre, activation, gated), check)
-        return
-    check()
-    of_a, of_pre = reference.activate_backward(grad_a, pre, activation, gated)
-    a.copy_(of_a)
-    grad_pre.copy_(of_pre)
+    _backward(a, grad_pre, grad_a, pre, activation, gated, check=check)
+
+
+def _write(a: Tensor, pre: Tensor, activation: str, gated: bool) -> None:
+    a.copy_(reference.activate(pre, activation, gated))
+
+
+def _write_backward(a: Tensor, grad_pre: Tensor, grad_a: Tensor, pre: Tensor, activation: str, gated: bool) -> None:
+    for to, result in zip((a, grad_pre), reference.activate_backward(grad_a, pre, activation, gated), strict=True):
+        to.copy_(result)
+
+
+_forward = Operator("activate_", _write)
+_backward = Operator("activate_backward_", _write_backward)
 
 
 def _check(a: Tensor, pre: Tensor, activation: str, gated: bool) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from zoo.kernels.bias_gelu.reference import gelu
-from zoo.kernels.differentiable import wide
-from zoo.kernels.elementary import sigmoid
+from zoo.kernels.elementary import sigmoid, wide
 
 Tensor = torch.Tensor
 

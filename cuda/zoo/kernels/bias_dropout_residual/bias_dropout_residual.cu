@@ -1,7 +1,7 @@
 // Bias, dropout and residual on CUDA: a thread four elements, which share a counter; for db a thread a column and part.
 #include "../common/device.cuh"
 #include "../common/lanes.h"
-#include "bias_dropout_residual_cuda.h"
+#include "bias_dropout_residual.h"
 
 namespace zoo {
 namespace {
@@ -45,27 +45,29 @@ __global__ void parts_kernel(BiasDropout c, float* parts) {
 }
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_bias_dropout_residual_cuda(const zoo::BiasDropout* c, void* stream) {
-  using namespace zoo;
-  const int64_t groups = (c->rows * c->dim + 3) / 4;
+namespace cuda {
+
+int32_t bias_dropout_residual(const BiasDropout& c, void* stream) {
+  const int64_t groups = ceil_div(c.rows * c.dim, 4);
   if (groups == 0) return cudaSuccess;
-  bias_dropout_kernel<false><<<blocks_for(groups, THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
+  bias_dropout_kernel<false><<<blocks_for(groups, THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(c);
   return cudaGetLastError();
 }
 
-int32_t zoo_bias_dropout_residual_backward_cuda(const zoo::BiasDropout* c, float* parts, void* stream) {
-  using namespace zoo;
+int32_t bias_dropout_residual_backward(const BiasDropout& c, float* parts, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const int64_t groups = (c->rows * c->dim + 3) / 4, count = num_parts(c->rows);
-  if (c->dim == 0) return cudaSuccess;
-  const unsigned columns = blocks_for(c->dim, THREADS);
+  const int64_t groups = ceil_div(c.rows * c.dim, 4), count = num_parts(c.rows);
+  if (c.dim == 0) return cudaSuccess;
+  const unsigned columns = blocks_for(c.dim, THREADS);
   if (columns > MAX_COLUMNS) return cudaErrorInvalidValue;
   if (groups > 0) {
-    bias_dropout_kernel<true><<<blocks_for(groups, THREADS), THREADS, 0, s>>>(*c);
-    parts_kernel<<<dim3(unsigned(count), columns), THREADS, 0, s>>>(*c, parts);
+    bias_dropout_kernel<true><<<blocks_for(groups, THREADS), THREADS, 0, s>>>(c);
+    parts_kernel<<<dim3(unsigned(count), columns), THREADS, 0, s>>>(c, parts);
   }
-  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts, count, c->dim, c->grad_bias, c->bias_dtype, c->dim);
+  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts, count, c.dim, c.grad_bias, c.bias_dtype, c.dim);
   return cudaGetLastError();
 }
+
+}  // namespace cuda
+}  // namespace zoo

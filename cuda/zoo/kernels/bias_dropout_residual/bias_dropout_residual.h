@@ -14,6 +14,7 @@
 // Forward reads x and r and writes out; backward reads dy and writes dx, and keeps D floats for each 64 rows.
 #pragma once
 
+#include "../common/isa.h"
 #include "../common/philox.h"
 
 namespace zoo {
@@ -27,6 +28,10 @@ struct BiasDropout {
   uint32_t threshold;  // keep where word >= threshold; 0: no words are needed
   float scale;         // 1/(1 - p), or 0 where everything is dropped: 2^32 is no threshold
 };
+
+ZOO_KERNEL(bias_dropout_residual, const BiasDropout& c)
+// `parts`: D floats for each 64 rows begun. On CUDA D is at most 16,776,960.
+ZOO_KERNEL(bias_dropout_residual_backward, const BiasDropout& c, float* parts)
 
 inline namespace ZOO_ISA {
 

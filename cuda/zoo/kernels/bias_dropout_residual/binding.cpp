@@ -1,36 +1,67 @@
 // Bias, dropout and residual as operators of torch.
-#include "binding.h"
-#include "bias_dropout_residual_cpu.h"
+#include <cmath>
+#include <tuple>
+
+#include "../common/lanes.h"
+#include "../common/operators.h"
+#include "bias_dropout_residual.h"
 
 namespace zoo {
 namespace {
 
-void forward(const BiasDropout& c, const at::Tensor&) { bias_dropout_cpu(c); }
-
-void backward(const BiasDropout& c, const at::Tensor&) { bias_dropout_backward_cpu(c); }
-
-at::Tensor bias_dropout_residual_(const at::Tensor& x, const at::Tensor& bias, const at::Tensor& residual, double p,
-                                  int64_t seed, int64_t offset) {
-  return bias_dropout_residual(x, bias, residual, p, seed, offset, at::kCPU, forward);
+BiasDropout checked(const at::Tensor& x, const char* what, const at::Tensor& bias, double p, int64_t seed,
+                    int64_t offset) {
+  const at::Device device = device_of(x);
+  const Matrix m = matrix_of(x, what);
+  BiasDropout c{};
+  c.dtype = dtype_of(x, what);
+  check_memory(x, what, device);
+  c.bias_dtype = dtype_of(bias, "bias");
+  check_argument(bias, "bias", {m.dim}, bias.scalar_type(), device);
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, "p is ", p, "; it must be between 0 and 1.");
+  c.x = x.const_data_ptr();
+  c.bias = bias.const_data_ptr();
+  c.rows = m.rows;
+  c.dim = m.dim;
+  c.generator = {uint64_t(seed), uint64_t(offset)};
+  const double threshold = std::ceil(p * 4294967296.0);
+  const bool all = threshold == 4294967296.0;
+  c.threshold = all ? 0xFFFFFFFFu : uint32_t(threshold);
+  c.scale = all ? 0.0f : float(1.0 / (1.0 - p));
+  return c;
 }
 
-std::tuple<at::Tensor, at::Tensor> bias_dropout_residual_backward_(const at::Tensor& grad_out, const at::Tensor& bias,
-                                                                   double p, int64_t seed, int64_t offset) {
-  return bias_dropout_residual_backward(grad_out, bias, p, seed, offset, at::kCPU, backward);
+at::Tensor forward(const at::Tensor& x, const at::Tensor& bias, const at::Tensor& residual, double p, int64_t seed,
+                   int64_t offset) {
+  BiasDropout c = checked(x, "x", bias, p, seed, offset);
+  check_argument(residual, "residual", x.sizes(), x.scalar_type(), device_of(x));
+  c.residual = residual.const_data_ptr();
+  at::Tensor out = new_like(x);
+  c.out = out.mutable_data_ptr();
+  ZOO_LAUNCH(bias_dropout_residual, x, c);
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad_out, const at::Tensor& bias, double p, int64_t seed,
+                                            int64_t offset) {
+  BiasDropout c = checked(grad_out, "grad_out", bias, p, seed, offset);
+  at::Tensor grad_x = new_like(grad_out), grad_bias = new_like(bias);
+  c.out = grad_x.mutable_data_ptr();
+  c.grad_bias = grad_bias.mutable_data_ptr();
+  const KernelScratch<float> parts(grad_out, num_parts(c.rows) * c.dim);
+  ZOO_LAUNCH(bias_dropout_residual_backward, grad_out, c, parts.data());
+  return {grad_x, grad_bias};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(zoo, m) {
-  m.def("bias_dropout_residual(Tensor x, Tensor bias, Tensor residual, float p, int seed, int offset) -> Tensor");
-  m.def(
+ZOO_OPERATORS(define) {
+  define("bias_dropout_residual(Tensor x, Tensor bias, Tensor residual, float p, int seed, int offset) -> Tensor",
+         forward);
+  define(
       "bias_dropout_residual_backward(Tensor grad_out, Tensor bias, float p, int seed, int offset) -> "
-      "(Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("bias_dropout_residual", &bias_dropout_residual_);
-  m.impl("bias_dropout_residual_backward", &bias_dropout_residual_backward_);
+      "(Tensor, Tensor)",
+      backward);
 }
 
 }  // namespace zoo

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zoo.kernels.bias_dropout_residual import reference, registration
+from zoo.kernels.bias_dropout_residual import reference
 from zoo.kernels.checks import check_input, check_like
-from zoo.kernels.differentiable import call, native, reference_function
+from zoo.kernels.operators import Operator
 
 Tensor = torch.Tensor
 
@@ -42,8 +41,8 @@ def bias_dropout_residual(
         _check("x", x, bias)
         check_like("residual", residual, x.shape, x)
 
-    found: Tensor = _run(check, "bias_dropout_residual", _reference, x, bias, residual, *generator)
-    return found
+    out: Tensor = _forward(x, bias, residual, *generator, check=check)
+    return out
 
 
 def bias_dropout_residual_backward(
@@ -52,21 +51,32 @@ def bias_dropout_residual_backward(
     """(dx, db) from dy; dr is dy. ``bias`` gives db its dtype."""
     _check_p(p)
     generator = (p, _bits("seed", seed), _bits("offset", offset))
-    found: tuple[Tensor, Tensor] = _run(
-        lambda: _check("grad_out", grad_out, bias), "bias_dropout_residual_backward",
-        reference.bias_dropout_residual_backward, grad_out, bias, *generator,
-    )  # fmt: skip
-    return found
+    grads: tuple[Tensor, Tensor] = _backward(
+        grad_out, bias, *generator, check=lambda: _check("grad_out", grad_out, bias)
+    )
+    return grads
 
 
-_reference = reference_function(reference.bias_dropout_residual, registration.setup_context, registration.backward)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])  # for its shape and dtype; the mask is computed again
+    ctx.generator = inputs[3:]
 
 
-def _run(check: Callable[[], None], name: str, plain: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
-    if native(x, name):
-        return call(name, (x, *rest), check)
-    check()
-    return plain(x, *rest)
+def _gradient(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    p, seed, offset = ctx.generator
+    dy = grad_out.contiguous()
+    dx, db = bias_dropout_residual_backward(dy, *ctx.saved_tensors, p=p, seed=seed, offset=offset)
+    return dx, db, dy, None, None, None
+
+
+_forward = Operator(
+    "bias_dropout_residual", reference.bias_dropout_residual, fake=lambda x, *_: torch.empty_like(x),
+    gradient=(_keep, _gradient),
+)  # fmt: skip
+_backward = Operator(
+    "bias_dropout_residual_backward", reference.bias_dropout_residual_backward,
+    fake=lambda dy, bias, *_: (torch.empty_like(dy), torch.empty_like(bias)),
+)  # fmt: skip
 
 
 def _bits(what: str, value: int) -> int:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from zoo.kernels.differentiable import wide
+from zoo.kernels.elementary import wide
 from zoo.kernels.philox import words
 from zoo.kernels.sums import column_sum
 

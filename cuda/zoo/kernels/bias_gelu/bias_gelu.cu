@@ -1,7 +1,7 @@
 // Bias and GELU on CUDA: a thread a column and part of 64 rows.
 #include "../common/device.cuh"
 #include "../common/lanes.h"
-#include "bias_gelu_cuda.h"
+#include "bias_gelu.h"
 
 namespace zoo {
 namespace {
@@ -39,18 +39,21 @@ int32_t launch(const BiasGelu& c, float* parts, cudaStream_t stream) {
 }
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_bias_gelu_cuda(const zoo::BiasGelu* c, void* stream) {
-  return zoo::launch<false>(*c, nullptr, static_cast<cudaStream_t>(stream));
+namespace cuda {
+
+int32_t bias_gelu(const BiasGelu& c, void* stream) {
+  return launch<false>(c, nullptr, static_cast<cudaStream_t>(stream));
 }
 
-int32_t zoo_bias_gelu_backward_cuda(const zoo::BiasGelu* c, float* parts, void* stream) {
-  using namespace zoo;
+int32_t bias_gelu_backward(const BiasGelu& c, float* parts, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const int32_t failed = launch<true>(*c, parts, s);
-  if (failed != cudaSuccess || c->dim == 0) return failed;
-  sum_parts_kernel<<<blocks_for(c->dim, THREADS), THREADS, 0, s>>>(parts, num_parts(c->rows), c->dim, c->grad_bias,
-                                                                   c->bias_dtype, c->dim);
+  const int32_t failed = launch<true>(c, parts, s);
+  if (failed != cudaSuccess || c.dim == 0) return failed;
+  sum_parts_kernel<<<blocks_for(c.dim, THREADS), THREADS, 0, s>>>(parts, num_parts(c.rows), c.dim, c.grad_bias,
+                                                                  c.bias_dtype, c.dim);
   return cudaGetLastError();
 }
+
+}  // namespace cuda
+}  // namespace zoo

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../common/elementary.h"
+#include "../common/isa.h"
 
 namespace zoo {
 
@@ -24,6 +25,10 @@ struct BiasGelu {
   Dtype dtype, bias_dtype;
   GeluForm form;
 };
+
+ZOO_KERNEL(bias_gelu, const BiasGelu& c)
+// `parts`: D floats for each 64 rows begun. On CUDA D is at most 16,776,960.
+ZOO_KERNEL(bias_gelu_backward, const BiasGelu& c, float* parts)
 
 inline namespace ZOO_ISA {
 

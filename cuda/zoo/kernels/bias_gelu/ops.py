@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from zoo.kernels.bias_gelu import reference, registration
+from zoo.kernels.bias_gelu import reference
 from zoo.kernels.checks import check_input, check_like
-from zoo.kernels.differentiable import call, native, reference_function
+from zoo.kernels.operators import Operator
 
 Tensor = torch.Tensor
 
@@ -26,12 +28,8 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
         ValueError: a dtype, shape, device or layout that cannot be, or another ``approximate``; with the numbers.
     """
     tanh = _is_tanh(approximate)
-    if native(x, "bias_gelu"):
-        found: Tensor = call("bias_gelu", (x, bias, tanh), lambda: _check(x, bias))
-        return found
-    _check(x, bias)
-    result: Tensor = _reference(x, bias, tanh)
-    return result
+    y: Tensor = _forward(x, bias, tanh, check=lambda: _check(x, bias))
+    return y
 
 
 def bias_gelu_backward(grad_y: Tensor, x: Tensor, bias: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensor]:
@@ -42,14 +40,26 @@ def bias_gelu_backward(grad_y: Tensor, x: Tensor, bias: Tensor, *, approximate: 
         _check(x, bias)
         check_like("grad_y", grad_y, x.shape, x)
 
-    if native(x, "bias_gelu_backward"):
-        found: tuple[Tensor, Tensor] = call("bias_gelu_backward", (grad_y, x, bias, tanh), check)
-        return found
-    check()
-    return reference.bias_gelu_backward(grad_y, x, bias, tanh)
+    grads: tuple[Tensor, Tensor] = _backward(grad_y, x, bias, tanh, check=check, of=1)
+    return grads
 
 
-_reference = reference_function(reference.bias_gelu, registration.setup_context, registration.backward)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.approximate = "tanh" if inputs[2] else "none"
+
+
+def _gradient(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    return (*bias_gelu_backward(grad_y.contiguous(), *ctx.saved_tensors, approximate=ctx.approximate), None)
+
+
+_forward = Operator(
+    "bias_gelu", reference.bias_gelu, fake=lambda x, *_: torch.empty_like(x), gradient=(_keep, _gradient)
+)
+_backward = Operator(
+    "bias_gelu_backward", reference.bias_gelu_backward,
+    fake=lambda dy, x, bias, tanh: (torch.empty_like(x), torch.empty_like(bias)),
+)  # fmt: skip
 
 
 def _is_tanh(approximate: str) -> bool:

@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from zoo.kernels.differentiable import wide
-from zoo.kernels.elementary import normal_tail, sigmoid
+from zoo.kernels.elementary import normal_tail, sigmoid, wide
 from zoo.kernels.sums import column_sum
 
 Tensor = torch.Tensor

@@ -1,8 +1,9 @@
 """Compiling the native operations: on first use, or ahead of time with ``zoo build``.
 
-Vocabulary. *Unit*: one source compiled with one set of flags into one object; files named ``*_isa.cpp`` make one unit
-for each instruction set. *Plan*: all units of a library with the compiler, and a key over everything that decides what
-comes out: sources, flags, compiler, torch, architecture. *Cache*: ``$ZOO_CACHE_DIR`` or ``~/.cache/zoo``;
+Vocabulary. *Unit*: one source compiled with one set of flags into one object. Which there are follows from the folders:
+of an operation, ``binding.cpp`` makes a unit for CPUs and, where there is a ``.cu``, one for CUDA; every other ``.cpp``
+makes one for each instruction set. *Plan*: all units of a library with the compiler, and a key over everything that
+decides what comes out: sources, flags, compiler, torch, architecture. *Cache*: ``$ZOO_CACHE_DIR`` or ``~/.cache/zoo``;
 a finished library is at ``kernels/<key>/``. A library is built in a folder beside it under a file lock and renamed into
 place, so ranks that start together build once, and whoever dies while building blocks nobody.
 """

@@ -15,7 +15,6 @@ from pathlib import Path
 from zoo.kernels.building.cache import build, cache_dir
 from zoo.kernels.building.cuda import FLAGS, build_cuda, cuda_sources, find_nvcc, run
 from zoo.kernels.building.plan import (
-    SOURCES,
     BuildError,
     Plan,
     Unit,
@@ -42,11 +41,9 @@ def cuda_plan(architectures: Sequence[int]) -> Plan:
     nvcc, extra = find_nvcc()
     release = run([str(nvcc), "--version"])
     runtime = find_runtime(torch.version.cuda, release, nvcc)
-    flags = (*binding_flags(), *(f"-isystem{path}" for path in include_folders(nvcc, extra)))
-    units = [
-        Unit(name=f"{path.parent.name}-{path.stem}", source=path, flags=flags)
-        for path in sorted(SOURCES.glob("*/binding*_cuda.cpp"))
-    ]
+    flags = (*binding_flags(), "-DZOO_CUDA=1", *(f"-isystem{path}" for path in include_folders(nvcc, extra)))
+    bindings = sorted({path.parent / "binding.cpp" for path in cuda_sources()})
+    units = [Unit(name=f"{path.parent.name}-binding", source=path, flags=flags) for path in bindings]
     # The runtime is the one that torch has loaded, found again by its soname: a process has one. -z defs: a symbol that
     # is nowhere is an error here, not in the middle of training.
     lib = torch_folder() / "lib"

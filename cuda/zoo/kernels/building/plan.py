@@ -115,24 +115,22 @@ def cpu_plan(*, sanitize: bool = False) -> Plan:
     common += ("-DZOO_X86=1",) if x86 else ()
     common += ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1") if sanitize else ()
     units = []
-    for source in sorted(SOURCES.glob("*/*.cpp")):
-        stem = f"{source.parent.name}-{source.stem}"
-        if source.stem.endswith("_cuda"):
-            continue
-        if source.stem.endswith("_isa"):
+    for source in source_files(".cpp"):
+        name = f"{source.parent.name}-{source.stem}"
+        if source.stem == "binding":
+            units.append(Unit(name=name, source=source, flags=(*binding_flags(), *common)))
+        elif source.parent.name == "common":
+            units.append(Unit(name=name, source=source, flags=(*KERNEL_FLAGS, *common)))
+        else:
             for isa, flags in ISAS.items() if x86 else [("portable", ())]:
                 flags = (*KERNEL_FLAGS, *common, f"-DZOO_ISA={isa}", *flags)
-                units.append(Unit(name=f"{stem}-{isa}", source=source, flags=flags))
-        elif source.stem.startswith("binding"):
-            units.append(Unit(name=stem, source=source, flags=(*binding_flags(), *common)))
-        else:
-            units.append(Unit(name=stem, source=source, flags=(*KERNEL_FLAGS, *common)))
+                units.append(Unit(name=f"{name}-{isa}", source=source, flags=flags))
     # No -fopenmp here: that would link a second OpenMP runtime beside torch's. -z now: a missing symbol must be an
     # error when the library is loaded, not the end of the process in the middle of training.
     link: tuple[str, ...] = ("-shared", f"-L{torch_folder() / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,-z,now")
     link += ("-fsanitize=address,undefined",) if sanitize else ()
-    sources = [path for path in source_files(".h", ".cpp") if not path.stem.endswith("_cuda")]
-    return keyed("zoo_kernels_cpu", compiler, units, link, [version, torch.__version__, platform.machine()], sources)
+    facts = [version, torch.__version__, platform.machine()]
+    return keyed("zoo_kernels_cpu", compiler, units, link, facts, source_files(".h", ".cpp"))
 
 
 def torch_folder() -> Path:

@@ -50,7 +50,7 @@ static inline int32_t each_batch(const Row* rows, int64_t num_rows, int64_t part
     batch.count = batch.first[0] = 0;
     for (; i < num_rows && batch.count < Batch<Row>::ROWS; ++i, ++batch.count) {
       batch.rows[batch.count] = rows[i];
-      batch.first[batch.count + 1] = batch.first[batch.count] + int32_t((rows[i].n + part - 1) / part);
+      batch.first[batch.count + 1] = batch.first[batch.count] + int32_t(ceil_div(rows[i].n, part));
     }
     launch(batch, first_row, parts);
     const cudaError_t error = cudaGetLastError();

@@ -104,6 +104,15 @@ static inline float* fp32_block(void* memory, Dtype dtype, int64_t offset, int64
   return buffer;
 }
 
+static inline const float* fp32_block(const void* memory, Dtype dtype, int64_t offset, int64_t n, float* buffer) {
+  return fp32_block(const_cast<void*>(memory), dtype, offset, n, buffer);
+}
+
+// Where results for `memory` go before write_block narrows them: in place for fp32, else `buffer`.
+static inline float* result_block(void* memory, Dtype dtype, int64_t offset, float* buffer) {
+  return dtype == F32 ? static_cast<float*>(memory) + offset : buffer;
+}
+
 // The counterpart of fp32_block for memory that was changed: narrows what went through a buffer.
 static inline void write_block(const float* block, void* memory, Dtype dtype, int64_t offset, int64_t n) {
   if (memory != nullptr && dtype != F32) narrow(block, memory, dtype, offset, n);

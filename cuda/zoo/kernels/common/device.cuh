@@ -57,6 +57,6 @@ static __global__ void sum_parts_kernel(const float* parts, int64_t num_parts, i
   store(to, dtype, i, sum);
 }
 
-static inline unsigned blocks_for(int64_t work, int64_t each) { return unsigned((work + each - 1) / each); }
+static inline unsigned blocks_for(int64_t work, int64_t each) { return unsigned(ceil_div(work, each)); }
 
 }  // namespace zoo

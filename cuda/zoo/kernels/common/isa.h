@@ -1,37 +1,45 @@
-// Which instruction set the CPU kernels use, chosen when the first of them runs.
+// Kernels: how a header declares one for both devices, and which of the three of a CPU runs.
 #pragma once
 
-#include <cstdint>
+#include "numbers.h"
+
+// The kernel NAME(...) on CPUs: one source, compiled for each instruction set into a namespace of its name.
+#define ZOO_CPU_KERNEL(NAME, ...) \
+  namespace portable {            \
+  void NAME(__VA_ARGS__);         \
+  }                               \
+  namespace avx2 {                \
+  void NAME(__VA_ARGS__);         \
+  }                               \
+  namespace avx512 {              \
+  void NAME(__VA_ARGS__);         \
+  }
+
+// The same on CUDA: addresses are of device memory, work is on `stream`, and what is returned is a cudaError_t.
+#define ZOO_CUDA_KERNEL(NAME, ...)         \
+  namespace cuda {                         \
+  int32_t NAME(__VA_ARGS__, void* stream); \
+  }
+
+#define ZOO_KERNEL(NAME, ...)       \
+  ZOO_CPU_KERNEL(NAME, __VA_ARGS__) \
+  ZOO_CUDA_KERNEL(NAME, __VA_ARGS__)
+
+// Calls NAME of the namespace of the instruction set in use.
+#if defined(ZOO_X86)
+#define ZOO_DISPATCH(NAME, ...)                                            \
+  (::zoo::isa() == ::zoo::AVX512 ? ::zoo::avx512::NAME(__VA_ARGS__)        \
+   : ::zoo::isa() == ::zoo::AVX2 ? ::zoo::avx2::NAME(__VA_ARGS__)          \
+                                 : ::zoo::portable::NAME(__VA_ARGS__))
+#else
+#define ZOO_DISPATCH(NAME, ...) ::zoo::portable::NAME(__VA_ARGS__)
+#endif
 
 namespace zoo {
 
 enum Isa : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
 
 Isa isa();  // the one in use
-
-// Calls NAME of the namespace of the instruction set in use. The three are one source, compiled three times.
-#if defined(ZOO_X86)
-#define ZOO_DISPATCH(NAME, ...)                                     \
-  (::zoo::isa() == ::zoo::AVX512 ? ::zoo::avx512::NAME(__VA_ARGS__) \
-   : ::zoo::isa() == ::zoo::AVX2 ? ::zoo::avx2::NAME(__VA_ARGS__)   \
-                                 : ::zoo::portable::NAME(__VA_ARGS__))
-#define ZOO_DECLARE(SIGNATURE) \
-  namespace portable {         \
-  SIGNATURE;                   \
-  }                            \
-  namespace avx2 {             \
-  SIGNATURE;                   \
-  }                            \
-  namespace avx512 {           \
-  SIGNATURE;                   \
-  }
-#else
-#define ZOO_DISPATCH(NAME, ...) ::zoo::portable::NAME(__VA_ARGS__)
-#define ZOO_DECLARE(SIGNATURE) \
-  namespace portable {         \
-  SIGNATURE;                   \
-  }
-#endif
 
 }  // namespace zoo
 

@@ -5,6 +5,8 @@
 // than ⌈n/64⌉ + 6 additions, so |error| ≤ (⌈n/64⌉ + 6)·u·Σ|term|, u = 2^-24 (Higham 2002, section 4.2).
 //
 // Over rows (column sum): rows are cut into parts of 64; a part is added up in order from zero, then the parts are.
+//
+// Of what is flat (squares.h, groups): parts of SQUARES_PART elements, each in 16 lanes that are added in order.
 #pragma once
 
 #include "numbers.h"
@@ -13,10 +15,12 @@ namespace zoo {
 
 constexpr int LANES = 64;
 constexpr int64_t PART_ROWS = 64;
-
-inline int64_t num_parts(int64_t rows) { return (rows + PART_ROWS - 1) / PART_ROWS; }
+constexpr int SHORT_LANES = 16;
+constexpr int64_t SQUARES_PART = 65536;
 
 inline namespace ZOO_ISA {
+
+ZOO_HD int64_t num_parts(int64_t rows) { return ceil_div(rows, PART_ROWS); }
 
 struct alignas(64) Lanes {
   float at[LANES];

@@ -28,6 +28,9 @@ enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
 inline namespace ZOO_ISA {
 
+// ⌈a/b⌉ of a >= 0 and b > 0.
+ZOO_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 ZOO_HD float float_of_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);

@@ -1,23 +1,30 @@
-// Scratch memory of the CPU kernels: floats from a multiple of 64 bytes on, so that no vector crosses a cache line.
-// Not for files compiled for an instruction set: what they share with others is linked once, for one of them.
+// Scratch memory of the CPU kernels, uninitialised, from a multiple of 64 bytes on, so that no vector crosses a cache line.
+//
+// Not std::vector, nor anything else of the standard library that is a template: compiled with AVX-512 here, it would have
+// the name that it has everywhere, and the linker could take it for the plain one.
 #pragma once
 
-#include <cstdint>
-#include <vector>
+#include <new>
+
+#include "numbers.h"
 
 namespace zoo {
+inline namespace ZOO_ISA {
 
+template <class T>
 class Scratch {
  public:
-  explicit Scratch(int64_t floats) : memory_(size_t(floats) + 16) {}
+  explicit Scratch(int64_t count)
+      : memory_(static_cast<T*>(::operator new(size_t(count) * sizeof(T), std::align_val_t(64)))) {}
+  ~Scratch() { ::operator delete(memory_, std::align_val_t(64)); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
 
-  float* data() {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(memory_.data());
-    return reinterpret_cast<float*>((at + 63) / 64 * 64);
-  }
+  T* data() const { return memory_; }
 
  private:
-  std::vector<float> memory_;
+  T* memory_;
 };
 
+}  // namespace ZOO_ISA
 }  // namespace zoo

@@ -2,7 +2,7 @@
 // what its key keeps, a block a row otherwise.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
-#include "gating_cuda.h"
+#include "gating.h"
 
 namespace zoo {
 namespace {
@@ -301,45 +301,42 @@ __global__ void unpermute_backward_kernel(UnpermuteBackward c) {
 }
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_top_k_gate_cuda(const zoo::Gate* c, void* stream) {
-  using namespace zoo;
-  if (c->tokens == 0) return cudaSuccess;
-  gate_kernel<<<blocks_for(c->tokens, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
+namespace cuda {
+
+int32_t top_k_gate(const Gate& c, void* stream) {
+  if (c.tokens == 0) return cudaSuccess;
+  gate_kernel<<<blocks_for(c.tokens, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(c);
   return cudaGetLastError();
 }
 
-int32_t zoo_top_k_gate_backward_cuda(const zoo::GateBackward* c, void* stream) {
-  using namespace zoo;
-  if (c->tokens == 0) return cudaSuccess;
-  gate_backward_kernel<<<blocks_for(c->tokens, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
+int32_t top_k_gate_backward(const GateBackward& c, void* stream) {
+  if (c.tokens == 0) return cudaSuccess;
+  gate_backward_kernel<<<blocks_for(c.tokens, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(c);
   return cudaGetLastError();
 }
 
-int32_t zoo_positions_in_expert_cuda(const zoo::Places* c, int64_t* taken, int64_t* order, void* stream) {
-  using namespace zoo;
+int32_t positions_in_expert(const Places& c, int64_t* taken, int64_t* order, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const int64_t parts = (c->tokens * c->choices + PLACES_PART - 1) / PLACES_PART;
+  const int64_t parts = ceil_div(c.tokens * c.choices, PLACES_PART);
   if (parts > 0) {
-    const cudaError_t error = cudaMemsetAsync(taken, 0, size_t(parts * c->experts) * sizeof(int64_t), s);
+    const cudaError_t error = cudaMemsetAsync(taken, 0, size_t(parts * c.experts) * sizeof(int64_t), s);
     if (error != cudaSuccess) return error;
-    places_kernel<false><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(*c, taken, parts);
+    places_kernel<false><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(c, taken, parts);
   }
-  scan_kernel<<<blocks_for(c->experts, THREADS), THREADS, 0, s>>>(*c, taken, parts);
-  if (parts > 0) places_kernel<true><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(*c, taken, parts);
-  if (parts > 0 && c->key != nullptr && c->capacity >= 0) {
-    if (c->experts > MAX_BLOCKS) return cudaErrorInvalidValue;
-    int64_t *first = order, *grouped = order + c->experts;
-    first_kernel<<<1, WARP, 0, s>>>(c->demand, c->experts, first);
-    group_kernel<<<blocks_for(c->tokens * c->choices, THREADS), THREADS, 0, s>>>(*c, first, grouped);
-    keep_kernel<<<unsigned(c->experts), THREADS, 0, s>>>(*c, first, grouped);
+  scan_kernel<<<blocks_for(c.experts, THREADS), THREADS, 0, s>>>(c, taken, parts);
+  if (parts > 0) places_kernel<true><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(c, taken, parts);
+  if (parts > 0 && c.key != nullptr && c.capacity >= 0) {
+    if (c.experts > MAX_BLOCKS) return cudaErrorInvalidValue;
+    int64_t *first = order, *grouped = order + c.experts;
+    first_kernel<<<1, WARP, 0, s>>>(c.demand, c.experts, first);
+    group_kernel<<<blocks_for(c.tokens * c.choices, THREADS), THREADS, 0, s>>>(c, first, grouped);
+    keep_kernel<<<unsigned(c.experts), THREADS, 0, s>>>(c, first, grouped);
   }
   return cudaGetLastError();
 }
 
-int32_t zoo_invert_rows_cuda(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source, void* stream) {
-  using namespace zoo;
+int32_t invert_rows(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   if (num_rows == 0) return cudaSuccess;
   const cudaError_t error = cudaMemsetAsync(source, 0xFF, size_t(num_rows) * sizeof(int64_t), s);  // -1
@@ -348,28 +345,28 @@ int32_t zoo_invert_rows_cuda(const int64_t* rows, int64_t n, int64_t num_rows, i
   return cudaGetLastError();
 }
 
-int32_t zoo_permute_cuda(const zoo::Permute* c, void* stream) {
-  using namespace zoo;
-  if (c->rows == 0 || c->row_bytes == 0) return cudaSuccess;
-  if (c->rows > MAX_BLOCKS) return cudaErrorInvalidValue;
-  permute_kernel<<<unsigned(c->rows), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
+int32_t permute(const Permute& c, void* stream) {
+  if (c.rows == 0 || c.row_bytes == 0) return cudaSuccess;
+  if (c.rows > MAX_BLOCKS) return cudaErrorInvalidValue;
+  permute_kernel<<<unsigned(c.rows), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(c);
   return cudaGetLastError();
 }
 
-int32_t zoo_unpermute_cuda(const zoo::Unpermute* c, void* stream) {
-  using namespace zoo;
-  if (c->tokens == 0 || c->dim == 0) return cudaSuccess;
-  if (c->tokens > MAX_BLOCKS) return cudaErrorInvalidValue;
-  unpermute_kernel<<<unsigned(c->tokens), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
+int32_t unpermute(const Unpermute& c, void* stream) {
+  if (c.tokens == 0 || c.dim == 0) return cudaSuccess;
+  if (c.tokens > MAX_BLOCKS) return cudaErrorInvalidValue;
+  unpermute_kernel<<<unsigned(c.tokens), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(c);
   return cudaGetLastError();
 }
 
-int32_t zoo_unpermute_backward_cuda(const zoo::UnpermuteBackward* c, void* stream) {
-  using namespace zoo;
+int32_t unpermute_backward(const UnpermuteBackward& c, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const size_t bytes = size_t(c->tokens * c->choices) * (c->weight_dtype == F32 ? 4 : 2);
-  const cudaError_t error = bytes == 0 ? cudaSuccess : cudaMemsetAsync(c->grad_weights, 0, bytes, s);
-  if (error != cudaSuccess || c->rows == 0) return error;
-  unpermute_backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, s>>>(*c);
+  const size_t bytes = size_t(c.tokens * c.choices) * (c.weight_dtype == F32 ? 4 : 2);
+  const cudaError_t error = bytes == 0 ? cudaSuccess : cudaMemsetAsync(c.grad_weights, 0, bytes, s);
+  if (error != cudaSuccess || c.rows == 0) return error;
+  unpermute_backward_kernel<<<blocks_for(c.rows, WARPS), WARP * WARPS, 0, s>>>(c);
   return cudaGetLastError();
 }
+
+}  // namespace cuda
+}  // namespace zoo

@@ -92,6 +92,28 @@ struct UnpermuteBackward {
   Dtype dtype, weight_dtype;
 };
 
+// What the binding refuses on CPUs by the values of indices and rows does no harm on CUDA, where it would have to wait for
+// the GPU, and shows: no address outside of the tensors is touched, and a token with an index of no expert gets a gradient
+// of NaN; such an assignment gets the place -1 and is not in the demand. A row out of range is left out of `source`, so
+// nothing goes there; unpermute makes its token NaN. Of several assignments with one row the first stays in `source`.
+ZOO_KERNEL(top_k_gate, const Gate& c)
+ZOO_KERNEL(top_k_gate_backward, const GateBackward& c)
+
+constexpr int64_t PLACES_PART = 256;  // assignments that one warp counts: eight steps
+
+ZOO_CPU_KERNEL(positions_in_expert, const Places& c)
+// `taken`: E numbers for each PLACES_PART assignments begun. `order`: E + T·k numbers, read and written only where there are
+// a key and a capacity.
+ZOO_CUDA_KERNEL(positions_in_expert, const Places& c, int64_t* taken, int64_t* order)
+
+// source (R,), which permute and the backward of unpermute read, from rows (n = T·k,). On CPUs the binding makes it.
+ZOO_CUDA_KERNEL(invert_rows, const int64_t* rows, int64_t n, int64_t num_rows, int64_t* source)
+
+// On CUDA the rows of `y` and the tokens are at most 2^31 - 1.
+ZOO_KERNEL(permute, const Permute& c)
+ZOO_KERNEL(unpermute, const Unpermute& c)
+ZOO_KERNEL(unpermute_backward, const UnpermuteBackward& c)
+
 inline namespace ZOO_ISA {
 
 // Whether a stands before b in the order of the choice; neither does if they are equal or both NaN.

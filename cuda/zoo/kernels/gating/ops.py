@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from zoo.kernels.checks import NATIVE, check_input, check_like
-from zoo.kernels.differentiable import call, native, reference_function
-from zoo.kernels.gating import reference, registration
+from zoo.kernels.gating import reference
+from zoo.kernels.operators import Operator
 
 Tensor = torch.Tensor
 Priority = Literal["choice", "token"] | torch.Tensor
@@ -53,7 +52,7 @@ def top_k_gate(logits: Tensor, k: int, *, renormalise: bool = False) -> Gate:
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be, or such a k; with the numbers.
     """
-    found = _run(lambda: _check_gate(logits, k), "top_k_gate", _gate, logits, k, renormalise)
+    found = _gate(logits, k, renormalise, check=lambda: _check_gate(logits, k))
     return Gate(*found)
 
 
@@ -75,8 +74,7 @@ def top_k_gate_backward(
         wide = torch.promote_types(logits.dtype, torch.float32)
         check_like("grad_probabilities", grad_probabilities, indices.shape, logits, wide)
 
-    args = (grad_probabilities, logits, indices, renormalise)
-    found: Tensor = _run(check, "top_k_gate_backward", reference.top_k_gate_backward, *args, of=1)
+    found: Tensor = _gate_backward(grad_probabilities, logits, indices, renormalise, check=check, of=1)
     return found
 
 
@@ -117,7 +115,7 @@ def positions_in_expert(
 
     args = (indices, num_experts, capacity, key is None and priority == "choice", key)
     main = 0 if key is None else 4  # the key, whose dtype decides
-    positions, counts, demand = _run(check, "positions_in_expert", reference.positions_in_expert, *args, of=main)
+    positions, counts, demand = _positions(*args, check=check, of=main)
     return Positions(positions, counts, demand, capacity)
 
 
@@ -173,7 +171,7 @@ def permute(x: Tensor, rows: Tensor, *, num_rows: int | None = None) -> Tensor:
             )
         _check_rows(rows, count, x)
 
-    found: Tensor = _run(check, "permute", _permute, x, rows, count)
+    found: Tensor = _permute(x, rows, count, check=check)
     return found
 
 
@@ -202,7 +200,7 @@ def unpermute(y: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         if weights is not None:
             _check_weights(weights, rows, y)
 
-    found: Tensor = _run(check, "unpermute", _unpermute, y, rows, weights)
+    found: Tensor = _unpermute(y, rows, weights, check=check)
     return found
 
 
@@ -215,23 +213,69 @@ def unpermute_backward(grad_out: Tensor, y: Tensor, rows: Tensor, weights: Tenso
         check_like("grad_out", grad_out, (rows.shape[0], y.shape[1]), y)
         _check_weights(weights, rows, y)
 
-    args = (grad_out, y, rows, weights)
-    found: tuple[Tensor, Tensor] = _run(check, "unpermute_backward", reference.unpermute_backward, *args, of=1)
+    found: tuple[Tensor, Tensor] = _unpermute_backward(grad_out, y, rows, weights, check=check, of=1)
     return found
 
 
-_gate = reference_function(reference.top_k_gate, registration.gate_setup_context, registration.gate_backward)
-_permute = reference_function(reference.permute, registration.permute_setup_context, registration.permute_backward)
-_unpermute = reference_function(
-    reference.unpermute, registration.unpermute_setup_context, registration.unpermute_backward
+def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, ctx.renormalise = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, output[1])
+
+
+def _gate_gradient(ctx: Any, grad_probabilities: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    dw = grad_probabilities.contiguous()
+    return top_k_gate_backward(dw, *ctx.saved_tensors, renormalise=ctx.renormalise), None, None
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _permute_gradient(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    return unpermute(grad_y.contiguous(), *ctx.saved_tensors), None, None
+
+
+def _keep_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, rows, weights = inputs
+    ctx.num_rows, ctx.weighted = y.shape[0], weights is not None
+    ctx.save_for_backward(*((y, rows, weights) if ctx.weighted else (rows,)))
+
+
+def _unpermute_gradient(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    g = grad_out.contiguous()
+    if not ctx.weighted:
+        return permute(g, *ctx.saved_tensors, num_rows=ctx.num_rows), None, None
+    grad_y, grad_weights = unpermute_backward(g, *ctx.saved_tensors)
+    return grad_y, None, grad_weights
+
+
+def _fake_gate(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    indices = logits.new_empty((logits.shape[0], k), dtype=torch.int64)
+    return torch.empty_like(indices, dtype=torch.float32), indices
+
+
+def _fake_positions(indices: Tensor, num_experts: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(indices), indices.new_empty(num_experts), indices.new_empty(num_experts)
+
+
+_gate = Operator("top_k_gate", reference.top_k_gate, fake=_fake_gate, gradient=(_keep_gate, _gate_gradient))
+_gate_backward = Operator(
+    "top_k_gate_backward", reference.top_k_gate_backward, fake=lambda dw, logits, *_: torch.empty_like(logits)
 )
-
-
-def _run(check: Callable[[], None], name: str, plain: Callable[..., Any], *args: Any, of: int = 0) -> Any:
-    if native(args[of], name):
-        return call(name, args, check)
-    check()
-    return plain(*args)
+_positions = Operator("positions_in_expert", reference.positions_in_expert, fake=_fake_positions)
+_permute = Operator(
+    "permute", reference.permute, fake=lambda x, rows, num_rows: x.new_empty(num_rows, x.shape[1]),
+    gradient=(_keep_rows, _permute_gradient),
+)  # fmt: skip
+_unpermute = Operator(
+    "unpermute", reference.unpermute, fake=lambda y, rows, weights: y.new_empty(rows.shape[0], y.shape[1]),
+    gradient=(_keep_weights, _unpermute_gradient),
+)  # fmt: skip
+_unpermute_backward = Operator(
+    "unpermute_backward", reference.unpermute_backward,
+    fake=lambda do, y, rows, weights: (torch.empty_like(y), torch.empty_like(weights)),
+)  # fmt: skip
 
 
 def _check_matrix(what: str, t: Tensor) -> None:

@@ -1,7 +1,7 @@
 // Layer normalisation on CUDA: a warp a row; for dw and db a thread a column and part of 64 rows.
 #include "../common/device.cuh"
 #include "../common/lanes.h"
-#include "layer_norm_cuda.h"
+#include "layer_norm.h"
 
 namespace zoo {
 namespace {
@@ -57,31 +57,34 @@ __global__ void parts_kernel(LayerNormBackward c, float* parts) {
     dw += dy * normalised(load(c.sum, c.dtype, row * c.dim + i), c.mean[row], c.rstd[row]);
     db += dy;
   }
-  parts[part * 2 * c.dim + i] = dw;
-  parts[(part * 2 + 1) * c.dim + i] = db;
+  float* mine = parts + part * parts_width(c.dim);
+  mine[i] = dw;
+  mine[padded(c.dim) + i] = db;
 }
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_layer_norm_cuda(const zoo::LayerNorm* c, void* stream) {
-  using namespace zoo;
-  if (c->rows == 0) return cudaSuccess;
-  forward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
+namespace cuda {
+
+int32_t layer_norm(const LayerNorm& c, void* stream) {
+  if (c.rows == 0) return cudaSuccess;
+  forward_kernel<<<blocks_for(c.rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(c);
   return cudaGetLastError();
 }
 
-int32_t zoo_layer_norm_backward_cuda(const zoo::LayerNormBackward* c, float* parts, void* stream) {
-  using namespace zoo;
+int32_t layer_norm_backward(const LayerNormBackward& c, float* parts, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const int64_t n = c->dim, count = num_parts(c->rows);
+  const int64_t n = c.dim, count = num_parts(c.rows), width = parts_width(n);
   const unsigned columns = blocks_for(n, THREADS);
   if (columns > MAX_COLUMNS) return cudaErrorInvalidValue;
   if (count > 0) {
-    backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, s>>>(*c);
-    parts_kernel<<<dim3(unsigned(count), columns), THREADS, 0, s>>>(*c, parts);
+    backward_kernel<<<blocks_for(c.rows, WARPS), WARP * WARPS, 0, s>>>(c);
+    parts_kernel<<<dim3(unsigned(count), columns), THREADS, 0, s>>>(c, parts);
   }
-  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts, count, 2 * n, c->grad_weight, c->weight_dtype, n);
-  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts + n, count, 2 * n, c->grad_bias, c->weight_dtype, n);
+  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts, count, width, c.grad_weight, c.weight_dtype, n);
+  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts + padded(n), count, width, c.grad_bias, c.weight_dtype, n);
   return cudaGetLastError();
 }
+
+}  // namespace cuda
+}  // namespace zoo

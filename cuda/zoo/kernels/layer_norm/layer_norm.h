@@ -17,10 +17,10 @@
 //
 // Memory contract. x, r, s, y and their gradients: (T, D), contiguous, of one format. w and b and their gradients: (D,),
 // of one format. μ and ρ: (T,), fp32. D >= 1. Forward reads x (and r) once and writes y (and s) once; backward reads dy
-// and s (and ds) once and writes dx once, and keeps 2·D floats for each 64 rows.
+// and s (and ds) once and writes dx once, and keeps two rows of floats for each 64.
 #pragma once
 
-#include "../common/numbers.h"
+#include "../common/isa.h"
 
 namespace zoo {
 
@@ -44,7 +44,17 @@ struct LayerNormBackward {
   Dtype dtype, weight_dtype;
 };
 
+ZOO_KERNEL(layer_norm, const LayerNorm& c)
+// `parts`: parts_width(D) floats for each 64 rows begun. On CUDA D is at most 16,776,960.
+ZOO_KERNEL(layer_norm_backward, const LayerNormBackward& c, float* parts)
+
 inline namespace ZOO_ISA {
+
+// The floats from one row of scratch to the next, so that each begins at a multiple of 64 bytes.
+ZOO_HD int64_t padded(int64_t n) { return ceil_div(n, 16) * 16; }
+
+// Of a part of the column sums: dw, and from padded(D) on db.
+ZOO_HD int64_t parts_width(int64_t n) { return 2 * padded(n); }
 
 ZOO_HD float normalised(float s, float mean, float rstd) { return (s - mean) * rstd; }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from zoo.kernels.checks import check_input, check_like
-from zoo.kernels.differentiable import call, native, reference_function
-from zoo.kernels.layer_norm import reference, registration
+from zoo.kernels.layer_norm import reference
+from zoo.kernels.operators import Operator
 
 Tensor = torch.Tensor
 
@@ -44,14 +44,14 @@ def layer_norm(
     Raises:
         ValueError: a dtype, shape, device or layout that cannot be; with the numbers.
     """
-    name = "layer_norm" if residual is None else "add_layer_norm"
-    if native(x, name):
-        first = (x,) if residual is None else (x, residual)
-        found = call(name, (*first, weight, bias, eps), lambda: _check(x, weight, bias, eps, residual))
-    else:
+
+    def check() -> None:
         _check(x, weight, bias, eps, residual)
-        found = _plain(x, weight, bias, eps) if residual is None else _add(x, residual, weight, bias, eps)
-    return LayerNorm(found[0], x, *found[1:]) if residual is None else LayerNorm(*found)
+
+    if residual is not None:
+        return LayerNorm(*_forward_of_sum(x, residual, weight, bias, eps, check=check))
+    y, mean, rstd = _forward(x, weight, bias, eps, check=check)
+    return LayerNorm(y, x, mean, rstd)
 
 
 def layer_norm_backward(
@@ -59,15 +59,53 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db) from dy, and ds where the sum went on; ``total`` is s. The gradient of a residual is dx."""
     args = (grad_y, grad_sum, total, weight, mean, rstd)
-    if native(total, "layer_norm_backward"):
-        found: tuple[Tensor, Tensor, Tensor] = call("layer_norm_backward", args, lambda: _check_backward(*args))
-        return found
-    _check_backward(*args)
-    return reference.layer_norm_backward(*args)
+    grads: tuple[Tensor, Tensor, Tensor] = _backward(*args, check=lambda: _check_backward(*args), of=2)
+    return grads
 
 
-_plain = reference_function(reference.layer_norm, registration.setup_context, registration.backward)
-_add = reference_function(reference.add_layer_norm, registration.add_setup_context, registration.add_backward)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight = inputs[:2]
+    _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, mean, rstd)
+
+
+def _gradient(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return (*layer_norm_backward(grad_y.contiguous(), None, *ctx.saved_tensors), None)
+
+
+def _keep_of_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, total, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(total, inputs[2], mean, rstd)
+
+
+def _gradient_of_sum(ctx: Any, grad_y: Tensor, grad_sum: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    dx, dw, db = layer_norm_backward(grad_y.contiguous(), grad_sum.contiguous(), *ctx.saved_tensors)
+    return dx, dx, dw, db, None
+
+
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    stats = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(x), stats, torch.empty_like(stats)
+
+
+def _fake_of_sum(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, mean, rstd = _fake(x)
+    return y, torch.empty_like(x), mean, rstd
+
+
+def _fake_backward(
+    grad_y: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(total), torch.empty_like(weight), torch.empty_like(weight)
+
+
+_forward = Operator("layer_norm", reference.layer_norm, fake=_fake, gradient=(_keep, _gradient))
+_forward_of_sum = Operator(
+    "add_layer_norm", reference.add_layer_norm, fake=_fake_of_sum, gradient=(_keep_of_sum, _gradient_of_sum)
+)
+_backward = Operator("layer_norm_backward", reference.layer_norm_backward, fake=_fake_backward)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None) -> None:

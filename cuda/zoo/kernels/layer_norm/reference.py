@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from zoo.kernels.differentiable import wide
+from zoo.kernels.elementary import wide
 from zoo.kernels.sums import column_sum, lane_sum, root
 
 Tensor = torch.Tensor

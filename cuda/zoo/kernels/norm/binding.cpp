@@ -1,31 +1,40 @@
 // The norm as operators of torch.
-#include "binding.h"
-#include "norm_cpu.h"
+#include <vector>
+
+#include "../common/operators.h"
+#include "../common/squares.h"
+#include "norm.h"
 
 namespace zoo {
 namespace {
 
 at::Tensor run(at::TensorList tensors, double factor, bool writes) {
-  return scale_norm(tensors, factor, writes, at::kCPU,
-                    [](const std::vector<NormRow>& rows, Dtype dtype, float f, double* sums, const at::Tensor&) {
-                      scale_norm_cpu(rows.data(), int64_t(rows.size()), dtype, f, sums);
-                    });
+  const Dtype dtype = dtype_of(tensors[0], {"tensors", 0});
+  const at::Device device = device_of(tensors[0]);
+  std::vector<NormRow> rows;
+  rows.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& t = tensors[i];
+    check_tensor(t, {"tensors", int64_t(i)}, t.numel(), dtype, device);
+    rows.push_back({writes ? writable(t) : const_cast<void*>(t.const_data_ptr()), t.numel()});
+  }
+  const int64_t count = int64_t(rows.size());
+  at::Tensor sums = new_tensor(tensors[0], {count}, at::kDouble);
+  const KernelScratch<double> parts(tensors[0], square_parts(rows.data(), count));
+  ZOO_LAUNCH(scale_norm, tensors[0], rows.data(), count, dtype, float(factor), parts.data(),
+             sums.mutable_data_ptr<double>());
+  return sums;
 }
 
 at::Tensor sum_squares(at::TensorList tensors) { return run(tensors, 1.0, false); }
 
-at::Tensor scale_sum_squares_(at::TensorList tensors, double factor) { return run(tensors, factor, true); }
+at::Tensor scale_sum_squares(at::TensorList tensors, double factor) { return run(tensors, factor, true); }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(zoo, m) {
-  m.def("sum_squares(Tensor[] tensors) -> Tensor");
-  m.def("scale_sum_squares_(Tensor(a!)[] tensors, float factor) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("sum_squares", &sum_squares);
-  m.impl("scale_sum_squares_", &scale_sum_squares_);
+ZOO_OPERATORS(define) {
+  define("sum_squares(Tensor[] tensors) -> Tensor", sum_squares);
+  define("scale_sum_squares_(Tensor(a!)[] tensors, float factor) -> Tensor", scale_sum_squares);
 }
 
 }  // namespace zoo

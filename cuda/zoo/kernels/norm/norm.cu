@@ -1,20 +1,18 @@
 // The norm on GPUs: the maths, the memory contract and the bits of norm.h. Compile with -fmad=false.
 #include "../common/blocks.cuh"
 #include "../common/squares.cuh"
-#include "norm_cuda.h"
+#include "norm.h"
 
 namespace zoo {
 namespace {
-
-static_assert(NORM_PART == SQUARES_PART, "the order of the sums is that of the CPU");
 
 __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ Batch<NormRow> batch, Dtype dtype,
                                                        float factor, double* parts) {
   __shared__ alignas(16) float tile[TILE];
   const int index = batch.row_of(blockIdx.x);
   const NormRow row = batch.rows[index];
-  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * NORM_PART;
-  const int64_t end = begin + NORM_PART < row.n ? begin + NORM_PART : row.n;
+  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * SQUARES_PART;
+  const int64_t end = begin + SQUARES_PART < row.n ? begin + SQUARES_PART : row.n;
   double lane = 0;
   for (int64_t at = begin; at < end; at += TILE) {
     const int count = end - at < TILE ? int(end - at) : TILE;
@@ -30,7 +28,7 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ B
       *reinterpret_cast<float4*>(tile + i) = make_float4(x.x[0], x.x[1], x.x[2], x.x[3]);
     }
     __syncthreads();
-    if (threadIdx.x < SQUARE_LANES) add_tile(tile, count, lane);
+    if (threadIdx.x < SHORT_LANES) add_tile(tile, count, lane);
     __syncthreads();
   }
   if (threadIdx.x < WARP) {
@@ -40,15 +38,19 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ B
 }
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_scale_norm_cuda(const zoo::NormRow* rows, int64_t num_rows, int32_t dtype, float factor, double* parts,
-                            double* sums, void* stream) {
-  using namespace zoo;
+namespace cuda {
+
+int32_t scale_norm(const NormRow* rows, int64_t num_rows, Dtype dtype, float factor, double* parts, double* sums,
+                   void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return each_batch(rows, num_rows, NORM_PART, [&](const Batch<NormRow>& batch, int64_t first_row, int64_t first_part) {
+  const auto launch = [&](const Batch<NormRow>& batch, int64_t first_row, int64_t first_part) {
     const int blocks = batch.first[batch.count];
-    if (blocks > 0) norm_kernel<<<blocks, THREADS, 0, s>>>(batch, Dtype(dtype), factor, parts + first_part);
+    if (blocks > 0) norm_kernel<<<blocks, THREADS, 0, s>>>(batch, dtype, factor, parts + first_part);
     row_sums_kernel<NormRow, 1><<<batch.count, THREADS, 0, s>>>(batch, parts + first_part, sums + first_row);
-  });
+  };
+  return each_batch(rows, num_rows, SQUARES_PART, launch);
 }
+
+}  // namespace cuda
+}  // namespace zoo

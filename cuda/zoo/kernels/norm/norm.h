@@ -6,26 +6,21 @@
 // S is finite if and only if every x_i is: a square of fp32 is exact in fp64, and 2^128 · 2^128 · n does not overflow. So
 // the norm √S, the unscaling of loss-scaled gradients and the decision whether to skip the step cost one pass together.
 //
-// Memory contract: rows of fp32, bf16 or fp16, contiguous; S one fp64 for each row. A row is cut into parts of 65,536
-// elements whose sums are added in order, and a part goes into 16 lanes (squares.h): S does not depend on the threads,
+// Memory contract: rows of fp32, bf16 or fp16, contiguous; S one fp64 for each row. A row is cut into parts of SQUARES_PART
+// elements whose sums are added in order, and a part goes into 16 lanes (lanes.h): S does not depend on the threads,
 // on the instruction set or on CPU against CUDA. Against the exact sum |error| <= n·2^-53·S (Higham 2002, section 4.2).
 #pragma once
 
-#include "../common/numbers.h"
+#include "../common/isa.h"
 
 namespace zoo {
-
-constexpr int64_t NORM_PART = 65536;
 
 struct NormRow {
   void* x;
   int64_t n;
 };
 
-inline int64_t norm_parts(const NormRow* rows, int64_t num_rows) {
-  int64_t parts = 0;
-  for (int64_t i = 0; i < num_rows; ++i) parts += (rows[i].n + NORM_PART - 1) / NORM_PART;
-  return parts;
-}
+// `parts`: one number for each part begun of every row (square_parts); `sums`: one for each row.
+ZOO_KERNEL(scale_norm, const NormRow* rows, int64_t num_rows, Dtype dtype, float factor, double* parts, double* sums)
 
 }  // namespace zoo

@@ -8,6 +8,7 @@ import torch
 
 from zoo.kernels import loading
 from zoo.kernels.norm import reference
+from zoo.kernels.operators import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Tensors = Sequence[torch.Tensor]
@@ -24,7 +25,7 @@ def sum_squares(tensors: Tensors) -> torch.Tensor:
         ValueError: a dtype, device or layout that cannot be.
     """
     if tensors and _native("sum_squares", tensors):
-        found: torch.Tensor = torch.ops.zoo.sum_squares.default(list(tensors))
+        found: torch.Tensor = _sum.native(list(tensors), check=lambda: _check(tensors))
         return found
     _check(tensors)
     return reference.scale_sum_squares_(tensors, 1.0) if tensors else torch.empty(0, dtype=torch.float64)
@@ -34,7 +35,7 @@ def sum_squares(tensors: Tensors) -> torch.Tensor:
 def scale_sum_squares_(tensors: Tensors, factor: float) -> torch.Tensor:
     """x ← factor·x in place, and :func:`sum_squares` of the result, in one pass: unscaling, norm and overflow check."""
     if tensors and _native("scale_sum_squares_", tensors):
-        found: torch.Tensor = torch.ops.zoo.scale_sum_squares_.default(list(tensors), factor)
+        found: torch.Tensor = _scale_and_sum.native(list(tensors), factor, check=lambda: _check(tensors))
         return found
     _check(tensors)
     return reference.scale_sum_squares_(tensors, factor) if tensors else torch.empty(0, dtype=torch.float64)
@@ -43,6 +44,14 @@ def scale_sum_squares_(tensors: Tensors, factor: float) -> torch.Tensor:
 def grad_norm(tensors: Tensors) -> float:
     """√Σx² over all tensors: infinite or NaN if an element is."""
     return float(sum_squares(tensors).sum().sqrt())
+
+
+def _sums(tensors: list[torch.Tensor], *_: float) -> torch.Tensor:
+    return tensors[0].new_empty(len(tensors), dtype=torch.float64)
+
+
+_sum = Operator("sum_squares", None, fake=_sums)
+_scale_and_sum = Operator("scale_sum_squares_", None, fake=_sums)
 
 
 def _native(name: str, tensors: Tensors) -> bool:

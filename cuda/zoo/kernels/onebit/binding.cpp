@@ -1,35 +1,48 @@
 // 1-bit compression as operators of torch.
-#include "binding.h"
-#include "onebit_cpu.h"
+#include <tuple>
+
+#include "../common/operators.h"
+#include "onebit.h"
 
 namespace zoo {
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> compress_(const at::Tensor& x, const at::Tensor& error, int64_t group) {
-  return onebit_compress(x, error, group, at::kCPU,
-                         [](const at::Tensor& t, Dtype dtype, float* e, uint8_t* bits, float* scales, int64_t n,
-                            int64_t g) { 
-                           onebit_compress_cpu(t.const_data_ptr(), dtype, e, bits, scales, n, g);
-                          });
+void check_group(int64_t group) {
+  TORCH_CHECK_VALUE(group >= ONEBIT_GROUP_UNIT && group <= ONEBIT_GROUP_MAX && group % ONEBIT_GROUP_UNIT == 0,
+                    "group_size=", group, "; it must be a multiple of ", ONEBIT_GROUP_UNIT, " from ", ONEBIT_GROUP_UNIT,
+                    " to ", ONEBIT_GROUP_MAX, ".");
 }
 
-void decompress_(const at::Tensor& out, const at::Tensor& bits, const at::Tensor& scales, int64_t group, bool add) {
-  onebit_decompress(out, bits, scales, group, at::kCPU,
-                    [=](const at::Tensor& t, Dtype dtype, const uint8_t* b, const float* s, int64_t n) { 
-                      onebit_decompress_cpu(writable(t), dtype, b, s, add, n, group);
-                     });
+std::tuple<at::Tensor, at::Tensor> compress(const at::Tensor& x, const at::Tensor& error, int64_t group) {
+  check_group(group);
+  const int64_t n = x.numel();
+  const Dtype dtype = dtype_of(x, "x");
+  const at::Device device = device_of(x);
+  check_memory(x, "x", device);
+  check_flat(error, "error", n, at::kFloat, device);
+  at::Tensor bits = new_tensor(x, {ceil_div(n, 8)}, at::kByte), scales = new_tensor(x, {ceil_div(n, group)}, at::kFloat);
+  ZOO_LAUNCH(onebit_compress, x, x.const_data_ptr(), dtype, static_cast<float*>(writable(error)),
+             bits.mutable_data_ptr<uint8_t>(), scales.mutable_data_ptr<float>(), n, group);
+  return {bits, scales};
+}
+
+void decompress(const at::Tensor& out, const at::Tensor& bits, const at::Tensor& scales, int64_t group, bool add) {
+  check_group(group);
+  const int64_t n = out.numel();
+  const Dtype dtype = dtype_of(out, "out");
+  const at::Device device = device_of(out);
+  check_memory(out, "out", device);
+  check_flat(bits, "bits", ceil_div(n, 8), at::kByte, device);
+  check_flat(scales, "scales", ceil_div(n, group), at::kFloat, device);
+  ZOO_LAUNCH(onebit_decompress, out, writable(out), dtype, bits.const_data_ptr<uint8_t>(),
+             scales.const_data_ptr<float>(), add, n, group);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(zoo, m) {
-  m.def("onebit_compress_(Tensor x, Tensor(a!) error, int group_size) -> (Tensor, Tensor)");
-  m.def("onebit_decompress_(Tensor(a!) out, Tensor bits, Tensor scales, int group_size, bool add) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("onebit_compress_", &compress_);
-  m.impl("onebit_decompress_", &decompress_);
+ZOO_OPERATORS(define) {
+  define("onebit_compress_(Tensor x, Tensor(a!) error, int group_size) -> (Tensor, Tensor)", compress);
+  define("onebit_decompress_(Tensor(a!) out, Tensor bits, Tensor scales, int group_size, bool add) -> ()", decompress);
 }
 
 }  // namespace zoo

@@ -4,7 +4,8 @@
 // lanes do; then the signs of 32 elements at a time are a ballot.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
-#include "onebit_cuda.h"
+#include "../common/lanes.h"
+#include "onebit.h"
 
 namespace zoo {
 namespace {
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(32 * WARPS) compress_kernel(const void* x, Dty
     sum = (sum + magnitude) + upper;
   }
   float total = __shfl_sync(0xFFFFFFFFu, sum, 0);
-  for (int k = 1; k < ONEBIT_LANES; ++k) total = total + __shfl_sync(0xFFFFFFFFu, sum, k);
+  for (int k = 1; k < SHORT_LANES; ++k) total = total + __shfl_sync(0xFFFFFFFFu, sum, k);
   const float scale = total / float(end - begin);
   if (lane == 0) scales[index] = scale;
   for (int64_t at = begin; at < end; at += 32) {
@@ -60,23 +61,24 @@ __global__ void __launch_bounds__(THREADS) decompress_kernel(void* out, Dtype dt
 }
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_onebit_compress_cuda(const void* x, int32_t dtype, float* error, uint8_t* bits, float* scales, int64_t n,
-                                 int64_t group, void* stream) {
-  using namespace zoo;
-  const int64_t groups = (n + group - 1) / group;
-  if (groups > 0)
-    compress_kernel<<<unsigned((groups + WARPS - 1) / WARPS), 32 * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(
-        x, Dtype(dtype), error, bits, scales, n, group);
-  return int32_t(cudaGetLastError());
+namespace cuda {
+
+int32_t onebit_compress(const void* x, Dtype dtype, float* error, uint8_t* bits, float* scales, int64_t n, int64_t group,
+                        void* stream) {
+  if (n > 0)
+    compress_kernel<<<blocks_for(ceil_div(n, group), WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(
+        x, dtype, error, bits, scales, n, group);
+  return cudaGetLastError();
 }
 
-int32_t zoo_onebit_decompress_cuda(void* out, int32_t dtype, const uint8_t* bits, const float* scales, int32_t add,
-                                   int64_t n, int64_t group, void* stream) {
-  using namespace zoo;
+int32_t onebit_decompress(void* out, Dtype dtype, const uint8_t* bits, const float* scales, bool add, int64_t n,
+                          int64_t group, void* stream) {
   if (n > 0)
     decompress_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(
-        out, Dtype(dtype), bits, scales, add != 0, n, group);
-  return int32_t(cudaGetLastError());
+        out, dtype, bits, scales, add, n, group);
+  return cudaGetLastError();
 }
+
+}  // namespace cuda
+}  // namespace zoo

@@ -17,12 +17,16 @@
 // of the last one 0; scales: ceil(n / group) fp32. Group sizes are multiples of 64, so groups begin at whole bytes.
 #pragma once
 
-#include "../common/numbers.h"
+#include "../common/isa.h"
 
 namespace zoo {
 
-constexpr int ONEBIT_LANES = 16;
 constexpr int64_t ONEBIT_GROUP_UNIT = 64;
 constexpr int64_t ONEBIT_GROUP_MAX = 1 << 20;
+
+ZOO_KERNEL(onebit_compress, const void* x, Dtype dtype, float* error, uint8_t* bits, float* scales, int64_t n,
+           int64_t group)
+ZOO_KERNEL(onebit_decompress, void* out, Dtype dtype, const uint8_t* bits, const float* scales, bool add, int64_t n,
+           int64_t group)
 
 }  // namespace zoo

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from zoo.kernels import loading
-from zoo.kernels.checks import check_flat, one_device
+from zoo.kernels.checks import NATIVE, check_flat
 from zoo.kernels.onebit import reference
+from zoo.kernels.operators import Operator
 
 GROUP_SIZE = 2048
 """Elements for each scale by default: 1/31.5 of fp32 on the wire."""
 UNIT, LARGEST = 64, 1 << 20
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def wire_bytes(numel: int, group_size: int = GROUP_SIZE) -> int:
@@ -34,13 +33,14 @@ def compress_(x: torch.Tensor, error: torch.Tensor, group_size: int = GROUP_SIZE
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if one_device(x, error) and loading.runs("onebit_compress_", x):
-        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.zoo.onebit_compress_.default(x, error, group_size)
-        return found
-    check_flat(x, "x", x.numel(), DTYPES, x)
-    check_flat(error, "error", x.numel(), (torch.float32,), x)
-    _check_group(group_size)
-    return reference.compress_(x, error, group_size)
+
+    def check() -> None:
+        _check_group(group_size)
+        check_flat(x, "x", x.numel(), NATIVE, x)
+        check_flat(error, "error", x.numel(), (torch.float32,), x)
+
+    found: tuple[torch.Tensor, torch.Tensor] = _compress(x, error, group_size, check=check)
+    return found
 
 
 @torch.no_grad()
@@ -55,14 +55,24 @@ def decompress_(
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if one_device(out, bits, scales) and loading.runs("onebit_decompress_", out):
-        torch.ops.zoo.onebit_decompress_.default(out, bits, scales, group_size, add)
-        return
-    check_flat(out, "out", out.numel(), DTYPES, out)
-    _check_group(group_size)
-    check_flat(bits, "bits", -(-out.numel() // 8), (torch.uint8,), out)
-    check_flat(scales, "scales", -(-out.numel() // group_size), (torch.float32,), out)
-    reference.decompress_(out, bits, scales, group_size, add)
+
+    def check() -> None:
+        _check_group(group_size)
+        check_flat(out, "out", out.numel(), NATIVE, out)
+        check_flat(bits, "bits", -(-out.numel() // 8), (torch.uint8,), out)
+        check_flat(scales, "scales", -(-out.numel() // group_size), (torch.float32,), out)
+
+    _decompress(out, bits, scales, group_size, add, check=check)
+
+
+def _fake(x: torch.Tensor, error: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n = x.numel()
+    bits = x.new_empty((n + 7) // 8, dtype=torch.uint8)
+    return bits, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
+
+
+_compress = Operator("onebit_compress_", reference.compress_, fake=_fake)
+_decompress = Operator("onebit_decompress_", reference.decompress_)
 
 
 def _check_group(group_size: int) -> None:

@@ -1,39 +1,56 @@
 // Quantisation as operators of torch.
-#include "binding.h"
-#include "quantise_cpu.h"
+#include <tuple>
+
+#include "../common/operators.h"
+#include "quantise.h"
 
 namespace zoo {
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> quantise_(const at::Tensor& x, int64_t bits, int64_t group, int64_t nodes,
-                                            int64_t local) {
-  return quantise(x, bits, group, nodes, local, at::kCPU,
-                  [](const at::Tensor& t, Dtype dtype, int b, int8_t* q, float* scales, int64_t n, int64_t g,
-                     const Swizzle& swizzle) { 
-                    quantise_cpu(t.const_data_ptr(), dtype, b, q, scales, n, g, swizzle);
-                   });
+void check_options(int64_t bits, int64_t group) {
+  TORCH_CHECK_VALUE(bits == 8 || bits == 4, "bits=", bits, "; it must be 8 or 4.");
+  TORCH_CHECK_VALUE(group >= QUANT_GROUP_UNIT && group <= QUANT_GROUP_MAX && group % QUANT_GROUP_UNIT == 0,
+                    "group_size=", group, "; it must be a multiple of ", QUANT_GROUP_UNIT, " from ", QUANT_GROUP_UNIT,
+                    " to ", QUANT_GROUP_MAX, ".");
 }
 
-void dequantise_(const at::Tensor& out, const at::Tensor& q, const at::Tensor& scales, int64_t bits, int64_t group,
-                 int64_t ranks, double factor) {
-  dequantise(out, q, scales, bits, group, ranks, factor, at::kCPU,
-             [](const at::Tensor& t, Dtype dtype, int b, const int8_t* from, const float* s, int64_t count, float f,
-                int64_t n, int64_t g) { 
-               dequantise_cpu(writable(t), dtype, b, from, s, count, f, n, g);
-              });
+std::tuple<at::Tensor, at::Tensor> quantise_tensor(const at::Tensor& x, int64_t bits, int64_t group, int64_t nodes,
+                                                   int64_t local) {
+  check_options(bits, group);
+  const int64_t n = x.numel(), groups = ceil_div(n, group);
+  const Dtype dtype = dtype_of(x, "x");
+  check_memory(x, "x", device_of(x));
+  TORCH_CHECK_VALUE(nodes >= 1 && local >= 1 && (nodes * local == 1 || n % (nodes * local * group) == 0),
+                    "swizzle=(", nodes, ", ", local, ") cuts ", n, " elements into ", nodes, " x ", local,
+                    " pieces; each must be a whole number of groups of ", group, ".");
+  at::Tensor q = new_tensor(x, {ceil_div(n * bits, 8)}, at::kChar), scales = new_tensor(x, {groups}, at::kFloat);
+  const int64_t piece = groups / (nodes * local);
+  const Swizzle swizzle{nodes, local, piece > 0 ? piece : 1};
+  ZOO_LAUNCH(quantise, x, x.const_data_ptr(), dtype, int32_t(bits), q.mutable_data_ptr<int8_t>(),
+             scales.mutable_data_ptr<float>(), n, group, swizzle);
+  return {q, scales};
+}
+
+void dequantise_tensor(const at::Tensor& out, const at::Tensor& q, const at::Tensor& scales, int64_t bits, int64_t group,
+                       int64_t ranks, double factor) {
+  check_options(bits, group);
+  const int64_t n = out.numel();
+  const Dtype dtype = dtype_of(out, "out");
+  const at::Device device = device_of(out);
+  check_memory(out, "out", device);
+  TORCH_CHECK_VALUE(ranks >= 1, "ranks=", ranks, "; it must be at least 1.");
+  check_flat(q, "q", ranks * ceil_div(n * bits, 8), at::kChar, device);
+  check_flat(scales, "scales", ranks * ceil_div(n, group), at::kFloat, device);
+  ZOO_LAUNCH(dequantise, out, writable(out), dtype, int32_t(bits), q.const_data_ptr<int8_t>(),
+             scales.const_data_ptr<float>(), ranks, float(factor), n, group);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(zoo, m) {
-  m.def("quantise(Tensor x, int bits, int group_size, int nodes, int local) -> (Tensor, Tensor)");
-  m.def(
-      "dequantise_(Tensor(a!) out, Tensor q, Tensor scales, int bits, int group_size, int ranks, float factor) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("quantise", &quantise_);
-  m.impl("dequantise_", &dequantise_);
+ZOO_OPERATORS(define) {
+  define("quantise(Tensor x, int bits, int group_size, int nodes, int local) -> (Tensor, Tensor)", quantise_tensor);
+  define("dequantise_(Tensor(a!) out, Tensor q, Tensor scales, int bits, int group_size, int ranks, float factor) -> ()",
+         dequantise_tensor);
 }
 
 }  // namespace zoo

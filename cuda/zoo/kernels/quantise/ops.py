@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from zoo.kernels import loading
-from zoo.kernels.checks import check_flat, one_device
+from zoo.kernels.checks import NATIVE, check_flat
+from zoo.kernels.operators import Operator
 from zoo.kernels.quantise import reference
 
 UNIT, LARGEST = 16, 1 << 20
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -31,17 +30,18 @@ def quantise(
         ValueError: a dtype, layout, group size or number of pieces that cannot be.
     """
     nodes, local = swizzle
-    if loading.runs("quantise", x):
-        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.zoo.quantise.default(x, bits, group_size, nodes, local)
-        return found
-    _check_options(bits, group_size)
-    check_flat(x, "x", x.numel(), DTYPES, x)
-    if nodes < 1 or local < 1 or (nodes * local > 1 and x.numel() % (nodes * local * group_size)):
-        raise ValueError(
-            f"swizzle=({nodes}, {local}) cuts {x.numel()} elements into {nodes} x {local} pieces; each must be a whole "
-            f"number of groups of {group_size}."
-        )
-    return reference.quantise(x, bits, group_size, nodes, local)
+
+    def check() -> None:
+        _check_options(bits, group_size)
+        check_flat(x, "x", x.numel(), NATIVE, x)
+        if nodes < 1 or local < 1 or (nodes * local > 1 and x.numel() % (nodes * local * group_size)):
+            raise ValueError(
+                f"swizzle=({nodes}, {local}) cuts {x.numel()} elements into {nodes} x {local} pieces; each must be a "
+                f"whole number of groups of {group_size}."
+            )
+
+    found: tuple[torch.Tensor, torch.Tensor] = _quantise(x, bits, group_size, nodes, local, check=check)
+    return found
 
 
 @torch.no_grad()
@@ -56,16 +56,26 @@ def dequantise_(
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
     """
-    if one_device(out, q, scales) and loading.runs("dequantise_", out):
-        torch.ops.zoo.dequantise_.default(out, q, scales, bits, group_size, ranks, factor)
-        return
-    _check_options(bits, group_size)
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks}; it must be at least 1.")
-    check_flat(out, "out", out.numel(), DTYPES, out)
-    check_flat(q, "q", ranks * -(-out.numel() * bits // 8), (torch.int8,), out)
-    check_flat(scales, "scales", ranks * -(-out.numel() // group_size), (torch.float32,), out)
-    reference.dequantise_(out, q, scales, bits, group_size, ranks, factor)
+
+    def check() -> None:
+        _check_options(bits, group_size)
+        if ranks < 1:
+            raise ValueError(f"ranks={ranks}; it must be at least 1.")
+        check_flat(out, "out", out.numel(), NATIVE, out)
+        check_flat(q, "q", ranks * -(-out.numel() * bits // 8), (torch.int8,), out)
+        check_flat(scales, "scales", ranks * -(-out.numel() // group_size), (torch.float32,), out)
+
+    _dequantise(out, q, scales, bits, group_size, ranks, factor, check=check)
+
+
+def _fake(x: torch.Tensor, bits: int, group_size: int, *_: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n = x.numel()
+    q = x.new_empty((n * bits + 7) // 8, dtype=torch.int8)
+    return q, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
+
+
+_quantise = Operator("quantise", reference.quantise, fake=_fake)
+_dequantise = Operator("dequantise_", reference.dequantise_)
 
 
 def _check_options(bits: int, group_size: int) -> None:

@@ -4,7 +4,7 @@
 // a time. The second look at a group finds it in the cache.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
-#include "quantise_cuda.h"
+#include "quantise.h"
 
 namespace zoo {
 namespace {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void put(const int32_t (&w)[4], int8_t* q, int64_t at
 
 __global__ void __launch_bounds__(THREADS) quantise_kernel(const void* x, Dtype dtype, int bits, int8_t* q, float* scales,
                                                            int64_t n, int64_t group, Swizzle swizzle, int width) {
-  const int64_t groups = (n + group - 1) / group;
+  const int64_t groups = ceil_div(n, group);
   const int64_t index = int64_t(blockIdx.x) * (THREADS / width) + threadIdx.x / width;
   const int t = threadIdx.x % width;
   // Threads beyond the last group stay for the shuffles.
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS) dequantise_kernel(void* out, Dtype dt
                                                              int64_t group) {
   const int64_t at = 4 * (int64_t(blockIdx.x) * THREADS + threadIdx.x);
   if (at >= n) return;
-  const int64_t groups = (n + group - 1) / group, stride = (n * bits + 7) / 8, mine = at / group;
+  const int64_t groups = ceil_div(n, group), stride = ceil_div(n * bits, 8), mine = at / group;
   const int count = n - at < 4 ? int(n - at) : 4;
   Four sum = {};
   for (int64_t r = 0; r < ranks; ++r) {
@@ -120,24 +120,26 @@ int width_for(int64_t group) {
 }
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_quantise_cuda(const void* x, int32_t dtype, int32_t bits, int8_t* q, float* scales, int64_t n, int64_t group,
-                          const zoo::Swizzle* swizzle, void* stream) {
-  using namespace zoo;
+namespace cuda {
+
+int32_t quantise(const void* x, Dtype dtype, int32_t bits, int8_t* q, float* scales, int64_t n, int64_t group,
+                 const Swizzle& swizzle, void* stream) {
   if (n == 0) return cudaSuccess;
   const int width = width_for(group);
-  const unsigned blocks = blocks_for((n + group - 1) / group, THREADS / width);
-  quantise_kernel<<<blocks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(x, Dtype(dtype), bits, q, scales, n, group,
-                                                                             *swizzle, width);
-  return int32_t(cudaGetLastError());
+  const unsigned blocks = blocks_for(ceil_div(n, group), THREADS / width);
+  quantise_kernel<<<blocks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(x, dtype, bits, q, scales, n, group, swizzle,
+                                                                             width);
+  return cudaGetLastError();
 }
 
-int32_t zoo_dequantise_cuda(void* out, int32_t dtype, int32_t bits, const int8_t* q, const float* scales, int64_t ranks,
-                            float factor, int64_t n, int64_t group, void* stream) {
-  using namespace zoo;
+int32_t dequantise(void* out, Dtype dtype, int32_t bits, const int8_t* q, const float* scales, int64_t ranks,
+                   float factor, int64_t n, int64_t group, void* stream) {
   if (n == 0) return cudaSuccess;
   dequantise_kernel<<<blocks_for(n, 4 * THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(
-      out, Dtype(dtype), bits, q, scales, ranks, factor, n, group);
-  return int32_t(cudaGetLastError());
+      out, dtype, bits, q, scales, ranks, factor, n, group);
+  return cudaGetLastError();
 }
+
+}  // namespace cuda
+}  // namespace zoo

@@ -18,7 +18,7 @@
 // scales ceil(n / group) fp32. Groups are multiples of 16 elements. fp32 arithmetic, each operation rounded by itself.
 #pragma once
 
-#include "../common/numbers.h"
+#include "../common/isa.h"
 
 namespace zoo {
 
@@ -34,5 +34,12 @@ struct Swizzle {
     return (l * nodes + n) * piece + i % piece;
   }
 };
+
+// On CUDA q begins at a multiple of 4 bytes.
+ZOO_KERNEL(quantise, const void* x, Dtype dtype, int32_t bits, int8_t* q, float* scales, int64_t n, int64_t group,
+           const Swizzle& swizzle)
+// q and scales of `ranks` quantised tensors, one after the other.
+ZOO_KERNEL(dequantise, void* out, Dtype dtype, int32_t bits, const int8_t* q, const float* scales, int64_t ranks,
+           float factor, int64_t n, int64_t group)
 
 }  // namespace zoo

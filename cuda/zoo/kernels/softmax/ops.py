@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from zoo.kernels.checks import check_input, check_like
-from zoo.kernels.differentiable import call, native, reference_function
-from zoo.kernels.softmax import reference, registration
+from zoo.kernels.operators import Operator
+from zoo.kernels.softmax import reference
 
 Tensor = torch.Tensor
 MAX_DIMS = 8
@@ -32,13 +34,8 @@ def softmax(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, causal
         ValueError: a dtype, shape, device or layout that cannot be; with the numbers.
     """
     wanted = _expanded(mask, x) if mask is not None else None
-    args = (x, wanted, scale, causal)
-    if native(x, "softmax"):
-        found: Tensor = call("softmax", args, lambda: _check(x, wanted))
-        return found
-    _check(x, wanted)
-    result: Tensor = _reference(*args)
-    return result
+    y: Tensor = _forward(x, wanted, scale, causal, check=lambda: _check(x, wanted))
+    return y
 
 
 def softmax_backward(grad_y: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -48,14 +45,28 @@ def softmax_backward(grad_y: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor
         _check(y, None, "y")
         check_like("grad_y", grad_y, y.shape, y)
 
-    if native(y, "softmax_backward"):
-        found: Tensor = call("softmax_backward", (grad_y, y, scale), check)
-        return found
-    check()
-    return reference.softmax_backward(grad_y, y, scale)
+    grad_x: Tensor = _backward(grad_y, y, scale, check=check, of=1)
+    return grad_x
 
 
-_reference = reference_function(reference.softmax, registration.setup_context, registration.backward)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, mask, ctx.scale, _ = inputs
+    ctx.mask_dtype = None if mask is None else mask.dtype
+    ctx.save_for_backward(output)
+
+
+def _gradient(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    # That of a mask which was broadcast is summed by autograd, which knows how it was.
+    (y,) = ctx.saved_tensors
+    dy = grad_y.contiguous()
+    dx = softmax_backward(dy, y, scale=ctx.scale) if ctx.needs_input_grad[0] else None
+    if ctx.mask_dtype is None or not ctx.needs_input_grad[1]:
+        return dx, None, None, None
+    return dx, softmax_backward(dy, y, scale=1.0).to(ctx.mask_dtype), None, None
+
+
+_forward = Operator("softmax", reference.softmax, fake=lambda x, *_: torch.empty_like(x), gradient=(_keep, _gradient))
+_backward = Operator("softmax_backward", reference.softmax_backward, fake=lambda dy, y, scale: torch.empty_like(y))
 
 
 def _expanded(mask: Tensor, x: Tensor) -> Tensor:

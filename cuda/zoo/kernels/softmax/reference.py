@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zoo.kernels.differentiable import wide
-from zoo.kernels.elementary import exp
+from zoo.kernels.elementary import exp, wide
 from zoo.kernels.sums import lane_sum
 
 Tensor = torch.Tensor

@@ -1,6 +1,6 @@
 // Softmax on CUDA: a warp a row.
 #include "../common/device.cuh"
-#include "softmax_cuda.h"
+#include "softmax.h"
 
 namespace zoo {
 namespace {
@@ -36,18 +36,20 @@ __global__ void softmax_backward_kernel(SoftmaxBackward c) {
 }
 
 }  // namespace
+
+namespace cuda {
+
+int32_t softmax(const Softmax& c, void* stream) {
+  if (c.rows == 0) return cudaSuccess;
+  softmax_kernel<<<blocks_for(c.rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(c);
+  return cudaGetLastError();
+}
+
+int32_t softmax_backward(const SoftmaxBackward& c, void* stream) {
+  if (c.rows == 0) return cudaSuccess;
+  softmax_backward_kernel<<<blocks_for(c.rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(c);
+  return cudaGetLastError();
+}
+
+}  // namespace cuda
 }  // namespace zoo
-
-int32_t zoo_softmax_cuda(const zoo::Softmax* c, void* stream) {
-  using namespace zoo;
-  if (c->rows == 0) return cudaSuccess;
-  softmax_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
-  return cudaGetLastError();
-}
-
-int32_t zoo_softmax_backward_cuda(const zoo::SoftmaxBackward* c, void* stream) {
-  using namespace zoo;
-  if (c->rows == 0) return cudaSuccess;
-  softmax_backward_kernel<<<blocks_for(c->rows, WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(*c);
-  return cudaGetLastError();
-}

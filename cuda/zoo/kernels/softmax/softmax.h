@@ -17,6 +17,7 @@
 #pragma once
 
 #include "../common/elementary.h"
+#include "../common/isa.h"
 #include "../common/lanes.h"
 
 namespace zoo {
@@ -41,6 +42,9 @@ struct SoftmaxBackward {
   float scale;
   Dtype dtype;
 };
+
+ZOO_KERNEL(softmax, const Softmax& c)
+ZOO_KERNEL(softmax_backward, const SoftmaxBackward& c)
 
 inline namespace ZOO_ISA {
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from zoo.kernels import loading
@@ -19,7 +21,7 @@ def lend(holder: torch.UntypedStorage, memory: torch.UntypedStorage) -> bool:
 
     Returns False, and changes nothing, where that cannot be: no native library, not a CPU, a storage of a fixed size.
     """
-    function = loading.native_function("zoo_lend_storage")
+    function = loading.native_function("zoo_lend_storage", ctypes.c_void_p, ctypes.c_void_p)
     return function is not None and bool(function(holder._cdata, memory._cdata))
 
 
@@ -34,6 +36,7 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cpu" or tensor.nbytes < LARGE_BYTES or type(tensor) is not torch.Tensor:
         return tensor
-    if (function := loading.native_function("zoo_huge_pages")) is not None:
+    function = loading.native_function("zoo_huge_pages", ctypes.c_void_p, ctypes.c_int64)
+    if function is not None:
         function(tensor.data_ptr(), tensor.nbytes)
     return tensor

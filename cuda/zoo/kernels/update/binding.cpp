@@ -1,45 +1,156 @@
 // The update as operators of torch and as the class Rows.
-//
-// It uses torch/library.h and not libtorch's stable ABI: that one hands a list of tensors over at about 0.45 µs a
-// tensor, against 0.13 µs here, which alone would be half of an AdamW step on tensors of 4,160 elements; and it does not
-// exist before torch 2.9. torch/extension.h, the slow header, is not needed.
 #include <torch/custom_class.h>
 
-#include "binding.h"
-#include "update_cpu.h"
+#include <array>
+#include <vector>
+
+#include "../common/operators.h"
+#include "../common/squares.h"
+#include "update.h"
 
 namespace zoo {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-bool run(int64_t rule, int64_t flags, const Scalars& scalars, const Table& table) {
-  return update_cpu(int(rule), int(flags), scalars, table.formats, table.rows.data(), int64_t(table.rows.size()));
+constexpr const char* STATE_NAMES[MAX_STATES] = {"states0", "states1", "states2"};
+
+Scalars scalars_of(c10::ArrayRef<double> values) {
+  TORCH_CHECK_VALUE(values.size() == NUM_SCALARS, "scalars has ", values.size(), " numbers; it takes ", NUM_SCALARS, ".");
+  std::array<float, NUM_SCALARS> f;
+  for (size_t i = 0; i < NUM_SCALARS; ++i) f[i] = float(values[i]);
+  return Scalars{f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10]};
 }
 
-void update_(int64_t rule, int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList states0,
-             at::TensorList states1, at::TensorList states2, at::TensorList masters, c10::ArrayRef<double> scalars) {
-  update(rule, flags, params, grads, {states0, states1, states2}, masters, scalars, at::kCPU,
-         [=](const Scalars& c, const Table& table, const at::Tensor&) { return run(rule, flags, c, table); });
+void check_length(size_t found, size_t wanted, const char* what) {
+  TORCH_CHECK_VALUE(found == wanted, what, " has ", found, " tensors and params has ", wanted, "; they must be as many.");
 }
 
-at::Tensor lamb_direction_(int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                           at::TensorList exp_avg_sqs, at::TensorList masters, c10::ArrayRef<double> scalars) {
-  return lamb_direction(flags, params, grads, exp_avgs, exp_avg_sqs, masters, scalars, at::kCPU,
-                        [=](const Scalars& c, const Table& table, double* norms, const at::Tensor&) {
-                          lamb_direction_cpu(int(flags), c, table.formats, table.rows.data(),
-                                             int64_t(table.rows.size()), norms);
-                        });
+// Lists of tensors as rows, checked.
+class Table {
+ public:
+  enum Access { READ, WRITE, OWN };  // OWN: written, but known to nobody's graph, so that its version may stay
+
+  Table(int64_t rule, int64_t flags, const at::Device& device, Access params = WRITE, Access states = WRITE)
+      : num_states_(num_states(int(rule), int(flags))), device_(device), params_(params), states_(states) {}
+
+  int64_t size() const { return int64_t(rows.size()); }
+
+  void check_lists(at::TensorList params, const std::array<at::TensorList, MAX_STATES>& states, at::TensorList masters) {
+    for (int k = 0; k < MAX_STATES; ++k)
+      check_length(states[size_t(k)].size(), k < num_states_ ? params.size() : 0, STATE_NAMES[k]);
+    check_length(masters.size(), masters.empty() ? 0 : params.size(), "masters");
+    rows.reserve(params.size());
+  }
+
+  // `index` names the row in messages. grad may be null: the second pass of LAMB needs none.
+  void add(int64_t index, const at::Tensor& param, const at::Tensor* grad,
+           const std::array<const at::Tensor*, MAX_STATES>& states, const at::Tensor* master) {
+    const int64_t n = param.numel();
+    if (rows.empty()) {
+      formats.param = dtype_of(param, {"params", index});
+      formats.grad = grad != nullptr ? dtype_of(*grad, {"grads", index}) : F32;
+      formats.state = states[0] != nullptr ? dtype_of(*states[0], {STATE_NAMES[0], index}) : F32;
+      TORCH_CHECK_VALUE(formats.state != F16, "states0[", index, "] is torch.float16, whose range is too small for "
+                        "squares; states are torch.float32 or torch.bfloat16.");
+    }
+    check_tensor(param, {"params", index}, n, formats.param, device_);
+    Row row{};
+    row.n = n;
+    row.ratio = 1.0f;
+    row.param = address(param, params_);
+    if (grad != nullptr) {
+      check_tensor(*grad, {"grads", index}, n, formats.grad, device_);
+      row.grad = grad->const_data_ptr();
+    }
+    for (int k = 0; k < MAX_STATES; ++k) {
+      const at::Tensor* state = states[size_t(k)];
+      if (state == nullptr) continue;
+      check_tensor(*state, {STATE_NAMES[k], index}, n, formats.state, device_);
+      row.state[k] = address(*state, states_);
+    }
+    if (master != nullptr) {
+      check_tensor(*master, {"masters", index}, n, F32, device_);
+      row.master = address(*master, params_ == WRITE && states_ == OWN ? OWN : params_);
+    }
+    rows.push_back(row);
+  }
+
+  std::vector<Row> rows;
+  Formats formats{F32, F32, F32};
+
+ private:
+  static void* address(const at::Tensor& t, Access access) {
+    return access == WRITE ? writable(t) : access == OWN ? t.mutable_data_ptr() : const_cast<void*>(t.const_data_ptr());
+  }
+
+  int num_states_;
+  at::Device device_;
+  Access params_, states_;
+};
+
+void fill(Table& table, at::TensorList params, const at::TensorList* grads,
+          const std::array<at::TensorList, MAX_STATES>& states, at::TensorList masters) {
+  if (grads != nullptr) check_length(grads->size(), params.size(), "grads");
+  table.check_lists(params, states, masters);
+  for (size_t i = 0; i < params.size(); ++i) {
+    std::array<const at::Tensor*, MAX_STATES> s{};
+    for (size_t k = 0; k < MAX_STATES; ++k) s[k] = states[k].empty() ? nullptr : &states[k][i];
+    table.add(int64_t(i), params[i], grads != nullptr ? &(*grads)[i] : nullptr, s,
+              masters.empty() ? nullptr : &masters[i]);
+  }
 }
 
-void lamb_apply_(int64_t flags, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                 at::TensorList masters, const at::Tensor& ratios, c10::ArrayRef<double> scalars) {
-  lamb_apply(flags, params, exp_avgs, exp_avg_sqs, masters, ratios, scalars, at::kCPU,
-             [=](const Scalars& c, Table& table, const float* ratio, const at::Tensor&) {
-               for (size_t i = 0; i < table.rows.size(); ++i) table.rows[i].ratio = ratio[i];
-               lamb_apply_cpu(int(flags), c, table.formats, table.rows.data(), int64_t(table.rows.size()));
-             });
+void check_lamb(const Table& table, int64_t flags) {
+  TORCH_CHECK_VALUE((flags & ~int64_t(COUPLED | EPS_INSIDE)) == 0, "LAMB has no flags ", flags, "; see update.h.");
+  TORCH_CHECK_VALUE(table.formats.state == F32, "the states of LAMB are torch.bfloat16; they must be torch.float32, so "
+                    "that both passes see the same direction.");
 }
+
+struct Nothing {
+  template <int RULE, int FLAGS>
+  void operator()() const {}
+};
+
+void check_rule(int64_t rule, int64_t flags) {
+  TORCH_CHECK_VALUE(with_rule(int(rule), int(flags), Nothing{}), "rule ", rule, " has no flags ", flags,
+                    "; see update.h.");
+}
+
+void update_lists(int64_t rule, int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList states0,
+                  at::TensorList states1, at::TensorList states2, at::TensorList masters,
+                  c10::ArrayRef<double> scalars) {
+  Table table(rule, flags, device_of(params[0]));
+  fill(table, params, &grads, {states0, states1, states2}, masters);
+  check_rule(rule, flags);
+  ZOO_LAUNCH(update, params[0], int(rule), int(flags), scalars_of(scalars), table.formats, table.rows.data(),
+             table.size());
+}
+
+at::Tensor direction_of_lists(int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                              at::TensorList exp_avg_sqs, at::TensorList masters, c10::ArrayRef<double> scalars) {
+  Table table(LAMB, flags, device_of(params[0]), /*params=*/Table::READ);
+  fill(table, params, &grads, {exp_avgs, exp_avg_sqs, {}}, masters);
+  check_lamb(table, flags);
+  at::Tensor norms = new_tensor(params[0], {table.size(), 2}, at::kDouble);
+  const KernelScratch<double> parts(params[0], 2 * square_parts(table.rows.data(), table.size()));
+  ZOO_LAUNCH(lamb_direction, params[0], int(flags), scalars_of(scalars), table.formats, table.rows.data(), table.size(),
+             parts.data(), norms.mutable_data_ptr<double>());
+  return norms;
+}
+
+void apply_to_lists(int64_t flags, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+                    at::TensorList masters, const at::Tensor& ratios, c10::ArrayRef<double> scalars) {
+  const at::Device device = device_of(params[0]);
+  Table table(LAMB, flags, device, /*params=*/Table::WRITE, /*states=*/Table::READ);
+  fill(table, params, nullptr, {exp_avgs, exp_avg_sqs, {}}, masters);
+  check_lamb(table, flags);
+  check_flat(ratios, "ratios", int64_t(params.size()), at::kFloat, device);
+  ZOO_LAUNCH(lamb_apply, params[0], int(flags), scalars_of(scalars), table.formats, table.rows.data(), table.size(),
+             ratios.const_data_ptr<float>());
+}
+
+#if !defined(ZOO_CUDA)
 
 // Tensors that an optimizer updates again and again, held here so that a step hands nothing over but scalars: gradients
 // are read from the parameters. Addresses are read anew in each step, so a parameter may move to other memory.
@@ -49,7 +160,9 @@ void lamb_apply_(int64_t flags, at::TensorList params, at::TensorList exp_avgs, 
 class Rows : public torch::CustomClassHolder {
  public:
   Rows(Tensors params, Tensors states0, Tensors states1, Tensors states2, Tensors masters)
-      : params_(std::move(params)), states_{{std::move(states0), std::move(states1), std::move(states2)}}, masters_(std::move(masters)) {}
+      : params_(std::move(params)),
+        states_{{std::move(states0), std::move(states1), std::move(states2)}},
+        masters_(std::move(masters)) {}
 
   // False, and nothing done, if some parameter has no gradient.
   bool update(int64_t rule, int64_t flags, std::vector<double> scalars) {
@@ -74,8 +187,9 @@ class Rows : public torch::CustomClassHolder {
       for (size_t k = 0; k < MAX_STATES; ++k) s[k] = states_[k].empty() ? nullptr : &states_[k][i];
       table.add(int64_t(i), params_[i], &grad, s, masters_.empty() ? nullptr : &masters_[i]);
     }
-    TORCH_CHECK_VALUE(run(rule, flags, scalars_of(scalars), table), "rule ", rule, " has no flags ", flags,
-                      "; see update.h.");
+    check_rule(rule, flags);
+    ZOO_LAUNCH(update, params_[0], int(rule), int(flags), scalars_of(scalars), table.formats, table.rows.data(),
+               table.size());
     rows_ = std::move(table.rows);
     return true;
   }
@@ -131,27 +245,29 @@ class Rows : public torch::CustomClassHolder {
   std::vector<Row> rows_;
 };
 
+#endif
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(zoo, m) {
-  m.def(
+ZOO_OPERATORS(define) {
+  define(
       "update_(int rule, int flags, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states0, Tensor(c!)[] states1, "
-      "Tensor(d!)[] states2, Tensor(e!)[] masters, float[] scalars) -> ()");
-  m.def(
+      "Tensor(d!)[] states2, Tensor(e!)[] masters, float[] scalars) -> ()",
+      update_lists);
+  define(
       "lamb_direction_(int flags, Tensor[] params, Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, "
-      "Tensor[] masters, float[] scalars) -> Tensor");
-  m.def(
+      "Tensor[] masters, float[] scalars) -> Tensor",
+      direction_of_lists);
+  define(
       "lamb_apply_(int flags, Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor(b!)[] masters, "
-      "Tensor ratios, float[] scalars) -> ()");
-  m.class_<Rows>("Rows")
+      "Tensor ratios, float[] scalars) -> ()",
+      apply_to_lists);
+#if !defined(ZOO_CUDA)
+  define.library()
+      .class_<Rows>("Rows")
       .def(torch::init<Tensors, Tensors, Tensors, Tensors, Tensors>())
       .def("update", &Rows::update);
-}
-
-TORCH_LIBRARY_IMPL(zoo, CPU, m) {
-  m.impl("update_", &update_);
-  m.impl("lamb_direction_", &lamb_direction_);
-  m.impl("lamb_apply_", &lamb_apply_);
+#endif
 }
 
 }  // namespace zoo

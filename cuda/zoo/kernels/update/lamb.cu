@@ -1,12 +1,10 @@
-// LAMB on GPUs: the two passes of lamb_isa.cpp, with its bits. Compile with -fmad=false.
+// LAMB on GPUs: the two passes of lamb.cpp, with its bits. Compile with -fmad=false.
 #include "../common/blocks.cuh"
 #include "../common/squares.cuh"
-#include "update_cuda.h"
+#include "update.h"
 
 namespace zoo {
 namespace {
-
-static_assert(LAMB_PART == SQUARES_PART, "the order of the sums is that of the CPU");
 
 template <int FLAGS>
 __global__ void __launch_bounds__(THREADS) direction_kernel(const __grid_constant__ Batch<Row> batch, const Scalars c,
@@ -14,8 +12,8 @@ __global__ void __launch_bounds__(THREADS) direction_kernel(const __grid_constan
   __shared__ alignas(16) float tiles[2][TILE];  // p and d
   const int index = batch.row_of(blockIdx.x);
   const Row& row = batch.rows[index];
-  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * LAMB_PART;
-  const int64_t end = begin + LAMB_PART < row.n ? begin + LAMB_PART : row.n;
+  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * SQUARES_PART;
+  const int64_t end = begin + SQUARES_PART < row.n ? begin + SQUARES_PART : row.n;
   const void* const source = row.master != nullptr ? row.master : row.param;
   const Dtype source_dtype = row.master != nullptr ? F32 : f.param;
   double lane = 0;  // the first half of the first warp has the lanes of p, the second those of d
@@ -35,12 +33,12 @@ __global__ void __launch_bounds__(THREADS) direction_kernel(const __grid_constan
       *reinterpret_cast<float4*>(tiles[1] + i) = make_float4(d.x[0], d.x[1], d.x[2], d.x[3]);
     }
     __syncthreads();
-    if (threadIdx.x < WARP) add_tile(tiles[threadIdx.x / SQUARE_LANES], count, lane);
+    if (threadIdx.x < WARP) add_tile(tiles[threadIdx.x / SHORT_LANES], count, lane);
     __syncthreads();
   }
   if (threadIdx.x < WARP) {
     const double sum = sum_lanes(lane);
-    if (threadIdx.x % SQUARE_LANES == 0) parts[2 * blockIdx.x + threadIdx.x / SQUARE_LANES] = sum;
+    if (threadIdx.x % SHORT_LANES == 0) parts[2 * blockIdx.x + threadIdx.x / SHORT_LANES] = sum;
   }
 }
 
@@ -49,8 +47,8 @@ __global__ void __launch_bounds__(THREADS) apply_kernel(const __grid_constant__ 
                                                         const Formats f, const float* ratios) {
   const int index = batch.row_of(blockIdx.x);
   const Row& row = batch.rows[index];
-  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * LAMB_PART;
-  const int64_t end = begin + LAMB_PART < row.n ? begin + LAMB_PART : row.n;
+  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * SQUARES_PART;
+  const int64_t end = begin + SQUARES_PART < row.n ? begin + SQUARES_PART : row.n;
   const bool has_master = row.master != nullptr;
   void* const source = has_master ? row.master : row.param;
   const Dtype source_dtype = has_master ? F32 : f.param;
@@ -104,23 +102,25 @@ struct Apply {
 };
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_lamb_direction_cuda(int32_t flags, const zoo::Scalars* scalars, const zoo::Formats* formats,
-                                const zoo::Row* rows, int64_t num_rows, double* parts, double* norms, void* stream) {
-  using namespace zoo;
+namespace cuda {
+
+int32_t lamb_direction(int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
+                       double* parts, double* norms, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return each_batch(rows, num_rows, LAMB_PART, [&](const Batch<Row>& batch, int64_t first_row, int64_t first_part) {
-    with_flags(flags, Direction{batch, *scalars, *formats, parts + 2 * first_part, s});
+  return each_batch(rows, num_rows, SQUARES_PART, [&](const Batch<Row>& batch, int64_t first_row, int64_t first_part) {
+    with_flags(flags, Direction{batch, scalars, formats, parts + 2 * first_part, s});
     row_sums_kernel<Row, 2><<<2 * batch.count, THREADS, 0, s>>>(batch, parts + 2 * first_part, norms + 2 * first_row);
   });
 }
 
-int32_t zoo_lamb_apply_cuda(int32_t flags, const zoo::Scalars* scalars, const zoo::Formats* formats, const zoo::Row* rows,
-                            int64_t num_rows, const float* ratios, void* stream) {
-  using namespace zoo;
+int32_t lamb_apply(int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
+                   const float* ratios, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return each_batch(rows, num_rows, LAMB_PART, [&](const Batch<Row>& batch, int64_t first_row, int64_t) {
-    with_flags(flags, Apply{batch, *scalars, *formats, ratios + first_row, s});
+  return each_batch(rows, num_rows, SQUARES_PART, [&](const Batch<Row>& batch, int64_t first_row, int64_t) {
+    with_flags(flags, Apply{batch, scalars, formats, ratios + first_row, s});
   });
 }
+
+}  // namespace cuda
+}  // namespace zoo

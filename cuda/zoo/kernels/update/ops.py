@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from zoo.kernels import loading
+from zoo.kernels.checks import NATIVE
+from zoo.kernels.operators import Operator
 from zoo.kernels.update import reference
 from zoo.kernels.update.algebra import ALLOWED, Flag, Rule, Scalars, num_states
 
 Tensors = Sequence[torch.Tensor]
-NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -43,9 +44,9 @@ def update_(
         return
     if loading.runs("update_", params[0]):
         lists = [*map(list, states), [], [], []][:3]
-        _call(
-            "update_", (int(rule), int(flags), list(params), list(grads), *lists, list(masters), scalars.values()),
-            lambda: check(params, grads, states, masters, num_states(rule, flags)),
+        _update.native(
+            int(rule), int(flags), list(params), list(grads), *lists, list(masters), scalars.values(),
+            check=lambda: check(params, grads, states, masters, num_states(rule, flags)),
         )  # fmt: skip
         return
     check(params, grads, states, masters, num_states(rule, flags))
@@ -67,8 +68,8 @@ def lamb_direction_(
     _check_lamb(flags, exp_avgs)
     if params and loading.runs("lamb_direction_", params[0]):
         args = (int(flags), *map(list, lists), list(masters), scalars.values())
-        found: torch.Tensor = _call(
-            "lamb_direction_", args, lambda: check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
+        found: torch.Tensor = _direction.native(
+            *args, check=lambda: check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
         )
         return found
     check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
@@ -92,7 +93,7 @@ def lamb_apply_(
         )
     if params and loading.runs("lamb_apply_", params[0]):
         args = (int(flags), list(params), list(exp_avgs), list(exp_avg_sqs), list(masters), ratios, scalars.values())
-        _call("lamb_apply_", args, lambda: check(params, params, (exp_avgs, exp_avg_sqs), masters, 2))
+        _apply.native(*args, check=lambda: check(params, params, (exp_avgs, exp_avg_sqs), masters, 2))
         return
     check(params, params, (exp_avgs, exp_avg_sqs), masters, 2)
     rows = zip(params, exp_avgs, exp_avg_sqs, _or_none(masters, len(params)), ratios, strict=True)
@@ -172,9 +173,10 @@ def _or_none(masters: Tensors, count: int) -> list[torch.Tensor | None]:
     return list(masters) if masters else [None] * count
 
 
-def _call(name: str, args: tuple[Any, ...], explain: Any) -> Any:
-    try:
-        return getattr(torch.ops.zoo, name).default(*args)
-    except NotImplementedError:
-        explain()  # tensors of several devices reach no kernel; say which
-        raise
+def _norms(flags: int, params: list[torch.Tensor], *_: Any) -> torch.Tensor:
+    return params[0].new_empty((len(params), 2), dtype=torch.float64)
+
+
+_update = Operator("update_", None)
+_direction = Operator("lamb_direction_", None, fake=_norms)
+_apply = Operator("lamb_apply_", None)

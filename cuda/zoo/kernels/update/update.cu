@@ -1,7 +1,7 @@
 // The update on GPUs: the algebra and the memory contract of update.h. Compile with -fmad=false, for the bits of the CPU.
 #include "../common/batch.cuh"
 #include "../common/blocks.cuh"
-#include "update_cuda.h"
+#include "update.h"
 
 namespace zoo {
 namespace {
@@ -50,14 +50,16 @@ struct Launcher {
 };
 
 }  // namespace
-}  // namespace zoo
 
-int32_t zoo_update_cuda(int32_t rule, int32_t flags, const zoo::Scalars* scalars, const zoo::Formats* formats,
-                        const zoo::Row* rows, int64_t num_rows, void* stream) {
-  using namespace zoo;
-  bool known = true;
-  const int32_t error = each_batch(rows, num_rows, PART, [&](const Batch<Row>& batch, int64_t, int64_t) {
-    known = known && with_rule(rule, flags, Launcher{batch, *scalars, *formats, static_cast<cudaStream_t>(stream)});
+namespace cuda {
+
+int32_t update(int rule, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
+               void* stream) {
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  return each_batch(rows, num_rows, PART, [&](const Batch<Row>& batch, int64_t, int64_t) {
+    with_rule(rule, flags, Launcher{batch, scalars, formats, s});
   });
-  return known ? error : -1;
 }
+
+}  // namespace cuda
+}  // namespace zoo

@@ -14,7 +14,7 @@
 //   LAMB     m, v         as ADAM                               κ·m / (ρ·√v + ε) + λ·p         lr·φ, κ = 1 / (1-β1^t)
 //
 // ρ = 1/√(1-β2^t). AMSGRAD: x' = max(x, v') takes the place of v in D. SGD without MOMENTUM keeps nothing, D = g. LAMB
-// with EPS_INSIDE divides by √(ρ²·v + ε); φ is the trust ratio of the tensor, from the norms of p and d (two passes, lamb.h).
+// with EPS_INSIDE divides by √(ρ²·v + ε); φ is the trust ratio of the tensor, from the norms of p and d (two passes, below).
 // Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Reddi et al. 2018 (AMSGrad), Chen et al. 2023
 // (Lion), Duchi et al. 2011 (Adagrad), You et al. 2020 (LAMB); SGD as in Sutskever et al. 2013 with PyTorch's dampening.
 //
@@ -27,7 +27,7 @@
 // does the gradient's conversion, the update and the cast. Gradients are only read. States are fp32 or bf16.
 #pragma once
 
-#include "../common/numbers.h"
+#include "../common/isa.h"
 
 #if defined(__CUDA_ARCH__)
 #define ZOO_SQRT(x) __fsqrt_rn(x)
@@ -58,10 +58,6 @@ struct Scalars {
 constexpr int NUM_SCALARS = 11;
 
 constexpr int MAX_STATES = 3;
-
-// The sums of LAMB over a row are made of those of its parts, in order, and these of 16 lanes (common/squares.h): they
-// depend neither on the threads nor on CPU against CUDA.
-constexpr int64_t LAMB_PART = 65536;
 
 struct Row {
   void* param;
@@ -172,5 +168,18 @@ inline bool with_rule(int rule, int flags, const F& f) {
       return false;
   }
 }
+
+// All rows; of a rule and flags that are known.
+ZOO_KERNEL(update, int rule, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows)
+
+// Pass 1 of LAMB: norms[2·i] = Σp², norms[2·i + 1] = Σd² of row i. They are made of those of its parts, in order, and these
+// of 16 lanes (common/lanes.h): they depend neither on the threads nor on CPU against CUDA. `parts`: two numbers for each
+// part begun of every row (square_parts).
+ZOO_KERNEL(lamb_direction, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
+           double* parts, double* norms)
+
+// Pass 2 of LAMB. `ratios`: the trust ratio of each row; that of the row itself is not looked at.
+ZOO_KERNEL(lamb_apply, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
+           const float* ratios)
 
 }  // namespace zoo

@@ -1,0 +1,99 @@
+"""What torch is told about an operator beside its kernels, and who runs it: a kernel, or the reference.
+
+The ``ops.py`` of a folder has an :class:`Operator` for each that its binding defines. Once the library is loaded,
+torch learns the fakes and gradients of all of them; nobody lists the folders. A reference gets the same gradient, so
+that it is the formula of the header too, and not what autograd makes of the reference's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from zoo.kernels import loading
+from zoo.kernels.building.plan import SOURCES
+
+Gradient = tuple[Callable[..., None], Callable[..., Any]]
+"""``setup_context`` and ``backward``, as :func:`torch.library.register_autograd` takes them."""
+
+
+class Operator:
+    """``zoo::name``: call it with the arguments of its schema and ``check``.
+
+    Args:
+        name: as the binding defines it.
+        reference: the same in plain torch; None where the caller chooses between the two.
+        fake: the results for tensors without data, as :func:`torch.library.register_fake` takes it; None: no results.
+        gradient: None where there is none.
+    """
+
+    def __init__(
+        self, name: str, reference: Callable[..., Any] | None, *, fake: Callable[..., Any] | None = None,
+        gradient: Gradient | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self._fake, self._gradient = name, fake, gradient
+        self._reference = reference if reference is None or gradient is None else _function(reference, *gradient)
+
+    def __call__(self, *args: Any, check: Callable[[], None], of: int = 0) -> Any:
+        """The result of the kernel, where there is one for argument ``of``; else, after ``check()``, of the reference.
+
+        The binding refuses wrong arguments itself; ``check`` raises the same ValueErrors.
+        """
+        if loading.runs(self.name, args[of]):
+            return self.native(*args, check=check)
+        check()
+        if self._reference is None:
+            raise AssertionError(f"zoo::{self.name} has no reference that can be called")
+        return self._reference(*args)
+
+    def native(self, *args: Any, check: Callable[[], None]) -> Any:
+        """The kernel. Tensors of several devices may reach none: then ``check`` says which."""
+        try:
+            return getattr(torch.ops.zoo, self.name).default(*args)
+        except NotImplementedError:
+            check()
+            raise
+
+    def register(self) -> None:
+        """Tell torch about the fake and the gradient; once, after the library is loaded."""
+
+        def fake(*args: Any) -> Any:
+            # A meta tensor among real ones leads here instead of to the kernel that would refuse it.
+            devices = {str(t.device) for t in _tensors(args)}
+            if len(devices) > 1:
+                raise NotImplementedError(f"tensors on {', '.join(sorted(devices))} in one call")
+            return None if self._fake is None else self._fake(*args)
+
+        torch.library.register_fake(f"zoo::{self.name}", fake)
+        if self._gradient is not None:
+            setup_context, backward = self._gradient
+            torch.library.register_autograd(f"zoo::{self.name}", backward, setup_context=setup_context)
+
+
+def register() -> None:
+    """Tell torch about all operators; called once, after the library is loaded."""
+    for path in sorted(SOURCES.glob("*/ops.py")):
+        for found in list(vars(import_module(f"zoo.kernels.{path.parent.name}.ops")).values()):
+            if isinstance(found, Operator):
+                found.register()
+
+
+def _function(forward: Callable[..., Any], setup_context: Any, backward: Any) -> Callable[..., Any]:
+    members = {
+        "forward": staticmethod(forward),
+        "setup_context": staticmethod(setup_context),
+        "backward": staticmethod(torch.autograd.function.once_differentiable(backward)),
+    }
+    function: Any = type(forward.__name__, (torch.autograd.Function,), members)
+    return function.apply  # type: ignore[no-any-return]
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from _tensors(arg)
