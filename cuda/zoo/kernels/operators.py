@@ -35,6 +35,7 @@ class Operator:
         gradient: Gradient | None = None,
     ) -> None:  # fmt: skip
         self.name, self._fake, self._gradient = name, fake, gradient
+        self._kernel: Callable[..., Any] | None = None
         self._reference = reference if reference is None or gradient is None else _function(reference, *gradient)
 
     def __call__(self, *args: Any, check: Callable[[], None], of: int = 0) -> Any:
@@ -43,19 +44,27 @@ class Operator:
         The binding refuses wrong arguments itself; ``check`` raises the same ValueErrors.
         """
         if loading.runs(self.name, args[of]):
-            return self.native(*args, check=check)
+            try:
+                return (self._kernel or self._find())(*args)
+            except NotImplementedError:
+                check()  # tensors of several devices may reach no kernel
+                raise
         check()
         if self._reference is None:
             raise AssertionError(f"zoo::{self.name} has no reference that can be called")
         return self._reference(*args)
 
     def native(self, *args: Any, check: Callable[[], None]) -> Any:
-        """The kernel. Tensors of several devices may reach none: then ``check`` says which."""
+        """The result of the kernel, for callers who have asked :func:`zoo.kernels.loading.runs` themselves."""
         try:
-            return getattr(torch.ops.zoo, self.name).default(*args)
+            return (self._kernel or self._find())(*args)
         except NotImplementedError:
             check()
             raise
+
+    def _find(self) -> Callable[..., Any]:
+        kernel: Callable[..., Any] = getattr(torch.ops.zoo, self.name).default
+        return kernel
 
     def register(self) -> None:
         """Tell torch about the fake and the gradient; once, after the library is loaded."""
@@ -67,6 +76,7 @@ class Operator:
                 raise NotImplementedError(f"tensors on {', '.join(sorted(devices))} in one call")
             return None if self._fake is None else self._fake(*args)
 
+        self._kernel = self._find()
         torch.library.register_fake(f"zoo::{self.name}", fake)
         if self._gradient is not None:
             setup_context, backward = self._gradient
