@@ -15,9 +15,8 @@ FIND_PYTHON = for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python
 # C++ and CUDA whose layout is checked; what clang-tidy reads: no torch, so that it takes seconds. Of what is compiled for
 # each instruction set without its analysis of paths, which takes lengths and addresses for 0 that no caller passes.
 FORMATTED := $(wildcard cuda/zoo/kernels/common/*.*)
-TIDY := $(shell find cuda/zoo/kernels -name '*_cpu.cpp') \
-	$(filter-out %_isa.cpp %/binding.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
-TIDY_ISA := $(shell find cuda/zoo/kernels -name '*_isa.cpp')
+TIDY := $(filter-out %/binding.cpp,$(wildcard cuda/zoo/kernels/common/*.cpp))
+TIDY_ISA := $(filter-out %/binding.cpp cuda/zoo/kernels/common/%,$(wildcard cuda/zoo/kernels/*/*.cpp))
 
 # What decides the set of installed packages, and what decides the Rust extension.
 MANIFESTS := requirements-dev.txt pyproject.toml $(wildcard */pyproject.toml) scripts/setup.py

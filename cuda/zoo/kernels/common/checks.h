@@ -1,5 +1,5 @@
-// What the bindings ask of their tensors. Each refusal is a ValueError in Python, with the numbers; zoo/kernels/checks.py
-// has the same sentences for where no binding is.
+// What the bindings ask of their tensors. Each refusal is a ValueError in Python, with the numbers;
+// zoo/kernels/checks.py has the same sentences for where no binding is.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -68,8 +68,8 @@ inline Dtype dtype_of(const at::Tensor& tensor, const Name& name) {
   }
 }
 
-// The device of a call: that of its first tensor. A call comes to the kernels of a kind of device for any of its tensors,
-// so the first may be elsewhere; then no tensor passes, and the message names the kind.
+// The device of a call: that of its first tensor. A call comes to the kernels of a kind of device for any of its
+// tensors, so the first may be elsewhere; then no tensor passes, and the message names the kind.
 inline at::Device device_of(const at::Tensor& first) {
   return first.device().type() == DEVICE ? first.device() : at::Device(DEVICE);
 }
@@ -77,7 +77,8 @@ inline at::Device device_of(const at::Tensor& first) {
 inline std::string name_of(const at::Device& device) { return device.is_cpu() ? "the CPU" : device.str(); }
 
 inline void check_device(const at::Tensor& t, const Name& name, const at::Device& device) {
-  TORCH_CHECK_VALUE(t.device() == device, name, " is on ", t.device(), "; all tensors must be on ", name_of(device), ".");
+  TORCH_CHECK_VALUE(t.device() == device, name, " is on ", t.device(), "; all tensors must be on ", name_of(device),
+                    ".");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " is ", t.layout(), "; it must be dense.");
 }
 
@@ -110,7 +111,8 @@ inline void check_argument(const at::Tensor& t, const Name& name, at::IntArrayRe
 }
 
 // One of a list: of any shape of `numel` elements, as params[index] has, and of the dtype of its list.
-inline void check_tensor(const at::Tensor& t, const Name& name, int64_t numel, Dtype expected, const at::Device& device) {
+inline void check_tensor(const at::Tensor& t, const Name& name, int64_t numel, Dtype expected,
+                         const at::Device& device) {
   check_device(t, name, device);
   TORCH_CHECK_VALUE(t.numel() == numel, name, " has shape ", t.sizes(), ", ", t.numel(), " elements; params[",
                     name.index, "] has ", numel, ".");
@@ -125,8 +127,9 @@ inline void check_flat(const at::Tensor& t, const Name& name, int64_t numel, at:
                        const at::Device& device) {
   TORCH_CHECK_VALUE(t.scalar_type() == dtype && t.layout() == at::kStrided && t.numel() == numel && t.is_contiguous() &&
                         t.device() == device,
-                    name, " is ", dtype_name(t.scalar_type()), " of shape ", t.sizes(), " on ", t.device(), "; it must have ",
-                    numel, " elements of ", dtype_name(dtype), ", be contiguous, and be on ", name_of(device), ".");
+                    name, " is ", dtype_name(t.scalar_type()), " of shape ", t.sizes(), " on ", t.device(),
+                    "; it must have ", numel, " elements of ", dtype_name(dtype), ", be contiguous, and be on ",
+                    name_of(device), ".");
 }
 
 // (T, D) of a tensor (..., D).

@@ -27,9 +27,9 @@
 
 // Calls NAME of the namespace of the instruction set in use.
 #if defined(ZOO_X86)
-#define ZOO_DISPATCH(NAME, ...)                                            \
-  (::zoo::isa() == ::zoo::AVX512 ? ::zoo::avx512::NAME(__VA_ARGS__)        \
-   : ::zoo::isa() == ::zoo::AVX2 ? ::zoo::avx2::NAME(__VA_ARGS__)          \
+#define ZOO_DISPATCH(NAME, ...)                                     \
+  (::zoo::isa() == ::zoo::AVX512 ? ::zoo::avx512::NAME(__VA_ARGS__) \
+   : ::zoo::isa() == ::zoo::AVX2 ? ::zoo::avx2::NAME(__VA_ARGS__)   \
                                  : ::zoo::portable::NAME(__VA_ARGS__))
 #else
 #define ZOO_DISPATCH(NAME, ...) ::zoo::portable::NAME(__VA_ARGS__)

@@ -1,9 +1,9 @@
-// Where torch ends and a kernel begins. A binding is one source for both devices: it is compiled into the library for CPUs
-// and, with ZOO_CUDA, into the one for CUDA.
+// Where torch ends and a kernel begins. A binding is one source for both devices: it is compiled into the library for
+// CPUs and, with ZOO_CUDA, into the one for CUDA.
 //
 // It uses torch/library.h and not libtorch's stable ABI: that one hands a list of tensors over at about 0.45 µs a
-// tensor, against 0.13 µs here, which alone would be half of an AdamW step on tensors of 4,160 elements; and it does not
-// exist before torch 2.9. torch/extension.h, the slow header, is not needed.
+// tensor, against 0.13 µs here, which alone would be half of an AdamW step on tensors of 4,160 elements; and it does
+// not exist before torch 2.9. torch/extension.h, the slow header, is not needed.
 #pragma once
 
 #if defined(ZOO_CUDA)
@@ -62,10 +62,10 @@ class OnStream {
 };
 
 // Runs the kernel NAME where `LIKE` is; an error of CUDA is a RuntimeError with the kernel's name.
-#define ZOO_LAUNCH(NAME, LIKE, ...)                                           \
-  do {                                                                        \
-    const ::zoo::OnStream on(LIKE);                                           \
-    on.check(#NAME, ::zoo::cuda::NAME(__VA_ARGS__, on.stream()));             \
+#define ZOO_LAUNCH(NAME, LIKE, ...)                               \
+  do {                                                            \
+    const ::zoo::OnStream on(LIKE);                               \
+    on.check(#NAME, ::zoo::cuda::NAME(__VA_ARGS__, on.stream())); \
   } while (false)
 
 #else
@@ -80,7 +80,8 @@ class KernelScratch : public Scratch<T> {
 
 #endif
 
-// define("name(arguments) -> results", function): the library for CPUs, which is always loaded first, brings the schema.
+// define("name(arguments) -> results", function): the library for CPUs, which is always loaded first, brings the
+// schema.
 class Operators {
  public:
   explicit Operators(torch::Library& library) : library_(library) {}
@@ -105,9 +106,7 @@ class Operators {
 }  // namespace zoo
 
 // Begins the function that defines the operators of a binding: ZOO_OPERATORS(define) { define(...); ... }
-#define ZOO_OPERATORS(DEFINE)                     \
-  static void define_operators(Operators DEFINE); \
-  TORCH_LIBRARY_FRAGMENT(zoo, m) {                \
-    define_operators(Operators(m));               \
-  }                                               \
+#define ZOO_OPERATORS(DEFINE)                                        \
+  static void define_operators(Operators DEFINE);                    \
+  TORCH_LIBRARY_FRAGMENT(zoo, m) { define_operators(Operators(m)); } \
   static void define_operators(Operators DEFINE)

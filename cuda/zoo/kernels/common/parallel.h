@@ -1,7 +1,7 @@
 // Threads of the CPU kernels: OpenMP on the runtime that torch has loaded, as many as torch.get_num_threads() says.
 //
-// The library is compiled with -fopenmp but linked without an OpenMP runtime of its own: its symbols are found in the one
-// that libtorch_cpu depends on, so that a process has one pool of threads and torch.set_num_threads() rules it.
+// The library is compiled with -fopenmp but linked without an OpenMP runtime of its own: its symbols are found in the
+// one that libtorch_cpu depends on, so that a process has one pool of threads and torch.set_num_threads() rules it.
 #pragma once
 
 #if defined(_OPENMP)
@@ -14,8 +14,8 @@ namespace zoo {
 
 constexpr int64_t GRAIN = 32768;  // elements; below that a thread costs more than it saves
 
-// torch.get_num_threads(), which from now on is OpenMP's number in the calling thread too: a thread that is new to torch
-// would have the number of the environment or of the processors.
+// torch.get_num_threads(), which from now on is OpenMP's number in the calling thread too: a thread that is new to
+// torch would have the number of the environment or of the processors.
 int num_threads_of_torch();
 
 static inline int num_threads_for(int64_t elements) {
@@ -39,8 +39,8 @@ static inline void split_evenly(int64_t count, int64_t unit, int64_t elements, c
   }
 #if defined(_OPENMP)
   const int64_t units = ceil_div(count, unit);
-  // All threads are woken, as in torch's own regions, also where some have nothing to do: num_threads() would end these,
-  // and the next region of torch would have to start others.
+  // All threads are woken, as in torch's own regions, also where some have nothing to do: num_threads() would end
+  // these, and the next region of torch would have to start others.
 #pragma omp parallel
   {
     const int64_t here = omp_get_num_threads(), all = here < threads ? here : threads, me = omp_get_thread_num();

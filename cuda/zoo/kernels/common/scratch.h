@@ -1,7 +1,8 @@
-// Scratch memory of the CPU kernels, uninitialised, from a multiple of 64 bytes on, so that no vector crosses a cache line.
+// Scratch memory of the CPU kernels, uninitialised, from a multiple of 64 bytes on, so that no vector crosses a cache
+// line.
 //
-// Not std::vector, nor anything else of the standard library that is a template: compiled with AVX-512 here, it would have
-// the name that it has everywhere, and the linker could take it for the plain one.
+// Not std::vector, nor anything else of the standard library that is a template: compiled with AVX-512 here, it would
+// have the name that it has everywhere, and the linker could take it for the plain one.
 #pragma once
 
 #include <new>

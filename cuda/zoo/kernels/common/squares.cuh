@@ -2,7 +2,8 @@
 // SQUARES_PART elements, element i in lane i mod 16, the lanes in order, then the parts of a row in order. No atomics.
 //
 // All threads of a block bring a tile into shared memory, 16 of them add its squares up; meanwhile other blocks of the
-// multiprocessor are loading. Squares of fp32 are exact in fp64, so a fused multiply-add rounds as the two operations do.
+// multiprocessor are loading. Squares of fp32 are exact in fp64, so a fused multiply-add rounds as the two operations
+// do.
 #pragma once
 
 #include "batch.cuh"
@@ -30,8 +31,8 @@ __device__ __forceinline__ double sum_lanes(double lane) {
 
 // sums[WIDTH·row + k] = Σ over the parts of the row of parts[WIDTH·part + k], in order: a block for each sum.
 template <class Row, int WIDTH>
-__global__ void __launch_bounds__(THREADS) row_sums_kernel(const __grid_constant__ Batch<Row> batch, const double* parts,
-                                                           double* sums) {
+__global__ void __launch_bounds__(THREADS)
+    row_sums_kernel(const __grid_constant__ Batch<Row> batch, const double* parts, double* sums) {
   constexpr int AT_ONCE = 1024;
   __shared__ double tile[AT_ONCE];
   const int row = blockIdx.x / WIDTH, which = blockIdx.x % WIDTH;
