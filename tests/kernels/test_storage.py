@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import re
 from pathlib import Path
@@ -99,7 +100,9 @@ def flags_of(tensor: torch.Tensor) -> list[str]:
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this system knows no huge pages"
 )
 def test_large_new_memory_is_marked_for_huge_pages() -> None:
-    tensor = torch.empty(64 * 2**20, dtype=torch.uint8)
+    # Memory of its own: what the C library gives may be marked already, by whoever has used it before.
+    memory = mmap.mmap(-1, 64 * 2**20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
     assert "hg" not in flags_of(tensor)
     assert in_huge_pages(tensor) is tensor
     assert "hg" in flags_of(tensor)

@@ -30,6 +30,7 @@ class ZeroOptions(TypedDict, total=False):
     param_persistence_threshold: int
     model_persistence_threshold: int
     gather_16bit_weights_on_model_save: bool
+    load_from_fp32_weights: bool
     override_module_apply: bool
     sub_group_size: int
     update_in_backward: bool
