@@ -164,6 +164,33 @@ def test_a_save_in_the_background_goes_to_a_store() -> None:
     saver.close()
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_store_copies_what_has_not_changed(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    plain = MemoryFileSystem.cp_file
+
+    def counted(self: Any, path: str, target: str, **options: Any) -> None:
+        asked.append(target)
+        if not copies:
+            raise NotImplementedError
+        plain(self, path, target, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cp_file", counted)
+    saver = BackgroundSaver(Communicator())
+    for tag, scale in (("one", 1.0), ("two", 1.0), ("three", 2.0)):
+        state = pieces(0, 1, scale)
+        for item in state:
+            item.constant = item.role == "parameter"  # type: ignore[attr-defined]
+        saver.save(URL, tag, state, {"step/a": 3}, {"note": [1]}, rank_state={"rng": torch.zeros(4)})
+        saver.wait()
+    assert ["/two/" in name for name in asked] == [True]
+    for tag, scale in (("one", 1.0), ("two", 1.0), ("three", 2.0)):
+        with load(URL, tag) as found:
+            assert torch.equal(found.tensor("a").reshape(-1), value("a", "parameter") * scale)
+            assert len(list(found.verify())) == 2
+    saver.close()
+
+
 def test_an_engine_trains_from_a_store(caplog: pytest.LogCaptureFixture) -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
