@@ -97,6 +97,17 @@ fn a_buffer_waits_for_what_a_ring_still_has_instead_of_being_refused() {
 }
 
 #[test]
+fn a_buffer_waits_for_what_a_ring_still_has_of_another_pool() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let world = World::new(4 * HUGE_PAGE);
+    let pools = [world.pool(HUGE_PAGE), world.pool(HUGE_PAGE)];
+    for pool in pools.iter().cycle().take(40) {
+        // All there is; what the other one gave up may still be registered.
+        end(&world.write(pool.take(4 * HUGE_PAGE).unwrap()));
+    }
+}
+
+#[test]
 fn registering_touches_what_is_used_and_not_what_was_set_aside() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let world = World::new(1 << 30);

@@ -9,7 +9,7 @@ pub use ledger::{Ledger, LedgerStats, Reservation};
 pub use page_lock::{PageLock, cuda};
 pub use pool::{Pool, PoolBuffer, PoolStats};
 pub use region::Region;
-pub(crate) use region::{Home, Mapping, dropped_so_far, find, is_leaving, is_live, pin, wait_until_gone};
+pub(crate) use region::{Home, Mapping, dropped_so_far, find, is_live, pin, wait_until_gone};
 
 /// Buffers start at multiples of this: a page, which satisfies every device.
 pub const BUFFER_ALIGNMENT: usize = 4096;

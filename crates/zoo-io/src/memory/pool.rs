@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{BUFFER_ALIGNMENT, Ledger, PageLock, Region, Reservation, is_leaving, wait_until_gone};
+use super::{BUFFER_ALIGNMENT, Ledger, PageLock, Region, Reservation, wait_until_gone};
 use crate::error::Error;
 
 /// Small buffers share regions of this size unless a pool is told another one, so that a thousand of them are one
@@ -71,8 +71,6 @@ struct State {
     segments: BTreeMap<u64, Segment>,
     next: u64,
     stats: PoolStats,
-    /// Names of regions that were given up and may still be registered in rings.
-    leaving: Vec<u64>,
 }
 
 /// Hands out buffers that start at a page and takes them back when they are dropped. Never holds more than its cap.
@@ -150,24 +148,17 @@ impl Pool {
         if owner == here { Ok(()) } else { Err(Error::PoolForked { owner, here }) }
     }
 
-    /// Do it, and once more if there was no room while rings still had regions that were given up.
+    /// Do it, and if there was no room once more when rings have let go of what was given up, by this pool or another one
+    /// of its account. Also where nothing is to be waited for: they may have let go in between.
     fn patiently<T>(&self, attempt: impl Fn() -> Result<T, Error>) -> Result<T, Error> {
         self.check_process()?;
         match attempt() {
-            Err(Error::NoRoom(_)) if self.wait_for_rings() => attempt(),
+            Err(Error::NoRoom(_)) => {
+                wait_until_gone(PATIENCE);
+                attempt()
+            }
             outcome => outcome,
         }
-    }
-
-    /// Wait until rings have let go of what was given up; whether there was anything.
-    fn wait_for_rings(&self) -> bool {
-        let leaving: Vec<u64> = std::mem::take(&mut self.state().leaving);
-        let leaving: Vec<u64> = leaving.into_iter().filter(|&id| is_leaving(id)).collect();
-        if !leaving.is_empty() && !wait_until_gone(&leaving, PATIENCE) {
-            // A worker is busy with one very long transfer: until it looks up, the bytes stay in the account.
-            self.state().leaving.extend(&leaving);
-        }
-        !leaving.is_empty()
     }
 
     /// Counts of now; in a forked process, which has none of the memory, zeros.
@@ -315,7 +306,8 @@ impl Pool {
     pub fn trim(&self) {
         if self.is_here() {
             self.state().release_unused();
-            self.wait_for_rings();
+            // Where a worker is busy with one very long transfer the bytes stay in the account until it looks up.
+            wait_until_gone(PATIENCE);
         }
     }
 }
@@ -335,13 +327,11 @@ impl State {
     }
 
     fn release_unused(&mut self) {
-        let (stats, leaving) = (&mut self.stats, &mut self.leaving);
-        leaving.retain(|&id| is_leaving(id));
+        let stats = &mut self.stats;
         self.segments.retain(|_, segment| {
             let keep = segment.kept || !segment.is_unused();
             if !keep {
                 stats.reserved -= segment.region.len();
-                leaving.push(segment.region.id());
             }
             keep
         });
