@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.processes import start
 from tests.profiles import examples
 
-from zoo.io import BufferPool, Handle, Ledger, PoolExhaustedError, UnavailableError
+from zoo.io import BufferPool, Ledger, PoolExhaustedError, UnavailableError
 
 PAGE = 4096
 
@@ -141,29 +141,6 @@ def test_a_forked_child_does_not_give_back_what_its_parent_holds(tmp_path: Path)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ledger.stats().reserved_bytes == 5 * PAGE
     del held
-
-
-def test_bounce_buffers_are_in_the_account_of_their_handle(folder: Path) -> None:
-    ledger = Ledger(folder / "ledger", 1 << 20)
-    (folder / "f").write_bytes(bytes(range(256)) * 1024)
-    back = torch.empty(200_000, dtype=torch.uint8)
-    with Handle(backend="uring", block_size=65_536, bounce_bytes=1 << 18, ledger=ledger) as handle:
-        with handle.open(folder / "f") as file:
-            if file.alignment is None:
-                pytest.skip("this file system has no direct transfers")
-        assert ledger.stats().reserved_bytes == 0
-        handle.pread(back, folder / "f", 1)
-        assert back[:4].tolist() == [1, 2, 3, 4]
-        assert ledger.stats().reserved_bytes == 1 << 18
-        pool = BufferPool(pinned=False, region_bytes=PAGE, ledger=ledger)
-        with pytest.raises(PoolExhaustedError, match=f"{1 << 18} are reserved by all pools"):
-            pages(pool, 200)
-    assert ledger.stats().reserved_bytes == 0
-    full = pool.empty((1 << 20) - PAGE, dtype=torch.uint8)
-    refused = pytest.raises(PoolExhaustedError, match="a bounce buffer of 65536 bytes")
-    with Handle(block_size=65_536, ledger=ledger) as handle, refused:
-        handle.pread(back, folder / "f", 1)
-    del full
 
 
 def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:

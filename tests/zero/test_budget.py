@@ -19,6 +19,9 @@ from zoo.comm import Communicator
 from zoo.zero import DryRun, Stage3Optimizer, ZeroConfig
 from zoo.zero.offload import OffloadError, budget
 
+BOUNCE = 2 << 20
+"""What the handle of a rank with files may take besides: two blocks for its thread."""
+
 
 def files_in_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("zoo-ledger-")}
@@ -49,34 +52,38 @@ def refused(rank: int, *args: Any, **more: Any) -> str:
 def test_ranks_of_a_node_share_a_cap(tmp_path: Path) -> None:
     """What is enough for one rank is enough for two on two nodes, and not on one: there both learn what it needs."""
     expected, need, *_ = sim.run(2, partial(work, folder=tmp_path))[0]
-    apart = sim.run(2, partial(work, folder=tmp_path, cap=need, ranks_per_node=1))
+    apart = sim.run(2, partial(work, folder=tmp_path, cap=need + BOUNCE, ranks_per_node=1))
     assert [losses for losses, *_ in apart] == [expected] * 2
     assert all(stats.reserved_bytes <= need and ledger is None for _, _, stats, ledger in apart)
 
-    together = sim.run(2, partial(work, folder=tmp_path, cap=2 * need))
+    together = sim.run(2, partial(work, folder=tmp_path, cap=2 * (need + BOUNCE)))
     assert [losses for losses, *_ in together] == [expected] * 2
     # One account: both ranks read the same numbers, and never more than the cap.
     stats = {ledger.stats() for *_, ledger in together}
     assert len(stats) == 1
     assert need < stats.pop().peak_bytes <= 2 * need
 
-    texts = sim.run(2, partial(refused, folder=tmp_path, cap=2 * need - 1))
+    texts = sim.run(2, partial(refused, folder=tmp_path, cap=2 * (need + BOUNCE) - 1))
     assert texts[0] == texts[1]
     assert (
-        f"allows {2 * need - 1:,} bytes of host memory to the ranks of the group on node 0 (2), which need " in texts[0]
+        f"allows {2 * (need + BOUNCE) - 1:,} bytes of host memory to the ranks of the group on node 0 (2), which need "
+        in texts[0]
     )
-    assert f"need {2 * need:,} together: 0 are in use and the buffers of an update take {2 * need:,} more" in texts[0]
+    assert (
+        f"need {2 * (need + BOUNCE):,} together: 0 are in use and the buffers of an update take {2 * need:,} more, "
+        f"bounce buffers {2 * BOUNCE:,}." in texts[0]
+    )
     # Nobody has said which ranks share a node.
-    assert sim.run(2, partial(refused, folder=tmp_path, cap=2 * need - 1, ranks_per_node=None)) == texts
+    assert sim.run(2, partial(refused, folder=tmp_path, cap=2 * (need + BOUNCE) - 1, ranks_per_node=None)) == texts
 
 
 def test_all_nodes_learn_that_one_has_too_little(tmp_path: Path) -> None:
     """The last of three ranks has a node for itself, and the share of one rank of two."""
     need = sim.run(3, partial(work, folder=tmp_path))[0][1]
-    found = sim.run(3, partial(work, folder=tmp_path, cap=2 * need))
+    found = sim.run(3, partial(work, folder=tmp_path, cap=2 * (need + BOUNCE)))
     assert found[0][3] is not None
     assert found[2][3] is None
-    texts = sim.run(3, partial(refused, folder=tmp_path, cap=2 * need - 1))
+    texts = sim.run(3, partial(refused, folder=tmp_path, cap=2 * (need + BOUNCE) - 1))
     assert len(set(texts)) == 1
 
 
@@ -121,18 +128,20 @@ def test_what_one_rank_does_not_need_another_has(tmp_path: Path) -> None:
     free = sim.run(2, uneven)
     needs = [need for _, need in free]
     assert needs[0] > 1.5 * needs[1]
-    assert sim.run(2, partial(uneven, cap=sum(needs))) == free
+    assert sim.run(2, partial(uneven, cap=sum(needs) + 2 * BOUNCE)) == free
     # As many bytes in two equal parts are not enough.
     with pytest.raises(sim.RankError) as caught:
-        sim.run(2, partial(uneven, cap=sum(needs) // 2, ranks_per_node=1))
+        sim.run(2, partial(uneven, cap=sum(needs) // 2 + BOUNCE, ranks_per_node=1))
     assert isinstance(caught.value.__cause__, OffloadError)
 
 
 def test_a_group_of_some_of_a_nodes_ranks_has_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert build(tmp_path, offload_host_bytes=1 << 20)[1].sharded.scratch.pool.stats().capacity_bytes == 1 << 18
+    assert build(tmp_path, offload_host_bytes=16 << 20)[1].sharded.scratch.pool.stats().capacity_bytes == 2 << 20
     with pytest.raises(
-        ValueError, match="offload_host_bytes=8,192 is 2,048 bytes for the 1 ranks of the group on node 0"
+        ValueError,
+        match="offload_host_bytes=8,192 is 2,048 bytes for the 1 ranks of the group on node 0; each of them needs a "
+        "page of 4,096 at least and 2,097,152 for its bounce buffers",
     ):
         build(tmp_path, offload_host_bytes=8192)
 
@@ -144,14 +153,14 @@ def test_ranks_that_cannot_share_a_file_all_say_why(tmp_path: Path, monkeypatch:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         patch.setattr(tempfile, "mkdtemp", full)
-        texts = sim.run(4, partial(refused, folder=tmp_path, cap=1 << 20))
+        texts = sim.run(4, partial(refused, folder=tmp_path, cap=8 << 20))
     assert len(set(texts)) == 1
     assert "rank 0: [Errno 28] No space left on device. Ranks are taken to be on the nodes [0, 0, 1, 1]" in texts[0]
 
     with monkeypatch.context() as patch:
         machines = iter("aaab")  # the makers of two files, then those that join them
         patch.setattr(budget, "_machine", lambda: next(machines, "a"))
-        texts = sim.run(4, partial(refused, folder=tmp_path, cap=1 << 20))
+        texts = sim.run(4, partial(refused, folder=tmp_path, cap=8 << 20))
     assert len(set(texts)) == 1
     assert "it is on another machine than rank " in texts[0]
 
@@ -162,7 +171,7 @@ def test_ranks_that_cannot_share_a_file_all_say_why(tmp_path: Path, monkeypatch:
             return join(self, heard + "/not here" * (self._comm.rank == 3))
 
         patch.setattr(budget.HostBudget, "_join", elsewhere)
-        texts = sim.run(4, partial(refused, folder=tmp_path, cap=1 << 20))
+        texts = sim.run(4, partial(refused, folder=tmp_path, cap=8 << 20))
     assert len(set(texts)) == 1
     assert "rank 3: make the ledger" in texts[0]
 
@@ -191,3 +200,25 @@ def test_what_a_rank_takes_at_a_time_is_whole_pages(cap: int, region: int) -> No
         return budget.HostBudget(Communicator(nodes=2), config, torch.device("cpu")).region_bytes
 
     assert sim.run(2, fn) == [region] * 2
+
+
+def test_all_that_a_rank_takes_on_the_host_is_under_its_cap(tmp_path: Path) -> None:
+    """Bounce buffers are not the pool's, and are left room for; without files there are none."""
+    (_, need, _, _), *_ = sim.run(1, partial(work, folder=tmp_path))
+    cap = need + BOUNCE
+
+    def fn(rank: int) -> tuple[int, int]:
+        model, optimizer = build(tmp_path, offload_host_bytes=cap)
+        train(model, optimizer, range(2))
+        scratch = optimizer.sharded.scratch
+        return scratch.handle.most_bounce_bytes, scratch.pool.stats().capacity_bytes
+
+    ((bounce, capacity),) = sim.run(1, fn)
+    assert bounce + capacity == cap
+
+    def on_host(rank: int) -> int:
+        optimizer = Stage3Optimizer(net(), offload_optimizer=section("cpu", tmp_path), offload_host_bytes=cap)
+        capacity: int = optimizer.sharded.scratch.pool.stats().capacity_bytes
+        return capacity
+
+    assert sim.run(1, on_host) == [cap]

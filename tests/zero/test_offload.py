@@ -153,14 +153,16 @@ def test_a_full_or_read_only_device_is_named_at_construction(
 
 
 def test_a_cap_that_is_too_small_is_an_error_with_the_need(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(OffloadError, match=r"buffers of an update take [0-9,]+ more. Raise the cap"):
-        build(tmp_path, offload_host_bytes=16384)
+    with pytest.raises(
+        OffloadError, match=r"buffers of an update take 86,016 more, bounce buffers 2,097,152. Raise the cap"
+    ):
+        build(tmp_path, offload_host_bytes=(2 << 20) + 16384)
     caplog.clear()
-    model, optimizer = build(tmp_path, offload_host_bytes=21 * 4096)
-    assert "offload_host_bytes leaves 0 bytes beside the 86,016" in caplog.text
+    model, optimizer = build(tmp_path, offload_host_bytes=(2 << 20) + 21 * 4096)
+    assert "offload_host_bytes leaves 0 bytes beside the 2,183,168" in caplog.text
     train(model, optimizer, range(2))
     caplog.clear()
-    build(tmp_path, offload_host_bytes=27 * 4096)
+    build(tmp_path, offload_host_bytes=(2 << 20) + 27 * 4096)
     assert caplog.text == ""
 
 

@@ -11,7 +11,6 @@ use pyo3::types::PyDict;
 use zoo_io::{BackendChoice, Buffer, DirectMode, Direction, Fault, FaultKind, MockPlan, Request, RingOptions, Target};
 
 use crate::errors::raise;
-use crate::memory::Ledger;
 
 /// A Ctrl-C is noticed this soon while waiting.
 const SLICE: Duration = Duration::from_millis(100);
@@ -159,13 +158,14 @@ type Found = (u64, Vec<PyErr>, u64, usize);
 #[pyclass(frozen)]
 pub(crate) struct Engine {
     inner: zoo_io::Engine,
+    most_bounce_bytes: usize,
 }
 
 #[pymethods]
 impl Engine {
     #[new]
     #[pyo3(signature = (*, block_size, queue_depth, num_threads, single_submit, overlap_events, bounce_bytes, backend,
-                        ledger=None, mock=None, sqpoll_idle_ms=None, iopoll=false))]
+                        mock=None, sqpoll_idle_ms=None, iopoll=false))]
     #[allow(clippy::too_many_arguments)] // keyword-only, from one place
     fn new(
         py: Python<'_>,
@@ -176,7 +176,6 @@ impl Engine {
         overlap_events: bool,
         bounce_bytes: usize,
         backend: &str,
-        ledger: Option<&Ledger>,
         mock: Option<MockArgs>,
         sqpoll_idle_ms: Option<u32>,
         iopoll: bool,
@@ -199,12 +198,17 @@ impl Engine {
             single_submit,
             overlap_events,
             bounce_bytes,
-            ledger: ledger.map(Ledger::inner),
             backend,
             ring: RingOptions { sqpoll_idle_ms, iopoll },
         };
         let inner = py.detach(|| zoo_io::Engine::new(&settings)).map_err(|error| raise(py, &error))?;
-        Ok(Engine { inner })
+        Ok(Engine { inner, most_bounce_bytes: settings.most_bounce_bytes() })
+    }
+
+    /// The most that its bounce buffers ever take.
+    #[getter]
+    fn most_bounce_bytes(&self) -> usize {
+        self.most_bounce_bytes
     }
 
     /// `uring`, `threads` or `mock`.

@@ -112,12 +112,6 @@ pub(crate) struct Ledger {
     inner: Arc<zoo_io::Ledger>,
 }
 
-impl Ledger {
-    pub(crate) fn inner(&self) -> Arc<zoo_io::Ledger> {
-        Arc::clone(&self.inner)
-    }
-}
-
 #[pymethods]
 impl Ledger {
     #[new]

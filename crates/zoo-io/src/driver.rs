@@ -8,7 +8,6 @@ use crate::bounce::Slots;
 use crate::checksum::crc32c;
 use crate::copy::copy_streaming;
 use crate::error::{Direction, Error};
-use crate::memory::Ledger;
 use crate::op::{Op, Pending};
 use crate::plan::{Chunk, Way};
 use crate::queue::{Queue, Taken};
@@ -56,8 +55,18 @@ pub(crate) struct Habits {
     pub(crate) single_submit: bool,
     /// Begin new transfers while others are in flight, instead of one full queue after the other.
     pub(crate) overlap: bool,
-    /// Account of the bounce buffers.
-    pub(crate) ledger: Option<Arc<Ledger>>,
+}
+
+impl Habits {
+    /// Size of a bounce buffer: room for a window, whatever the device wants of addresses.
+    pub(crate) fn slot_bytes(&self) -> usize {
+        self.block.max(1 << 16).next_multiple_of(PAGE)
+    }
+
+    /// How many bounce buffers a worker with so many transfers in flight makes.
+    pub(crate) fn slots(&self, depth: usize) -> usize {
+        (self.bounce / self.slot_bytes()).clamp(2, 4096).min(depth.max(1))
+    }
 }
 
 enum Task {
@@ -252,9 +261,7 @@ impl<B: Backend> Driver<B> {
     /// A free bounce buffer; the first call makes them.
     fn slot(&mut self) -> Result<Option<usize>, Error> {
         if self.slots.is_none() {
-            let size = self.habits.block.max(1 << 16).next_multiple_of(PAGE);
-            let count = (self.habits.bounce / size).clamp(2, 4096).min(self.jobs.len().max(1));
-            self.slots = Some(Slots::new(size, count, self.habits.ledger.as_ref())?);
+            self.slots = Some(Slots::new(self.habits.slot_bytes(), self.habits.slots(self.jobs.len()))?);
         }
         Ok(self.slots.as_mut().and_then(|slots| slots.free.pop()))
     }

@@ -12,7 +12,6 @@ use crate::backend::threads::Blocking;
 use crate::backend::uring::{RingOptions, Uring};
 use crate::driver::{Counters, Driver, Habits};
 use crate::error::{Direction, Error, errno_of, strerror};
-use crate::memory::Ledger;
 use crate::op::{Op, Pending, Report, Request, Ticket, Tracker};
 use crate::plan::Plan;
 use crate::queue::{MAX_WORKERS, Queue, Sleepers};
@@ -47,8 +46,6 @@ pub struct Settings {
     pub overlap_events: bool,
     /// Bytes of bounce buffers a worker has, for memory the device cannot reach; at least two blocks are made.
     pub bounce_bytes: usize,
-    /// Account that bounce buffers are reserved in before they are made; they go back with the engine.
-    pub ledger: Option<Arc<Ledger>>,
     /// What carries the transfers.
     pub backend: BackendChoice,
     /// Of the io_uring backend.
@@ -64,7 +61,6 @@ impl Default for Settings {
             single_submit: false,
             overlap_events: true,
             bounce_bytes: 16 << 20,
-            ledger: None,
             backend: BackendChoice::Auto,
             ring: RingOptions::default(),
         }
@@ -92,13 +88,17 @@ impl Settings {
         Ok(())
     }
 
+    /// The most that the bounce buffers of all workers take.
+    pub fn most_bounce_bytes(&self) -> usize {
+        self.num_threads * self.habits().slots(self.queue_depth) * self.habits().slot_bytes()
+    }
+
     fn habits(&self) -> Habits {
         Habits {
             block: self.block_size,
             bounce: self.bounce_bytes,
             single_submit: self.single_submit,
             overlap: self.overlap_events,
-            ledger: self.ledger.clone(),
         }
     }
 }

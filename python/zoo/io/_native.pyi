@@ -33,13 +33,14 @@ class Engine:
         overlap_events: bool,
         bounce_bytes: int,
         backend: str,
-        ledger: Ledger | None = None,
         mock: _Mock | None = None,
         sqpoll_idle_ms: int | None = None,
         iopoll: bool = False,
     ) -> Engine: ...
     @property
     def backend(self) -> str: ...
+    @property
+    def most_bounce_bytes(self) -> int: ...
     def notices(self) -> list[str]: ...
     def submit(
         self,

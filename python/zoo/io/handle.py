@@ -17,7 +17,6 @@ from zoo.io.config import AioConfig
 from zoo.io.errors import TransferError
 from zoo.io.files import DirectMode, File, FilePath, Striped, Target, open_target
 from zoo.io.future import Future, LoopBell, Transfer
-from zoo.io.ledger import Ledger
 from zoo.io.memory import mark_changed, memory_of
 from zoo.io.mock import Mock
 from zoo.io.notices import once
@@ -48,6 +47,9 @@ class HandleStats(NamedTuple):
     """Through the page cache."""
 
 
+DEFAULT_BOUNCE_BYTES = 16 << 20
+
+
 class Handle:
     """Reads and writes tensors of any dtype without converting or copying them, on threads that hold no Python lock.
 
@@ -72,9 +74,6 @@ class Handle:
             ``"always"`` fails there; ``"never"`` goes through it.
         bounce_bytes: aligned buffers a thread has for other addresses, at least two blocks.
         pool: where `empty` takes its memory; by default a pool of its own, made at the first call.
-        ledger: an account in which the bounce buffers are reserved when they are first needed: fewer of them where it
-            has little left, and a `PoolExhaustedError` of the operation where not even one fits. They are given back
-            when the handle is closed.
         sqpoll_idle_ms: a kernel thread looks for submissions and sleeps after this many idle milliseconds.
         iopoll: completions are polled for; needs a device with polled queues.
 
@@ -93,9 +92,8 @@ class Handle:
         overlap_events: bool = True,
         backend: Backend | Mock = "auto",
         direct: DirectMode = "auto",
-        bounce_bytes: int = 16 << 20,
+        bounce_bytes: int = DEFAULT_BOUNCE_BYTES,
         pool: BufferPool | None = None,
-        ledger: Ledger | None = None,
         sqpoll_idle_ms: int | None = None,
         iopoll: bool = False,
     ) -> None:
@@ -116,7 +114,6 @@ class Handle:
             single_submit=single_submit,
             overlap_events=overlap_events,
             bounce_bytes=bounce_bytes,
-            ledger=None if ledger is None else ledger.native,
             backend="mock" if isinstance(backend, Mock) else backend,
             mock=backend.native() if isinstance(backend, Mock) else None,
             sqpoll_idle_ms=sqpoll_idle_ms,
@@ -144,6 +141,7 @@ class Handle:
         *,
         backend: Backend | Mock = "auto",
         direct: DirectMode = "auto",
+        bounce_bytes: int = DEFAULT_BOUNCE_BYTES,
         pool: BufferPool | None = None,
     ) -> Handle:
         """A handle with the settings of a configuration's ``aio`` section."""
@@ -155,6 +153,7 @@ class Handle:
             overlap_events=config.overlap_events,
             backend=backend,
             direct=direct,
+            bounce_bytes=bounce_bytes,
             pool=pool,
         )
 
@@ -162,6 +161,11 @@ class Handle:
     def backend(self) -> str:
         """``uring``, ``threads`` or ``mock``."""
         return self._engine.backend
+
+    @property
+    def most_bounce_bytes(self) -> int:
+        """The most host memory that the aligned buffers of all threads ever take; none before one is needed."""
+        return self._engine.most_bounce_bytes
 
     @property
     def pool(self) -> BufferPool:

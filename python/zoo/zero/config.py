@@ -90,7 +90,8 @@ class ZeroConfig(Section):
 
     offload_host_bytes: int | None = Field(default=None, ge=4096)
     """Hard cap of the host memory that an optimizer's pools take from the system, all ranks of a node together: buffers
-    of offloading, and parameters and gradients that it keeps on the host, page-locked (pin_memory) or not. Ranks of a
+    of offloading, and parameters and gradients that it keeps on the host, page-locked (pin_memory) or not; and the
+    bounce buffers of NVMe, two blocks (aio: block_size) for each thread, which are left free for them. Ranks of a
     node (ranks_per_node) draw on one account: what one does not need another may take. States that the wrapped
     optimizer allocates itself, with device "cpu", are not in it. A group with k of a node's L ranks has the share k/L.
     Default: no cap but the machine's."""

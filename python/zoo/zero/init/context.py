@@ -240,9 +240,9 @@ def _swapper(given: Any, aio: AioConfig | Handle | None) -> tuple[ParamSwapper |
 
 
 def _scratch(aio: AioConfig | Handle | None, *, pinned: bool) -> Scratch:
-    return Scratch(
-        aio=aio if isinstance(aio, AioConfig) else None, handle=aio if isinstance(aio, Handle) else None, pinned=pinned
-    )
+    owned = not isinstance(aio, Handle)
+    handle = aio if isinstance(aio, Handle) else Handle.from_config(aio or AioConfig())
+    return Scratch(handle, owned=owned, pinned=pinned)
 
 
 def _tier(remote_device: str | None, offload: OffloadParamConfig, swapper: ParamSwapper | None) -> Tier:

@@ -42,13 +42,15 @@ class HostBudget:
             are taken to be on one.
         config: offload_host_bytes is given.
         device: where messages between the ranks are made.
+        bounce_bytes: what this rank's handle may take for bytes that cannot travel in place; it is left out of the
+            account, so that it is always there.
 
     Raises:
         ValueError: the cap is less than a page for each rank, or the ranks disagree about it or about nodes.
         OffloadError: on all ranks, if the ranks of any node cannot share a file.
     """
 
-    def __init__(self, comm: Communicator, config: ZeroConfig, device: torch.device) -> None:
+    def __init__(self, comm: Communicator, config: ZeroConfig, device: torch.device, *, bounce_bytes: int = 0) -> None:
         if config.offload_host_bytes is None:
             raise AssertionError("a budget without a cap")
         self._comm, self._device = comm, device
@@ -56,18 +58,21 @@ class HostBudget:
         given, on_node = config.offload_host_bytes, _ranks_of_a_node(config)
         counts = {node: self._nodes.count(node) for node in sorted(set(self._nodes))}
         self._caps = {node: given * count // max(count, on_node or 0) for node, count in counts.items()}
+        self._bounce_bytes = bounce_bytes
         for node, cap in self._caps.items():
-            if cap < PAGE * counts[node]:
+            if cap < (PAGE + bounce_bytes) * counts[node]:
+                buffers = f" and {bounce_bytes:,} for its bounce buffers (two blocks for each thread: aio)"
                 raise ValueError(
                     f"offload_host_bytes={given:,} is {cap:,} bytes for the {counts[node]} ranks of the group on node "
-                    f"{node}; each of them needs a page of {PAGE:,} at least."
+                    f"{node}; each of them needs a page of {PAGE:,} at least{buffers if bounce_bytes else ''}."
                 )
         # From here on all ranks decide alike.
-        comm.agree("the nodes and their bytes of host memory", f"{list(self._nodes)} {self._caps}", device)
+        agreed = f"{list(self._nodes)} {self._caps}, of which {bounce_bytes} for bounce buffers of a rank"
+        comm.agree("the nodes and their bytes of host memory", agreed, device)
         mine = self._nodes[comm.rank]
         self._members = [r for r, node in enumerate(self._nodes) if node == mine]
-        self.capacity_bytes = self._caps[mine]
-        """Of the group's ranks on this node, together."""
+        self.capacity_bytes = self._caps[mine] - bounce_bytes * len(self._members)
+        """Of the pools of the group's ranks on this node, together."""
         self._shared = max(counts.values()) > 1
         self.ledger = self._share() if self._shared else None
 
@@ -93,19 +98,23 @@ class HostBudget:
         figures = everyone.view(-1, 2).tolist()
         for node, cap in self._caps.items():
             ranks = [figures[r] for r, where in enumerate(self._nodes) if where == node]
+            bounce = self._bounce_bytes * len(ranks)
             in_use, more = (sum(column) for column in zip(*ranks, strict=True))
-            if in_use + more > cap:
+            needed = in_use + more + bounce
+            if needed > cap:
+                and_bounce = f", bounce buffers {bounce:,}" if bounce else ""
                 raise OffloadError(
                     f"offload_host_bytes allows {cap:,} bytes of host memory to the ranks of the group on node {node} "
-                    f"({len(ranks)}), which need {in_use + more:,} together: {in_use:,} are in use and the buffers of "
-                    f"an update take {more:,} more. Raise the cap, or lower sub_group_size or the bucket sizes, or "
-                    "turn pipeline_read or pipeline_write off, or use fewer ranks on a node."
+                    f"({len(ranks)}), which need {needed:,} together: {in_use:,} are in use and the buffers of "
+                    f"an update take {more:,} more{and_bounce}. Raise the cap, or lower sub_group_size or the bucket "
+                    "sizes, or turn pipeline_read or pipeline_write off, or use fewer ranks on a node."
                 )
-            if in_use + SLACK * more > cap and self._comm.rank == 0:
+            safer = in_use + int(SLACK * more) + bounce
+            if safer > cap and self._comm.rank == 0:
                 _log.warning(
                     "offload_host_bytes leaves %s bytes beside the %s that the ranks on node %s need: buffers of "
                     "different sizes leave gaps, and an update that finds none wide enough fails. %s is safer.",
-                    f"{cap - in_use - more:,}", f"{in_use + more:,}", node, f"{in_use + int(SLACK * more):,}",
+                    f"{cap - needed:,}", f"{needed:,}", node, f"{safer:,}",
                 )  # fmt: skip
 
     def set_aside(self, pool: BufferPool, num_bytes: int) -> None:

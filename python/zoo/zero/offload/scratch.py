@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from zoo.io import AioConfig, BufferPool, Future, Handle
+from zoo.io import BufferPool, Future, Handle
 from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.heap import map_large_blocks
@@ -187,13 +187,10 @@ class Scratch:
 
     Args:
         budget: the account of this node's host memory; None for no cap.
-        handle: an engine to use; by default one with the options of ``aio``.
+        handle: the engine; it is closed with the rest if it is ``owned``.
     """
 
-    def __init__(
-        self, *, aio: AioConfig | None = None, handle: Handle | None = None, budget: HostBudget | None = None,
-        pinned: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, handle: Handle, *, owned: bool, budget: HostBudget | None = None, pinned: bool = False) -> None:
         if budget is not None or not lends():
             map_large_blocks()
         self._budget = budget
@@ -204,8 +201,7 @@ class Scratch:
             self.pool = BufferPool(
                 budget.capacity_bytes, pinned=kind, region_bytes=budget.region_bytes, ledger=budget.ledger
             )
-        self.handle = handle if handle is not None else Handle.from_config(aio or AioConfig(), pool=self.pool)
-        self._owned = handle is None
+        self.handle, self._owned = handle, owned
         self._shelves: list[Shelf] = []
 
     def shelf(self, folder: Path | None, name: str, sizes: list[int]) -> Shelf:

@@ -76,10 +76,22 @@ def _shelf_of_originals(
 def _open(
     comm: Communicator, plan: Sequence[BucketSpec], config: ZeroConfig, aio: AioConfig | Handle | None
 ) -> Scratch:
-    capped = config.offload_host_bytes is not None
-    return Scratch(
-        aio=aio if isinstance(aio, AioConfig) else None,
-        handle=aio if isinstance(aio, Handle) else None,
-        budget=HostBudget(comm, config, plan[0].parameters[0].device) if capped else None,
-        pinned=config.offload_param.pin_memory or config.offload_optimizer.pin_memory,
-    )
+    owned, budget = not isinstance(aio, Handle), None
+    if isinstance(aio, Handle):
+        handle = aio
+    elif config.offload_host_bytes is None:
+        handle = Handle.from_config(aio or AioConfig())
+    else:
+        # What bounces are ragged ends: two buffers a thread do, and what they take is left out of the account.
+        handle = Handle.from_config(aio or AioConfig(), bounce_bytes=0)
+    if config.offload_host_bytes is not None:
+        on_nvme = "nvme" in (config.offload_param.device, config.offload_optimizer.device)
+        bounce = handle.most_bounce_bytes if on_nvme else 0
+        try:
+            budget = HostBudget(comm, config, plan[0].parameters[0].device, bounce_bytes=bounce)
+        except BaseException:
+            if owned:
+                handle.close()
+            raise
+    pinned = config.offload_param.pin_memory or config.offload_optimizer.pin_memory
+    return Scratch(handle, owned=owned, budget=budget, pinned=pinned)
