@@ -68,8 +68,30 @@ def build() -> list[Path]:
         (wheel,) = DIST.glob(f"{name.replace('-', '_')}-*.whl")
         check_contents(name, wheel, ROOT / folder)
         wheels.append(wheel)
+    wheels.append(build_with_kernels(environment))
     (DIST / ".gitignore").unlink(missing_ok=True)
     return wheels
+
+
+def build_with_kernels(environment: dict[str, str]) -> Path:
+    """The wheel of zoo-kernels for who has no compiler, apart from the others: an installer would prefer it."""
+    run(
+        UV, "build", "--quiet", "--python", VENV / "bin/python", "--no-build-isolation", "--wheel",
+        "--out-dir", DIST / "with-kernels", ROOT / "build/wheels/zoo-kernels" / unpacked_name("zoo_kernels"),
+        env={**environment, "ZOO_WHEEL_KERNELS": "cpu"},
+    )  # fmt: skip
+    (wheel,) = (DIST / "with-kernels").glob("zoo_kernels-*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        libraries = [name for name in file.namelist() if name.startswith("zoo/kernels/ahead/")]
+    if len(libraries) != 1 or wheel.name.endswith("-any.whl"):
+        stop(f"{wheel.name} was to have one library and be for one kind of machine; it has {libraries}.")
+    say(f"{wheel.name} with the CPU kernels: {wheel.stat().st_size:,} bytes")
+    return wheel
+
+
+def unpacked_name(prefix: str) -> str:
+    (archive,) = DIST.glob(f"{prefix}-*.tar.gz")
+    return archive.name.removesuffix(".tar.gz")
 
 
 def time_of_commit() -> str:
@@ -126,6 +148,7 @@ def try_them() -> None:
         try_readme(home, python, environment)
         try_without_compiler(home, python, environment)
         try_plugins(home, python, environment)
+        try_with_kernels(home, python, environment)
     say(f"the wheels train in an empty environment ({time.monotonic() - began:.0f} s)")
 
 
@@ -194,9 +217,7 @@ def try_readme(home: Path, python: Path, environment: dict[str, str]) -> None:
     say("the example of README.md ran")
 
 
-def try_without_compiler(home: Path, python: Path, environment: dict[str, str]) -> None:
-    """Where nothing can be compiled the references run, which is said once."""
-    program = """
+SMALL_PROGRAM = """
 import torch
 from zoo.optim import AdamW, Lion
 for kind in (AdamW, Lion):
@@ -206,11 +227,27 @@ for kind in (AdamW, Lion):
     optimizer.step()
     assert weight.max() < 1
 """
+
+
+def try_without_compiler(home: Path, python: Path, environment: dict[str, str]) -> None:
+    """Where nothing can be compiled the references run, which is said once."""
     nothing = {**environment, "PATH": str(python.parent), "ZOO_CACHE_DIR": str(home / "empty")}
-    said = run(python, "-c", program, cwd=home, env=nothing)
+    said = run(python, "-c", SMALL_PROGRAM, cwd=home, env=nothing)
     if said.count("cannot be used") != 1:
         stop(f"without a compiler one sentence was to say that the references run instead:\n{said}")
     say("without a compiler the references ran, and said so once")
+
+
+def try_with_kernels(home: Path, python: Path, environment: dict[str, str]) -> None:
+    """The wheel with kernels runs them where nothing can be compiled, and puts nothing into the cache."""
+    (wheel,) = (DIST / "with-kernels").glob("zoo_kernels-*.whl")
+    run(UV, "pip", "install", "--quiet", "--python", python, "--no-deps", "--reinstall", wheel)
+    cache = home / "no-cache"
+    nothing = {**environment, "PATH": str(python.parent), "ZOO_CACHE_DIR": str(cache), "ZOO_KERNELS": "native"}
+    said = run(python, "-c", SMALL_PROGRAM, cwd=home, env=nothing)
+    if said or cache.exists():
+        stop(f"the kernels of {wheel.name} were to run without a word and without a cache:\n{said}")
+    say(f"without a compiler the kernels of {wheel.name} ran")
 
 
 def try_plugins(home: Path, python: Path, environment: dict[str, str]) -> None:

@@ -16,11 +16,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zoo.kernels.building import BuildError, build, build_cuda_library, cpu_plan
+from zoo.kernels.building import BuildError, build, build_cuda_library, built_ahead, cpu_plan
 
 logger = logging.getLogger("zoo.kernels")
 
@@ -200,9 +201,7 @@ def _load() -> None:
 def _load_once() -> None:
     global _library, _why_not
     try:
-        path = build(cpu_plan(sanitize=os.environ.get("ZOO_KERNELS_SANITIZE") == "1"))
-        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-        _library = ctypes.CDLL(str(path))
+        _library = _open_library()
         _library.zoo_use_isa.argtypes = [ctypes.c_int32]
     except (BuildError, OSError) as error:
         _why_not = str(error)
@@ -213,6 +212,27 @@ def _load_once() -> None:
     from zoo.kernels import operators
 
     operators.register()
+
+
+def _open_library() -> ctypes.CDLL:
+    """That of the wheel where it has one that fits, else one that is compiled here.
+
+    Raises:
+        BuildError, OSError: neither can be had.
+    """
+    sanitize = os.environ.get("ZOO_KERNELS_SANITIZE") == "1"
+    ahead = None if sanitize else built_ahead()
+    if ahead is not None:
+        try:
+            return _open(ahead)
+        except OSError as error:
+            logger.info("the library that came with zoo-kernels does not load here, so one is compiled: %s", error)
+    return _open(build(cpu_plan(sanitize=sanitize)))
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    return ctypes.CDLL(str(path))
 
 
 def native_function(name: str, *arguments: type[ctypes._SimpleCData[Any]]) -> Callable[..., int] | None:

@@ -1,4 +1,4 @@
-"""Compiling the native operations: on first use, or ahead of time with ``zoo build``.
+"""Compiling the native operations: on first use, ahead of time with ``zoo build``, or into a wheel.
 
 Vocabulary. *Unit*: one source compiled with one set of flags into one object. Which there are follows from the folders:
 of an operation, ``binding.cpp`` makes a unit for CPUs and, where there is a ``.cu``, one for CUDA; every other ``.cpp``
@@ -8,6 +8,7 @@ a finished library is at ``kernels/<key>/``. A library is built in a folder besi
 place, so ranks that start together build once, and whoever dies while building blocks nobody.
 """
 
+from zoo.kernels.building.ahead import build_ahead, built_ahead, name_ahead
 from zoo.kernels.building.cache import build, cache_dir
 from zoo.kernels.building.cuda import build_cuda, find_nvcc, parse_architectures, usage_of
 from zoo.kernels.building.cuda_library import build_cuda_library, cuda_plan
@@ -15,6 +16,6 @@ from zoo.kernels.building.plan import BuildError, Plan, cpu_plan
 from zoo.kernels.building.usage import Usage, readable
 
 __all__ = [
-    "BuildError", "Plan", "Usage", "build", "build_cuda", "build_cuda_library", "cache_dir", "cpu_plan", "cuda_plan",
-    "find_nvcc", "parse_architectures", "readable", "usage_of",
+    "BuildError", "Plan", "Usage", "build", "build_ahead", "build_cuda", "build_cuda_library", "built_ahead",
+    "cache_dir", "cpu_plan", "cuda_plan", "find_nvcc", "name_ahead", "parse_architectures", "readable", "usage_of",
 ]  # fmt: skip

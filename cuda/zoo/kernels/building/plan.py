@@ -162,20 +162,22 @@ def keyed(
     sources: Sequence[Path],
 ) -> Plan:  # fmt: skip
     """The plan, under a key of everything given and of the text of ``sources``."""
-    digest = hashlib.sha256()
-
-    def add(text: str) -> None:
-        digest.update(text.encode() + b"\0")
-
-    for text in (name, *compiler, *facts, *link):
-        add(text)
+    # Where torch lies changes nothing, its version does: environments with the same torch share what is built.
+    torch = str(torch_folder())
+    texts = [name, *compiler, *facts, *(flag.replace(torch, "torch") for flag in link)]
     for unit in units:
-        for text in (unit.name, *unit.flags):
-            add(text)
+        texts += [unit.name, *(flag.replace(torch, "torch") for flag in unit.flags)]
     # Headers are shared: the text of all of them decides, not only of those that a unit includes today.
-    for path in sources:
-        add(path.relative_to(SOURCES).as_posix())
+    key = f"{name}-{digest_of(texts, sources)}"
+    return Plan(name=name, compiler=compiler, units=tuple(units), link_flags=link, key=key)
+
+
+def digest_of(texts: Sequence[str], files: Sequence[Path]) -> str:
+    """20 digits that follow from these texts and from the names and contents of these files of the package."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    for path in files:
+        digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0")
         digest.update(path.read_bytes())
-    return Plan(
-        name=name, compiler=compiler, units=tuple(units), link_flags=link, key=f"{name}-{digest.hexdigest()[:20]}"
-    )
+    return digest.hexdigest()[:20]

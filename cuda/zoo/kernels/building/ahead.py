@@ -1,0 +1,43 @@
+"""The CPU library inside a wheel, for who has no compiler."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+
+from zoo.kernels.building.cache import build
+from zoo.kernels.building.plan import SOURCES, cpu_plan, digest_of, source_files
+
+FOLDER = SOURCES / "ahead"
+"""Where wheels with kernels have their libraries; several may lie there, for several versions of torch."""
+
+
+def name_ahead() -> str:
+    """The file name of a library that fits these sources, this torch and this kind of processor.
+
+    torch promises no binary interface in C++, so its version must be the same, to the last number; what is behind a
+    ``+`` (CPU or which CUDA) changes nothing on the CPU.
+    """
+    import torch
+
+    # The flags are in plan.py.
+    sources = digest_of((), [*source_files(".h", ".cpp"), SOURCES / "building/plan.py"])
+    version = torch.__version__.partition("+")[0]
+    return f"zoo_kernels_cpu-torch{version}-{platform.machine()}-{sources}.so"
+
+
+def built_ahead() -> Path | None:
+    """The library that came with the package and fits, if there is one."""
+    path = FOLDER / name_ahead()
+    return path if path.exists() else None
+
+
+def build_ahead(folder: Path) -> Path:
+    """Compile the library (or take it from the cache) and lay a copy into ``folder``, ready for a wheel.
+
+    Raises:
+        BuildError: it cannot be compiled here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(build(cpu_plan()), folder / name_ahead()))
