@@ -248,14 +248,18 @@ def onebit_cases(large: bool) -> Iterator[Case]:
                 for add in (False, True):
 
                     def operation(x: Any, error: Any, out: Any, group: int = group, add: bool = add) -> Any:
-                        sent = onebit.compress_(x, error, group)
+                        fed_back = x.dtype is FP32
+                        sent = onebit.compress_(x, error if fed_back else None, group)
+                        onebit.owed_(error, x.float(), *sent, group)
                         onebit.decompress_(out, *sent, group, add=add)
-                        return sent, error, out
+                        return sent, x, error, out
 
                     def reference(x: Any, error: Any, out: Any, group: int = group, add: bool = add) -> Any:
-                        sent = onebit_reference.compress_(x, error, group)
+                        fed_back = x.dtype is FP32
+                        sent = onebit_reference.compress_(x, error if fed_back else None, group)
+                        onebit_reference.owed_(error, x.float(), *sent, group)
                         onebit_reference.decompress_(out, *sent, group, add)
-                        return sent, error, out
+                        return sent, x, error, out
 
                     x = values(abs(n), 1, special=n < 0).to(dtype)
                     args = (x, values(abs(n), 2), values(abs(n), 3).to(dtype))
@@ -269,7 +273,7 @@ CHECKS = (
     Check(name="norm", operators=("sum_squares", "scale_sum_squares_"), cases=norm_cases),
     Check(name="quantise", operators=("quantise",), cases=quantise_cases),
     Check(name="dequantise", operators=("dequantise_",), cases=dequantise_cases),
-    Check(name="1-bit", operators=("onebit_compress_", "onebit_decompress_"), cases=onebit_cases),
+    Check(name="1-bit", operators=("onebit_compress_", "onebit_owed_", "onebit_decompress_"), cases=onebit_cases),
     Check(
         name="layer norm", operators=("layer_norm", "add_layer_norm", "layer_norm_backward"),
         cases=layers.layer_norm_cases,

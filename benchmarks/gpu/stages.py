@@ -20,7 +20,7 @@ from zoo.kernels.bias_dropout_residual import bias_dropout_residual, bias_dropou
 from zoo.kernels.bias_gelu import bias_gelu, bias_gelu_backward
 from zoo.kernels.layer_norm import layer_norm, layer_norm_backward
 from zoo.kernels.norm import scale_sum_squares_, sum_squares
-from zoo.kernels.onebit import compress_, decompress_
+from zoo.kernels.onebit import compress_, decompress_, owed_
 from zoo.kernels.quantise import dequantise_, quantise
 from zoo.kernels.softmax import softmax, softmax_backward
 from zoo.optim import AdamW, Lamb
@@ -139,10 +139,17 @@ def onebit_compress(device: str, elements: int) -> tuple[Contenders, int]:
     return {"zoo": lambda: compress_(x, error)}, 12 * elements + elements // 8
 
 
+def onebit_owed(device: str, elements: int) -> tuple[Contenders, int]:
+    """What the wire leaves out, into the error."""
+    x, error = normal([elements], torch.float32, device)[0], torch.zeros(elements, device=device)
+    sent = compress_(x)
+    return {"zoo": lambda: owed_(error, x, *sent)}, 8 * elements + elements // 8
+
+
 def onebit_decompress(device: str, elements: int) -> tuple[Contenders, int]:
     """Into fp32."""
-    x, error = normal([elements], torch.float32, device)[0], torch.zeros(elements, device=device)
-    sent, out = compress_(x, error), torch.empty_like(x)
+    x = normal([elements], torch.float32, device)[0]
+    sent, out = compress_(x), torch.empty_like(x)
     return {"zoo": lambda: decompress_(out, *sent)}, 4 * elements + elements // 8
 
 
@@ -422,6 +429,7 @@ STAGES = (
         note="zoo scales, then takes the norm, in one pass; torch (clip_grad_norm_) takes the norm, then scales",
     ),
     Stage(name="1-bit compress", make=onebit_compress),
+    Stage(name="1-bit, what is owed", make=onebit_owed),
     Stage(name="1-bit decompress", make=onebit_decompress),
     Stage(name="quantise to int8", make=quantise_bits(8), note=BY_STEPS),
     Stage(name="quantise to int4", make=quantise_bits(4), note=BY_STEPS),

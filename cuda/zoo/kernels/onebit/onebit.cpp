@@ -8,55 +8,37 @@ namespace zoo {
 namespace ZOO_ISA {
 namespace {
 
-// e <- x + e, and |e| added to the lanes. n is a multiple of the lanes except at the end of the tensor.
-void accumulate(const float* __restrict x, float* __restrict e, float* __restrict lanes, int64_t n) {
+// c <- c + e, where there is an e, and |c| added to the lanes. n is a multiple of the lanes except at the end of the tensor.
+void accumulate(float* __restrict c, const float* __restrict e, float* __restrict lanes, int64_t n) {
   int64_t i = 0;
-  for (; i + SHORT_LANES <= n; i += SHORT_LANES)
-    for (int k = 0; k < SHORT_LANES; ++k) {
-      const float c = x[i + k] + e[i + k];
-      e[i + k] = c;
-      lanes[k] += __builtin_fabsf(c);
-    }
-  for (int k = 0; i < n; ++i, ++k) {
-    e[i] = x[i] + e[i];
-    lanes[k] += __builtin_fabsf(e[i]);
-  }
+  if (e != nullptr)
+    for (; i < n; ++i) c[i] = c[i] + e[i];
+  for (i = 0; i + SHORT_LANES <= n; i += SHORT_LANES)
+    for (int k = 0; k < SHORT_LANES; ++k) lanes[k] += __builtin_fabsf(c[i + k]);
+  for (int k = 0; i < n; ++i, ++k) lanes[k] += __builtin_fabsf(c[i]);
 }
 
-// Bits of the signs of e, and e <- e - (±scale).
-void take_signs(float* __restrict e, uint8_t* __restrict bits, float scale, int64_t n) {
+// Bits of the signs of c.
+void take_signs(const float* __restrict c, uint8_t* __restrict bits, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX512BW__)
-  const __m512 plus = _mm512_set1_ps(scale), minus = _mm512_set1_ps(-scale), zero = _mm512_setzero_ps();
   for (; i + 16 <= n; i += 16) {
-    const __m512 c = _mm512_loadu_ps(e + i);
-    const __mmask16 positive = _mm512_cmp_ps_mask(c, zero, _CMP_GE_OQ);
-    _mm512_storeu_ps(e + i, _mm512_sub_ps(c, _mm512_mask_blend_ps(positive, minus, plus)));
-    const uint16_t word = uint16_t(positive);
+    const uint16_t word = uint16_t(_mm512_cmp_ps_mask(_mm512_loadu_ps(c + i), _mm512_setzero_ps(), _CMP_GE_OQ));
     memcpy(bits + i / 8, &word, 2);
   }
 #elif defined(__AVX2__)
-  const __m256 plus = _mm256_set1_ps(scale), minus = _mm256_set1_ps(-scale), zero = _mm256_setzero_ps();
-  for (; i + 8 <= n; i += 8) {
-    const __m256 c = _mm256_loadu_ps(e + i);
-    const __m256 positive = _mm256_cmp_ps(c, zero, _CMP_GE_OQ);
-    _mm256_storeu_ps(e + i, _mm256_sub_ps(c, _mm256_blendv_ps(minus, plus, positive)));
-    bits[i / 8] = uint8_t(_mm256_movemask_ps(positive));
-  }
+  for (; i + 8 <= n; i += 8)
+    bits[i / 8] = uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(c + i), _mm256_setzero_ps(), _CMP_GE_OQ)));
 #endif
   for (; i < n; i += 8) {
     uint32_t byte = 0;
-    for (int k = 0; k < 8 && i + k < n; ++k) {
-      const float c = e[i + k];
-      byte |= uint32_t(c >= 0.0f) << k;
-      e[i + k] = c - (c >= 0.0f ? scale : -scale);
-    }
+    for (int k = 0; k < 8 && i + k < n; ++k) byte |= uint32_t(c[i + k] >= 0.0f) << k;
     bits[i / 8] = uint8_t(byte);
   }
 }
 
-// out <- ±scale, or out + ±scale.
-void give_signs(float* __restrict out, const uint8_t* __restrict bits, float scale, bool add, int64_t n) {
+// out <- ±scale, or from + ±scale where there is a `from`, which may be `out`.
+void give_signs(float* out, const float* from, const uint8_t* __restrict bits, float scale, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX512BW__)
   const __m512 plus = _mm512_set1_ps(scale), minus = _mm512_set1_ps(-scale);
@@ -64,7 +46,7 @@ void give_signs(float* __restrict out, const uint8_t* __restrict bits, float sca
     uint16_t word;
     memcpy(&word, bits + i / 8, 2);
     const __m512 y = _mm512_mask_blend_ps(__mmask16(word), minus, plus);
-    _mm512_storeu_ps(out + i, add ? _mm512_add_ps(_mm512_loadu_ps(out + i), y) : y);
+    _mm512_storeu_ps(out + i, from != nullptr ? _mm512_add_ps(_mm512_loadu_ps(from + i), y) : y);
   }
 #elif defined(__AVX2__)
   const __m256 plus = _mm256_set1_ps(scale), minus = _mm256_set1_ps(-scale);
@@ -72,28 +54,27 @@ void give_signs(float* __restrict out, const uint8_t* __restrict bits, float sca
   for (; i + 8 <= n; i += 8) {
     const __m256i byte = _mm256_and_si256(_mm256_set1_epi32(bits[i / 8]), place);
     const __m256 y = _mm256_blendv_ps(minus, plus, _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, place)));
-    _mm256_storeu_ps(out + i, add ? _mm256_add_ps(_mm256_loadu_ps(out + i), y) : y);
+    _mm256_storeu_ps(out + i, from != nullptr ? _mm256_add_ps(_mm256_loadu_ps(from + i), y) : y);
   }
 #endif
   for (; i < n; ++i) {
     const float y = (bits[i / 8] >> (i % 8)) & 1 ? scale : -scale;
-    out[i] = add ? out[i] + y : y;
+    out[i] = from != nullptr ? from[i] + y : y;
   }
 }
 
 // One group, n elements from `offset` on; returns its scale.
-float compress_group(const void* x, Dtype dtype, float* error, uint8_t* bits, int64_t offset, int64_t n) {
+float compress_group(void* x, Dtype dtype, const float* error, uint8_t* bits, int64_t offset, int64_t n) {
   alignas(64) float buffer[BLOCK], lanes[SHORT_LANES] = {};
-  for (int64_t at = 0; at < n; at += BLOCK) {
-    const int64_t count = n - at < BLOCK ? n - at : BLOCK;
-    const float* from = fp32_block(x, dtype, offset + at, count, buffer);
-    accumulate(from, error + offset + at, lanes, count);
+  for (int64_t at = offset; at < offset + n; at += BLOCK) {
+    const int64_t count = offset + n - at < BLOCK ? offset + n - at : BLOCK;
+    float* c = fp32_block(x, dtype, at, count, buffer);
+    accumulate(c, error == nullptr ? nullptr : error + at, lanes, count);
+    take_signs(c, bits + at / 8, count);
   }
   float sum = lanes[0];
   for (int k = 1; k < SHORT_LANES; ++k) sum += lanes[k];
-  const float scale = sum / float(n);
-  take_signs(error + offset, bits + offset / 8, scale, n);
-  return scale;
+  return sum / float(n);
 }
 
 void decompress_group(void* out, Dtype dtype, const uint8_t* bits, float scale, bool add, int64_t offset, int64_t n) {
@@ -101,29 +82,38 @@ void decompress_group(void* out, Dtype dtype, const uint8_t* bits, float scale, 
   for (int64_t at = offset; at < offset + n; at += BLOCK) {
     const int64_t count = offset + n - at < BLOCK ? offset + n - at : BLOCK;
     float* to = dtype == F32 || add ? fp32_block(out, dtype, at, count, buffer) : buffer;
-    give_signs(to, bits + at / 8, scale, add, count);
+    give_signs(to, add ? to : nullptr, bits + at / 8, scale, count);
     write_block(to, out, dtype, at, count);
   }
 }
 
+// f(scale index, offset, count) for each group.
+template <class F>
+void for_groups(int64_t n, int64_t group, F f) {
+  split_evenly(ceil_div(n, group), 1, n, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i, i * group, (i + 1) * group < n ? group : n - i * group);
+  });
+}
+
 }  // namespace
 
-void onebit_compress(const void* x, Dtype dtype, float* error, uint8_t* bits, float* scales, int64_t n, int64_t group) {
-  split_evenly(ceil_div(n, group), 1, n, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t count = (i + 1) * group < n ? group : n - i * group;
-      scales[i] = compress_group(x, dtype, error, bits, i * group, count);
-    }
+void onebit_compress(void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n, int64_t group) {
+  for_groups(n, group, [&](int64_t i, int64_t offset, int64_t count) {
+    scales[i] = compress_group(x, dtype, error, bits, offset, count);
+  });
+}
+
+void onebit_owed(float* error, const float* c, const uint8_t* bits, const float* scales, int64_t n, int64_t group) {
+  for_groups(n, group, [&](int64_t i, int64_t offset, int64_t count) {
+    // c - y is c + (-y) to the last bit.
+    give_signs(error + offset, c + offset, bits + offset / 8, -scales[i], count);
   });
 }
 
 void onebit_decompress(void* out, Dtype dtype, const uint8_t* bits, const float* scales, bool add, int64_t n,
                        int64_t group) {
-  split_evenly(ceil_div(n, group), 1, n, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t count = (i + 1) * group < n ? group : n - i * group;
-      decompress_group(out, dtype, bits, scales[i], add, i * group, count);
-    }
+  for_groups(n, group, [&](int64_t i, int64_t offset, int64_t count) {
+    decompress_group(out, dtype, bits, scales[i], add, offset, count);
   });
 }
 

@@ -1,7 +1,7 @@
 // 1-bit compression on GPUs: the maths and the memory contract of onebit.h, bit for bit. Compile with -fmad=false.
 //
 // One warp a group: lane k of the first 16 adds up the elements k, k + 16, k + 32 … of the group in order, as the CPU's
-// lanes do; then the signs of 32 elements at a time are a ballot.
+// lanes do; the signs of 32 elements at a time are a ballot.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
 #include "../common/lanes.h"
@@ -10,7 +10,7 @@
 namespace zoo {
 namespace {
 
-__global__ void __launch_bounds__(32 * WARPS) compress_kernel(const void* x, Dtype dtype, float* error, uint8_t* bits,
+__global__ void __launch_bounds__(32 * WARPS) compress_kernel(void* x, Dtype dtype, const float* error, uint8_t* bits,
                                                               float* scales, int64_t n, int64_t group) {
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t(blockIdx.x) * WARPS + threadIdx.x / 32, begin = index * group;
@@ -19,24 +19,31 @@ __global__ void __launch_bounds__(32 * WARPS) compress_kernel(const void* x, Dty
   float sum = 0;
   for (int64_t at = begin; at < end; at += 32) {
     const bool inside = at + lane < end;
-    const float c = inside ? load(x, dtype, at + lane) + error[at + lane] : 0.0f;
-    if (inside) error[at + lane] = c;
+    float c = inside ? load(x, dtype, at + lane) : 0.0f;
+    if (inside && error != nullptr) {
+      c = c + error[at + lane];
+      static_cast<float*>(x)[at + lane] = c;
+    }
+    const uint32_t word = __ballot_sync(0xFFFFFFFFu, inside && c >= 0.0f);
+    if (lane < 4 && at + 8 * lane < end) bits[at / 8 + lane] = uint8_t(word >> (8 * lane));
     // Lane k < 16 takes element k, then element k + 16, which lane k + 16 has: the order of the reference.
     const float magnitude = fabsf(c), upper = __shfl_down_sync(0xFFFFFFFFu, magnitude, 16);
     sum = (sum + magnitude) + upper;
   }
   float total = __shfl_sync(0xFFFFFFFFu, sum, 0);
   for (int k = 1; k < SHORT_LANES; ++k) total = total + __shfl_sync(0xFFFFFFFFu, sum, k);
-  const float scale = total / float(end - begin);
-  if (lane == 0) scales[index] = scale;
-  for (int64_t at = begin; at < end; at += 32) {
-    const bool inside = at + lane < end;
-    const float c = inside ? error[at + lane] : -1.0f;
-    const bool positive = c >= 0.0f;
-    const uint32_t word = __ballot_sync(0xFFFFFFFFu, positive);
-    if (inside) error[at + lane] = c - (positive ? scale : -scale);
-    if (lane < 4 && at + 8 * lane < end) bits[at / 8 + lane] = uint8_t(word >> (8 * lane));
-  }
+  if (lane == 0) scales[index] = total / float(end - begin);
+}
+
+// A thread a byte of bits: eight elements, all of one group.
+__global__ void __launch_bounds__(THREADS) owed_kernel(float* error, const float* c, const uint8_t* bits,
+                                                       const float* scales, int64_t n, int64_t group) {
+  const int64_t byte = int64_t(blockIdx.x) * THREADS + threadIdx.x, begin = 8 * byte;
+  if (begin >= n) return;
+  const float scale = scales[begin / group];
+  const uint32_t signs = bits[byte];
+  for (int k = 0; k < 8 && begin + k < n; ++k)
+    error[begin + k] = c[begin + k] - ((signs >> k) & 1 ? scale : -scale);
 }
 
 // A thread a byte of bits: eight elements, all of one group.
@@ -64,11 +71,19 @@ __global__ void __launch_bounds__(THREADS) decompress_kernel(void* out, Dtype dt
 
 namespace cuda {
 
-int32_t onebit_compress(const void* x, Dtype dtype, float* error, uint8_t* bits, float* scales, int64_t n, int64_t group,
+int32_t onebit_compress(void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n, int64_t group,
                         void* stream) {
   if (n > 0)
     compress_kernel<<<blocks_for(ceil_div(n, group), WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(
         x, dtype, error, bits, scales, n, group);
+  return cudaGetLastError();
+}
+
+int32_t onebit_owed(float* error, const float* c, const uint8_t* bits, const float* scales, int64_t n, int64_t group,
+                    void* stream) {
+  if (n > 0)
+    owed_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(error, c, bits, scales, n,
+                                                                                               group);
   return cudaGetLastError();
 }
 

@@ -1,10 +1,13 @@
 // 1-bit compression with error feedback.
 //
-//   c_i  = x_i + e_i                                   what is to be sent, with what earlier steps still owe
+//   c_i  = x_i + e_i                                   what is to be sent, with what earlier steps still owe; in the place of x
 //   s_G  = (1/|G|) Σ_{i in G} |c_i|                    one fp32 scale for each group G of consecutive elements
 //   b_i  = 1 if c_i >= 0 else 0                        bit i mod 8 of byte i / 8
 //   y_i  = s_G if b_i else -s_G                        what the receiver makes of it
 //   e_i' = c_i - y_i                                   so y_i + e_i' = c_i, up to the rounding of this subtraction
+//
+// The first three are one kernel, the last one another: between them lies the decision whether the step counts. Where it
+// does not, e is as it was and c is thrown away.
 //
 // Among all ±s, the mean of the magnitudes is the s that makes Σ e'² smallest. Seide et al. 2014, "1-Bit Stochastic
 // Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD"; Tang et al. 2021, "1-bit Adam", section 4.
@@ -13,8 +16,9 @@
 // fp32, each operation rounded by itself. Σ|c| goes into 16 lanes, element i of the group into lane i mod 16, which are
 // added in order: the same bits on every instruction set. A NaN or infinity makes its group's scale NaN or infinite.
 //
-// Memory contract: x (fp32, bf16 or fp16) is read once; e (fp32) read and written; bits: ceil(n / 8) bytes, unused bits
-// of the last one 0; scales: ceil(n / group) fp32. Group sizes are multiples of 64, so groups begin at whole bytes.
+// Memory contract. compress: x (fp32, or bf16 or fp16 where there is no e) is read, and written where there is an e (fp32,
+// read); bits: ceil(n / 8) bytes, unused bits of the last one 0; scales: ceil(n / group) fp32. owed: c, bits and scales are
+// read, e is written and may be c. Group sizes are multiples of 64, so groups begin at whole bytes.
 #pragma once
 
 #include "../common/isa.h"
@@ -24,7 +28,9 @@ namespace zoo {
 constexpr int64_t ONEBIT_GROUP_UNIT = 64;
 constexpr int64_t ONEBIT_GROUP_MAX = 1 << 20;
 
-ZOO_KERNEL(onebit_compress, const void* x, Dtype dtype, float* error, uint8_t* bits, float* scales, int64_t n,
+ZOO_KERNEL(onebit_compress, void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n,
+           int64_t group)
+ZOO_KERNEL(onebit_owed, float* error, const float* c, const uint8_t* bits, const float* scales, int64_t n,
            int64_t group)
 ZOO_KERNEL(onebit_decompress, void* out, Dtype dtype, const uint8_t* bits, const float* scales, bool add, int64_t n,
            int64_t group)

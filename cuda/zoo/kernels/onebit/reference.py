@@ -8,10 +8,12 @@ import torch.nn.functional as F
 LANES = 16
 
 
-def compress_(x: torch.Tensor, error: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def compress_(x: torch.Tensor, error: torch.Tensor | None, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`zoo.kernels.onebit.compress_`."""
     n = x.numel()
-    c = x.reshape(-1).float() + error.view(-1)
+    if error is not None:
+        x.view(-1).add_(error.view(-1))
+    c = x.reshape(-1).float()
     groups = -(-n // group_size)
     padded = F.pad(c, (0, groups * group_size - n)).view(groups, group_size)
     lanes = padded.new_zeros(groups, LANES)
@@ -25,17 +27,20 @@ def compress_(x: torch.Tensor, error: torch.Tensor, group_size: int) -> tuple[to
         counts[-1] = n % group_size
     scales = total / counts
     positive = c >= 0
-    error.view(-1).copy_(c - _signed(positive, scales, group_size))
     places = torch.tensor([1 << k for k in range(8)], dtype=torch.uint8, device=x.device)
     bits = (F.pad(positive.to(torch.uint8), (0, -n % 8)).view(-1, 8) * places).sum(1, dtype=torch.uint8)
     return bits, scales
 
 
+def owed_(error: torch.Tensor, c: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, group_size: int) -> None:
+    """See :func:`zoo.kernels.onebit.owed_`."""
+    y = _signed(_positive(bits, c.numel()), scales, group_size)
+    error.view(-1).copy_(c.view(-1) - y)
+
+
 def decompress_(out: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, group_size: int, add: bool) -> None:
     """See :func:`zoo.kernels.onebit.decompress_`."""
-    places = torch.arange(8, dtype=torch.uint8, device=out.device)
-    positive = ((bits[:, None] >> places) & 1).view(-1)[: out.numel()].bool()
-    y = _signed(positive, scales, group_size)
+    y = _signed(_positive(bits, out.numel()), scales, group_size)
     flat = out.view(-1)
     flat.copy_(flat.float() + y if add else y)
 
@@ -43,3 +48,8 @@ def decompress_(out: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, gro
 def _signed(positive: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
     each = scales.repeat_interleave(group_size)[: positive.numel()]
     return torch.where(positive, each, -each)
+
+
+def _positive(bits: torch.Tensor, n: int) -> torch.Tensor:
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, None] >> places) & 1).view(-1)[:n].bool()
