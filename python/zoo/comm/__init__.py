@@ -15,7 +15,7 @@ from zoo.comm.check import CollectiveMismatchError
 from zoo.comm.communicator import Communicator, no_collectives
 from zoo.comm.exchange import exchange
 from zoo.comm.failures import RankFailedError, report_uncaught, together
-from zoo.comm.handles import DONE, Handle
+from zoo.comm.handles import DONE, Handle, Then, advance, all_of
 from zoo.comm.launch import init_distributed, speak_as_torchrun
 from zoo.comm.log import CommsLog, OpStats
 from zoo.comm.messages import Recv, Send
@@ -34,6 +34,9 @@ __all__ = [
     "Recovery",
     "Recv",
     "Send",
+    "Then",
+    "advance",
+    "all_of",
     "before_teardown",
     "exchange",
     "gather_object",

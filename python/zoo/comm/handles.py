@@ -34,6 +34,58 @@ class _Done:
 DONE: Handle = _Done()
 
 
+class Then:
+    """A handle: waits for others, then runs a function, which may return one more to wait for.
+
+    Args:
+        staged: the function begins further collectives, which :meth:`advance` may do before anybody waits.
+    """
+
+    __slots__ = ("_handles", "_more", "_staged", "_then")
+
+    def __init__(self, handles: Sequence[Handle], then: Callable[[], Handle | None], *, staged: bool = False) -> None:
+        self._handles, self._staged = handles, staged
+        self._then: Callable[[], Handle | None] | None = then
+        self._more: Handle | None = None
+
+    def advance(self) -> bool:
+        """Begin the next stage, which waits for the one before; whether there was one."""
+        advanced = [handle.advance() for handle in self._handles if isinstance(handle, Then)]
+        if any(advanced):
+            return True
+        staged, self._staged = self._staged, False
+        if staged:
+            self._finish_stage()
+        return staged
+
+    def _finish_stage(self) -> None:
+        handles, self._handles = self._handles, ()
+        then, self._then = self._then, None
+        for handle in handles:
+            handle.wait()
+        if then is not None:
+            self._more = then()
+
+    def wait(self) -> None:
+        """See :class:`Handle`."""
+        self._finish_stage()
+        self._staged = False
+        more, self._more = self._more, None
+        if more is not None:
+            more.wait()
+
+
+def advance(handle: Handle | None) -> None:
+    """Begin the second stage of what has two. Called by all ranks at the same point of their programs."""
+    if isinstance(handle, Then):
+        handle.advance()
+
+
+def all_of(handles: Sequence[Handle]) -> Handle:
+    """One handle for several."""
+    return Then(handles, lambda: None)
+
+
 Dropped = deque[list[Any]]
 """Works of messages whose handles were dropped; each list is waited for from its end."""
 

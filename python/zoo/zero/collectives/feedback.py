@@ -24,8 +24,8 @@ from collections.abc import Callable
 
 import torch
 
-from zoo.comm import Handle
-from zoo.zero.collectives.routes import Hop, Reduce, Then
+from zoo.comm import Handle, Then
+from zoo.zero.collectives.routes import Hop, Reduce
 
 
 class Feedback:

@@ -47,9 +47,9 @@ from functools import partial
 
 import torch
 
-from zoo.comm import Communicator, Handle
+from zoo.comm import Communicator, Handle, Then
 from zoo.zero.collectives.feedback import Feedback
-from zoo.zero.collectives.routes import Gather, Hop, Reduce, Routes, Then, with_replicas
+from zoo.zero.collectives.routes import Gather, Hop, Reduce, Routes, with_replicas
 from zoo.zero.placement.axes import Axes
 
 try:

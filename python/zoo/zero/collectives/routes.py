@@ -14,21 +14,21 @@ FlatReduce         reduce-scatter over p                                        
 ReplicaReduce      any reduction, then all-reduce of P/p over N/p replicas              + 2 P/p (N/p-1)/(N/p)
 =================  ===================================================================  ==============================
 
-Routes of two stages issue the second at the next gather or reduction (:func:`advance`), so that it overlaps with the
-unit in between, or else when a caller waits for the result: points that all ranks pass in the same order. A gather of
-two stages moves more bytes in sum than a flat one, but over the slow network only what another node does not have:
-P/L (M-1)/M a rank instead of P (M-1)/M.
+Routes of two stages issue the second at the next gather or reduction (:func:`zoo.comm.advance`), so that it overlaps
+with the unit in between, or else when a caller waits for the result: points that all ranks pass in the same order. A
+gather of two stages moves more bytes in sum than a flat one, but over the slow network only what another node does
+not have: P/L (M-1)/M a rank instead of P (M-1)/M.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from zoo.comm import Communicator, Handle
+from zoo.comm import Communicator, Handle, Then, all_of
 from zoo.comm.log import wire_bytes
 from zoo.zero.placement.axes import Axes
 
@@ -49,58 +49,6 @@ class Hop:
         if self.comm.size == 1:
             return 0, 0, 0
         return wire_bytes(self.op, self.message_bytes, self.comm.size, self.comm.num_local)
-
-
-class Then:
-    """A handle: waits for others, then runs a function, which may return one more to wait for.
-
-    Args:
-        staged: the function begins further collectives, which :meth:`advance` may do before anybody waits.
-    """
-
-    __slots__ = ("_handles", "_more", "_staged", "_then")
-
-    def __init__(self, handles: Sequence[Handle], then: Callable[[], Handle | None], *, staged: bool = False) -> None:
-        self._handles, self._staged = handles, staged
-        self._then: Callable[[], Handle | None] | None = then
-        self._more: Handle | None = None
-
-    def advance(self) -> bool:
-        """Begin the next stage, which waits for the one before; whether there was one."""
-        advanced = [handle.advance() for handle in self._handles if isinstance(handle, Then)]
-        if any(advanced):
-            return True
-        staged, self._staged = self._staged, False
-        if staged:
-            self._finish_stage()
-        return staged
-
-    def _finish_stage(self) -> None:
-        handles, self._handles = self._handles, ()
-        then, self._then = self._then, None
-        for handle in handles:
-            handle.wait()
-        if then is not None:
-            self._more = then()
-
-    def wait(self) -> None:
-        """See :class:`~zoo.comm.Handle`."""
-        self._finish_stage()
-        self._staged = False
-        more, self._more = self._more, None
-        if more is not None:
-            more.wait()
-
-
-def advance(handle: Handle | None) -> None:
-    """Begin the second stage of what has two. Called by all ranks at the same point of their programs."""
-    if isinstance(handle, Then):
-        handle.advance()
-
-
-def all_of(handles: Sequence[Handle]) -> Handle:
-    """One handle for several."""
-    return Then(handles, lambda: None)
 
 
 class Gather(Protocol):

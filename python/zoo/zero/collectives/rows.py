@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import torch
 
-from zoo.comm import Handle
-from zoo.zero.collectives.routes import Hop, Reduce, Then
+from zoo.comm import Handle, Then
+from zoo.zero.collectives.routes import Hop, Reduce
 from zoo.zero.placement.axes import Axes
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zoo.comm import Handle
+from zoo.comm import Handle, advance
 from zoo.io import Future
-from zoo.zero.collectives.routes import advance
 from zoo.zero.sharding.guard import (
     CAN_REFUSE_STORAGE,
     PartitionedAccessError,

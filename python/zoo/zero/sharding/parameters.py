@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zoo.comm import Handle
-from zoo.zero.collectives.routes import advance
+from zoo.comm import Handle, advance
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.sharding.guard import assign_data
 from zoo.zero.sharding.guard import release as release_parameter
