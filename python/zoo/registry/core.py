@@ -12,6 +12,14 @@ CORE: dict[str, dict[str, str]] = {
     "activation_checkpoint": {
         "zoo": "zoo.checkpointing.activation.api:checkpoint",
     },
+    "compressor": {
+        "blockwise": "zoo.comm.compression:Blockwise",
+        "fp8": "zoo.comm.compression:Fp8",
+        "onebit": "zoo.comm.compression:OneBit",
+        "power_sgd": "zoo.comm.compression:PowerSGD",
+        "random_k": "zoo.comm.compression:RandomK",
+        "top_k": "zoo.comm.compression:TopK",
+    },
     "config_root": dict.fromkeys(
         [
             "communication_data_type",

@@ -1,0 +1,127 @@
+"""A product of two thin matrices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from zoo.comm.communicator import Communicator
+from zoo.comm.compression.errors import Error, Owed
+from zoo.comm.handles import DONE, Handle, Then
+
+Tensor = torch.Tensor
+
+
+class PowerSGD:
+    """C(c) = P Qᵀ for c as a matrix M, of rank r: one step of power iteration, which begins where the last one ended.
+
+        P = 1/D Σ_r M_r Q,   P ← orthogonal columns of P,   Q ← 1/D Σ_r M_rᵀ P,   mean = P Qᵀ,   e_r = M_r - mean
+
+    Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", algorithm 1
+    (with warm start) and 2 (error feedback). Both sums are ordinary all-reduces, of r·(rows + columns) numbers.
+    """
+
+    name = "power_sgd"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Options.
+
+        Attributes:
+            rank: r.
+            columns: of the matrix that a flat tensor is seen as, the last row filled up with zeros; None: as square as
+            can
+                be. A weight's own number of columns finds more structure.
+            seed: of the first Q, the same on all ranks.
+        """
+
+        rank: int = 4
+        columns: int | None = None
+        seed: int = 0
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or self.Config()
+        for name in ("rank", "columns"):
+            given = getattr(self.config, name)
+            if given is not None and given < 1:
+                raise ValueError(f"PowerSGD got {name}={given}; it must be at least 1.")
+
+    def reducer(self, comm: Communicator, numel: int) -> PowerSGDReducer:
+        """How tensors of n elements are averaged."""
+        return PowerSGDReducer(comm, self.config, numel)
+
+
+class PowerSGDReducer:
+    """The mean of (n,) over the ranks, of rank r.
+
+    Attributes:
+        q: (columns, r), where the next iteration begins; the same bits on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, config: PowerSGD.Config, numel: int) -> None:
+        self.comm, self.numel = comm, numel
+        self.columns = config.columns or max(1, math.isqrt(max(numel - 1, 0)) + 1)
+        self.rows = -(-numel // self.columns)
+        self.rank = min(config.rank, self.rows, self.columns)
+        self.worker = Owed()
+        self.server: Error | None = None
+        generator = torch.Generator().manual_seed(config.seed)
+        self.q = torch.randn(self.columns, self.rank, generator=generator)
+        self._next_q: Tensor | None = None
+
+    def start(self, c: Tensor, out: Tensor, label: str = "") -> Handle:
+        """``out`` (n,) ← P Qᵀ.
+
+        Args:
+            c: (n,) fp32; it becomes x + e and belongs to this object until commit or roll-back.
+            out: fp32, no part of ``c``.
+        """
+        if not self.numel:
+            return DONE
+        self.worker.add_to(c)
+        matrix = F.pad(c, (0, self.rows * self.columns - self.numel)).view(self.rows, self.columns)
+        q = self._next_q if self._next_q is not None else self.q
+        p = matrix @ q.to(c.device)
+        handle = self.comm.all_reduce(p)
+
+        def second() -> Handle:
+            basis = orthogonal(p)
+            found = matrix.t().contiguous() @ basis
+            more = self.comm.all_reduce(found)
+
+            def unpack() -> None:
+                found.mul_(1.0 / self.comm.size)
+                mean = (basis @ found.t()).view(-1)[: self.numel]
+                out.copy_(mean)
+                self._next_q = found
+                self.worker.prepare(c.sub_(mean))
+
+            return Then([more], unpack)
+
+        return Then([handle], second, staged=True)
+
+    def sent_bytes(self) -> int:
+        """That a rank sends to others for one mean, by rings: 2·4·r·(rows + columns)·(D-1)/D."""
+        return 2 * 4 * self.rank * (self.rows + self.columns) * (self.comm.size - 1) // self.comm.size
+
+    def commit(self) -> None:
+        """What was sent counts."""
+        self.worker.commit()
+        if self._next_q is not None:
+            self.q, self._next_q = self._next_q, None
+
+    def roll_back(self) -> None:
+        """What was sent does not count: the error and Q are what they were."""
+        self.worker.roll_back()
+        self._next_q = None
+
+
+def orthogonal(p: Tensor) -> Tensor:
+    """Orthonormal columns that span those of (m, r), and others where they are dependent; NaN where p is not finite."""
+    if not bool(torch.isfinite(p).all()):
+        return torch.full_like(p, math.nan)
+    basis: Tensor = torch.linalg.qr(p).Q
+    return basis
