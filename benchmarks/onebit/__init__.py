@@ -1,0 +1,1 @@
+"""Compressed communication beside what it replaces."""

@@ -1,0 +1,105 @@
+"""``python -m benchmarks.onebit``: see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.onebit.link import LinkError, cable
+from benchmarks.onebit.worker import GLOO
+
+PAGE = Path(__file__).parent / "RESULTS.md"
+RAW = ROOT / "build/benchmarks/onebit.json"
+LOOPBACK = "loopback"
+
+
+def run(args: argparse.Namespace, prefixes: Sequence[Sequence[str]], address: str, device: str) -> dict[str, Any]:
+    """Both ranks; what rank 0 says."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank, prefix in enumerate(prefixes):
+        environment = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": device,
+        }  # fmt: skip
+        command = [*prefix, sys.executable, "-m", "benchmarks.onebit.worker", "--device", device]
+        command += ["--numel", str(args.numel), "--rounds", str(args.rounds), "--threads", str(args.threads)]
+        command += ["--only", *args.only] if args.only else []
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=3600)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"a rank failed: {[rank.returncode for rank in ranks]}")
+    found: dict[str, Any] = json.loads(said[0])
+    return found
+
+
+def section(name: str, found: dict[str, Any], numel: int) -> str:
+    """A table of one link."""
+    rows, base = [], found["contenders"].get(GLOO, [])
+    for contender, rounds in found["contenders"].items():
+        times = [r["s"] for r in rounds]
+        ratios = [b["s"] / r["s"] for b, r in zip(base, rounds, strict=True)] if base else [1.0]
+        sent = statistics.median(r["bytes"] for r in rounds)
+        counted = found["said"].get(contender)
+        rows.append([
+            contender, Spread(tuple(times)).text(1, 1e3), Spread(tuple(ratios)).text(2),
+            f"{1e3 * statistics.median(r['cpu_s'] for r in rounds):.0f}",
+            "–" if counted is None else f"{counted / 1e6:.2f}", f"{sent / 1e6:.2f}", f"1/{4 * numel / sent:.1f}",
+        ])  # fmt: skip
+    header = ["contender", "ms", "times as fast as gloo", "CPU ms", "MB sent, counted", "by the interface", "of 4 n"]
+    return f"### {name}\n\n{table(header, rows)}\n"
+
+
+def write(raw: dict[str, Any]) -> None:
+    """The page; remarks stay."""
+    about = "\n".join(f"- {key}: {value}" for key, value in raw["about"].items())
+    parts = [section(name, found, raw["numel"]) for name, found in raw["links"].items()]
+    intro = (
+        f"Written by `python -m benchmarks.onebit`. The mean of {raw['numel']:,} fp32 numbers on two gloo ranks, "
+        f"{raw['threads']} thread each, contenders in turn, {raw['rounds']} rounds; ratios are of one round: median "
+        "(smallest–largest). A compressed mean includes the commit of its error. Gloo's is a sum."
+    )
+    PAGE.write_text(f"# Compressed communication\n\n{intro}\n\n{about}\n\n" + "\n".join(parts) + f"\n{remarks(PAGE)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compressed means beside gloo's all-reduce.")
+    parser.add_argument("--numel", type=int, default=25_000_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--mbit", type=int, nargs="*", default=[1000], help="rates of the cable; none: loopback only")
+    parser.add_argument("--only", nargs="*", default=[], help="names of contenders")
+    parser.add_argument("--write-results", action="store_true", help="write RESULTS.md (its remarks are kept)")
+    args = parser.parse_args()
+    links = {LOOPBACK: run(args, [(), ()], "127.0.0.1", "lo")}
+    for mbit in args.mbit:
+        try:
+            with cable(mbit) as prefixes:
+                links[f"{mbit:,} Mbit/s"] = run(args, prefixes, "10.77.0.1", "cable")
+        except LinkError as error:
+            print(f"no cable of {mbit} Mbit/s: {error}", file=sys.stderr)
+    raw = {
+        "about": machine(["torch"]), "numel": args.numel, "rounds": args.rounds, "threads": args.threads, "links":
+        links,
+    }  # fmt: skip
+    RAW.parent.mkdir(parents=True, exist_ok=True)
+    RAW.write_text(json.dumps(raw))
+    for name, found in links.items():
+        print(section(name, found, args.numel))
+    if args.write_results:
+        write(raw)
+
+
+if __name__ == "__main__":
+    main()
