@@ -20,6 +20,7 @@ pub mod file;
 pub mod memory;
 mod op;
 pub mod plan;
+mod process;
 mod queue;
 mod sys;
 

@@ -8,6 +8,8 @@ use std::sync::{Arc, OnceLock};
 use libloading::os::unix;
 use libloading::{Library, Symbol};
 
+use crate::process::PerProcess;
+
 /// Whoever can keep pages where they are, so that a GPU copies from and to them asynchronously.
 pub trait PageLock: Debug + Send + Sync {
     /// Lock `len` bytes at `start`; the error is a sentence.
@@ -101,13 +103,15 @@ impl PageLock for Cuda {
 /// The CUDA runtime of this process, or the sentence that says why there is none. Looked for once.
 ///
 /// The environment variable `ZOO_CUDART` names another library file. A runtime that is loaded already (torch brings its
-/// own) is preferred to one that would have to be loaded, whatever their versions.
+/// own) is preferred to one that would have to be loaded, whatever their versions. A forked process looks anew: what its
+/// parent found is of no use there, and may have been about to be found at the moment of the fork.
 ///
 /// # Errors
 /// The sentence.
 pub fn cuda() -> Result<Arc<dyn PageLock>, String> {
-    static FOUND: OnceLock<Result<Arc<dyn PageLock>, String>> = OnceLock::new();
+    static FOUND: PerProcess<OnceLock<Result<Arc<dyn PageLock>, String>>> = PerProcess::new();
     FOUND
+        .get()
         .get_or_init(|| {
             let names = match std::env::var("ZOO_CUDART") {
                 Ok(name) if !name.is_empty() => vec![name],

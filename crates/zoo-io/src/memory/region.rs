@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::{HUGE_PAGE, PageLock, Reservation};
 use crate::error::{Error, errno_of, strerror};
+use crate::process::PerProcess;
 use crate::sys::EventFd;
 
 /// Anonymous memory at a multiple of 2 MiB, on huge pages where the kernel has them, zero at first.
@@ -61,11 +62,17 @@ struct Live {
     mapping: Weak<Mapping>,
 }
 
-/// Live regions by their start addresses.
-static LIVE: Mutex<BTreeMap<usize, Live>> = Mutex::new(BTreeMap::new());
-/// Names of regions that were dropped and whose pages are still mapped.
-static LEAVING: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
-static LEFT: Condvar = Condvar::new();
+/// The regions of this process; a forked one has none of its parent's.
+#[derive(Default)]
+struct Registry {
+    /// By their start addresses.
+    live: Mutex<BTreeMap<usize, Live>>,
+    /// Names of regions that were dropped and whose pages are still mapped.
+    leaving: Mutex<BTreeSet<u64>>,
+    left: Condvar,
+}
+
+static REGISTRY: PerProcess<Registry> = PerProcess::new();
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -78,19 +85,19 @@ pub(crate) fn dropped_so_far() -> u64 {
 
 /// The region `[address, address + len)` lies in.
 pub(crate) fn find(address: usize, len: usize) -> Option<Home> {
-    let live = lock(&LIVE);
+    let live = lock(&REGISTRY.get().live);
     let (&start, region) = live.range(..=address).next_back()?;
     let used = (address - start, address - start + len);
     (used.1 <= region.len).then_some(Home { id: region.id, start, len: region.len, used })
 }
 
 pub(crate) fn is_live(id: u64) -> bool {
-    lock(&LIVE).values().any(|region| region.id == id)
+    lock(&REGISTRY.get().live).values().any(|region| region.id == id)
 }
 
 /// Keep the pages of a live region; `alarm` is rung when it is dropped, so that they are let go of.
 pub(crate) fn pin(home: &Home, alarm: &Arc<EventFd>) -> Option<Arc<Mapping>> {
-    let live = lock(&LIVE);
+    let live = lock(&REGISTRY.get().live);
     let mapping = live.get(&home.start).filter(|region| region.id == home.id)?.mapping.upgrade()?;
     let mut pinned_by = lock(&mapping.pinned_by);
     if !pinned_by.iter().any(|other| Arc::ptr_eq(other, alarm)) {
@@ -105,14 +112,15 @@ pub(crate) fn pin(home: &Home, alarm: &Arc<EventFd>) -> Option<Arc<Mapping>> {
 /// Never on a worker's thread and never under a lock that one takes: it is the workers that let go.
 pub(crate) fn wait_until_gone(timeout: Duration) -> bool {
     let deadline = Instant::now() + timeout;
-    let mut leaving = lock(&LEAVING);
+    let registry = REGISTRY.get();
+    let mut leaving = lock(&registry.leaving);
     let mine = leaving.clone();
     while !leaving.is_disjoint(&mine) {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return false;
         }
-        leaving = LEFT.wait_timeout(leaving, left).unwrap_or_else(PoisonError::into_inner).0;
+        leaving = registry.left.wait_timeout(leaving, left).unwrap_or_else(PoisonError::into_inner).0;
     }
     true
 }
@@ -164,7 +172,7 @@ impl Region {
         }
         let mapping = Arc::new(mapping);
         let live = Live { len, id: mapping.id, mapping: Arc::downgrade(&mapping) };
-        self::lock(&LIVE).insert(start.as_ptr() as usize, live);
+        self::lock(&REGISTRY.get().live).insert(start.as_ptr() as usize, live);
         Ok(Region { mapping, len })
     }
 
@@ -204,8 +212,9 @@ impl Drop for Region {
             return;
         }
         // In this order: a ring that is woken sees the drop, and whoever waits finds it leaving until it is gone.
-        lock(&LIVE).remove(&(self.start().as_ptr() as usize));
-        lock(&LEAVING).insert(self.id());
+        let registry = REGISTRY.get();
+        lock(&registry.live).remove(&(self.start().as_ptr() as usize));
+        lock(&registry.leaving).insert(self.id());
         DROPPED.fetch_add(1, Ordering::Release);
         lock(&self.mapping.pinned_by).iter().for_each(|alarm| alarm.wake());
     }
@@ -225,14 +234,74 @@ impl Drop for Mapping {
         unsafe { libc::munmap(base.as_ptr().cast(), len) };
         // Not before: until here the bytes were taken.
         drop(self.held.take());
-        lock(&LEAVING).remove(&self.id);
-        LEFT.notify_all();
+        let registry = REGISTRY.get();
+        lock(&registry.leaving).remove(&self.id);
+        registry.left.notify_all();
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
+
+    /// Fork, do `work` in the child, and say whether it came to its end with `true`.
+    fn forked(work: impl Fn() -> bool) -> bool {
+        // SAFETY: the child calls nothing but `work`, and ends without running anything of the parent's.
+        match unsafe { libc::fork() } {
+            // SAFETY: as above.
+            0 => unsafe { libc::_exit(i32::from(!work())) },
+            child => {
+                let (deadline, mut status) = (Instant::now() + Duration::from_secs(5), 1);
+                // SAFETY: a child of our own, and a writable number.
+                let mut wait = |flags| unsafe { libc::waitpid(child, &raw mut status, flags) };
+                while wait(libc::WNOHANG) != child {
+                    if Instant::now() > deadline {
+                        // SAFETY: as above.
+                        unsafe { libc::kill(child, libc::SIGKILL) };
+                        wait(0);
+                        break;
+                    }
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                status == 0
+            }
+        }
+    }
+
+    /// What another thread had locked at the moment of the fork stays locked in the child, which has no such thread.
+    #[test]
+    fn a_fork_while_threads_take_and_drop_hangs_nobody() {
+        let over = AtomicBool::new(false);
+        let held = Region::new(4096, None, None).unwrap();
+        let address = held.start().as_ptr() as usize;
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !over.load(Ordering::Relaxed) {
+                        let region = Region::new(4096, None, None).unwrap();
+                        (0..100).for_each(|_| assert!(find(region.start().as_ptr() as usize, 4096).is_some()));
+                        drop(region);
+                        wait_until_gone(Duration::from_secs(1));
+                    }
+                });
+            }
+            let outcome = (0..100).find(|_| {
+                !forked(|| {
+                    let region = Region::new(4096, None, None).unwrap();
+                    let home = find(region.start().as_ptr() as usize, 1).map(|home| home.id);
+                    // The parent's is not mapped here; what is at its address is this one, if anything.
+                    let right = home == Some(region.id()) && find(address, 1).is_none_or(|home| home.id == region.id());
+                    drop(region);
+                    right && wait_until_gone(Duration::from_secs(1))
+                })
+            });
+            over.store(true, Ordering::Relaxed);
+            assert_eq!(outcome, None, "the child of this fork hung, or found what is not there");
+        });
+        assert!(find(address, 1).is_some());
+    }
 
     #[test]
     fn a_forked_process_gets_none_of_it() {
