@@ -1,6 +1,8 @@
 """Pool tensors: aligned, bounded, given back."""
 
 import ctypes
+import gc
+import itertools
 import os
 import subprocess
 import threading
@@ -99,6 +101,155 @@ def test_threads_may_take_and_drop() -> None:
     for thread in threads:
         thread.join()
     assert (pool.stats().in_use_bytes, pool.stats().allocations) == (0, 1200)
+
+
+class Copy:
+    """Stands in for a recorded ``torch.cuda.Event``: a device passes it when the test says so, or who waits for it."""
+
+    def __init__(self) -> None:
+        self.passed, self.asked, self.waited = False, 0, 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        self.passed = True
+
+
+def test_memory_that_a_device_uses_goes_to_nobody_before_the_device_has_passed() -> None:
+    pool = BufferPool(8 * MB, pinned=False)
+    first, copy = pool.empty(MB, dtype=torch.uint8), Copy()
+    address = first.data_ptr()
+    pool.record_event(first[5:10], copy)
+    del first
+    others = [pool.empty(MB, dtype=torch.uint8) for _ in range(3)]
+    assert address not in {other.data_ptr() for other in others}
+    assert (pool.stats().in_use_bytes, copy.waited) == (4 * MB, 0)
+    copy.passed = True
+    assert pool.empty(MB, dtype=torch.uint8).data_ptr() == address
+    assert (pool.stats().in_use_bytes, copy.waited) == (3 * MB, 0)
+    asked = copy.asked
+    pool.empty(MB)
+    assert copy.asked == asked, "an event that was passed is forgotten"
+
+
+def test_a_pool_waits_for_a_device_only_where_nothing_else_fits() -> None:
+    pool = BufferPool(2 * MB, pinned=False)
+    copies = [Copy(), Copy()]
+    for copy in copies:
+        pool.record_event(pool.empty(MB, dtype=torch.uint8), copy)
+    assert pool.stats().in_use_bytes == 2 * MB
+    held = pool.empty(MB, dtype=torch.uint8)
+    assert [copy.waited for copy in copies] == [1, 0], "the oldest, and no other"
+    assert held.numel() == MB
+    with pytest.raises(PoolExhaustedError):
+        pool.empty(2 * MB, dtype=torch.uint8)
+    assert [copy.waited for copy in copies] == [1, 1]
+    again = Copy()
+    pool.record_event(held, again)
+    pool.record_event(pool.empty(MB, dtype=torch.uint8), Copy())
+    del held
+    pool.set_aside(2 * MB)
+    assert again.waited == 1
+
+
+def test_a_tensor_with_several_copies_waits_for_all_and_a_living_one_is_kept() -> None:
+    pool = BufferPool(4 * MB, pinned=False)
+    tensor, first, second = pool.empty(MB, dtype=torch.uint8).fill_(7), Copy(), Copy()
+    pool.record_event(tensor, first)
+    pool.record_event(tensor, second)
+    first.passed = True
+    address = tensor.data_ptr()
+    del tensor
+    assert pool.empty(MB, dtype=torch.uint8).data_ptr() != address
+    second.passed = True
+    tensor = pool.empty(MB, dtype=torch.uint8)
+    assert tensor.data_ptr() == address
+    pool.record_event(tensor, first)
+    assert pool.empty(MB, dtype=torch.uint8).data_ptr() != address
+
+
+def test_a_pool_that_dies_waits_for_devices_and_an_event_that_fails_frees_nothing() -> None:
+    pool, copy = BufferPool(4 * MB, pinned=False), Copy()
+    pool.record_event(pool.empty(MB), copy)
+    del pool
+    gc.collect()
+    assert copy.waited == 1
+
+    class Broken(Copy):
+        def query(self) -> bool:
+            raise RuntimeError("the device is gone")
+
+    pool = BufferPool(64 * MB, pinned=False)
+    tensor = pool.empty(MB)
+    address = tensor.data_ptr()
+    pool.record_event(tensor, Broken())
+    del tensor
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            pool.empty(MB)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) on cpu is not of this pool"):
+        pool.record_event(torch.zeros(3), copy)
+    assert pool.owns(torch.empty(0)) is False
+    assert address
+
+
+FORKED = """
+import os, torch, zoo.io
+
+class Never:
+    def query(self):
+        return False
+    def synchronize(self):
+        os._exit(4)
+
+pool = zoo.io.BufferPool(1 << 22, pinned=False)
+event = Never()
+pool.record_event(pool.empty(1000), event)
+child = os.fork()
+if child == 0:
+    try:
+        pool.empty(1000)
+    except RuntimeError as error:
+        assert "make a pool after the fork" in str(error), error
+        raise SystemExit(0)
+    os._exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+Never.query, Never.synchronize = lambda self: True, lambda self: None
+"""
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_device() -> None:
+    processes.run(FORKED, check=True)
+
+
+@examples(times=2)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 9)), max_size=40))
+def test_no_two_tensors_share_bytes_that_a_device_still_uses(steps: list[tuple[int, int, int]]) -> None:
+    """Against a model: bytes of living tensors and of copies under way are apart."""
+    pool = BufferPool(8 * 4096, pinned=False, region_bytes=4 * 4096)
+    living: list[torch.Tensor] = []
+    lent: list[tuple[int, int, Copy]] = []
+    for action, pages, which in steps:
+        if action == 0:
+            try:
+                living.append(pool.empty(pages * 4096, dtype=torch.uint8))
+            except PoolExhaustedError:
+                assert all(copy.passed for *_, copy in lent), "refused while there was something to wait for"
+        elif living and action == 1:
+            tensor = living[which % len(living)]
+            lent.append((tensor.data_ptr(), tensor.nbytes, Copy()))
+            pool.record_event(tensor, lent[-1][2])
+        elif living and action == 2:
+            living.pop(which % len(living))
+        elif lent and action == 3:
+            lent[which % len(lent)][2].passed = True
+        ranges = {(tensor.data_ptr(), tensor.nbytes) for tensor in living}
+        ranges |= {(start, length) for start, length, copy in lent if not copy.passed}
+        ordered = sorted(ranges)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ordered))
 
 
 def test_page_locked_memory_is_loudly_absent() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from zoo.checkpointing.activation import ActivationCheckpointing, ActivationChec
 from zoo.checkpointing.activation.forms import flatten, stays, unflatten
 from zoo.checkpointing.activation.storages import Contiguous, Host, Keep, Nvme, Partition, Ring
 from zoo.checkpointing.activation.storages.extents import Extents
+from zoo.checkpointing.activation.storages.host import _OnHost
 from zoo.comm import Communicator
 
 
@@ -398,3 +401,46 @@ def test_host_storage_leaves_tensors_of_the_cpu_where_they_are() -> None:
     loss, saved = waiting(checkpointing, x)
     assert saved == 0
     loss.backward()
+
+
+class Stream:
+    """Stands in for a stream of a GPU: its events are passed when the test says so."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def record_event(self) -> Any:
+        event = SimpleNamespace(passed=False, waited=0)
+        event.query = lambda: event.passed
+        event.synchronize = lambda: setattr(event, "waited", event.waited + 1)
+        self.events.append(event)
+        return event
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_host_memory_is_given_to_nobody_while_the_device_copies(
+    contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever drops a saved tensor at once, as an error in forward does, does not wait for the device."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    stream, storage = Stream(), Host(num_checkpoints=1 if contiguous else None)
+    slot = storage.ring.take(0, 4096, torch.device("cpu")) if storage.ring is not None else None
+    host = storage.pool.empty(4096, dtype=torch.uint8) if slot is None else slot.raw
+    address = host.data_ptr()
+    held: Any = _OnHost(torch.ones(4096, dtype=torch.uint8), host, slot, stream, storage.pool)
+    held.fetch()
+    del host, slot
+    held = None
+    left, arrived = stream.events
+    assert [left.waited, arrived.waited] == [int(contiguous)] * 2, "only a place that is taken again at once waits"
+    assert storage.pool.stats().in_use_bytes == 4096
+    left.passed = True
+    assert storage.pool.empty(4096, dtype=torch.uint8).data_ptr() != address
+    arrived.passed = True
+    storage.reset()
+    assert storage.pool.empty(4096, dtype=torch.uint8).data_ptr() == address or contiguous

@@ -293,9 +293,9 @@ class BucketGradients:
         if self.shard is None or not (bucket.gradients_on_nvme or self._goes_to_host):
             return
         self._norm = norm_of(self.shard) if bucket.keep_norms else None
-        host = self.shard
+        host, pool = self.shard, bucket.scratch.pool
         if host.device.type != "cpu":
-            buffer = bucket.scratch.pool.empty(host.numel(), dtype=host.dtype)
+            buffer = pool.empty(host.numel(), dtype=host.dtype)
             host = buffer.copy_(host, non_blocking=not bucket.gradients_on_nvme)
         if bucket.gradients_on_nvme:
             bucket.park.put(bucket.index, host)
@@ -303,7 +303,9 @@ class BucketGradients:
         else:
             self.shard = host
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(bucket.device))
+            if pool.owns(host):  # it may be dropped, by zero_grad() or the update, before it has arrived
+                pool.record_event(host, self._arrived)
 
     def _shard_on_device(self) -> torch.Tensor:
         return self._shard_kept().to(self.bucket.device)

@@ -115,7 +115,9 @@ class BucketParameters:
         elif self.shard.values is not None and self.shard.values.device == self.full.device:
             self._handle = self._route.start(self.full, self.shard.values, self._label)
         elif self.shard.packed is not None:
-            self._handle = self.shard.packed.to(self.full.device, non_blocking=True).start(self.full, self._label)
+            packed = self.shard.packed.to(self.full.device, non_blocking=True)
+            self.shard.lent()
+            self._handle = packed.start(self.full, self._label)
         else:
             self._gather_from_tier(self.shard)
         self.coming = True
@@ -125,6 +127,7 @@ class BucketParameters:
         own = self.full[low:high]
         if shard.values is not None:
             own.copy_(shard.values, non_blocking=True)
+            shard.lent()
             self._handle = self._route.start(self.full, own, self._label)
             return
         # What comes from NVMe is exchanged later: all ranks do that in the same order.

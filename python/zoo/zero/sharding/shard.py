@@ -145,6 +145,15 @@ class Shard:
             return torch.empty(numel, dtype=dtype)
         return self._scratch.pool.empty(numel, dtype=dtype)
 
+    def lent(self) -> None:
+        """A copy of what is kept in host memory was begun on the device's current stream: until then it stays."""
+        kept = self.packed.raw if self.packed is not None else self.values
+        if kept is None or self._scratch is None or self.device.type == "cpu" or not self._scratch.pool.owns(kept):
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self._scratch.pool.record_event(kept, event)
+
     def _placed(self, kept: torch.Tensor) -> torch.Tensor | None:
         """What is kept, where it lives: None on NVMe, the same tensor if it is there already."""
         if self._tier is Tier.DEVICE or (self._tier is Tier.HOST and self.device.type == "cpu"):

@@ -47,7 +47,7 @@ class Host:
             return self._keep.put(flat, position, private) if self.ring is None else self._in_place(flat, position)
         slot = None if self.ring is None else self.ring.take(position, flat.nbytes, torch.device("cpu"))
         host = self._empty(flat.nbytes) if slot is None else slot.raw
-        return _OnHost(flat, host.view(flat.dtype), slot, self.stream(flat.device))
+        return _OnHost(flat, host.view(flat.dtype), slot, self.stream(flat.device), self.pool)
 
     def _in_place(self, flat: torch.Tensor, position: int) -> Held:
         if self.ring is None:
@@ -88,10 +88,10 @@ class _Copied:
 class _OnHost:
     """Values of a GPU tensor in host memory; ``_back``: on their way to the GPU, or there."""
 
-    __slots__ = ("_arrived", "_back", "_device", "_host", "_left", "_slot", "_stream", "num_bytes")
+    __slots__ = ("_arrived", "_back", "_device", "_host", "_left", "_pool", "_slot", "_stream", "num_bytes")
 
-    def __init__(self, flat: torch.Tensor, host: torch.Tensor, slot: Any, stream: Any) -> None:
-        self._device, self._host, self._slot, self._stream = flat.device, host, slot, stream
+    def __init__(self, flat: torch.Tensor, host: torch.Tensor, slot: Any, stream: Any, pool: BufferPool) -> None:
+        self._device, self._host, self._slot, self._stream, self._pool = flat.device, host, slot, stream, pool
         self.num_bytes = host.nbytes
         self._back: torch.Tensor | None = None
         self._left: Any = None
@@ -99,14 +99,20 @@ class _OnHost:
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
             host.copy_(flat, non_blocking=True)
-            self._left = stream.record_event()
+            self._left = self._recorded()
         flat.record_stream(stream)  # the allocator gives it to nobody before the copy is made
+
+    def _recorded(self) -> Any:
+        """An event behind the copy; the pool keeps the memory until then, whoever drops this object before."""
+        event = self._stream.record_event()
+        self._pool.record_event(self._host, event)
+        return event
 
     def fetch(self) -> None:
         if self._back is None:
             with torch.cuda.stream(self._stream):
                 self._back = self._host.to(self._device, non_blocking=True)
-                self._arrived = self._stream.record_event()
+                self._arrived = self._recorded()
 
     def get(self) -> torch.Tensor:
         self.fetch()
@@ -119,7 +125,7 @@ class _OnHost:
         return found
 
     def __del__(self) -> None:
-        # The memory goes to the next tensor at once, and the device may still write or read it.
-        for event in (self._left, self._arrived):
+        # A place of the contiguous buffers goes to the next tensor at once, and the device may still write or read it.
+        for event in (self._left, self._arrived) if self._slot is not None else ():
             if event is not None and not event.query():
                 event.synchronize()
