@@ -62,7 +62,7 @@ test-rust: setup
 	@$(call FIND_PYTHON,check)
 	@if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace --status-level fail; \
 	else cargo test --workspace --quiet; fi
-	@cargo test --quiet -p zoo-io --features loom --lib queue::model
+	@cargo test --quiet -p zoo-io --features loom --lib model::
 	@cargo clippy --quiet --workspace --all-targets -- -D warnings
 
 test-python: setup

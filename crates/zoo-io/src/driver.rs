@@ -11,6 +11,7 @@ use crate::error::{Direction, Error};
 use crate::op::{Op, Pending};
 use crate::plan::{Chunk, Way};
 use crate::queue::{Queue, Taken};
+use crate::sync::lock;
 
 /// A transfer that moved nothing is begun again so often; then the file has ended, or the device is broken.
 const ATTEMPTS: u32 = 8;
@@ -290,7 +291,7 @@ impl<B: Backend> Driver<B> {
         if let Some(sums) = &job.op.sums {
             // SAFETY: the payload is readable; the caller of the operation does not write to it meanwhile.
             let sum = crc32c(unsafe { std::slice::from_raw_parts(payload, chunk.len) });
-            sums.lock().unwrap_or_else(PoisonError::into_inner).add(chunk.memory, chunk.len, sum);
+            lock(sums).add(chunk.memory, chunk.len, sum);
         }
     }
 

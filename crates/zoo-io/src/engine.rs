@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use crate::error::{Direction, Error, errno_of, strerror};
 use crate::op::{Op, Pending, Report, Request, Ticket, Tracker};
 use crate::plan::Plan;
 use crate::queue::{MAX_WORKERS, Queue, Sleepers};
+use crate::sync::{Alarm, Mutex, lock};
 use crate::sys::{self, EventFd};
 
 /// What carries the transfers.
@@ -126,7 +127,7 @@ pub struct Stats {
 
 struct Shared {
     queue: Arc<Queue<Pending>>,
-    alarms: Vec<Arc<EventFd>>,
+    alarms: Vec<Arc<Alarm>>,
     tracker: Arc<Tracker>,
     counters: Arc<Counters>,
     died: Mutex<Option<String>>,
@@ -159,13 +160,13 @@ impl Shared {
 /// Dropping it waits for everything that was submitted; [`Engine::abort`] gives up what was not begun.
 pub struct Engine {
     shared: Arc<Shared>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    threads: std::sync::Mutex<Vec<JoinHandle<()>>>,
     next: AtomicU64,
     block: u64,
     name: &'static str,
 }
 
-type Maker<B> = dyn Fn(usize, Arc<EventFd>) -> std::io::Result<B> + Send + Sync;
+type Maker<B> = dyn Fn(usize, Arc<Alarm>) -> std::io::Result<B> + Send + Sync;
 
 impl Engine {
     /// Start the workers.
@@ -195,7 +196,7 @@ impl Engine {
             }),
             BackendChoice::Threads => Self::threads(settings),
             BackendChoice::Mock(plan) => {
-                let plan: SharedPlan = Arc::new(Mutex::new(plan.clone()));
+                let plan: SharedPlan = Arc::new(std::sync::Mutex::new(plan.clone()));
                 let depth = settings.queue_depth;
                 Self::start(settings, "mock", settings.num_threads, move |worker, alarm| {
                     Ok(Mock::new(Arc::clone(&plan), depth, worker, alarm))
@@ -220,24 +221,10 @@ impl Engine {
         settings: &Settings,
         name: &'static str,
         workers: usize,
-        make: impl Fn(usize, Arc<EventFd>) -> std::io::Result<B> + Send + Sync + 'static,
+        make: impl Fn(usize, Arc<Alarm>) -> std::io::Result<B> + Send + Sync + 'static,
     ) -> Result<Engine, i32> {
         let make: Arc<Maker<B>> = Arc::new(make);
-        let alarms: std::io::Result<Vec<_>> = (0..workers).map(|_| EventFd::new(false).map(Arc::new)).collect();
-        let shared = Arc::new(Shared {
-            queue: Arc::new(Queue::new()),
-            alarms: alarms.map_err(|error| errno_of(&error))?,
-            tracker: Arc::default(),
-            counters: Arc::default(),
-            died: Mutex::new(None),
-        });
-        let engine = Engine {
-            shared,
-            threads: Mutex::new(Vec::new()),
-            next: AtomicU64::new(0),
-            block: settings.block_size as u64,
-            name,
-        };
+        let engine = Self::without_threads(settings, name, workers).map_err(|error| errno_of(&error))?;
         let (report, reports) = mpsc::channel();
         for worker in 0..workers {
             let (shared, make, report) = (Arc::clone(&engine.shared), Arc::clone(&make), report.clone());
@@ -253,6 +240,19 @@ impl Engine {
             outcome?;
         }
         Ok(engine)
+    }
+
+    fn without_threads(settings: &Settings, name: &'static str, workers: usize) -> std::io::Result<Engine> {
+        let alarms: std::io::Result<Vec<_>> = (0..workers).map(|_| Alarm::new(false).map(Arc::new)).collect();
+        let shared = Arc::new(Shared {
+            queue: Arc::new(Queue::new()),
+            alarms: alarms?,
+            tracker: Arc::default(),
+            counters: Arc::default(),
+            died: Mutex::new(None),
+        });
+        let (threads, next) = (std::sync::Mutex::default(), AtomicU64::new(0));
+        Ok(Engine { shared, threads, next, block: settings.block_size as u64, name })
     }
 
     /// `uring`, `threads` or `mock`.
@@ -274,7 +274,7 @@ impl Engine {
 
     fn check_usable(&self) -> Result<(), Error> {
         self.shared.tracker.check_process()?;
-        match &*self.shared.died.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*lock(&self.shared.died) {
             Some(why) => Err(Error::WorkerDied(why.clone())),
             None => Ok(()),
         }
@@ -478,7 +478,12 @@ fn work<B: Backend>(
             .unwrap_or("a panic")
             .to_owned(),
     };
-    shared.died.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why.clone());
+    lock(&shared.died).get_or_insert(why.clone());
     shared.cancel(|_| Error::WorkerDied(why.clone()));
     driver.fail_all(&why);
 }
+
+#[cfg(test)]
+#[cfg(feature = "loom")]
+#[path = "model.rs"]
+mod model;

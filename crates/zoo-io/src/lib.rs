@@ -13,6 +13,7 @@ pub mod checksum;
 mod copy;
 mod driver;
 #[cfg(test)]
+#[cfg(not(feature = "loom"))]
 mod dying;
 mod engine;
 pub mod error;
@@ -22,6 +23,7 @@ mod op;
 pub mod plan;
 mod process;
 mod queue;
+mod sync;
 mod sys;
 
 pub use backend::mock::{Fault, FaultKind, MockPlan};

@@ -1,8 +1,8 @@
 //! One operation: a buffer, a place, and what became of it.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::checksum::Pieces;
@@ -11,6 +11,7 @@ use crate::file::Target;
 use crate::memory;
 use crate::plan::{Chunk, Plan};
 use crate::queue::Source;
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, lock};
 use crate::sys::EventFd;
 
 /// Memory that an operation owns until it is over.
@@ -109,7 +110,7 @@ impl Tracker {
     }
 
     fn tally(&self) -> MutexGuard<'_, Tally> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     pub(crate) fn begin(&self) {
@@ -215,10 +216,6 @@ pub(crate) struct Op {
 unsafe impl Send for Op {}
 // SAFETY: workers touch disjoint bytes behind `start`; everything else is behind locks and atomics.
 unsafe impl Sync for Op {}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl Op {
     /// `start`: what the request's buffer said.

@@ -6,10 +6,7 @@
 
 use std::collections::VecDeque;
 
-#[cfg(feature = "loom")]
-use loom::sync::{Mutex, MutexGuard};
-#[cfg(not(feature = "loom"))]
-use std::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, lock};
 
 /// Something work items are taken from, one after the other.
 pub(crate) trait Source {
@@ -52,8 +49,7 @@ impl<S: Source> Queue<S> {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner<S>> {
-        // A panic under this lock is impossible short of running out of memory; the state is valid at every point.
-        self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        lock(&self.inner)
     }
 
     /// Add work for `wanted` workers at most; gives it back when the queue is closed.
@@ -121,12 +117,15 @@ impl<S: Source> Queue<S> {
     }
 }
 
-#[cfg(all(test, feature = "loom"))]
+#[cfg(test)]
+#[cfg(feature = "loom")]
 mod model {
     use super::*;
+    use loom::sync::Arc;
     use loom::sync::atomic::{AtomicUsize, Ordering};
-    use loom::sync::{Arc, Condvar};
     use loom::thread;
+
+    use crate::sync::Alarm;
 
     struct Count(usize);
     impl Source for Count {
@@ -134,23 +133,6 @@ mod model {
         fn take(&mut self) -> Option<((), bool)> {
             self.0 = self.0.checked_sub(1)?;
             Some(((), self.0 == 0))
-        }
-    }
-
-    /// What an eventfd does: a wake that comes first is kept.
-    #[derive(Default)]
-    struct Alarm(loom::sync::Mutex<bool>, Condvar);
-    impl Alarm {
-        fn wake(&self) {
-            *self.0.lock().unwrap() = true;
-            self.1.notify_one();
-        }
-        fn sleep(&self) {
-            let mut rung = self.0.lock().unwrap();
-            while !*rung {
-                rung = self.1.wait(rung).unwrap();
-            }
-            *rung = false;
         }
     }
 
@@ -168,7 +150,7 @@ mod model {
         builder.preemption_bound = Some(3);
         builder.check(move || {
             let queue = Arc::new(Queue::new());
-            let alarms: Arc<Vec<Alarm>> = Arc::new((0..workers).map(|_| Alarm::default()).collect());
+            let alarms: Arc<Vec<Alarm>> = Arc::new((0..workers).map(|_| Alarm::new(false).unwrap()).collect());
             let done = Arc::new(AtomicUsize::new(0));
             let threads: Vec<_> = (0..workers)
                 .map(|worker| {

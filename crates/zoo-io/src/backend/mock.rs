@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{Backend, Event, Kind, Transfer, Wait};
 use crate::error::Direction;
-use crate::sys::EventFd;
+use crate::sync::Alarm;
 
 /// What happens to a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub struct MockPlan {
 pub(crate) type SharedPlan = Arc<Mutex<MockPlan>>;
 
 pub(crate) struct Mock {
-    alarm: Arc<EventFd>,
+    alarm: Arc<Alarm>,
     plan: SharedPlan,
     depth: usize,
     held: Vec<Transfer>,
@@ -58,7 +58,7 @@ pub(crate) struct Mock {
 }
 
 impl Mock {
-    pub(crate) fn new(plan: SharedPlan, depth: usize, worker: usize, alarm: Arc<EventFd>) -> Self {
+    pub(crate) fn new(plan: SharedPlan, depth: usize, worker: usize, alarm: Arc<Alarm>) -> Self {
         let seed = plan.lock().unwrap_or_else(PoisonError::into_inner).seed;
         Mock {
             alarm,

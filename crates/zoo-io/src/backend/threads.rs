@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use super::{Backend, Event, Transfer, Wait};
-use crate::sys::EventFd;
+use crate::sync::Alarm;
 
 pub(crate) struct Blocking {
-    alarm: Arc<EventFd>,
+    alarm: Arc<Alarm>,
     next: Option<Transfer>,
 }
 
 impl Blocking {
-    pub(crate) fn new(alarm: Arc<EventFd>) -> Self {
+    pub(crate) fn new(alarm: Arc<Alarm>) -> Self {
         Blocking { alarm, next: None }
     }
 }

@@ -9,7 +9,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use super::{Backend, Event, Kind, Transfer, Wait};
 use crate::error::{errno_of, strerror};
 use crate::memory::{HUGE_PAGE, Home, Mapping};
-use crate::sys::EventFd;
+use crate::sync::Alarm;
 use crate::{file, memory};
 
 /// Marks the event of the alarm, which is no transfer.
@@ -58,7 +58,7 @@ pub(crate) struct Uring {
     ring: IoUring,
     depth: usize,
     iopoll: bool,
-    alarm: Arc<EventFd>,
+    alarm: Arc<Alarm>,
     alarm_count: Box<[u8; 8]>,
     alarm_armed: bool,
     files: Table<u64>,
@@ -97,7 +97,7 @@ impl Uring {
     ///
     /// # Errors
     /// The kernel's: `EPERM` (forbidden), `ENOSYS` (too old or compiled out), `ENOMEM` (locked memory).
-    pub(crate) fn new(depth: usize, options: RingOptions, alarm: Arc<EventFd>) -> io::Result<Self> {
+    pub(crate) fn new(depth: usize, options: RingOptions, alarm: Arc<Alarm>) -> io::Result<Self> {
         let entries = u32::try_from(depth + 1).unwrap_or(4096).next_power_of_two();
         let ring = build(entries, options)?;
         let kept = |wanted: io::Result<()>, slots: u32| if wanted.is_ok() { slots as usize } else { 0 };

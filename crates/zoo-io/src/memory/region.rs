@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::{HUGE_PAGE, PageLock, Reservation};
 use crate::error::{Error, errno_of, strerror};
 use crate::process::PerProcess;
-use crate::sys::EventFd;
+use crate::sync::Alarm;
 
 /// Anonymous memory at a multiple of 2 MiB, on huge pages where the kernel has them, zero at first.
 ///
@@ -32,7 +32,7 @@ pub(crate) struct Mapping {
     lock: Option<Arc<dyn PageLock>>,
     held: Option<Reservation>,
     /// Alarms of the workers whose rings registered it.
-    pinned_by: Mutex<Vec<Arc<EventFd>>>,
+    pinned_by: Mutex<Vec<Arc<Alarm>>>,
 }
 
 // SAFETY: a region is plain memory; who may touch which bytes is decided by whoever hands them out (the pool, the slots).
@@ -96,7 +96,7 @@ pub(crate) fn is_live(id: u64) -> bool {
 }
 
 /// Keep the pages of a live region; `alarm` is rung when it is dropped, so that they are let go of.
-pub(crate) fn pin(home: &Home, alarm: &Arc<EventFd>) -> Option<Arc<Mapping>> {
+pub(crate) fn pin(home: &Home, alarm: &Arc<Alarm>) -> Option<Arc<Mapping>> {
     let live = lock(&REGISTRY.get().live);
     let mapping = live.get(&home.start).filter(|region| region.id == home.id)?.mapping.upgrade()?;
     let mut pinned_by = lock(&mapping.pinned_by);
@@ -318,7 +318,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let ledger = crate::Ledger::open(&folder.path().join("ledger"), 10_000).unwrap();
         let region = Region::new(4096, None, ledger.reserve(4096)).unwrap();
-        let alarm = Arc::new(EventFd::new(true).unwrap());
+        let alarm = Arc::new(Alarm::new(true).unwrap());
         let (home, id) = (region.describe(), region.id());
         let pinned = pin(&home, &alarm).unwrap();
         drop(region);
