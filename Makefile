@@ -28,13 +28,13 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts wheels \
-	try-wheels nvcc kernels-check sanitize sanitize-io bench bench-gpu bench-rust schema clean again
+	try-wheels nvcc kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo "also: setup test-rust test-python test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
-	@echo "      kernels-check sanitize sanitize-io bench bench-gpu bench-rust schema clean"
+	@echo "      kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -141,6 +141,14 @@ else
 	@RUSTFLAGS=-Zsanitizer=$(SANITIZER) ASAN_OPTIONS=detect_leaks=0 $(NIGHTLY) test --target-dir target/$(SANITIZER) \
 	  $(if $(filter thread,$(SANITIZER)),-Zbuild-std) --target $(TARGET) -p zoo-io --lib --tests $(ARGS)
 endif
+
+# Some millions of cases of what cuts operations into transfers, and programs of operations against a model of the file.
+CASES ?= 3000000
+fuzz-io:
+	@PROPTEST_CASES=$(CASES) CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true cargo test --quiet --release --target-dir target/fuzz \
+	  -p zoo-io --lib plan:: -- $(ARGS)
+	@ZOO_IO_PROGRAMS=10000 CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true cargo test --quiet --release --target-dir target/fuzz \
+	  -p zoo-io --test programs -- $(ARGS)
 
 bench-rust: setup
 	@cargo bench --quiet -p zoo-io

@@ -345,7 +345,7 @@ pub(crate) fn locate(logical: u64, files: u64, stripe: u64) -> (usize, u64, u64)
 }
 
 /// Bytes of the first `logical` ones that lie in file `k`.
-fn share(logical: u64, k: u64, files: u64, stripe: u64) -> u64 {
+pub(crate) fn share(logical: u64, k: u64, files: u64, stripe: u64) -> u64 {
     let (row, within) = (logical / stripe, logical % stripe);
     let whole = row / files + u64::from(k < row % files);
     whole * stripe + if row % files == k { within } else { 0 }

@@ -153,6 +153,7 @@ impl Iterator for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::file::share;
     use proptest::prelude::*;
 
     #[derive(Debug, Clone)]
@@ -188,6 +189,33 @@ mod tests {
         )
     }
 
+    /// Any number with up to so many bits: all magnitudes are as likely.
+    fn magnitude(bits: u32) -> impl Strategy<Value = u64> {
+        (any::<u64>(), 0..=bits).prop_map(|(number, bits)| number.checked_shr(64 - bits).unwrap_or(0))
+    }
+
+    /// Whatever an engine lets through: any offset that ends before 2^63, any address, any allowed block, any alignment that
+    /// a file may report; as long as some hundred chunks.
+    fn any_case() -> impl Strategy<Value = Case> {
+        let alignment = proptest::option::of(
+            (0_u32..17, 12_u32..17).prop_map(|(memory, offset)| Alignment { memory: 1 << memory, offset: 1 << offset }),
+        );
+        let near = prop_oneof![Just(0), magnitude(13), magnitude(63).prop_map(|bytes| bytes / 4096 * 4096)];
+        let shape = (1_u64..=1 << 18, 1_u64..64, magnitude(50), proptest::collection::vec(alignment, 64));
+        (any::<bool>(), magnitude(63), any::<bool>(), near, magnitude(64), 0_u64..200_000, shape).prop_map(
+            |(write, offset, from_end, near, base, share, (blocks, files, stripe, alignments))| {
+                let block = blocks * 4096;
+                let stripe = if files == 1 { u64::MAX } else { (stripe / 4096 + 1) * 4096 };
+                // Of the largest length that makes few chunks; an alignment larger than the block makes no more of them.
+                let len = (block.min(stripe) as u128 * 300 * u128::from(share) / 200_000) as u64;
+                let last = i64::MAX as u64 - len;
+                let offset = if from_end { last.saturating_sub(near) } else { offset.min(last) };
+                let base = base.min(u64::MAX - len - 4096).max(1);
+                Case { write, offset, len, base, block, files, stripe, alignments }
+            },
+        )
+    }
+
     fn plan(case: &Case) -> Plan {
         Plan {
             direction: if case.write { Direction::Write } else { Direction::Read },
@@ -200,51 +228,78 @@ mod tests {
         }
     }
 
+    /// Every byte once and in order, each where striping says, and every file as many as [`Target::ranges`] says.
+    fn check_cover(case: &Case) -> Result<(), TestCaseError> {
+        let (mut memory, mut logical) = (0_usize, case.offset);
+        let mut totals = vec![0; case.files as usize];
+        for chunk in plan(case) {
+            prop_assert!(chunk.len > 0);
+            prop_assert_eq!(chunk.memory, memory);
+            let (row, within) = (logical / case.stripe, logical % case.stripe);
+            prop_assert_eq!(chunk.file as u64, row % case.files);
+            prop_assert_eq!(chunk.offset, row / case.files * case.stripe + within);
+            prop_assert!(within + chunk.len as u64 <= case.stripe);
+            prop_assert!(chunk.offset + chunk.len as u64 <= i64::MAX as u64);
+            totals[chunk.file] += chunk.len as u64;
+            memory += chunk.len;
+            logical += chunk.len as u64;
+        }
+        prop_assert_eq!(memory as u64, case.len);
+        for (k, total) in (0..case.files).zip(totals) {
+            let upto = |logical| share(logical, k, case.files, case.stripe);
+            prop_assert_eq!(upto(case.offset + case.len) - upto(case.offset), total);
+        }
+        Ok(())
+    }
+
+    fn check_ways(case: &Case) -> Result<(), TestCaseError> {
+        let slot = case.block.max(1 << 16);
+        for chunk in plan(case) {
+            let (from, len) = chunk.window;
+            let (payload_end, window_end) = (chunk.offset + chunk.len as u64, from + len as u64);
+            prop_assert!(from <= chunk.offset && payload_end <= window_end);
+            prop_assert!(len as u64 <= slot, "a window fits a bounce buffer");
+            let Some(Alignment { memory, offset: align }) = case.alignments[chunk.file] else {
+                prop_assert_eq!(chunk.way, Way::Buffered);
+                prop_assert!(len as u64 <= case.block);
+                continue;
+            };
+            prop_assert!(len as u64 <= case.block.max(align));
+            match chunk.way {
+                Way::Buffered => {
+                    prop_assert!(case.write, "only a write goes through the page cache of a direct file");
+                    prop_assert!((len as u64) < align, "and only its ragged ends");
+                }
+                Way::Direct | Way::Bounce => {
+                    prop_assert!(from.is_multiple_of(align) && (len as u64).is_multiple_of(align));
+                    let whole = from == chunk.offset && window_end == payload_end;
+                    prop_assert!(whole || (!case.write && chunk.way == Way::Bounce), "a write never touches more");
+                    let aligned = (case.base + chunk.memory as u64).is_multiple_of(memory);
+                    prop_assert!(chunk.way == Way::Bounce || aligned);
+                    // What could go without a copy does, but for the ends of a read.
+                    prop_assert!(chunk.way == Way::Direct || !aligned || !whole);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // `make fuzz-io` asks the same of some million cases; an overflow is a panic in both.
     proptest! {
         #[test]
         fn chunks_cover_the_operation_once_in_order(case in case()) {
-            let (mut memory, mut logical) = (0, case.offset);
-            for chunk in plan(&case) {
-                prop_assert!(chunk.len > 0);
-                prop_assert_eq!(chunk.memory, memory);
-                let (row, within) = (logical / case.stripe, logical % case.stripe);
-                prop_assert_eq!(chunk.file as u64, row % case.files);
-                prop_assert_eq!(chunk.offset, row / case.files * case.stripe + within);
-                prop_assert!(within + chunk.len as u64 <= case.stripe);
-                memory += chunk.len;
-                logical += chunk.len as u64;
-            }
-            prop_assert_eq!(memory as u64, case.len);
+            check_cover(&case)?;
         }
 
         #[test]
         fn every_chunk_can_travel_the_way_it_says(case in case()) {
-            for chunk in plan(&case) {
-                let (from, len) = chunk.window;
-                let (payload_end, window_end) = (chunk.offset + chunk.len as u64, from + len as u64);
-                prop_assert!(from <= chunk.offset && payload_end <= window_end);
-                let Some(Alignment { memory, offset: align }) = case.alignments[chunk.file] else {
-                    prop_assert_eq!(chunk.way, Way::Buffered);
-                    prop_assert!(len as u64 <= case.block);
-                    continue;
-                };
-                prop_assert!(len as u64 <= case.block.max(align), "a window fits a bounce buffer");
-                match chunk.way {
-                    Way::Buffered => {
-                        prop_assert!(case.write, "only a write goes through the page cache of a direct file");
-                        prop_assert!((len as u64) < align, "and only its ragged ends");
-                    }
-                    Way::Direct | Way::Bounce => {
-                        prop_assert!(from.is_multiple_of(align) && (len as u64).is_multiple_of(align));
-                        let whole = from == chunk.offset && window_end == payload_end;
-                        prop_assert!(whole || (!case.write && chunk.way == Way::Bounce), "a write never touches more");
-                        let aligned = (case.base + chunk.memory as u64).is_multiple_of(memory);
-                        prop_assert!(chunk.way == Way::Bounce || aligned);
-                        // What could go without a copy does, but for the ends of a read.
-                        prop_assert!(chunk.way == Way::Direct || !aligned || !whole);
-                    }
-                }
-            }
+            check_ways(&case)?;
+        }
+
+        #[test]
+        fn whatever_an_engine_lets_through_is_covered_once_in_ways_that_work(case in any_case()) {
+            check_cover(&case)?;
+            check_ways(&case)?;
         }
 
         #[test]
