@@ -112,7 +112,7 @@ def test_the_section_of_a_configuration() -> None:
     with Handle.from_config(config.aio) as handle:
         assert handle.config == AioConfig(intra_op_parallelism=4, block_size=8192, overlap_events=False)
     for wrong, words in (
-        ({"use_gds": True}, "no GPUDirect"),
+        ({"use_gds": "perhaps"}, "use_gds"),
         ({"block_size": 1000}, "block_size"),
         ({"depth": 1}, "depth"),
     ):

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use zoo_io::{BackendChoice, Buffer, DirectMode, Direction, Fault, FaultKind, MockPlan, Request, RingOptions, Target};
+use zoo_io::{
+    BackendChoice, Buffer, DirectMode, Direction, Fault, FaultKind, Gpu, MockPlan, Request, RingOptions, Target,
+};
 
 use crate::errors::raise;
 
@@ -120,16 +122,27 @@ impl File {
 struct Foreign {
     address: usize,
     len: usize,
+    gpu: Option<Gpu>,
     _owner: Py<PyAny>,
 }
 
-// SAFETY: the Python layer passes address and size of a contiguous CPU tensor together with the tensor.
+/// Number of a GPU, and the event after which its memory may be used.
+type GpuArgs = Option<(i32, usize)>;
+
+fn gpu_of(gpu: GpuArgs) -> Option<Gpu> {
+    gpu.map(|(device, ready)| Gpu { device, ready })
+}
+
+// SAFETY: the Python layer passes address and size of a contiguous tensor, and the GPU if it is there, with its storage.
 unsafe impl Buffer for Foreign {
     fn start(&mut self) -> *mut u8 {
         self.address as *mut u8
     }
     fn len(&self) -> usize {
         self.len
+    }
+    fn gpu(&self) -> Option<Gpu> {
+        self.gpu
     }
 }
 
@@ -185,6 +198,7 @@ impl Engine {
             ("auto", None) => BackendChoice::Auto,
             ("uring", None) => BackendChoice::Uring,
             ("threads", None) => BackendChoice::Threads,
+            ("gds", None) => BackendChoice::Gds,
             (other, _) => {
                 return Err(PyValueError::new_err(format!(
                     "backend = {other:?}; allowed are \"auto\", \"uring\", \"threads\" and a Mock"
@@ -211,7 +225,7 @@ impl Engine {
         self.most_bounce_bytes
     }
 
-    /// `uring`, `threads` or `mock`.
+    /// `uring`, `threads`, `gds` or `mock`.
     #[getter]
     fn backend(&self) -> &'static str {
         self.inner.backend()
@@ -238,9 +252,10 @@ impl Engine {
         expected: Option<u32>,
         durable: bool,
         urgent: bool,
+        gpu: GpuArgs,
     ) -> PyResult<Ticket> {
         let files = files.iter().map(|file| file.get()).collect::<PyResult<Vec<_>>>()?;
-        let buffer = Box::new(Foreign { address, len: num_bytes, _owner: owner });
+        let buffer = Box::new(Foreign { address, len: num_bytes, gpu: gpu_of(gpu), _owner: owner });
         py.detach(|| {
             let target = Target::striped(files, stripe)?;
             let direction = direction(write);
@@ -248,6 +263,20 @@ impl Engine {
         })
         .map(|inner| Ticket { inner })
         .map_err(|error| raise(py, &error))
+    }
+
+    /// Let GPUDirect Storage know memory of a GPU, until what is returned is closed.
+    fn register(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        num_bytes: usize,
+        owner: Py<PyAny>,
+        gpu: GpuArgs,
+    ) -> PyResult<Registration> {
+        let buffer = Box::new(Foreign { address, len: num_bytes, gpu: gpu_of(gpu), _owner: owner });
+        let made = py.detach(|| self.inner.register(buffer)).map_err(|error| raise(py, &error))?;
+        Ok(Registration { inner: Mutex::new(Some(made)) })
     }
 
     /// Wait until nothing is in flight, or for so many seconds.
@@ -308,10 +337,25 @@ impl Engine {
             ("direct_bytes", stats.direct_bytes),
             ("bounced_bytes", stats.bounced_bytes),
             ("buffered_bytes", stats.buffered_bytes),
+            ("gpu_bytes", stats.gpu_bytes),
         ] {
             dict.set_item(name, value)?;
         }
         Ok(dict)
+    }
+}
+
+/// Memory of a GPU that GPUDirect Storage knows.
+#[pyclass(frozen)]
+pub(crate) struct Registration {
+    inner: Mutex<Option<Arc<zoo_io::Registration>>>,
+}
+
+#[pymethods]
+impl Registration {
+    /// Forget it as soon as no operation uses it.
+    fn close(&self) {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }
 

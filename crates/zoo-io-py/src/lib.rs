@@ -12,7 +12,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::engine::{Bell, Engine, File, Ticket};
+    use crate::engine::{Bell, Engine, File, Registration, Ticket};
     #[pymodule_export]
     use crate::memory::{Ledger, Pool, cuda_problem};
 

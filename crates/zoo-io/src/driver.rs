@@ -1,5 +1,6 @@
 //! The loop of one worker: take chunks, begin transfers, finish them, until the queue is closed and empty.
 
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,7 +8,8 @@ use crate::backend::{Backend, Event, Kind, Transfer, Wait};
 use crate::bounce::Slots;
 use crate::checksum::crc32c;
 use crate::copy::copy_streaming;
-use crate::error::{Direction, Error};
+use crate::error::{Direction, Error, Place};
+use crate::gds;
 use crate::op::{Op, Pending};
 use crate::plan::{Chunk, Way};
 use crate::queue::{Queue, Taken};
@@ -30,6 +32,7 @@ pub(crate) struct Counters {
     pub(crate) direct_bytes: AtomicU64,
     pub(crate) bounced_bytes: AtomicU64,
     pub(crate) buffered_bytes: AtomicU64,
+    pub(crate) gpu_bytes: AtomicU64,
     /// What the workers decided against the first choice, in sentences.
     pub(crate) notices: Mutex<Vec<String>>,
 }
@@ -40,6 +43,7 @@ impl Counters {
             Way::Direct => &self.direct_bytes,
             Way::Bounce => &self.bounced_bytes,
             Way::Buffered => &self.buffered_bytes,
+            Way::Gpu => &self.gpu_bytes,
         };
         counter.fetch_add(len as u64, Ordering::Relaxed);
     }
@@ -306,7 +310,18 @@ impl<B: Backend> Driver<B> {
                 let fd = job.op.target.files()[*file].any_fd();
                 let ptr = std::ptr::null_mut();
                 let (kind, kept_file) = (Kind::Sync, None);
-                Ok(Transfer { token, kind, fd, kept_file, direct: false, offset: 0, ptr, len: 0, region: None })
+                Ok(Transfer {
+                    token,
+                    kind,
+                    fd,
+                    kept_file,
+                    direct: false,
+                    offset: 0,
+                    ptr,
+                    len: 0,
+                    region: None,
+                    route: None,
+                })
             }
             Task::Move(chunk) => self.transfer(token, &job, chunk),
         };
@@ -337,6 +352,7 @@ impl<B: Backend> Driver<B> {
         };
         let fd = match (direct, file.direct_fd()) {
             (true, Some(fd)) => fd,
+            _ if job.op.route.is_some() => file.any_fd(),
             _ => file.buffered_fd()?,
         };
         Ok(Transfer {
@@ -350,6 +366,7 @@ impl<B: Backend> Driver<B> {
             ptr: unsafe { base.add(job.done) },
             len: window - job.done,
             region,
+            route: job.op.route.as_ref().map(|route| (NonNull::from(route), chunk.file)),
         })
     }
 
@@ -396,7 +413,7 @@ impl<B: Backend> Driver<B> {
             self.counters.moved(chunk.way, chunk.len);
             return false;
         }
-        let whole = if chunk.way == Way::Buffered { total } else { total / PAGE * PAGE };
+        let whole = if matches!(chunk.way, Way::Buffered | Way::Gpu) { total } else { total / PAGE * PAGE };
         if whole > job.done {
             (job.done, job.attempts) = (whole, 0);
             return true;
@@ -470,12 +487,17 @@ impl Job {
             ),
         };
         let path = self.op.target.files()[file].path();
-        self.op.fail(Error::os(what, path, offset, len as u64, errno));
+        let place = Place { path: Arc::clone(path), offset, len: len as u64 };
+        self.op.fail(if gds::is_code(errno) {
+            Error::Gpu { what, place, why: gds::words(errno) }
+        } else {
+            Error::Os { what, place, errno }
+        });
     }
 
     fn stuck(&self, chunk: Chunk, end: u64, done: u64) {
         let file = &self.op.target.files()[chunk.file];
-        let place = crate::error::Place { path: Arc::clone(file.path()), offset: chunk.offset, len: chunk.len as u64 };
+        let place = Place { path: Arc::clone(file.path()), offset: chunk.offset, len: chunk.len as u64 };
         // The file may end long before what this transfer saw.
         let end = file.size().map_or(end, |size| size.min(end));
         self.op.fail(match self.op.direction {

@@ -12,7 +12,8 @@ use crate::backend::threads::Blocking;
 use crate::backend::uring::{RingOptions, Uring};
 use crate::driver::{Counters, Driver, Habits};
 use crate::error::{Direction, Error, errno_of, strerror};
-use crate::op::{Op, Pending, Report, Request, Ticket, Tracker};
+use crate::gds::{self, CuFile, Registration, Route};
+use crate::op::{Buffer, Op, Pending, Report, Request, Ticket, Tracker};
 use crate::plan::Plan;
 use crate::queue::{MAX_WORKERS, Queue, Sleepers};
 use crate::sync::{Alarm, Mutex, lock};
@@ -28,6 +29,8 @@ pub enum BackendChoice {
     Uring,
     /// Blocking threads.
     Threads,
+    /// GPUDirect Storage, for memory of GPUs and no other, on blocking threads.
+    Gds,
     /// A device that misbehaves on order.
     Mock(MockPlan),
 }
@@ -123,6 +126,8 @@ pub struct Stats {
     pub bounced_bytes: u64,
     /// Bytes through the page cache.
     pub buffered_bytes: u64,
+    /// Bytes between device and memory of a GPU.
+    pub gpu_bytes: u64,
 }
 
 struct Shared {
@@ -164,6 +169,7 @@ pub struct Engine {
     next: AtomicU64,
     block: u64,
     name: &'static str,
+    cufile: Option<Arc<CuFile>>,
 }
 
 type Maker<B> = dyn Fn(usize, Arc<Alarm>) -> std::io::Result<B> + Send + Sync;
@@ -195,6 +201,7 @@ impl Engine {
                 ))
             }),
             BackendChoice::Threads => Self::threads(settings),
+            BackendChoice::Gds => Self::gds(settings),
             BackendChoice::Mock(plan) => {
                 let plan: SharedPlan = Arc::new(std::sync::Mutex::new(plan.clone()));
                 let depth = settings.queue_depth;
@@ -211,9 +218,21 @@ impl Engine {
         Self::start(settings, "uring", settings.num_threads, move |_, alarm| Uring::new(depth, options, alarm))
     }
 
+    fn gds(settings: &Settings) -> Result<Engine, Error> {
+        let cufile =
+            gds::cufile().map_err(|why| Error::Unavailable(format!("GPUDirect Storage is not to be had: {why}")))?;
+        let mut engine = Self::blocking(settings, "gds")?;
+        engine.cufile = Some(cufile);
+        Ok(engine)
+    }
+
     fn threads(settings: &Settings) -> Result<Engine, Error> {
+        Self::blocking(settings, "threads")
+    }
+
+    fn blocking(settings: &Settings, name: &'static str) -> Result<Engine, Error> {
         let workers = (settings.num_threads * settings.queue_depth).min(MAX_WORKERS);
-        Self::start(settings, "threads", workers, |_, alarm| Ok(Blocking::new(alarm)))
+        Self::start(settings, name, workers, |_, alarm| Ok(Blocking::new(alarm)))
             .map_err(|errno| Error::Unavailable(format!("{workers} threads: {}", strerror(errno))))
     }
 
@@ -252,10 +271,10 @@ impl Engine {
             died: Mutex::new(None),
         });
         let (threads, next) = (std::sync::Mutex::default(), AtomicU64::new(0));
-        Ok(Engine { shared, threads, next, block: settings.block_size as u64, name })
+        Ok(Engine { shared, threads, next, block: settings.block_size as u64, name, cufile: None })
     }
 
-    /// `uring`, `threads` or `mock`.
+    /// `uring`, `threads`, `gds` or `mock`.
     pub fn backend(&self) -> &'static str {
         self.name
     }
@@ -287,11 +306,14 @@ impl Engine {
     /// read past the end, [`Error::Os`] when there is no space, [`Error::Closed`], [`Error::Forked`].
     pub fn submit(&self, mut request: Request) -> Result<Ticket, Error> {
         self.check_usable()?;
+        let route = self.route(&mut request)?;
         check(&request)?;
         let (direction, len, urgent) = (request.direction, request.buffer.len() as u64, request.urgent);
         let start = request.buffer.start();
         let plan = Plan::new(direction, &request.target, request.offset, len, start as u64, self.block);
-        let op = Op::new(self.next.fetch_add(1, Ordering::Relaxed), request, start, Arc::clone(&self.shared.tracker));
+        let plan = if route.is_some() { plan.of_gpu() } else { plan };
+        let (id, tracker) = (self.next.fetch_add(1, Ordering::Relaxed), Arc::clone(&self.shared.tracker));
+        let op = Op::new(id, request, start, route, tracker);
         self.shared.counters.operations.fetch_add(1, Ordering::Relaxed);
         let ticket = Ticket(Arc::clone(&op));
         if len == 0 {
@@ -310,6 +332,51 @@ impl Engine {
                 ticket.wait(None);
                 Err(Error::Closed)
             }
+        }
+    }
+
+    /// How memory of a GPU travels; `None` for the host's.
+    fn route(&self, request: &mut Request) -> Result<Option<Route>, Error> {
+        let (cufile, gpu) = match (&self.cufile, request.buffer.gpu()) {
+            (None, None) => return Ok(None),
+            (Some(cufile), Some(gpu)) => (cufile, gpu),
+            (Some(_), None) => {
+                return Err(Error::Invalid(
+                    "memory of the host for an engine of GPUDirect Storage; use another backend".to_owned(),
+                ));
+            }
+            (None, Some(_)) => {
+                return Err(Error::Invalid(format!(
+                    "memory of a GPU for the backend {:?}; allowed is \"gds\", or copy it through a buffer of a pool",
+                    self.name
+                )));
+            }
+        };
+        if request.checksum || request.expected.is_some() {
+            return Err(Error::Invalid(
+                "a checksum of memory of a GPU; the CPU makes them and does not see it: leave it out, or copy the tensor \
+                 through a buffer of a pool"
+                    .to_owned(),
+            ));
+        }
+        let (start, len) = (request.buffer.start() as usize, request.buffer.len());
+        let files: Result<Vec<_>, Error> = request.target.files().iter().map(|file| file.for_gpu(cufile)).collect();
+        Ok(Some(Route { files: files?, memory: cufile.registration_of(start, len), gpu }))
+    }
+
+    /// Let GPUDirect Storage know memory of a GPU: transfers within it then need no memory of the library's in between.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for another backend and for memory of the host, [`Error::Unavailable`] when it is refused.
+    pub fn register(&self, buffer: Box<dyn Buffer>) -> Result<Arc<Registration>, Error> {
+        self.check_usable()?;
+        match (&self.cufile, buffer.gpu(), buffer.len()) {
+            (Some(cufile), Some(_), 1..) => cufile.register_memory(buffer).map_err(Error::Unavailable),
+            _ => Err(Error::Invalid(format!(
+                "{} bytes to register with the backend {:?}; allowed is memory of a GPU, one byte or more, with \"gds\"",
+                buffer.len(),
+                self.name
+            ))),
         }
     }
 
@@ -394,6 +461,7 @@ impl Engine {
             direct_bytes: get(&counters.direct_bytes),
             bounced_bytes: get(&counters.bounced_bytes),
             buffered_bytes: get(&counters.buffered_bytes),
+            gpu_bytes: get(&counters.gpu_bytes),
         }
     }
 }

@@ -53,6 +53,16 @@ pub enum Error {
         /// The kernel's number.
         errno: i32,
     },
+    /// GPUDirect Storage said no.
+    #[error("{what} {place}: {why}; a buffer in host memory does not need GPUDirect Storage")]
+    Gpu {
+        /// `read` or `write`.
+        what: &'static str,
+        /// Where.
+        place: Place,
+        /// cuFile's reason.
+        why: String,
+    },
     /// The file ends before the range does.
     #[error("read {place}: the file ends at byte {end}; it is shorter than asked for, or shrank meanwhile")]
     UnexpectedEnd {

@@ -3,9 +3,10 @@
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::error::{Direction, Error, errno_of};
+use crate::gds::{CuFile, FileHandle};
 use crate::sys::{self, DirectSupport};
 
 /// Whether transfers go past the page cache (`O_DIRECT`).
@@ -42,6 +43,8 @@ pub struct File {
     id: u64,
     kept: bool,
     direction: Direction,
+    /// What cuFile knows it by; goes before the descriptors do.
+    gpu: Mutex<Option<Arc<FileHandle>>>,
     direct: Option<(OwnedFd, Alignment)>,
     buffered: OnceLock<OwnedFd>,
     why_buffered: Option<String>,
@@ -70,6 +73,7 @@ impl File {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             kept,
             direction,
+            gpu: Mutex::default(),
             direct: None,
             buffered: OnceLock::new(),
             why_buffered: None,
@@ -196,6 +200,21 @@ impl File {
 
     pub(crate) fn any_fd(&self) -> RawFd {
         self.direct_fd().or_else(|| self.buffered.get().map(AsRawFd::as_raw_fd)).unwrap_or(-1)
+    }
+
+    /// What cuFile knows it by; the first call tells cuFile.
+    pub(crate) fn for_gpu(&self, cufile: &Arc<CuFile>) -> Result<Arc<FileHandle>, Error> {
+        let mut known = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(handle) = &*known {
+            return Ok(Arc::clone(handle));
+        }
+        let made = cufile.register_file(self.any_fd()).map_err(|why| {
+            Error::Unavailable(format!(
+                "{} cannot be reached from a GPU: {why}; copy the tensor through a buffer in host memory",
+                self.path.display()
+            ))
+        })?;
+        Ok(Arc::clone(known.insert(Arc::new(made))))
     }
 
     /// Size in bytes, now.

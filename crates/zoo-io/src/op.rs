@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::checksum::Pieces;
 use crate::error::{Direction, Error, Place};
 use crate::file::Target;
+use crate::gds::{Gpu, Route};
 use crate::memory;
 use crate::plan::{Chunk, Plan};
 use crate::queue::Source;
@@ -28,6 +29,10 @@ pub unsafe trait Buffer: Send {
     /// Whether it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+    /// Which GPU's memory it is, for an engine of GPUDirect Storage; `None`: the host's.
+    fn gpu(&self) -> Option<Gpu> {
+        None
     }
 }
 
@@ -189,6 +194,8 @@ impl Tracker {
 pub(crate) struct Op {
     pub(crate) id: u64,
     pub(crate) direction: Direction,
+    /// How bytes travel, for memory of a GPU; dropped before the files, because cuFile forgets a file while it is open.
+    pub(crate) route: Option<Route>,
     pub(crate) target: Target,
     pub(crate) offset: u64,
     pub(crate) len: u64,
@@ -219,7 +226,13 @@ unsafe impl Sync for Op {}
 
 impl Op {
     /// `start`: what the request's buffer said.
-    pub(crate) fn new(id: u64, request: Request, start: *mut u8, tracker: Arc<Tracker>) -> Arc<Op> {
+    pub(crate) fn new(
+        id: u64,
+        request: Request,
+        start: *mut u8,
+        route: Option<Route>,
+        tracker: Arc<Tracker>,
+    ) -> Arc<Op> {
         tracker.begin();
         let wants_sum = request.checksum || request.expected.is_some();
         Arc::new(Op {
@@ -229,7 +242,8 @@ impl Op {
             offset: request.offset,
             len: request.buffer.len() as u64,
             start,
-            region: memory::find(start as usize, request.buffer.len()),
+            region: if route.is_some() { None } else { memory::find(start as usize, request.buffer.len()) },
+            route,
             sums: wants_sum.then(Mutex::default),
             expected: request.expected,
             durable: request.durable,

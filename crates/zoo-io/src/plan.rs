@@ -12,6 +12,8 @@ pub enum Way {
     Bounce,
     /// Through the page cache, from or to the caller's memory.
     Buffered,
+    /// By GPUDirect Storage, between the device and the memory of a GPU, whatever its address: cuFile copies what it must.
+    Gpu,
 }
 
 /// A piece of an operation that one system call can move. All numbers are bytes.
@@ -42,6 +44,7 @@ pub struct Chunk {
 #[derive(Debug, Clone)]
 pub struct Plan {
     direction: Direction,
+    gpu: bool,
     shape: Shape,
     base: u64,
     start: u64,
@@ -65,7 +68,14 @@ impl Plan {
     pub fn new(direction: Direction, target: &Target, offset: u64, len: u64, base: u64, block: u64) -> Self {
         let alignments = target.files().iter().map(|file| file.alignment()).collect();
         let shape = Shape { files: target.files().len() as u64, stripe: target.stripe(), alignments };
-        Plan { direction, shape, base, start: offset, at: offset, end: offset + len, block }
+        Plan { direction, gpu: false, shape, base, start: offset, at: offset, end: offset + len, block }
+    }
+
+    /// The same for memory of a GPU: chunks end at multiples of the block, and all go the one way.
+    #[must_use]
+    pub fn of_gpu(mut self) -> Self {
+        self.gpu = true;
+        self
     }
 
     /// Whether every chunk was made.
@@ -125,7 +135,7 @@ impl Iterator for Plan {
             return None;
         }
         let (file, offset, stripe_rest) = locate(self.at, self.shape.files, self.shape.stripe);
-        let alignment = self.shape.alignments.get(file).copied().flatten();
+        let alignment = self.shape.alignments.get(file).copied().flatten().filter(|_| !self.gpu);
         let block = alignment.map_or(self.block, |a| self.block.max(a.offset) / a.offset * a.offset);
         let rest = Rest {
             offset,
@@ -133,7 +143,7 @@ impl Iterator for Plan {
             len: (self.end - self.at).min(stripe_rest).min(block - offset % block),
         };
         let (len, way) = match (alignment, self.direction) {
-            (None, _) => (rest.len, Way::Buffered),
+            (None, _) => (rest.len, if self.gpu { Way::Gpu } else { Way::Buffered }),
             (Some(alignment), Direction::Write) => rest.write(alignment),
             (Some(alignment), Direction::Read) => rest.read(alignment),
         };
@@ -219,6 +229,7 @@ mod tests {
     fn plan(case: &Case) -> Plan {
         Plan {
             direction: if case.write { Direction::Write } else { Direction::Read },
+            gpu: false,
             shape: Shape { files: case.files, stripe: case.stripe, alignments: case.alignments.clone() },
             base: case.base,
             start: case.offset,
@@ -270,6 +281,7 @@ mod tests {
                     prop_assert!(case.write, "only a write goes through the page cache of a direct file");
                     prop_assert!((len as u64) < align, "and only its ragged ends");
                 }
+                Way::Gpu => prop_assert!(false, "nobody asked for a GPU"),
                 Way::Direct | Way::Bounce => {
                     prop_assert!(from.is_multiple_of(align) && (len as u64).is_multiple_of(align));
                     let whole = from == chunk.offset && window_end == payload_end;
@@ -300,6 +312,18 @@ mod tests {
         fn whatever_an_engine_lets_through_is_covered_once_in_ways_that_work(case in any_case()) {
             check_cover(&case)?;
             check_ways(&case)?;
+        }
+
+        #[test]
+        fn memory_of_a_gpu_is_covered_once_by_whole_blocks_and_their_ends(case in any_case()) {
+            let chunks: Vec<_> = plan(&case).of_gpu().collect();
+            let mut next = 0;
+            for chunk in &chunks {
+                prop_assert_eq!((chunk.way, chunk.memory, chunk.window), (Way::Gpu, next, (chunk.offset, chunk.len)));
+                prop_assert!(0 < chunk.len && chunk.offset % case.block + chunk.len as u64 <= case.block);
+                next += chunk.len;
+            }
+            prop_assert_eq!(next as u64, case.len);
         }
 
         #[test]

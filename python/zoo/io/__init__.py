@@ -23,6 +23,7 @@ from zoo.io.errors import (
 )
 from zoo.io.files import File, Striped
 from zoo.io.future import Future, Transfer
+from zoo.io.gds import Registration
 from zoo.io.handle import Handle, HandleStats
 from zoo.io.ledger import Ledger, LedgerStats
 from zoo.io.memory import memory_of
@@ -45,6 +46,7 @@ __all__ = [
     "Mock",
     "PoolExhaustedError",
     "PoolStats",
+    "Registration",
     "Striped",
     "Transfer",
     "TransferError",

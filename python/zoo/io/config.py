@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
 from zoo.config import Section
-from zoo.config.fates import Fate, refused
 
 
 class AioConfig(Section):
     """How tensors travel to and from files; `Handle.from_config` makes a handle of it."""
 
     carried_by: ClassVar[str] = "zoo.zero"
-    fates: ClassVar[Mapping[str, Fate]] = {
-        "use_gds": refused("there is no GPUDirect Storage here; transfers go through pinned memory", False),
-    }
-
     block_size: int = Field(default=1 << 20, ge=4096, le=1 << 30, multiple_of=4096)
     """Largest transfer, in bytes."""
 
@@ -33,3 +27,8 @@ class AioConfig(Section):
 
     overlap_events: bool = True
     """Begin new transfers as others complete, instead of one full queue after the other."""
+
+    use_gds: bool = False
+    """Where cuFile is found (GPUDirect Storage), parameters and saved activations on NVMe travel between it and a GPU
+    without host memory in between; where not, that is logged and they go through page-locked memory. What is updated
+    on the CPU goes through host memory anyway."""

@@ -29,11 +29,10 @@ class Future:
     a failure is raised by `Handle.wait` or `Handle.close` instead.
     """
 
-    __slots__ = ("__weakref__", "_handle", "_ticket")
+    __slots__ = ("__weakref__", "_engine", "_handle", "_ticket")
 
-    def __init__(self, ticket: _native.Ticket, handle: Handle) -> None:
-        self._ticket = ticket
-        self._handle = handle
+    def __init__(self, ticket: _native.Ticket, handle: Handle, engine: _native.Engine) -> None:
+        self._ticket, self._handle, self._engine = ticket, handle, engine
 
     def done(self) -> bool:
         """Whether it is over, well or badly."""
@@ -55,7 +54,7 @@ class Future:
 
     def __await__(self) -> Generator[object, None, Transfer]:
         if not self.done():
-            yield from self._handle.bell().watch(self).__await__()
+            yield from self._handle.bell(self._engine).watch(self).__await__()
         return self.wait()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from zoo.io.config import AioConfig
 from zoo.io.errors import TransferError
 from zoo.io.files import DirectMode, File, FilePath, Striped, Target, open_target
 from zoo.io.future import Future, LoopBell, Transfer
+from zoo.io.gds import Registration, engine_of, use_of
 from zoo.io.memory import mark_changed, memory_of
 from zoo.io.mock import Mock
 from zoo.io.notices import once
@@ -45,6 +47,8 @@ class HandleStats(NamedTuple):
     """Past the page cache by way of an aligned buffer, because of the tensor's address or a ragged end."""
     buffered_bytes: int
     """Through the page cache."""
+    gpu_bytes: int
+    """Between the device and a tensor of a GPU."""
 
 
 DEFAULT_BOUNCE_BYTES = 16 << 20
@@ -76,6 +80,8 @@ class Handle:
         pool: where `empty` takes its memory; by default a pool of its own, made at the first call.
         sqpoll_idle_ms: a kernel thread looks for submissions and sleeps after this many idle milliseconds.
         iopoll: completions are polled for; needs a device with polled queues.
+        use_gds: take tensors of GPUs too, by GPUDirect Storage, where cuFile is found at run time (``gds`` says
+            whether); where not, that is logged once and they are refused as without it.
 
     Raises:
         ValueError: a setting out of range.
@@ -96,6 +102,7 @@ class Handle:
         pool: BufferPool | None = None,
         sqpoll_idle_ms: int | None = None,
         iopoll: bool = False,
+        use_gds: bool = False,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
@@ -107,18 +114,23 @@ class Handle:
             whole_number(name, value, 0, (1 << 32) - 1)
         if direct not in ("auto", "always", "never"):
             raise ValueError(f'direct = {direct!r}; allowed are "auto", "always" and "never"')
+        settings: dict[str, Any] = {
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "num_threads": num_threads,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+            "bounce_bytes": bounce_bytes,
+        }
         self._engine = _native.Engine(
-            block_size=block_size,
-            queue_depth=queue_depth,
-            num_threads=num_threads,
-            single_submit=single_submit,
-            overlap_events=overlap_events,
-            bounce_bytes=bounce_bytes,
             backend="mock" if isinstance(backend, Mock) else backend,
             mock=backend.native() if isinstance(backend, Mock) else None,
             sqpoll_idle_ms=sqpoll_idle_ms,
             iopoll=iopoll,
+            **settings,
         )
+        self._gpus = engine_of(**settings) if use_gds else None
+        self._engines = (self._engine,) if self._gpus is None else (self._engine, self._gpus)
         _tell(self._engine)
         self.config = AioConfig(
             block_size=block_size,
@@ -126,13 +138,16 @@ class Handle:
             intra_op_parallelism=num_threads,
             single_submit=single_submit,
             overlap_events=overlap_events,
+            use_gds=use_gds,
         )
+        self._told: list[Any] = []  # by an engine while another one was still busy: ended, failures, more failures
         self._direct: DirectMode = direct
         self._refusing = False
         self._pool = pool
-        self._bells: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell] = weakref.WeakKeyDictionary()
+        self._bells: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_native.Engine, LoopBell]]
+        self._bells = weakref.WeakKeyDictionary()
         # Runs when the handle dies and at the end of the process: what was submitted is finished either way.
-        self._finalizer = weakref.finalize(self, _finish, self._engine)
+        self._finalizer = weakref.finalize(self, _finish, self._engines)
 
     @classmethod
     def from_config(
@@ -151,6 +166,7 @@ class Handle:
             num_threads=config.intra_op_parallelism,
             single_submit=config.single_submit,
             overlap_events=config.overlap_events,
+            use_gds=config.use_gds,
             backend=backend,
             direct=direct,
             bounce_bytes=bounce_bytes,
@@ -165,7 +181,28 @@ class Handle:
     @property
     def most_bounce_bytes(self) -> int:
         """The most host memory that the aligned buffers of all threads ever take; none before one is needed."""
-        return self._engine.most_bounce_bytes
+        return sum(engine.most_bounce_bytes for engine in self._engines)
+
+    @property
+    def gds(self) -> bool:
+        """Whether tensors of GPUs are taken."""
+        return self._gpus is not None
+
+    def register(self, tensor: torch.Tensor) -> Registration:
+        """Let cuFile know the memory of a tensor of a GPU that will be used again and again; close what is returned.
+
+        Raises:
+            ValueError: no GPU's tensor, or not one of CUDA, or a handle without GPUDirect Storage.
+            UnavailableError: cuFile refuses.
+        """
+        address, num_bytes = memory_of(tensor, verb="register", gpus=self.gds)
+        if self._gpus is None or tensor.device.type == "cpu":
+            raise ValueError(
+                f"cannot register a tensor on {tensor.device} with gds={self.gds}; allowed are tensors of a GPU, in a "
+                "handle made with use_gds=True where cuFile is found"
+            )
+        gpu, _ = use_of(tensor)
+        return Registration(self._gpus.register(address, num_bytes, tensor.untyped_storage(), (gpu[0], 0)))
 
     @property
     def pool(self) -> BufferPool:
@@ -269,9 +306,14 @@ class Handle:
         whole: bool = False,
         urgent: bool = False,
     ) -> Future:
-        address, num_bytes = memory_of(tensor, verb="write" if mode == "w" else "read into")
+        address, num_bytes = memory_of(tensor, verb="write" if mode == "w" else "read into", gpus=self.gds)
         # Not the tensor: `tensor.data = other`, `set_` and `swap_tensors` give it other memory and let go of this.
-        owner = tensor.untyped_storage() if num_bytes else None
+        owner: object = tensor.untyped_storage() if num_bytes else None
+        engine, gpu = self._engine, None
+        if self._gpus is not None and tensor.device.type != "cpu":
+            engine = self._gpus
+            gpu, event = use_of(tensor)
+            owner = owner, event
         whole_number("offset", offset, 0, (1 << 63) - 1)
         if expected is not None:
             whole_number("checksum", expected, 0, (1 << 32) - 1)
@@ -282,10 +324,10 @@ class Handle:
             _fit(files, target, mode, num_bytes)
         if mode == "r":
             mark_changed(tensor)
-        ticket = self._engine.submit(
-            files, stripe, mode == "w", offset, address, num_bytes, owner, checksum, expected, durable, urgent
+        ticket = engine.submit(
+            files, stripe, mode == "w", offset, address, num_bytes, owner, checksum, expected, durable, urgent, gpu
         )
-        return Future(ticket, self)
+        return Future(ticket, self, engine)
 
     # All operations.
 
@@ -296,10 +338,18 @@ class Handle:
             TransferError: the first failure that no future has told; ``others`` are the rest.
             TimeoutError: some are still in flight; wait again.
         """
-        finished, failures, forgotten, in_flight = self._engine.wait(timeout)
+        begun, left, in_flight = time.monotonic(), timeout, 0
+        for engine in self._engines:
+            *told, running = engine.wait(left)
+            self._told.append(told)
+            in_flight += running
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
         _tell(self._engine)
         if in_flight:
             raise TimeoutError(f"{in_flight} operations are still in flight after {timeout} s; wait again, or longer")
+        all_told, self._told = self._told, []
+        finished, forgotten = (sum(int(told[which]) for told in all_told) for which in (0, 2))
+        failures = [failure for told in all_told for failure in told[1]]
         if failures:
             first, *others = failures
             if forgotten:
@@ -312,7 +362,8 @@ class Handle:
     def abort(self) -> None:
         """Take no more operations and give up those not begun: their futures raise `CancelledError`."""
         self._refusing = True
-        self._engine.abort()
+        for engine in self._engines:
+            engine.abort()
 
     def close(self) -> None:
         """Finish every operation and end the threads; then raise the first failure that no future has told.
@@ -321,7 +372,8 @@ class Handle:
         """
         if self._finalizer.alive:
             self._refusing = True
-            self._engine.close()
+            for engine in self._engines:
+                engine.close()
             self._finalizer.detach()
             self.wait()
 
@@ -343,16 +395,17 @@ class Handle:
             except TransferError as error:
                 _logger.error("while another exception was raised: %s", error)
 
-    def bell(self) -> LoopBell:
-        """What tells the running event loop of ends."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._bells:
-            self._bells[loop] = LoopBell(self._engine, loop)
-        return self._bells[loop]
+    def bell(self, engine: _native.Engine) -> LoopBell:
+        """What tells the running event loop of an engine's ends."""
+        bells = self._bells.setdefault(asyncio.get_running_loop(), {})
+        if engine not in bells:
+            bells[engine] = LoopBell(engine, asyncio.get_running_loop())
+        return bells[engine]
 
     def stats(self) -> HandleStats:
         """Counts since the handle was made."""
-        return HandleStats(**self._engine.stats())
+        each = [engine.stats() for engine in self._engines]
+        return HandleStats(**{name: sum(stats[name] for stats in each) for name in each[0]})
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.stats().in_flight} in flight"
@@ -377,9 +430,9 @@ def _tell(engine: _native.Engine) -> None:
         once(notice)
 
 
-def _finish(engine: _native.Engine) -> None:
+def _finish(engines: Sequence[_native.Engine]) -> None:
     """Somebody let go of a handle without closing it: finish what it had, and say what nobody asked about."""
-    in_flight = engine.stats()["in_flight"]
+    in_flight = sum(engine.stats()["in_flight"] for engine in engines)
     if in_flight:
         warnings.warn(
             f"a zoo.io.Handle was dropped with {in_flight} operations in flight; they are finished now. "
@@ -387,10 +440,11 @@ def _finish(engine: _native.Engine) -> None:
             ResourceWarning,
             stacklevel=2,
         )
-    engine.finish()
-    try:
-        _, failures, _, _ = engine.wait(0)
-    except RuntimeError:  # a forked child: the operations are the parent's
-        return
-    for failure in failures:
-        _logger.error("an operation nobody waited for failed: %s", failure)
+    for engine in engines:
+        engine.finish()
+        try:
+            _, failures, _, _ = engine.wait(0)
+        except RuntimeError:  # a forked child: the operations are the parent's
+            return
+        for failure in failures:
+            _logger.error("an operation nobody waited for failed: %s", failure)

@@ -10,19 +10,26 @@ def num_bytes_of(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def memory_of(tensor: torch.Tensor, *, verb: str) -> tuple[int, int]:
+def memory_of(tensor: torch.Tensor, *, verb: str, gpus: bool = False) -> tuple[int, int]:
     """Address and size in bytes of a tensor that can be transferred as it is.
+
+    Args:
+        gpus: a tensor of a GPU can be.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: not on the CPU, not dense, not contiguous, without memory, or its values are not what is stored.
+        ValueError: on a device that is not reached, not dense, not contiguous, without memory, or its values are not
+            what is stored.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cannot {verb} a {type(tensor).__name__}; give a torch.Tensor")
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" and not (gpus and tensor.device.type == "cuda"):
+        allowed, more = (
+            ("the CPU and CUDA", "") if gpus else ("the CPU", ", or ask for GPUDirect Storage (use_gds=True)")
+        )
         raise ValueError(
-            f"cannot {verb} a tensor on {tensor.device}; allowed is the CPU: copy it through a buffer of a pool "
-            "(handle.empty)"
+            f"cannot {verb} a tensor on {tensor.device}; allowed is {allowed}: copy it through a buffer of a pool "
+            f"(handle.empty){more}"
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"cannot {verb} a tensor of layout {tensor.layout}; allowed is torch.strided")

@@ -5,7 +5,9 @@ pub(crate) mod threads;
 pub(crate) mod uring;
 
 use std::os::fd::RawFd;
+use std::ptr::NonNull;
 
+use crate::gds::Route;
 use crate::memory::Home;
 use crate::sys;
 
@@ -34,11 +36,17 @@ pub(crate) struct Transfer {
     pub(crate) len: usize,
     /// Region the memory lies in, and what the operation uses of it.
     pub(crate) region: Option<Home>,
+    /// For memory of a GPU: the operation's, which lives until the event was seen, and the number of the file.
+    pub(crate) route: Option<(NonNull<Route>, usize)>,
 }
 
 impl Transfer {
     /// Do it now, on this thread.
     pub(crate) fn run(&self) -> Result<usize, i32> {
+        if let (Some((route, file)), Kind::Read | Kind::Write) = (self.route, self.kind) {
+            // SAFETY: route and memory are valid until the event was seen, and nobody else reads or writes the memory.
+            return unsafe { route.as_ref().run(file, self.kind == Kind::Write, self.ptr, self.len, self.offset) };
+        }
         match self.kind {
             // SAFETY: the memory is valid until the event was seen, and nobody else reads or writes it.
             Kind::Read => unsafe { sys::pread(self.fd, self.ptr, self.len, self.offset) },

@@ -7,6 +7,7 @@ mod region;
 
 pub use ledger::{Ledger, LedgerStats, Reservation};
 pub use page_lock::{PageLock, cuda};
+pub(crate) use page_lock::{cuda_names, open_first};
 pub use pool::{Pool, PoolBuffer, PoolStats};
 pub use region::Region;
 pub(crate) use region::{Home, Mapping, dropped_so_far, find, is_live, pin, wait_until_gone};

@@ -76,7 +76,7 @@ impl Cuda {
 
 /// The first of these libraries that is loaded already, and only if none is, the first that can be loaded: with a second
 /// runtime beside that of torch, memory would be locked in a context that torch's copies know nothing of.
-fn open_first(names: &[String]) -> Option<Library> {
+pub(crate) fn open_first(names: &[String]) -> Option<Library> {
     let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
     // SAFETY: nothing is loaded, so no constructor runs.
     let loaded = |name| unsafe { unix::Library::open(Some(name), flags | libc::RTLD_NOLOAD) }.ok();
@@ -100,6 +100,14 @@ impl PageLock for Cuda {
     }
 }
 
+/// Names that a CUDA runtime may have: that in `ZOO_CUDART`, or the usual ones.
+pub(crate) fn cuda_names() -> Vec<String> {
+    match std::env::var("ZOO_CUDART") {
+        Ok(name) if !name.is_empty() => vec![name],
+        _ => ["libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so"].map(str::to_owned).to_vec(),
+    }
+}
+
 /// The CUDA runtime of this process, or the sentence that says why there is none. Looked for once.
 ///
 /// The environment variable `ZOO_CUDART` names another library file. A runtime that is loaded already (torch brings its
@@ -110,18 +118,7 @@ impl PageLock for Cuda {
 /// The sentence.
 pub fn cuda() -> Result<Arc<dyn PageLock>, String> {
     static FOUND: PerProcess<OnceLock<Result<Arc<dyn PageLock>, String>>> = PerProcess::new();
-    FOUND
-        .get()
-        .get_or_init(|| {
-            let names = match std::env::var("ZOO_CUDART") {
-                Ok(name) if !name.is_empty() => vec![name],
-                _ => ["libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so"]
-                    .map(str::to_owned)
-                    .to_vec(),
-            };
-            Cuda::load(&names).map(|cuda| Arc::new(cuda) as Arc<dyn PageLock>)
-        })
-        .clone()
+    FOUND.get().get_or_init(|| Cuda::load(&cuda_names()).map(|cuda| Arc::new(cuda) as Arc<dyn PageLock>)).clone()
 }
 
 #[cfg(test)]

@@ -79,6 +79,11 @@ class Shelf:
             raise OffloadError(_why(error, name, folder, end)) from error
         path.unlink()
 
+    @property
+    def gds(self) -> bool:
+        """Whether tensors of a GPU may be read and written."""
+        return self._handle.gds
+
     def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Future:
         """Begin filling ``tensor`` from byte ``offset`` of a region; ``urgent``: before what waits at the device."""
         for future in self._writes_to(region):

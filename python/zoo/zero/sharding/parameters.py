@@ -132,7 +132,7 @@ class BucketParameters:
             return
         # What comes from NVMe is exchanged later: all ranks do that in the same order.
         into = own if shard.pack is None else own.view(torch.uint8)[: shard.stored_nbytes]
-        if own.device.type != "cpu":
+        if own.device.type != "cpu" and not shard.reaches(own.device):
             into = shard.buffer(into.numel(), into.dtype)
         try:
             self._reading = (shard.begin_read(into, urgent=True), into)

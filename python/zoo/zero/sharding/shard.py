@@ -158,6 +158,9 @@ class Shard:
         """What is kept, where it lives: None on NVMe, the same tensor if it is there already."""
         if self._tier is Tier.DEVICE or (self._tier is Tier.HOST and self.device.type == "cpu"):
             return kept
+        if self._tier is Tier.NVME and self.reaches(kept.device):
+            self.finish(self.begin_write(kept))
+            return None
         copies = self._scratch is not None or kept.device.type != "cpu"
         host = self.buffer(kept.numel(), kept.dtype).copy_(kept) if copies else kept
         if self._tier is Tier.HOST:
@@ -193,6 +196,10 @@ class Shard:
         if self._store is None or not hasattr(self._store, "lend"):
             return None
         return cast("Shelf", self._store), self._region, start * self.dtype.itemsize
+
+    def reaches(self, device: torch.device) -> bool:
+        """Whether what is on NVMe travels between it and a device without host memory in between."""
+        return device.type == "cuda" and bool(getattr(self._store, "gds", False))
 
     def begin_read(self, into: torch.Tensor, start: int = 0, *, urgent: bool = False) -> Any:
         """Begin reading from NVMe, from element ``start`` (of what is packed: byte) on.

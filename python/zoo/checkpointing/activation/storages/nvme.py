@@ -27,6 +27,9 @@ class Nvme:
     backward it is read one checkpoint ahead. At most ``staging_bytes`` of buffers wait for writes to end: then forward
     waits for the disk. Every read is compared with the CRC-32C of what was written.
 
+    With ``aio.use_gds``, where cuFile is found, tensors of a GPU are written from its memory and read into it, without
+    a buffer and without a CRC, which the CPU would have to make; ``staging_bytes`` are then of the GPU.
+
     Args:
         path: a directory on the device; it is made where it is missing.
         aio: how files are read and written.
@@ -77,13 +80,17 @@ class Nvme:
         self._sweep()
         while self._staged and self._staged + flat.nbytes > self.staging_bytes and self._finish_oldest():
             pass
-        buffer = self._handle.empty(flat.nbytes, dtype=torch.uint8)
-        buffer.view(flat.dtype).copy_(flat)  # from a GPU: when it is over, the bytes are there
+        direct = self.direct(flat.device)
+        if direct:
+            buffer = (flat if private else flat.clone()).view(torch.uint8)
+        else:
+            buffer = self._handle.empty(flat.nbytes, dtype=torch.uint8)
+            buffer.view(flat.dtype).copy_(flat)  # from a GPU: when it is over, the bytes are there
         with self._lock:
             start, length = self._extents.take(flat.nbytes)
         held = _OnDisk(self, flat, start, length)
         try:
-            held.write(buffer, self._handle.async_pwrite(buffer, self._writes, start, checksum=True))
+            held.write(buffer, self._handle.async_pwrite(buffer, self._writes, start, checksum=not direct))
         except OSError as error:
             raise OSError(f"a saved tensor of {flat.nbytes} bytes could not be written: {error}") from error
         with self._lock:
@@ -91,12 +98,19 @@ class Nvme:
             self._writing.append(weakref.ref(held))
         return held
 
-    def read(self, buffer: torch.Tensor, start: int, checksum: int) -> Future:
-        """Begin to fill a buffer from the file."""
-        return self._handle.async_pread(buffer, self._reads, start, checksum=checksum)
+    def direct(self, device: torch.device) -> bool:
+        """Whether tensors of a device are written and read without a buffer."""
+        return self._handle.gds and device.type == "cuda"
 
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        """(num_bytes,) of the pool."""
+    def read(self, buffer: torch.Tensor, start: int, checksum: int | None) -> Future:
+        """Begin to fill a buffer from the file."""
+        expected = False if checksum is None else checksum
+        return self._handle.async_pread(buffer, self._reads, start, checksum=expected)
+
+    def buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """(num_bytes,) of the pool, or of a device that is reached without it."""
+        if self.direct(device):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._handle.empty(num_bytes, dtype=torch.uint8)
 
     def reset(self) -> None:
@@ -152,7 +166,7 @@ class _OnDisk:
         self._buffer: torch.Tensor | None = None
         self._write: Future | None = None
         self._read: Future | None = None
-        self._checksum: Any = None
+        self._checksum: int | None = None
         self._failure: OSError | None = None
 
     def write(self, buffer: torch.Tensor, future: Future) -> None:
@@ -181,7 +195,7 @@ class _OnDisk:
             return  # the buffer is still there, or a read is on its way
         if self._failure is not None:
             raise self._failure
-        self._buffer = self._storage.buffer(self.num_bytes)
+        self._buffer = self._storage.buffer(self.num_bytes, self._device)
         self._read = self._storage.read(self._buffer, self._start, self._checksum)
 
     def get(self) -> torch.Tensor:
@@ -196,7 +210,9 @@ class _OnDisk:
             raise AssertionError("values that were fetched are not there")
         values = found.view(self._dtype)
         # The buffer of a write is still read by the disk, and the recomputed function may change its arguments.
-        return values.to(self._device) if self._device.type != "cpu" else values.clone() if self._write else values
+        if values.device.type != self._device.type:
+            return values.to(self._device)
+        return values.clone() if self._write else values
 
     def __del__(self) -> None:
         if self._write is not None:
