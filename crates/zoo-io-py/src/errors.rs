@@ -22,7 +22,9 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let made = match error {
         Error::Os { errno, place, .. } => at_place(py, "TransferError", &message, Some(*errno), place),
         Error::UnexpectedEnd { place, .. } => at_place(py, "UnexpectedEndError", &message, None, place),
-        Error::Gpu { place, .. } | Error::NoProgress { place, .. } => at_place(py, "TransferError", &message, None, place),
+        Error::Gpu { place, .. } | Error::NoProgress { place, .. } => {
+            at_place(py, "TransferError", &message, None, place)
+        }
         Error::Checksum { place, .. } => at_place(py, "ChecksumError", &message, None, place),
         Error::Cancelled { place, .. } => at_place(py, "CancelledError", &message, None, place),
         Error::Unavailable(_) => of_message(py, "UnavailableError", &message),

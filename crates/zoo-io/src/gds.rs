@@ -5,7 +5,7 @@
 //! reference guide (cufile.h).
 
 use std::collections::BTreeMap;
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -62,8 +62,10 @@ pub struct Gpu {
     pub ready: usize,
 }
 
-/// The library, with its driver open.
-pub(crate) struct CuFile {
+/// What is called of the two libraries.
+#[derive(Clone, Copy)]
+struct Calls {
+    open: Call,
     close: Call,
     register_file: RegisterFile,
     forget_file: ForgetFile,
@@ -73,6 +75,40 @@ pub(crate) struct CuFile {
     write: Move,
     set_device: SetDevice,
     wait_for: WaitFor,
+}
+
+impl Calls {
+    fn of(cufile: &Library, cuda: &Library) -> Result<Calls, String> {
+        // SAFETY: the types are those of the libraries' C interfaces.
+        unsafe {
+            Ok(Calls {
+                open: find(cufile, c"cuFileDriverOpen")?,
+                close: find(cufile, c"cuFileDriverClose")?,
+                register_file: find(cufile, c"cuFileHandleRegister")?,
+                forget_file: find(cufile, c"cuFileHandleDeregister")?,
+                register_memory: find(cufile, c"cuFileBufRegister")?,
+                forget_memory: find(cufile, c"cuFileBufDeregister")?,
+                read: find(cufile, c"cuFileRead")?,
+                write: find(cufile, c"cuFileWrite")?,
+                set_device: find(cuda, c"cudaSetDevice")?,
+                wait_for: find(cuda, c"cudaEventSynchronize")?,
+            })
+        }
+    }
+}
+
+/// # Safety
+/// The function has the type `T`, and is called while the library is loaded.
+unsafe fn find<T: Copy>(library: &Library, name: &CStr) -> Result<T, String> {
+    // SAFETY: promised by the caller.
+    let found: Result<Symbol<'_, T>, _> = unsafe { library.get(name) };
+    let lacks = |error| format!("the cuFile library or the CUDA runtime lacks a function: {error}");
+    found.map(|symbol| *symbol).map_err(lacks)
+}
+
+/// The library, with its driver open.
+pub(crate) struct CuFile {
+    calls: Calls,
     process: u32,
     /// Registered memory by its first address.
     registered: Mutex<BTreeMap<usize, Weak<Registration>>>,
@@ -138,42 +174,11 @@ impl CuFile {
         let missing = |what: &str, names: &[String]| format!("no {what} was found (looked for {})", names.join(", "));
         let library = open_first(names).ok_or_else(|| missing("cuFile library", names))?;
         let cuda = open_first(runtime).ok_or_else(|| missing("CUDA runtime", runtime))?;
-        let lacks =
-            |error: libloading::Error| format!("the cuFile library or the CUDA runtime lacks a function: {error}");
-        // SAFETY: the types are those of the libraries' C interfaces.
-        let (open, cufile) = unsafe {
-            let open: Symbol<'_, Call> = library.get(c"cuFileDriverOpen").map_err(lacks)?;
-            let close: Symbol<'_, Call> = library.get(c"cuFileDriverClose").map_err(lacks)?;
-            let register_file: Symbol<'_, RegisterFile> = library.get(c"cuFileHandleRegister").map_err(lacks)?;
-            let forget_file: Symbol<'_, ForgetFile> = library.get(c"cuFileHandleDeregister").map_err(lacks)?;
-            let register_memory: Symbol<'_, RegisterMemory> = library.get(c"cuFileBufRegister").map_err(lacks)?;
-            let forget_memory: Symbol<'_, ForgetMemory> = library.get(c"cuFileBufDeregister").map_err(lacks)?;
-            let read: Symbol<'_, Move> = library.get(c"cuFileRead").map_err(lacks)?;
-            let write: Symbol<'_, Move> = library.get(c"cuFileWrite").map_err(lacks)?;
-            let set_device: Symbol<'_, SetDevice> = cuda.get(c"cudaSetDevice").map_err(lacks)?;
-            let wait_for: Symbol<'_, WaitFor> = cuda.get(c"cudaEventSynchronize").map_err(lacks)?;
-            let (close, register_file, forget_file) = (*close, *register_file, *forget_file);
-            let (register_memory, forget_memory, read, write) = (*register_memory, *forget_memory, *read, *write);
-            let (open, set_device, wait_for) = (*open, *set_device, *wait_for);
-            let (process, registered) = (std::process::id(), Mutex::default());
-            (open, move |_libraries| CuFile {
-                close,
-                register_file,
-                forget_file,
-                register_memory,
-                forget_memory,
-                read,
-                write,
-                set_device,
-                wait_for,
-                process,
-                registered,
-                _libraries,
-            })
-        };
+        let calls = Calls::of(&library, &cuda)?;
         // SAFETY: no memory is passed.
-        unsafe { open() }.check("open its driver")?;
-        Ok(cufile([library, cuda]))
+        unsafe { (calls.open)() }.check("open its driver")?;
+        let (process, registered) = (std::process::id(), Mutex::default());
+        Ok(CuFile { calls, process, registered, _libraries: [library, cuda] })
     }
 
     fn is_here(&self) -> bool {
@@ -193,7 +198,7 @@ impl CuFile {
         let descriptor = Descriptor { fd };
         let mut description = Description { kind: OPAQUE_FD, descriptor, _operations: std::ptr::null() };
         // SAFETY: both are writable and of the type that is expected; the file is open.
-        unsafe { (self.register_file)(&raw mut raw, &raw mut description) }.check("register the file")?;
+        unsafe { (self.calls.register_file)(&raw mut raw, &raw mut description) }.check("register the file")?;
         Ok(FileHandle { cufile: Arc::clone(self), raw })
     }
 
@@ -205,7 +210,8 @@ impl CuFile {
         let (start, len) = (buffer.start() as usize, buffer.len());
         self.use_device(buffer.gpu().map_or(0, |gpu| gpu.device)).map_err(words)?;
         // SAFETY: the memory stays where it is while the buffer lives, which the registration holds.
-        unsafe { (self.register_memory)(start as *const c_void, len, 0) }.check(&format!("register {len} bytes"))?;
+        unsafe { (self.calls.register_memory)(start as *const c_void, len, 0) }
+            .check(&format!("register {len} bytes"))?;
         let made = Arc::new(Registration { cufile: Arc::clone(self), start, len, _buffer: Mutex::new(buffer) });
         self.registered().insert(start, Arc::downgrade(&made));
         Ok(made)
@@ -220,7 +226,7 @@ impl CuFile {
     /// The GPU's context, for this thread.
     fn use_device(&self, device: i32) -> Result<(), i32> {
         // SAFETY: no memory is passed.
-        if unsafe { (self.set_device)(device) } == 0 { Ok(()) } else { Err(CUDA_DRIVER_ERROR) }
+        if unsafe { (self.calls.set_device)(device) } == 0 { Ok(()) } else { Err(CUDA_DRIVER_ERROR) }
     }
 }
 
@@ -229,7 +235,7 @@ impl Drop for CuFile {
         // A forked process has a copy of this, and its parent's driver.
         if self.is_here() {
             // SAFETY: nobody uses it any more; a failure has nobody to be told.
-            unsafe { (self.close)() };
+            unsafe { (self.calls.close)() };
         }
     }
 }
@@ -250,7 +256,7 @@ impl Drop for FileHandle {
     fn drop(&mut self) {
         if self.cufile.is_here() {
             // SAFETY: registered once, and no transfer uses it any more: they hold it.
-            unsafe { (self.cufile.forget_file)(self.raw) };
+            unsafe { (self.cufile.calls.forget_file)(self.raw) };
         }
     }
 }
@@ -292,7 +298,7 @@ impl Drop for Registration {
             }
             drop(registered);
             // SAFETY: registered once; a failure has nobody to be told.
-            unsafe { (self.cufile.forget_memory)(self.start as *const c_void) };
+            unsafe { (self.cufile.calls.forget_memory)(self.start as *const c_void) };
         }
     }
 }
@@ -323,13 +329,13 @@ impl Route {
         let cufile = &handle.cufile;
         cufile.use_device(self.gpu.device)?;
         // SAFETY: whoever named the event keeps it alive as long as the buffer.
-        if self.gpu.ready != 0 && unsafe { (cufile.wait_for)(self.gpu.ready as *mut c_void) } != 0 {
+        if self.gpu.ready != 0 && unsafe { (cufile.calls.wait_for)(self.gpu.ready as *mut c_void) } != 0 {
             return Err(CUDA_DRIVER_ERROR);
         }
         // cuFile finds registered memory by the address at which it begins.
         let base = self.memory.as_ref().map_or(ptr as usize, |memory| memory.start);
         let within = (ptr as usize - base) as libc::off_t;
-        let call = if write { cufile.write } else { cufile.read };
+        let call = if write { cufile.calls.write } else { cufile.calls.read };
         // SAFETY: promised by the caller.
         let moved = unsafe { call(handle.raw, base as *mut c_void, len, offset.cast_signed(), within) };
         match moved {
