@@ -24,10 +24,10 @@ typedef struct {
   int fd, plain;
 } Known;
 
-// What is set: "open", "file", "memory": a code that the call returns. "move": what a read or write returns instead of
+// What is set: "no_gpu"; "open", "file", "memory": a code that the call returns. "move": what a read or write returns instead of
 // moving, after "after" of them. "most": bytes that one moves at the most. "sleep": microseconds that it takes.
-enum { OPEN, FILE_, MEMORY, MOVE, AFTER, MOST, SLEEP, SETTINGS };
-static const char *const SETTING[SETTINGS] = {"open", "file", "memory", "move", "after", "most", "sleep"};
+enum { GPUS, OPEN, FILE_, MEMORY, MOVE, AFTER, MOST, SLEEP, SETTINGS };
+static const char *const SETTING[SETTINGS] = {"no_gpu", "open", "file", "memory", "move", "after", "most", "sleep"};
 // What is counted: calls; "at once": most transfers at one time; "within": transfers in registered memory; "faults": uses that
 // the library forbids.
 enum { OPENED, CLOSED, FILES, FORGOTTEN, MEMORIES, FREED, MOVES, AT_ONCE, WITHIN, EVENTS, FAULTS, COUNTS };
@@ -152,6 +152,10 @@ ssize_t cuFileWrite(void *handle, const void *base, size_t length, off_t at, off
   return move(handle, (void *)base, length, at, within, 1);
 }
 
+int cudaGetDeviceCount(int *count) {
+  *count = settings[GPUS] ? 0 : 8;
+  return settings[GPUS] ? 35 : 0;
+}
 int cudaSetDevice(int number) {
   device = number;
   return number > 7 ? 101 : 0;

@@ -233,7 +233,12 @@ def test_a_driver_that_does_not_open_is_the_same_and_is_tried_again(
     with caplog.at_level(logging.WARNING, "zoo.io"), Handle(use_gds=True) as handle:
         assert not handle.gds
     assert "cuFile refused to open its driver: GPUDirect Storage is not supported on this platform" in caplog.text
-    stub.set(open=0)
+    stub.set(open=0, no_gpu=1)
+    with caplog.at_level(logging.WARNING, "zoo.io"), Handle(use_gds=True) as handle:
+        assert not handle.gds
+    assert "the CUDA runtime finds no GPU (code 35)" in caplog.text
+    assert stub.count("opened") == 0, "the library would never come back"
+    stub.set(no_gpu=0)
     first, second = made(), made()
     assert stub.count("opened") == 1, "one driver for all handles"
     first.close()
@@ -316,3 +321,14 @@ def test_shards_and_saved_activations_take_the_way_that_the_configuration_names(
     assert (stats.gpu_bytes, storage.pool.stats().allocations) == (4 * values.nbytes, 0)
     storage.close()
     del scratch, shelf, shard, storage
+
+
+def test_the_library_that_torch_brings_is_refused_at_once_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(notices, "_said", set())
+    with caplog.at_level(logging.WARNING, "zoo.io"), Handle(use_gds=True) as handle:
+        assert not handle.gds
+    assert "GPUDirect Storage is not to be had: " in caplog.text

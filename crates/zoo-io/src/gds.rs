@@ -50,6 +50,7 @@ type ForgetFile = unsafe extern "C" fn(*mut c_void);
 type RegisterMemory = unsafe extern "C" fn(*const c_void, usize, c_int) -> Status;
 type ForgetMemory = unsafe extern "C" fn(*const c_void) -> Status;
 type Move = unsafe extern "C" fn(*mut c_void, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
+type CountDevices = unsafe extern "C" fn(*mut c_int) -> c_int;
 type SetDevice = unsafe extern "C" fn(c_int) -> c_int;
 type WaitFor = unsafe extern "C" fn(*mut c_void) -> c_int;
 
@@ -73,6 +74,7 @@ struct Calls {
     forget_memory: ForgetMemory,
     read: Move,
     write: Move,
+    count_devices: CountDevices,
     set_device: SetDevice,
     wait_for: WaitFor,
 }
@@ -90,6 +92,7 @@ impl Calls {
                 forget_memory: find(cufile, c"cuFileBufDeregister")?,
                 read: find(cufile, c"cuFileRead")?,
                 write: find(cufile, c"cuFileWrite")?,
+                count_devices: find(cuda, c"cudaGetDeviceCount")?,
                 set_device: find(cuda, c"cudaSetDevice")?,
                 wait_for: find(cuda, c"cudaEventSynchronize")?,
             })
@@ -175,6 +178,13 @@ impl CuFile {
         let library = open_first(names).ok_or_else(|| missing("cuFile library", names))?;
         let cuda = open_first(runtime).ok_or_else(|| missing("CUDA runtime", runtime))?;
         let calls = Calls::of(&library, &cuda)?;
+        // cuFile 1.17 never comes back from opening its driver where there is none of CUDA's.
+        let mut devices = 0;
+        // SAFETY: writes one number.
+        let code = unsafe { (calls.count_devices)(&raw mut devices) };
+        if code != 0 || devices == 0 {
+            return Err(format!("the CUDA runtime finds no GPU (code {code})"));
+        }
         // SAFETY: no memory is passed.
         unsafe { (calls.open)() }.check("open its driver")?;
         let (process, registered) = (std::process::id(), Mutex::default());
