@@ -138,7 +138,7 @@ ifeq ($(SANITIZER),miri)
 	@MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 $(NIGHTLY) miri test --target-dir target/miri -p zoo-io --lib -- \
 	  align:: checksum:: op:: $(ARGS)
 else
-	@RUSTFLAGS=-Zsanitizer=$(SANITIZER) ASAN_OPTIONS=detect_leaks=0 $(NIGHTLY) test --target-dir target/$(SANITIZER) \
+	@RUST_BACKTRACE=0 RUSTFLAGS=-Zsanitizer=$(SANITIZER) ASAN_OPTIONS=detect_leaks=0 $(NIGHTLY) test --target-dir target/$(SANITIZER) \
 	  $(if $(filter thread,$(SANITIZER)),-Zbuild-std) --target $(TARGET) -p zoo-io --lib --tests $(ARGS)
 endif
 

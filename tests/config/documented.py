@@ -235,6 +235,7 @@ EFFECTS: dict[str, str] = {
     "aio.thread_count": "tests/io/test_bench.py::test_the_section_of_a_configuration",
     "aio.single_submit": "tests/io/test_handle.py",
     "aio.overlap_events": "tests/io/test_bench.py::test_the_section_of_a_configuration",
+    "aio.use_gds": "tests/io/test_gds.py::test_shards_and_saved_activations_take_the_way_that_the_configuration_names",
     "zero_optimization.stage": "tests/laws/test_placements.py",
     "zero_optimization.reduce_bucket_size": "tests/laws/test_axes.py",
     "zero_optimization.allgather_bucket_size": "tests/zero/test_options.py",

@@ -12,6 +12,8 @@ use crate::sync::Alarm;
 use crate::{Buffer, DirectMode, Direction, Engine, Error, File, Request, Settings, Target, Ticket};
 
 const PAGE: usize = 4096;
+/// Who waits longer hangs: a panic alone takes seconds where a sanitizer looks on.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
@@ -149,17 +151,17 @@ proptest! {
         let tickets: Vec<_> = (0..operations).map(|_| read(&engine, &path, &alive)).collect();
         let mut ended = 0;
         for ticket in tickets.iter().flatten() {
-            let outcome = ticket.wait(Some(Duration::from_secs(5)));
+            let outcome = ticket.wait(Some(PATIENCE));
             prop_assert!(outcome.is_some(), "a waiter hangs");
             let failed = matches!(outcome, Some(Err(Error::WorkerDied(_))));
             prop_assert!(failed || matches!(outcome, Some(Ok(_))), "{:?}", outcome);
             ended += usize::from(failed);
         }
-        let report = engine.wait(Some(Duration::from_secs(5))).unwrap();
+        let report = engine.wait(Some(PATIENCE)).unwrap();
         prop_assert_eq!(report.in_flight, 0);
         if ended > 0 {
             // Refused at once or, where the worker is dying at this moment, told by its ticket, or done by the other one.
-            let late = read(&engine, &path, &alive).and_then(|ticket| ticket.wait(Some(Duration::from_secs(5))).unwrap());
+            let late = read(&engine, &path, &alive).and_then(|ticket| ticket.wait(Some(PATIENCE)).unwrap());
             let refused = matches!(late, Err(Error::WorkerDied(_) | Error::Closed));
             prop_assert!(refused || (late.is_ok() && workers > 1), "{:?}", late);
         }
