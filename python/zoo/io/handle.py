@@ -181,7 +181,7 @@ class Handle:
     @property
     def most_bounce_bytes(self) -> int:
         """The most host memory that the aligned buffers of all threads ever take; none before one is needed."""
-        return sum(engine.most_bounce_bytes for engine in self._engines)
+        return self._engine.most_bounce_bytes
 
     @property
     def gds(self) -> bool:
