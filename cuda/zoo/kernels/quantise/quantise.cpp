@@ -1,46 +1,99 @@
 // Quantisation on the CPU. Compiled once for each instruction set.
 #include "../common/blocks.h"
-#include "../common/lanes.h"
 #include "../common/parallel.h"
+#include "../common/vectors.h"
 #include "quantise.h"
 
 namespace zoo {
 namespace ZOO_ISA {
 namespace {
 
-// max |x|; NaN if there is one. The order does not matter, so lanes change nothing.
-void largest(const float* __restrict x, float* __restrict lanes, int64_t n) {
-  int64_t i = 0;
-  for (; i + SHORT_LANES <= n; i += SHORT_LANES)
-    for (int k = 0; k < SHORT_LANES; ++k) {
-      const float a = __builtin_fabsf(x[i + k]);
-      lanes[k] = ((a > lanes[k]) | (a != a)) ? a : lanes[k];
+// max |x|, a NaN if there is one: without its sign a number grows with its bits, and a NaN is above infinity.
+template <Dtype D>
+float largest(const void* x, int64_t offset, int64_t n) {
+  if constexpr (D == F32) {
+    const float* from = static_cast<const float*>(x) + offset;
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t bits = int32_t(bits_of_float(from[i]) & 0x7FFFFFFFu);
+      most = bits > most ? bits : most;
     }
-  for (; i < n; ++i) {
-    const float a = __builtin_fabsf(x[i]);
-    lanes[0] = ((a > lanes[0]) | (a != a)) ? a : lanes[0];
+    return float_of_bits(uint32_t(most));
+  } else {
+    const uint16_t* from = static_cast<const uint16_t*>(x) + offset;
+    int16_t most = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int16_t bits = int16_t(from[i] & 0x7FFFu);
+      most = bits > most ? bits : most;
+    }
+    return D == BF16 ? bf16_to_float(uint16_t(most)) : f16_to_float(uint16_t(most));
   }
 }
 
-void rounded(const float* __restrict x, int32_t* __restrict q, float inverse, float limit, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    float t = inverse * x[i];
-    t = t != t ? 0.0f : t;
-    t = t > limit ? limit : t;
-    t = t < -limit ? -limit : t;
-    // Adding 1.5·2^23 leaves no room for a fraction: the addition rounds to nearest, ties to even.
-    q[i] = int32_t((t + 12582912.0f) - 12582912.0f);
+// q_i in the lower eight bits of each number. Adding 1.5·2^23 leaves no room for a fraction: the addition rounds to
+// nearest, ties to even. 0·∞, in groups whose limit / max |x| overflows, is a NaN with these bits 0.
+ZOO_HD IntVec codes_of(Vec x, float inverse, float limit) {
+  const Vec t = greater_of(spread(-limit), less_of(spread(limit), inverse * x));
+  return same_bits<IntVec>(t + 12582912.0f);
+}
+
+// The lower eight bits of the first `count` numbers.
+ZOO_HD void store_bytes(IntVec codes, int8_t* to, int64_t count) {
+  int8_t part[WIDTH];
+  int8_t* const whole = count == WIDTH ? to : part;
+#if defined(__AVX512BW__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(whole), _mm512_cvtepi32_epi8(__m512i(codes)));
+#elif defined(__AVX2__)
+  const __m256i lowest = _mm256_set1_epi32(0x0C080400), each = _mm256_shuffle_epi8(__m256i(codes), lowest);
+  const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(each), _mm256_extracti128_si256(each, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(whole), both);
+#else
+  for (int k = 0; k < WIDTH; ++k) whole[k] = int8_t(codes[k]);
+#endif
+  if (count != WIDTH) memcpy(to, part, size_t(count));
+}
+
+// Two codes of each 16 bits into one byte.
+void pack(const int8_t* __restrict codes, int8_t* __restrict out, int64_t bytes) {
+  for (int64_t j = 0; j < bytes; ++j) {
+    uint16_t two;
+    memcpy(&two, codes + 2 * j, 2);
+    out[j] = int8_t((two & 15) | ((two >> 4) & 0xF0));
   }
 }
 
-void pack(const int32_t* __restrict q, int8_t* __restrict out, int bits, int64_t n) {
-  if (bits == 8) {
-    for (int64_t i = 0; i < n; ++i) out[i] = int8_t(q[i]);
-    return;
+// n elements of x from `offset` on become one group at q; returns its scale.
+template <Dtype D, int BITS>
+float quantise_group(const void* x, int8_t* q, int64_t offset, int64_t n) {
+  constexpr float limit = BITS == 8 ? 127.0f : 7.0f;
+  const float most = largest<D>(x, offset, n), inverse = limit / most;
+  if (!(most < __builtin_huge_valf())) {
+    memset(q, 0, size_t(ceil_div(n * BITS, 8)));
+  } else if constexpr (BITS == 8) {
+    each_vector(n, [&](int64_t i, int64_t count) {
+      store_bytes(codes_of(load<D>(x, offset + i, count), inverse, limit), q + i, count);
+    });
+  } else {
+    alignas(64) int8_t codes[BLOCK + WIDTH];
+    for (int64_t at = 0; at < n; at += BLOCK) {
+      const int64_t m = n - at < BLOCK ? n - at : BLOCK;
+      each_vector(m, [&](int64_t i, int64_t count) {
+        store_bytes(codes_of(load<D>(x, offset + at + i, count), inverse, limit), codes + i, WIDTH);
+      });
+      pack(codes, q + at / 2, (m + 1) / 2);
+    }
   }
-  int64_t i = 0;
-  for (; i + 2 <= n; i += 2) out[i / 2] = int8_t((q[i] & 15) | ((q[i + 1] & 15) << 4));
-  if (i < n) out[i / 2] = int8_t(q[i] & 15);
+  return most / limit;
+}
+
+template <Dtype D, int BITS>
+void quantise_groups(const void* x, int8_t* q, float* scales, int64_t n, int64_t group, const Swizzle& swizzle) {
+  split_evenly(ceil_div(n, group), 1, n, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t count = (i + 1) * group < n ? group : n - i * group, to = swizzle.place(i);
+      scales[to] = quantise_group<D, BITS>(x, q + to * group * BITS / 8, i * group, count);
+    }
+  });
 }
 
 // acc <- first ? s·q : acc + s·q
@@ -56,25 +109,6 @@ void add_scaled(float* __restrict acc, const int8_t* __restrict q, int bits, flo
     }
   }
   for (int64_t i = 0; i < n; ++i) acc[i] = first ? y[i] : acc[i] + y[i];
-}
-
-// n elements of x from `offset` on become one group at q; returns its scale.
-float quantise_group(const void* x, Dtype dtype, int bits, int8_t* q, int64_t offset, int64_t n) {
-  alignas(64) float buffer[BLOCK], lanes[SHORT_LANES] = {};
-  alignas(64) int32_t whole[BLOCK];
-  for (int64_t at = 0; at < n; at += BLOCK) {
-    const int64_t count = n - at < BLOCK ? n - at : BLOCK;
-    largest(fp32_block(x, dtype, offset + at, count, buffer), lanes, count);
-  }
-  float most = lanes[0];
-  for (int k = 1; k < SHORT_LANES; ++k) most = ((lanes[k] > most) | (lanes[k] != lanes[k])) ? lanes[k] : most;
-  const float limit = bits == 8 ? 127.0f : 7.0f, inverse = limit / most;
-  for (int64_t at = 0; at < n; at += BLOCK) {
-    const int64_t count = n - at < BLOCK ? n - at : BLOCK;
-    rounded(fp32_block(x, dtype, offset + at, count, buffer), whole, inverse, limit, count);
-    pack(whole, q + at * bits / 8, bits, count);
-  }
-  return most / limit;
 }
 
 // Elements [offset, offset + n), all of one group, summed over `ranks` quantised tensors of `stride` bytes each.
@@ -95,11 +129,10 @@ void dequantise_group(void* out, Dtype dtype, int bits, const int8_t* q, int64_t
 
 void quantise(const void* x, Dtype dtype, int32_t bits, int8_t* q, float* scales, int64_t n, int64_t group,
               const Swizzle& swizzle) {
-  split_evenly(ceil_div(n, group), 1, n, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t count = (i + 1) * group < n ? group : n - i * group, to = swizzle.place(i);
-      scales[to] = quantise_group(x, dtype, bits, q + to * group * bits / 8, i * group, count);
-    }
+  with_dtype(dtype, [&](auto of) {
+    constexpr Dtype D = decltype(of)::value;
+    if (bits == 8) quantise_groups<D, 8>(x, q, scales, n, group, swizzle);
+    else quantise_groups<D, 4>(x, q, scales, n, group, swizzle);
   });
 }
 
