@@ -56,13 +56,19 @@ ZOO_HD int64_t padded(int64_t n) { return ceil_div(n, 16) * 16; }
 // Of a part of the column sums: dw, and from padded(D) on db.
 ZOO_HD int64_t parts_width(int64_t n) { return 2 * padded(n); }
 
-ZOO_HD float normalised(float s, float mean, float rstd) { return (s - mean) * rstd; }
+// T: float, or a vector of it.
+template <class T>
+ZOO_HD T normalised(T s, T mean, T rstd) {
+  return (s - mean) * rstd;
+}
 
-ZOO_HD float layer_norm_of(float s, float mean, float rstd, float weight, float bias) {
+template <class T>
+ZOO_HD T layer_norm_of(T s, T mean, T rstd, T weight, T bias) {
   return normalised(s, mean, rstd) * weight + bias;
 }
 
-ZOO_HD float layer_norm_grad(float g, float normalised, float alpha, float beta, float rstd) {
+template <class T>
+ZOO_HD T layer_norm_grad(T g, T normalised, T alpha, T beta, T rstd) {
   return ((g - alpha) - normalised * beta) * rstd;
 }
 
