@@ -1,39 +1,11 @@
 // Activations on the CPU. Compiled once for each instruction set.
-#include <type_traits>
-
-#include "../common/blocks.h"
 #include "../common/parallel.h"
+#include "../common/vectors.h"
 #include "activation.h"
 
 namespace zoo {
 namespace ZOO_ISA {
 namespace {
-
-template <int FORM, bool GATED>
-void forward(float* __restrict a, const float* __restrict z, const float* __restrict u, int64_t n) {
-  float none;
-  for (int64_t i = 0; i < n; ++i) {
-    const float y = activation_of<FORM, false>(z[i], none);
-    a[i] = GATED ? y * u[i] : y;
-  }
-}
-
-template <int FORM, bool GATED>
-void backward(float* __restrict a, float* __restrict dz, float* __restrict du, const float* __restrict da,
-              const float* __restrict z, const float* __restrict u, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    float slope;
-    const float y = activation_of<FORM, true>(z[i], slope);
-    if constexpr (GATED) {
-      a[i] = y * u[i];
-      dz[i] = (da[i] * u[i]) * slope;
-      du[i] = da[i] * y;
-    } else {
-      a[i] = y;
-      dz[i] = da[i] * slope;
-    }
-  }
-}
 
 // fn(FORM) as a constant.
 template <class Fn>
@@ -44,61 +16,54 @@ void with_form(Form form, const Fn& fn) {
   else fn(std::integral_constant<int, RELU>());
 }
 
-template <int FORM, bool GATED>
-void all_forward(const Activation& c, int64_t begin, int64_t end) {
-  float z_[BLOCK], u_[BLOCK], a_[BLOCK];
-  const int64_t wide = GATED ? 2 * c.dim : c.dim;
-  for (int64_t row = begin; row < end; ++row) {
-    for (int64_t i = 0; i < c.dim; i += BLOCK) {
-      const int64_t n = c.dim - i < BLOCK ? c.dim - i : BLOCK, at = row * c.dim + i, p = row * wide + i;
-      const float* z = fp32_block(c.pre, c.dtype, p, n, z_);
-      const float* u = GATED ? fp32_block(c.pre, c.dtype, p + c.dim, n, u_) : nullptr;
-      float* a = result_block(c.a, c.dtype, at, a_);
-      forward<FORM, GATED>(a, z, u, n);
-      write_block(a, c.a, c.dtype, at, n);
-    }
-  }
+template <Dtype D, int FORM, bool GATED>
+void forward_row(const Activation& c, int64_t row) {
+  const int64_t at = row * c.dim, p = GATED ? 2 * at : at;
+  each_vector(c.dim, [&](int64_t i, int64_t count) {
+    Vec none;
+    const Vec y = activation_of<FORM, false>(load<D>(c.pre, p + i, count), none);
+    store<D>(GATED ? y * load<D>(c.pre, p + c.dim + i, count) : y, c.a, at + i, count);
+  });
 }
 
-template <int FORM, bool GATED>
-void all_backward(const Activation& c, int64_t begin, int64_t end) {
-  float z_[BLOCK], u_[BLOCK], da_[BLOCK], a_[BLOCK], dz_[BLOCK], du_[BLOCK];
-  const int64_t wide = GATED ? 2 * c.dim : c.dim;
-  for (int64_t row = begin; row < end; ++row) {
-    for (int64_t i = 0; i < c.dim; i += BLOCK) {
-      const int64_t n = c.dim - i < BLOCK ? c.dim - i : BLOCK, at = row * c.dim + i, p = row * wide + i;
-      const float* z = fp32_block(c.pre, c.dtype, p, n, z_);
-      const float* u = GATED ? fp32_block(c.pre, c.dtype, p + c.dim, n, u_) : nullptr;
-      const float* da = fp32_block(c.grad_a, c.dtype, at, n, da_);
-      float *a = result_block(c.a, c.dtype, at, a_), *dz = result_block(c.grad_pre, c.dtype, p, dz_);
-      float* du = GATED ? result_block(c.grad_pre, c.dtype, p + c.dim, du_) : nullptr;
-      backward<FORM, GATED>(a, dz, du, da, z, u, n);
-      write_block(a, c.a, c.dtype, at, n);
-      write_block(dz, c.grad_pre, c.dtype, p, n);
-      if (GATED) write_block(du, c.grad_pre, c.dtype, p + c.dim, n);
+template <Dtype D, int FORM, bool GATED>
+void backward_row(const Activation& c, int64_t row) {
+  const int64_t at = row * c.dim, p = GATED ? 2 * at : at;
+  each_vector(c.dim, [&](int64_t i, int64_t count) {
+    Vec slope;
+    const Vec y = activation_of<FORM, true>(load<D>(c.pre, p + i, count), slope), da = load<D>(c.grad_a, at + i, count);
+    if constexpr (GATED) {
+      const Vec u = load<D>(c.pre, p + c.dim + i, count);
+      store<D>(y * u, c.a, at + i, count);
+      store<D>((da * u) * slope, c.grad_pre, p + i, count);
+      store<D>(da * y, c.grad_pre, p + c.dim + i, count);
+    } else {
+      store<D>(y, c.a, at + i, count);
+      store<D>(da * slope, c.grad_pre, p + i, count);
     }
-  }
+  });
+}
+
+template <bool BACKWARD>
+void run(const Activation& c) {
+  split_evenly(c.rows, 1, c.rows * c.dim, [&](int64_t begin, int64_t end) {
+    with_dtype(c.dtype, [&](auto of) {
+      with_form(c.form, [&](auto form) {
+        constexpr Dtype D = decltype(of)::value;
+        constexpr int FORM = decltype(form)::value;
+        const auto row = BACKWARD ? c.gated ? backward_row<D, FORM, true> : backward_row<D, FORM, false>
+                         : c.gated ? forward_row<D, FORM, true> : forward_row<D, FORM, false>;
+        for (int64_t t = begin; t < end; ++t) row(c, t);
+      });
+    });
+  });
 }
 
 }  // namespace
 
-void activate(const Activation& c) {
-  split_evenly(c.rows, 1, c.rows * c.dim, [&](int64_t begin, int64_t end) {
-    with_form(c.form, [&](auto form) {
-      if (c.gated) all_forward<decltype(form)::value, true>(c, begin, end);
-      else all_forward<decltype(form)::value, false>(c, begin, end);
-    });
-  });
-}
+void activate(const Activation& c) { run<false>(c); }
 
-void activate_backward(const Activation& c) {
-  split_evenly(c.rows, 1, c.rows * c.dim, [&](int64_t begin, int64_t end) {
-    with_form(c.form, [&](auto form) {
-      if (c.gated) all_backward<decltype(form)::value, true>(c, begin, end);
-      else all_backward<decltype(form)::value, false>(c, begin, end);
-    });
-  });
-}
+void activate_backward(const Activation& c) { run<true>(c); }
 
 }  // namespace ZOO_ISA
 }  // namespace zoo

@@ -32,16 +32,16 @@ ZOO_KERNEL(activate_backward, const Activation& c)
 
 inline namespace ZOO_ISA {
 
-// φ(z), and φ'(z) if it is asked for.
-template <int FORM, bool SLOPE>
-ZOO_HD float activation_of(float z, float& slope) {
+// φ(z), and φ'(z) if it is asked for. T: float, or a vector of it.
+template <int FORM, bool SLOPE, class T>
+ZOO_HD T activation_of(T z, T& slope) {
   if constexpr (FORM == SILU) {
-    const float s = sigmoid_of(z);
+    const T s = sigmoid_of(z);
     if constexpr (SLOPE) slope = s + z * (s * (1.0f - s));
     return z * s;
   } else if constexpr (FORM == RELU) {
-    if constexpr (SLOPE) slope = z <= 0.0f ? 0.0f : 1.0f;
-    return z < 0.0f ? 0.0f : z;
+    if constexpr (SLOPE) slope = z <= 0.0f ? T{} : T{} + 1.0f;
+    return z < 0.0f ? T{} : z;
   } else {
     constexpr int GELU_FORM = FORM == GELU ? GELU_ERF : GELU_TANH;
     if constexpr (SLOPE) slope = gelu_grad<GELU_FORM>(z);

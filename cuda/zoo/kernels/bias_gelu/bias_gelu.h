@@ -32,26 +32,27 @@ ZOO_KERNEL(bias_gelu_backward, const BiasGelu& c, float* parts)
 
 inline namespace ZOO_ISA {
 
-template <int FORM>
-ZOO_HD float gelu_of(float z) {
+// T: float, or a vector of it.
+template <int FORM, class T>
+ZOO_HD T gelu_of(T z) {
   if constexpr (FORM == GELU_TANH) {
     return z * sigmoid_of(z * (1.5957691f + 0.07135481f * (z * z)));
   } else {
-    float density;
-    const float tail = normal_tail(z < 0.0f ? -z : z, density);
+    T density;
+    const T tail = normal_tail(z < 0.0f ? -z : z, density);
     return z * (z < 0.0f ? tail : 1.0f - tail);
   }
 }
 
-template <int FORM>
-ZOO_HD float gelu_grad(float z) {
+template <int FORM, class T>
+ZOO_HD T gelu_grad(T z) {
   if constexpr (FORM == GELU_TANH) {
-    const float square = z * z;
-    const float s = sigmoid_of(z * (1.5957691f + 0.07135481f * square));
+    const T square = z * z;
+    const T s = sigmoid_of(z * (1.5957691f + 0.07135481f * square));
     return s + z * ((s * (1.0f - s)) * (1.5957691f + 0.21406444f * square));
   } else {
-    float density;
-    const float tail = normal_tail(z < 0.0f ? -z : z, density);
+    T density;
+    const T tail = normal_tail(z < 0.0f ? -z : z, density);
     return (z < 0.0f ? tail : 1.0f - tail) + z * (density * 0.39894228f);
   }
 }

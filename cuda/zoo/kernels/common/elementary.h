@@ -13,36 +13,70 @@
 // Φ is the normal distribution function. Error of Q relative to Q: (a²/2 + 12)·2^-24, since a² is rounded.
 #pragma once
 
+#if defined(__CUDACC__)
 #include "numbers.h"
+#else
+#include "vectors.h"
+#endif
 
 namespace zoo {
 inline namespace ZOO_ISA {
 
-ZOO_HD float exp_of(float x) {
-  const float low = x < -104.0f ? -104.0f : x;
-  const float y = low > 89.0f ? 89.0f : low;
-  const float shifted = y * 1.44269502f + 12582912.0f;  // 1.5·2^23: the integer is in the low bits
-  const float n = shifted - 12582912.0f;
+// x between low and high; a NaN stays one.
+ZOO_HD float clamped(float x, float low, float high) {
+  const float raised = x < low ? low : x;
+  return raised > high ? high : raised;
+}
+
+// e·2^n, rounded once, of e near 1; shifted = n + 1.5·2^23, so that n is in its low bits.
+ZOO_HD float times_power_of_two(float e, float shifted) {
   const int32_t i = int32_t(bits_of_float(shifted)) - 0x4B400000;
-  const float r = (y - n * 0.693359375f) + n * 0.000212194440f;
-  float p = 0.001381455804221332f;
-  p = p * r + 0.008368736132979393f;
-  p = p * r + 0.04166838899254799f;
-  p = p * r + 0.1666652113199234f;
-  p = p * r + 0.4999999403953552f;
-  const float e = 1.0f + (r + (r * r) * p);
   // Two factors: 2^n itself may be no normal number.
   const int32_t half = i >> 1;
   const float first = float_of_bits(uint32_t(half + 127) << 23), second = float_of_bits(uint32_t(i - half + 127) << 23);
   return (e * first) * second;
 }
 
-ZOO_HD float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+#if !defined(__CUDACC__)
+
+ZOO_HD Vec clamped(Vec x, float low, float high) { return less_of(spread(high), greater_of(spread(low), x)); }
+
+ZOO_HD Vec times_power_of_two(Vec e, Vec shifted) {
+#if defined(__AVX512BW__)
+  return Vec(_mm512_scalef_ps(__m512(e), __m512(shifted - 12582912.0f)));
+#else
+  const IntVec i = same_bits<IntVec>(shifted) - 0x4B400000, half = i >> 1;
+  return (e * same_bits<Vec>((half + 127) << 23)) * same_bits<Vec>((i - half + 127) << 23);
+#endif
+}
+
+#endif
+
+// T here and below: float, or a vector of it.
+template <class T>
+ZOO_HD T exp_of(T x) {
+  const T y = clamped(x, -104.0f, 89.0f);
+  const T shifted = y * 1.44269502f + 12582912.0f;
+  const T n = shifted - 12582912.0f;
+  const T r = (y - n * 0.693359375f) + n * 0.000212194440f;
+  T p = T{} + 0.001381455804221332f;
+  p = p * r + 0.008368736132979393f;
+  p = p * r + 0.04166838899254799f;
+  p = p * r + 0.1666652113199234f;
+  p = p * r + 0.4999999403953552f;
+  return times_power_of_two(1.0f + (r + (r * r) * p), shifted);
+}
+
+template <class T>
+ZOO_HD T sigmoid_of(T x) {
+  return 1.0f / (1.0f + exp_of(-x));
+}
 
 // Q(a); `density` gets e^(-a²/2).
-ZOO_HD float normal_tail(float a, float& density) {
-  const float t = 1.0f / (1.0f + 0.35f * a);
-  float p = -0.02916399948298931f;
+template <class T>
+ZOO_HD T normal_tail(T a, T& density) {
+  const T t = 1.0f / (1.0f + 0.35f * a);
+  T p = T{} - 0.02916399948298931f;
   p = p * t + 0.1440611481666565f;
   p = p * t + -0.25590258836746216f;
   p = p * t + 0.15939374268054962f;

@@ -73,7 +73,11 @@ ZOO_HD float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 // y at keys that causality hides: e = 0.
 ZOO_HD float hidden_of(float inverse) { return 0.0f * inverse; }
 
-ZOO_HD float softmax_grad(float scale, float y, float dy, float dot) { return scale * (y * (dy - dot)); }
+// T: float, or a vector of it.
+template <class T>
+ZOO_HD T softmax_grad(T scale, T y, T dy, T dot) {
+  return scale * (y * (dy - dot));
+}
 
 }  // namespace ZOO_ISA
 }  // namespace zoo
