@@ -262,6 +262,24 @@ def test_large_shapes_and_threads_change_nothing() -> None:
             assert all(map(same_bits, unpermute_backward(x, y, rows, gate[0]), grads)), threads
 
 
+@pytest.mark.parametrize("dim", [4096, 4099])
+def test_many_bytes_are_permuted_as_few(dim: int) -> None:
+    """From 16 MB on rows are written past the caches, whatever address they begin at; what is dropped leaves zeros."""
+    tokens, num_rows = 1000, 2100
+    assert 2 * num_rows * dim > 2**24
+    x = torch.arange(tokens * dim).to(torch.int16).view(torch.bfloat16).view(tokens, dim)
+    rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))[: 2 * tokens].view(tokens, 2)
+    rows[::7, 1] = -1
+    expected = torch.zeros(num_rows, dim, dtype=x.dtype)
+    for choice in rows.t():
+        expected[choice[choice >= 0]] = x[choice >= 0]
+    for threads in (1, 3):
+        with num_threads(threads):
+            assert_all_same(
+                lambda: [permute(x, rows, num_rows=num_rows).view(torch.int16)], [expected.view(torch.int16)]
+            )
+
+
 @examples(times=3)
 @given(
     tokens=st.integers(1, 60), experts=st.integers(1, 20), k=st.integers(1, 4), dim=st.integers(1, 100),

@@ -126,7 +126,7 @@ Tensor there(const Tensor& x, const Tensor& rows, int64_t num_rows) {
   const KernelScratch<int64_t> source(rows, num_rows);
   invert(rows, num_rows, source.data());
   const Permute c{x.const_data_ptr(), y.mutable_data_ptr(), source.data(), rows.size(1), num_rows,
-                  x.size(1) * int64_t(x.element_size())};
+                  x.size(1) * int64_t(x.element_size()), rows.const_data_ptr<int64_t>(), x.size(0)};
   ZOO_LAUNCH(permute, x, c);
   return y;
 }

@@ -74,6 +74,8 @@ struct Permute {
   void* y;
   const int64_t* source;
   int64_t choices, rows, row_bytes;
+  const int64_t* row_of;  // of each assignment: r; read on CPUs
+  int64_t tokens;
 };
 
 struct Unpermute {
