@@ -30,7 +30,7 @@ typedef float Vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t IntVec __attribute__((vector_size(4 * WIDTH)));
 
 // All elements equal.
-static ZOO_HD Vec spread(float x) { return Vec{} + x; }
+ZOO_HD Vec spread(float x) { return Vec{} + x; }
 
 template <class To, class From>
 ZOO_HD To same_bits(From from) {
@@ -58,6 +58,19 @@ ZOO_HD Vec less_of(Vec a, Vec b) {
   return Vec(_mm256_min_ps(__m256(a), __m256(b)));
 #else
   return a < b ? a : b;
+#endif
+}
+
+ZOO_HD Vec root_of(Vec x) {
+#if defined(__AVX512BW__)
+  return Vec(_mm512_sqrt_ps(__m512(x)));
+#elif defined(__AVX2__)
+  return Vec(_mm256_sqrt_ps(__m256(x)));
+#elif defined(__SSE2__)
+  return Vec(_mm_sqrt_ps(__m128(x)));
+#else
+  for (int k = 0; k < WIDTH; ++k) x[k] = __builtin_sqrtf(x[k]);
+  return x;
 #endif
 }
 
@@ -113,21 +126,17 @@ ZOO_HD Vec load(const void* memory, int64_t i, int64_t count = WIDTH) {
   else return widened<D>(x);
 }
 
+// Returns x as it is read back.
 template <Dtype D>
-ZOO_HD void store(Vec x, void* memory, int64_t i, int64_t count = WIDTH) {
+ZOO_HD Vec store(Vec x, void* memory, int64_t i, int64_t count = WIDTH) {
   const auto from = [x] {
     if constexpr (D == F32) return x;
     else return narrowed<D>(x);
   }();
   constexpr size_t size = sizeof(from) / WIDTH;
   memcpy(static_cast<char*>(memory) + i * int64_t(size), &from, count == WIDTH ? sizeof(from) : size_t(count) * size);
-}
-
-// x as it is read back once it was stored.
-template <Dtype D>
-ZOO_HD Vec rounded(Vec x) {
   if constexpr (D == F32) return x;
-  else return widened<D>(narrowed<D>(x));
+  else return widened<D>(from);
 }
 
 // The first `count` elements of x, `rest` beyond.
