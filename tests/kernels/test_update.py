@@ -35,6 +35,7 @@ from zoo.kernels.update import (
 )  # fmt: skip
 
 from .cases import DTYPES, SIZES, placed, same_bits, values
+from .oracles import num_threads
 
 pytestmark = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
 VARIANTS = [(rule, flags) for rule, all_flags in ALLOWED.items() if rule is not Rule.LAMB for flags in all_flags]
@@ -123,6 +124,40 @@ def test_a_long_tensor_and_threads_change_nothing() -> None:
             assert_same(got, expected, threads)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_looked_at_on_threads(dtype: torch.dtype) -> None:
+    count, wrong = 2600, 2500
+    flags, scalars = adam(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, step=1)
+
+    def made() -> tuple[list[torch.Tensor], Any]:
+        params = [placed(values(3, i), dtype, 0).requires_grad_() for i in range(count)]
+        for i, p in enumerate(params):
+            p.grad = placed(values(3, count + i), dtype, 0)
+        masters = [p.detach().float() for p in params] if dtype is torch.bfloat16 else []
+        states = [[torch.zeros(3) for _ in params] for _ in range(2)]
+        return params, torch.classes.zoo.Rows(params, *states, [], masters)
+
+    def step(rows: Any, threads: int) -> bool:
+        with num_threads(threads):
+            return bool(rows.update(int(Rule.ADAM), int(flags), scalars.values()))
+
+    found = []
+    for threads in (1, 3):
+        params, rows = made()
+        assert step(rows, threads)
+        found.append(torch.stack([p.detach() for p in params]))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], torch.stack([p.detach() for p in made()[0]]))
+
+    given_ = found[-1].clone()
+    params[wrong].grad = torch.ones(6, dtype=dtype)[::2]
+    with pytest.raises(ValueError, match=rf"grads\[{wrong}\] of shape .*must be contiguous"):
+        step(rows, 3)
+    params[wrong].grad = None
+    assert not step(rows, 3)
+    assert torch.equal(given_, torch.stack([p.detach() for p in params]))
 
 
 def test_there_is_one_openmp_runtime() -> None:

@@ -2,9 +2,13 @@
 #include <torch/custom_class.h>
 
 #include <array>
+#include <atomic>
+#include <exception>
+#include <mutex>
 #include <vector>
 
 #include "../common/operators.h"
+#include "../common/parallel.h"
 #include "../common/squares.h"
 #include "update.h"
 
@@ -40,14 +44,15 @@ class Table {
     for (int k = 0; k < MAX_STATES; ++k)
       check_length(states[size_t(k)].size(), k < num_states_ ? params.size() : 0, STATE_NAMES[k]);
     check_length(masters.size(), masters.empty() ? 0 : params.size(), "masters");
-    rows.reserve(params.size());
+    rows.resize(params.size());
   }
 
-  // `index` names the row in messages. grad may be null: the second pass of LAMB needs none.
-  void add(int64_t index, const at::Tensor& param, const at::Tensor* grad,
+  // Row `index`, which names it in messages too; row 0 first, it decides the formats. grad may be null: the second pass of
+  // LAMB needs none.
+  void set(int64_t index, const at::Tensor& param, const at::Tensor* grad,
            const std::array<const at::Tensor*, MAX_STATES>& states, const at::Tensor* master) {
     const int64_t n = param.numel();
-    if (rows.empty()) {
+    if (index == 0) {
       formats.param = dtype_of(param, {"params", index});
       formats.grad = grad != nullptr ? dtype_of(*grad, {"grads", index}) : F32;
       formats.state = states[0] != nullptr ? dtype_of(*states[0], {STATE_NAMES[0], index}) : F32;
@@ -73,7 +78,7 @@ class Table {
       check_tensor(*master, {"masters", index}, n, F32, device_);
       row.master = address(*master, params_ == WRITE && states_ == OWN ? OWN : params_);
     }
-    rows.push_back(row);
+    rows[size_t(index)] = row;
   }
 
   std::vector<Row> rows;
@@ -96,7 +101,7 @@ void fill(Table& table, at::TensorList params, const at::TensorList* grads,
   for (size_t i = 0; i < params.size(); ++i) {
     std::array<const at::Tensor*, MAX_STATES> s{};
     for (size_t k = 0; k < MAX_STATES; ++k) s[k] = states[k].empty() ? nullptr : &states[k][i];
-    table.add(int64_t(i), params[i], grads != nullptr ? &(*grads)[i] : nullptr, s,
+    table.set(int64_t(i), params[i], grads != nullptr ? &(*grads)[i] : nullptr, s,
               masters.empty() ? nullptr : &masters[i]);
   }
 }
@@ -168,25 +173,8 @@ class Rows : public torch::CustomClassHolder {
   bool update(int64_t rule, int64_t flags, std::vector<double> scalars) {
     Table table(rule, flags, at::Device(at::kCPU), Table::WRITE, Table::OWN);
     table.rows = std::move(rows_);  // its memory, not its contents
-    table.rows.clear();
     table.check_lists(params_, {states_[0], states_[1], states_[2]}, masters_);
-    // The objects of tensors lie all over memory, each behind the address in another, and the update of the step before
-    // has driven them out of the caches. So a row is asked for in stages, several rows ahead of the one looked at.
-    const size_t count = params_.size();
-    for (size_t i = 0; i < STAGES * AHEAD && i < count; ++i) ask_for_objects(i);
-    for (size_t i = 0; i < (STAGES - 1) * AHEAD && i < count; ++i) ask_for_storages(i);
-    for (size_t i = 0; i < (STAGES - 2) * AHEAD && i < count; ++i) ask_for_grad(i);
-    for (size_t i = 0; i < count; ++i) {
-      if (i + STAGES * AHEAD < count) ask_for_objects(i + STAGES * AHEAD);
-      if (i + (STAGES - 1) * AHEAD < count) ask_for_storages(i + (STAGES - 1) * AHEAD);
-      if (i + (STAGES - 2) * AHEAD < count) ask_for_grad(i + (STAGES - 2) * AHEAD);
-      if (i + AHEAD < count) ask_for_grad_storage(i + AHEAD);
-      const at::Tensor& grad = params_[i].grad();
-      if (!grad.defined()) return false;
-      std::array<const at::Tensor*, MAX_STATES> s{};
-      for (size_t k = 0; k < MAX_STATES; ++k) s[k] = states_[k].empty() ? nullptr : &states_[k][i];
-      table.add(int64_t(i), params_[i], &grad, s, masters_.empty() ? nullptr : &masters_[i]);
-    }
+    if (!fill(table, 0, params_.empty() ? 0 : 1) || !fill_on_threads(table)) return false;
     check_rule(rule, flags);
     ZOO_LAUNCH(update, params_[0], int(rule), int(flags), scalars_of(scalars), table.formats, table.rows.data(),
                table.size());
@@ -196,6 +184,46 @@ class Rows : public torch::CustomClassHolder {
 
  private:
   static constexpr size_t AHEAD = 6, STAGES = 4;
+  static constexpr int64_t ROWS_A_THREAD = 512;  // looking at fewer takes less time than waking a thread
+
+  // Rows [begin, end); false if a parameter has no gradient.
+  bool fill(Table& table, size_t begin, size_t end) const {
+    // The objects of tensors lie all over memory, each behind the address in another, and the update of the step before
+    // has driven them out of the caches. So a row is asked for in stages, several rows ahead of the one looked at.
+    for (size_t i = begin; i < begin + STAGES * AHEAD && i < end; ++i) ask_for_objects(i);
+    for (size_t i = begin; i < begin + (STAGES - 1) * AHEAD && i < end; ++i) ask_for_storages(i);
+    for (size_t i = begin; i < begin + (STAGES - 2) * AHEAD && i < end; ++i) ask_for_grad(i);
+    for (size_t i = begin; i < end; ++i) {
+      if (i + STAGES * AHEAD < end) ask_for_objects(i + STAGES * AHEAD);
+      if (i + (STAGES - 1) * AHEAD < end) ask_for_storages(i + (STAGES - 1) * AHEAD);
+      if (i + (STAGES - 2) * AHEAD < end) ask_for_grad(i + (STAGES - 2) * AHEAD);
+      if (i + AHEAD < end) ask_for_grad_storage(i + AHEAD);
+      const at::Tensor& grad = params_[i].grad();
+      if (!grad.defined()) return false;
+      std::array<const at::Tensor*, MAX_STATES> s{};
+      for (size_t k = 0; k < MAX_STATES; ++k) s[k] = states_[k].empty() ? nullptr : &states_[k][i];
+      table.set(int64_t(i), params_[i], &grad, s, masters_.empty() ? nullptr : &masters_[i]);
+    }
+    return true;
+  }
+
+  // All rows but the first, in parts; of several refusals one is raised.
+  bool fill_on_threads(Table& table) const {
+    const int64_t count = table.size() - 1;
+    std::atomic<bool> complete{true};
+    std::exception_ptr refusal;
+    std::mutex mutex;
+    split_evenly(count, 1, count * (GRAIN / ROWS_A_THREAD), [&](int64_t begin, int64_t end) {
+      try {
+        if (!fill(table, size_t(begin + 1), size_t(end + 1))) complete = false;
+      } catch (...) {  // no exception may leave a thread of OpenMP
+        const std::lock_guard<std::mutex> hold(mutex);
+        refusal = std::current_exception();
+      }
+    });
+    if (refusal) std::rethrow_exception(refusal);
+    return complete;
+  }
 
   static void ask_for_object(const at::Tensor& t) {
     const char* object = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());

@@ -34,6 +34,23 @@ void update_block(const Scalars& scalars, float rate, float* __restrict p, const
   }
 }
 
+// Elements [at, at + n) of a row with a master, fp32 states, and parameters and gradients of 16 bits: nothing goes through
+// a buffer.
+template <int RULE, int FLAGS, Dtype D>
+void update_master(const Scalars& scalars, float rate, const Row& row, int64_t at, int64_t n) {
+  constexpr int states = kept<RULE, FLAGS>();
+  const Scalars c = scalars;
+  each_vector(n, [&](int64_t i, int64_t count) {
+    Vec s[MAX_STATES] = {};
+    for (int k = 0; k < states; ++k) s[k] = load<F32>(row.state[k], at + i, count);
+    const Vec p = load<F32>(row.master, at + i, count), g = load<D>(row.grad, at + i, count);
+    const Vec next = updated<RULE, FLAGS>(c, rate, p, g, s[0], s[1], s[2]);
+    store<F32>(next, row.master, at + i, count);
+    store<D>(next, row.param, at + i, count);
+    for (int k = 0; k < states; ++k) store<F32>(s[k], row.state[k], at + i, count);
+  });
+}
+
 template <int RULE, int FLAGS>
 void update_range(const Scalars& c, Formats f, const Row& row, int64_t begin, int64_t end, RowBuffers& buffers) {
   void* const source = row.master != nullptr ? row.master : row.param;
@@ -48,6 +65,11 @@ void update_range(const Scalars& c, Formats f, const Row& row, int64_t begin, in
   for (int64_t at = begin; at < end; at += BLOCK) {
     const int64_t n = end - at < BLOCK ? end - at : BLOCK;
     if (at + AHEAD < end) ask_for_row(row, f, at + AHEAD, n);
+    if (row.master != nullptr && f.state == F32 && f.param == f.grad && f.param != F32) {
+      if (f.param == BF16) update_master<RULE, FLAGS, BF16>(c, rate, row, at, n);
+      else update_master<RULE, FLAGS, F16>(c, rate, row, at, n);
+      continue;
+    }
     float* p = fp32_block(source, source_dtype, at, n, buffers.p);
     const float* g = fp32_block(const_cast<void*>(row.grad), f.grad, at, n, buffers.g);
     float* s[MAX_STATES];

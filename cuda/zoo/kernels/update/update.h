@@ -29,10 +29,8 @@
 
 #include "../common/isa.h"
 
-#if defined(__CUDA_ARCH__)
-#define ZOO_SQRT(x) __fsqrt_rn(x)
-#else
-#define ZOO_SQRT(x) __builtin_sqrtf(x)
+#if !defined(__CUDACC__)
+#include "../common/vectors.h"
 #endif
 
 namespace zoo {
@@ -81,18 +79,27 @@ ZOO_HD int num_states(int rule, int flags) {
 
 inline namespace ZOO_ISA {
 
-// S of ADAM and LAMB.
-ZOO_HD void advance_moments(const Scalars& c, float g, float& m, float& v) {
+ZOO_HD float root_of(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+// S of ADAM and LAMB. T here and below: float, or a vector of it.
+template <class T>
+ZOO_HD void advance_moments(const Scalars& c, T g, T& m, T& v) {
   m = m + c.beta1_rest * (g - m);
   v = c.beta2 * v + (c.beta2_rest * g) * g;
 }
 
 // D of ADAM (v may be the maximum of AMSGRAD) and of LAMB, from the states alone.
-template <int RULE, int FLAGS>
-ZOO_HD float moment_direction(const Scalars& c, float p, float m, float v) {
-  float d;
-  if constexpr ((FLAGS & EPS_INSIDE) != 0) d = m / ZOO_SQRT(c.correction2 * v + c.eps);
-  else d = m / (c.correction2 * ZOO_SQRT(v) + c.eps);
+template <int RULE, int FLAGS, class T>
+ZOO_HD T moment_direction(const Scalars& c, T p, T m, T v) {
+  T d;
+  if constexpr ((FLAGS & EPS_INSIDE) != 0) d = m / root_of(c.correction2 * v + c.eps);
+  else d = m / (c.correction2 * root_of(v) + c.eps);
   if constexpr (RULE == LAMB) {
     d = c.gain * d;
     if constexpr ((FLAGS & COUPLED) != 0) d = d + c.coupled * p;
@@ -101,8 +108,8 @@ ZOO_HD float moment_direction(const Scalars& c, float p, float m, float v) {
 }
 
 // One element: updates the states s0 to s2 and returns the direction. FLAGS and RULE are known to the compiler.
-template <int RULE, int FLAGS>
-ZOO_HD float direction(const Scalars& c, float p, float g, float& s0, float& s1, float& s2) {
+template <int RULE, int FLAGS, class T>
+ZOO_HD T direction(const Scalars& c, T p, T g, T& s0, T& s1, T& s2) {
   if constexpr (RULE == ADAM || RULE == LAMB) {
     advance_moments(c, g, s0, s1);
     if constexpr ((FLAGS & AMSGRAD) == 0) return moment_direction<RULE, FLAGS>(c, p, s0, s1);
@@ -114,29 +121,29 @@ ZOO_HD float direction(const Scalars& c, float p, float g, float& s0, float& s1,
     if constexpr ((FLAGS & NESTEROV) != 0) return g + c.beta1 * s0;
     else return s0;
   } else if constexpr (RULE == LION) {
-    const float u = c.beta1 * s0 + c.beta1_rest * g;
+    const T u = c.beta1 * s0 + c.beta1_rest * g, zero{};
     s0 = c.beta2 * s0 + c.beta2_rest * g;
-    const float sign = u > 0.0f ? 1.0f : u < 0.0f ? -1.0f : 0.0f;
+    const T sign = u > 0.0f ? zero + 1.0f : u < 0.0f ? zero - 1.0f : zero;
     return u != u ? u : sign;  // a NaN must not pass for a zero
   } else {
     s0 = s0 + g * g;
-    return g / (ZOO_SQRT(s0) + c.eps);
+    return g / (root_of(s0) + c.eps);
   }
 }
 
 // The gradient that the rule sees: σ·g, and + λ·p where the decay is coupled (LAMB adds it to the direction instead).
-template <int RULE, int FLAGS>
-ZOO_HD float prepared(const Scalars& c, float p, float g) {
+template <int RULE, int FLAGS, class T>
+ZOO_HD T prepared(const Scalars& c, T p, T g) {
   g = c.grad_scale * g;
   if constexpr (RULE != LAMB && (FLAGS & COUPLED) != 0) g = g + c.coupled * p;
   return g;
 }
 
 // p' of one element.
-template <int RULE, int FLAGS>
-ZOO_HD float updated(const Scalars& c, float rate, float p, float g, float& s0, float& s1, float& s2) {
+template <int RULE, int FLAGS, class T>
+ZOO_HD T updated(const Scalars& c, float rate, T p, T g, T& s0, T& s1, T& s2) {
   g = prepared<RULE, FLAGS>(c, p, g);
-  const float d = direction<RULE, FLAGS>(c, p, g, s0, s1, s2);
+  const T d = direction<RULE, FLAGS>(c, p, g, s0, s1, s2);
   return c.decay * p - rate * d;
 }
 
