@@ -155,6 +155,46 @@ def lamb_cases(large: bool) -> Iterator[Case]:
                 yield Case(what=what, args=args, operation=operation, reference=reference)
 
 
+def scalars_cases(large: bool) -> Iterator[Case]:
+    """The scalars of a step, made on the device, and updates with them: one that counts and one that is skipped."""
+    rules = (
+        update.adam(lr=0.05, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), update.sgd(lr=0.05, momentum=0.9),
+        update.lion(lr=0.05, beta1=0.9, beta2=0.99), update.adagrad(lr=0.05, lr_decay=0.1, eps=1e-8),
+        update.lamb(lr=0.05, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, eps_inside_sqrt=True),
+    )  # fmt: skip
+    for settings in rules:
+
+        def operation(params: Any, grads: Any, states: Any, steps: Any, numbers: Any, s: Any = settings) -> Any:
+            lr, grad_scale, loss_scale, found_inf = numbers
+            made = update.update_scalars_(
+                s, steps, lr=lr, device_grad_scale=grad_scale, loss_scale=loss_scale, found_inf=found_inf
+            )
+            if s.rule is not update.Rule.LAMB:
+                update.update_(s.rule, s.flags, params, grads, states, scalars=made)
+                return made, steps, params, states
+            norms = update.lamb_direction_(s.flags, params, grads, *states, scalars=made)
+            update.lamb_apply_(
+                s.flags, params, *states, ratios=torch.ones(len(params), device=steps.device), scalars=made
+            )
+            return made, steps, params, states, (norms == 0).double()
+
+        def reference(params: Any, grads: Any, states: Any, steps: Any, numbers: Any, s: Any = settings) -> Any:
+            with loading.use_mode("reference"):
+                return operation(params, grads, states, steps, numbers, s)
+
+        for taken in (0, 1, 999, 2**20):
+            for skips in (0.0, 1.0):
+                params, grads, states, _ = update_args(
+                    [5, 4097], update.num_states(settings.rule, settings.flags), FORMATS[0], special=False
+                )
+                numbers = [torch.tensor([x]) for x in (0.01, 0.3, 1024.0, skips)]
+                numbers[0] = numbers[0].double()
+                steps = torch.full((300,), float(taken))
+                what = f"{settings.rule.name}, step {taken}, skips={skips}"
+                args = (params, grads, states, steps, numbers)
+                yield Case(what=what, args=args, operation=operation, reference=reference)
+
+
 def norm_cases(large: bool) -> Iterator[Case]:
     for dtype in DTYPES:
         for factor in (1.0, 0.3, 2.0**-16, 1e30):
@@ -270,6 +310,7 @@ def onebit_cases(large: bool) -> Iterator[Case]:
 CHECKS = (
     Check(name="update", operators=("update_",), cases=update_cases),
     Check(name="LAMB", operators=("lamb_direction_", "lamb_apply_"), cases=lamb_cases),
+    Check(name="scalars of a step", operators=("update_scalars_",), cases=scalars_cases),
     Check(name="norm", operators=("sum_squares", "scale_sum_squares_"), cases=norm_cases),
     Check(name="quantise", operators=("quantise",), cases=quantise_cases),
     Check(name="dequantise", operators=("dequantise_",), cases=dequantise_cases),

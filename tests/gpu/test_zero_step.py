@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from zoo import optim
 from zoo.engine import initialize
 from zoo.zero import LossScaler, ZeroOptimizer
 
@@ -44,7 +45,7 @@ def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, optim.AdamW, optim.Lion])
 @pytest.mark.parametrize("clip", [0.05, math.inf])
 @pytest.mark.parametrize(("dtype", "scaled"), [(torch.float32, False), (torch.bfloat16, False), (torch.float16, True)])
 def test_the_bits_are_those_of_steps_that_are_waited_for(
@@ -54,8 +55,9 @@ def test_the_bits_are_those_of_steps_that_are_waited_for(
     for cls in (Waits, ZeroOptimizer):
         model = net(dtype)
         more: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        more |= {"capturable": True} if kind in (optim.AdamW, optim.Lion) else {"fused": True}
         optimizer = cls(
-            model, stage=stage, optimizer=kind, lr=0.01, clip_norm=clip, fused=True, reduce_bucket_size=4500,
+            model, stage=stage, optimizer=kind, lr=0.01, clip_norm=clip, reduce_bucket_size=4500,
             param_persistence_threshold=0, optimizer_options=more,
             loss_scale=LossScaler(scale=96.0, window=2, hysteresis=1) if scaled else None,
         )  # fmt: skip

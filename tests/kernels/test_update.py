@@ -21,6 +21,7 @@ from zoo.kernels.update import (
     Flag,
     Rule,
     Scalars,
+    Settings,
     adagrad,
     adam,
     lamb,
@@ -309,32 +310,32 @@ def test_autograd_notices_that_a_tensor_was_changed() -> None:
 def test_scalars_are_those_of_torch_optimizers() -> None:
     """Three steps in fp64 agree with torch.optim to 1e-12: the same formulas, other roundings."""
     decay = {"lr": 0.03, "weight_decay": 0.1}
-    cases: list[tuple[Any, dict[str, Any], Rule, Callable[[int], tuple[Flag, Scalars]]]] = []
+    cases: list[tuple[Any, dict[str, Any], Settings]] = []
     for amsgrad in (False, True):
         more = {**decay, "amsgrad": amsgrad}
         both = {**more, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
         torchs = {**more, "betas": (0.9, 0.99)}
-        cases.append((torch.optim.AdamW, torchs, Rule.ADAM, lambda t, b=both: adam(**b, step=t)))
-        cases.append((torch.optim.Adam, torchs, Rule.ADAM, lambda t, b=both: adam(**b, step=t, decoupled=False)))
+        cases.append((torch.optim.AdamW, torchs, adam(**both)))
+        cases.append((torch.optim.Adam, torchs, adam(**both, decoupled=False)))
     for more in ({}, {"momentum": 0.9, "dampening": 0.2}, {"momentum": 0.9, "nesterov": True}):
-        cases.append((torch.optim.SGD, {**decay, **more}, Rule.SGD, lambda t, m=more: sgd(**decay, **m, step=t)))
+        cases.append((torch.optim.SGD, {**decay, **more}, sgd(**decay, **more)))
     more = {**decay, "lr_decay": 0.1, "eps": 1e-8}
-    cases.append((torch.optim.Adagrad, more, Rule.ADAGRAD, lambda t, m=more: adagrad(**m, step=t)))
-    for cls, options, rule, at in cases:
+    cases.append((torch.optim.Adagrad, more, adagrad(**more)))
+    for cls, options, settings in cases:
+        rule, flags = settings.rule, settings.flags
         theirs = torch.nn.Parameter(values(50, 1).double())
         ours = theirs.detach().clone()
         optimizer = cls([theirs], **options)
-        states = [[torch.zeros_like(ours)] for _ in range(num_states(rule, at(1)[0]))]
+        states = [[torch.zeros_like(ours)] for _ in range(num_states(rule, flags))]
         for t in (1, 2, 3):
             theirs.grad = values(50, 10 + t).double()
             optimizer.step()
-            flags, c = at(t)
-            update_(rule, flags, [ours], [theirs.grad], states, scalars=c)
+            update_(rule, flags, [ours], [theirs.grad], states, scalars=settings.at(t))
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12, msg=f"{cls} {options} step {t}")
 
 
 def test_lion_is_the_paper() -> None:
-    _, c = lion(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.5)
+    c = lion(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.5).at(1)
     p, m, g = torch.tensor([1.0, -2.0]), torch.tensor([0.5, -0.1]), torch.tensor([-1.0, 5.0])
     update_(Rule.LION, Flag.NONE, [p], [g], [[m]], scalars=c)
     # u = 0.9·0.5 - 0.1 > 0; 0.9·(-0.1) + 0.5 > 0
@@ -343,7 +344,8 @@ def test_lion_is_the_paper() -> None:
 
 
 def test_lamb_is_the_paper() -> None:
-    flags, c = lamb(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-6, step=1, weight_decay=0.01)
+    settings = lamb(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.01)
+    flags, c = settings.flags, settings.at(1)
     p, g = torch.tensor([3.0, 4.0]), torch.tensor([1.0, -1.0])
     m, v = torch.zeros(2), torch.zeros(2)
     norms = lamb_direction_(flags, [p], [g], [m], [v], scalars=c)

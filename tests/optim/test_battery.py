@@ -322,7 +322,7 @@ def refusals() -> list[tuple[str, dict[str, Any], str]]:
     return [
         ("AdamW", {"lr": -1.0}, "lr=-1.0; it must be a number >= 0"),
         ("AdamW", {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
-        ("AdamW", {"capturable": True}, "capturable=True"),
+        ("AdamW", {"differentiable": True}, "differentiable=True"),
         ("AdamW", {"master_dtype": torch.float64}, "master_dtype=torch.float64"),
         ("AdamW", {"state_dtype": torch.float16}, "state_dtype=torch.float16"),
         ("SGD", {"nesterov": True}, "nesterov=True with momentum=0"),

@@ -29,6 +29,8 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"fused": True}),
     "SGD, momentum": (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
     "Adagrad": (torch.optim.Adagrad, {"fused": True}),
+    "zoo.AdamW, capturable": (optim.AdamW, {"capturable": True}),
+    "zoo.SGD, capturable": (optim.SGD, {"capturable": True, "momentum": 0.9}),
 }
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW, not fused": (torch.optim.AdamW, {}),
@@ -153,6 +155,8 @@ def build(cls: type[ZeroOptimizer] = Late, kind: Any = torch.optim.AdamW, **opti
         ({"clip_norm": 0.0}, True),
         ({"fused": True, "nonfinite_gradients": "error"}, False),
         ({"kind": optim.AdamW}, False),
+        ({"kind": optim.AdamW, "capturable": True}, True),
+        ({"kind": optim.Lion, "capturable": True, "loss_scale": "dynamic"}, True),
         ({}, False),
         ({"cls": ZeroOptimizer, "fused": True}, False),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.update import Flag, Rule, Scalars, adagrad
+from zoo.kernels.update import Settings, adagrad
 from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.options import at_least_zero, not_supported
 
@@ -25,7 +25,7 @@ class Adagrad(ElementwiseOptimizer):
     def __init__(
         self, params: Any, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0, eps: float = 1e-10, foreach: bool | None = None, *,
-        maximize: bool = False, differentiable: bool = False, fused: bool | None = None,
+        maximize: bool = False, capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
         master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(
@@ -36,6 +36,7 @@ class Adagrad(ElementwiseOptimizer):
         defaults = {
             "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
+            "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, master_dtype=master_dtype, state_dtype=state_dtype)
 
@@ -47,8 +48,6 @@ class Adagrad(ElementwiseOptimizer):
         """``initial_accumulator_value``."""
         return float(group["initial_accumulator_value"])
 
-    def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
+    def settings(self, group: dict[str, Any], lr: float) -> Settings:
         """See ``zoo.kernels.update.adagrad``."""
-        options = {k: group[k] for k in ("lr_decay", "eps", "weight_decay")}
-        flags, scalars = adagrad(lr=float(group["lr"]), step=step, grad_scale=grad_scale, **options)
-        return Rule.ADAGRAD, flags, scalars
+        return adagrad(lr=lr, **{k: group[k] for k in ("lr_decay", "eps", "weight_decay")})

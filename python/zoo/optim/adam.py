@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.update import Flag, Rule, Scalars, adam
+from zoo.kernels.update import Settings, adam
 from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.options import at_least_zero, betas_in_range, not_supported
 
@@ -24,6 +24,7 @@ class Adam(ElementwiseOptimizer):
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.Adam``.
         decoupled_weight_decay: p ← (1 - lr·weight_decay)·p before the step instead, which is AdamW.
         bias_correction: False takes m and v as they are: p ← p - lr·m / (√v + ε).
+        capturable: nothing of a step waits for the device; see :class:`~zoo.optim.base.ElementwiseOptimizer`.
         master_dtype, state_dtype: see :class:`~zoo.optim.base.ElementwiseOptimizer`.
 
     Raises:
@@ -39,11 +40,11 @@ class Adam(ElementwiseOptimizer):
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
-        not_supported("Adam", capturable=capturable, differentiable=differentiable)
+        not_supported("Adam", differentiable=differentiable)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay,
-            "bias_correction": bias_correction,
+            "bias_correction": bias_correction, "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, master_dtype=master_dtype, state_dtype=state_dtype)
 
@@ -51,15 +52,14 @@ class Adam(ElementwiseOptimizer):
         """m, v, and the maximum of v with amsgrad."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
+    def settings(self, group: dict[str, Any], lr: float) -> Settings:
         """See ``zoo.kernels.update.adam``."""
         beta1, beta2 = group["betas"]
-        flags, scalars = adam(
-            lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"], step=step,
-            weight_decay=group["weight_decay"], decoupled=group["decoupled_weight_decay"], amsgrad=group["amsgrad"],
-            bias_correction=group["bias_correction"], grad_scale=grad_scale,
+        return adam(
+            lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"], amsgrad=group["amsgrad"],
+            bias_correction=group["bias_correction"],
         )  # fmt: skip
-        return Rule.ADAM, flags, scalars
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from zoo.kernels import loading
-from zoo.kernels.update import Flag, Rule, Scalars, update_
+from zoo.kernels.update import Scalars, Settings, update_, update_scalars_
 from zoo.optim.plan import Batch, Plan, State, Watch
 
 Tensor = torch.Tensor
@@ -20,9 +22,16 @@ LOW = (torch.bfloat16, torch.float16)
 class ElementwiseOptimizer(torch.optim.Optimizer):
     """Base of the optimizers whose update of an element looks at that element only: p' = δ·p - η·D(S(s, g)).
 
-    A subclass says which states it keeps (:meth:`state_names`) and gives rule, flags and scalars for a step
-    (:meth:`scalars`); see ``zoo.kernels.update``. The arguments ``foreach`` and ``fused`` of torch choose between
+    A subclass says which states it keeps (:meth:`state_names`) and gives its options as the kernels take them
+    (:meth:`settings`); see ``zoo.kernels.update``. The arguments ``foreach`` and ``fused`` of torch choose between
     torch's implementations; here there is one, so they are taken and mean nothing.
+
+    With the option ``capturable`` of a group nothing of a step is known to the host alone: the number of steps taken is
+    on the device, and so may be the learning rate (a tensor in the group), ``grad_scale`` and whether the step is to
+    change anything. So nothing waits for the device, and a step may be captured in a CUDA graph, after one outside of
+    it that makes the states. Where all groups are capturable, ``torch.amp.GradScaler`` hands its scale and what it
+    found over by the attributes ``grad_scale`` (gradients are so many times too large) and ``found_inf`` (where it is
+    not 0 the step changes nothing, and does not count). The bits are those of a step with the same numbers on the host.
 
     Args:
         params: as for ``torch.optim``: parameters, or groups of them with options of their own.
@@ -60,9 +69,14 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """The names of the states with an element for each of the parameter's."""
         raise NotImplementedError
 
-    def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
-        """What the kernel is told in step ``step`` (from 1) of this group; ``grad_scale`` multiplies gradients."""
+    def settings(self, group: dict[str, Any], lr: float) -> Settings:
+        """The rule and the options of this group; ``lr``: its learning rate, a NaN where only the device knows it."""
         raise NotImplementedError
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler asks: whether a step looks at the attributes ``grad_scale`` and ``found_inf``."""
+        return all(group.get("capturable") for group in self.param_groups)
 
     def initial(self, group: dict[str, Any], name: str) -> float:
         """The value that a new state is filled with."""
@@ -71,12 +85,17 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float | Tensor = 1.0) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
             closure: computes the loss again, as in torch; its result is returned.
-            grad_scale: gradients count ``grad_scale`` times: 1/loss_scale, or a clipping factor, at no cost.
+            grad_scale: gradients count ``grad_scale`` times: 1/loss_scale, or a clipping factor, at no cost. A tensor
+                of one element is waited for, unless the group is ``capturable``. (The attribute of this name, which is
+                GradScaler's, divides.)
+
+        Raises:
+            ValueError: the attribute ``found_inf`` or ``grad_scale`` is set, and a group is not ``capturable``.
         """
         loss = None
         if closure is not None:
@@ -87,6 +106,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             params = group["params"]
             if not params:
                 continue
+            self._check_given(group)
             key = (index, id(params[0]), len(params))
             batches = self._plan(key, group, params).batches
             for done, batch in enumerate(batches):
@@ -99,7 +119,17 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                     break
         return loss
 
-    def _step_batch(self, group: dict[str, Any], batch: Batch, grad_scale: float, *, strict: bool = False) -> bool:
+    def _check_given(self, group: dict[str, Any]) -> None:
+        for name in ("found_inf", "grad_scale"):
+            if getattr(self, name, None) is not None and not group.get("capturable"):
+                raise ValueError(
+                    f"the attribute {name} is set, and a parameter group is not capturable: it counts its steps on the "
+                    f"host. Construct {type(self).__name__} with capturable=True, or leave the attribute out."
+                )
+
+    def _step_batch(
+        self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor, *, strict: bool = False
+    ) -> bool:
         """Whether it could be done as planned; otherwise nothing was changed."""
         try:
             if not self._update(group, batch, -grad_scale if group.get("maximize") else grad_scale):
@@ -111,15 +141,40 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         batch.count()
         return True
 
-    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> bool:
-        rule, flags, scalars = self.scalars(group, batch.step + 1, grad_scale)
-        if batch.rows is not None:
-            return bool(batch.rows.update(int(rule), int(flags), scalars.values()))
-        if any(p.grad is None for p in batch.params):
+    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> bool:
+        if batch.rows is None and any(p.grad is None for p in batch.params):
             return False
-        params, grads, states, masters = flattened(batch)
-        update_(rule, flags, params, grads, states, masters, scalars=scalars)
+        with self._scalars(group, batch, grad_scale) as (settings, scalars):
+            if batch.rows is not None and isinstance(scalars, Scalars):
+                return bool(batch.rows.update(int(settings.rule), int(settings.flags), scalars.values()))
+            params, grads, states, masters = flattened(batch)
+            update_(settings.rule, settings.flags, params, grads, states, masters, scalars=scalars)
         return True
+
+    @contextlib.contextmanager
+    def _scalars(
+        self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor
+    ) -> Iterator[tuple[Settings, Scalars | Tensor]]:
+        """Those of the next step; one that is counted on the device counts from here on, unless the block fails."""
+        lr, device = group["lr"], batch.packed.device
+        if not batch.on_device:
+            settings = self.settings(group, float(lr))
+            yield settings, settings.at(batch.step + 1, grad_scale=float(grad_scale))
+            return
+        there = lr if isinstance(lr, Tensor) and lr.device == device else None
+        settings = self.settings(group, float(lr) if there is None else math.nan)
+        given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        loss_scale, found_inf = (t if t is None else t.to(device, non_blocking=True) for t in given.values())
+        factor, number = (grad_scale, 1.0) if isinstance(grad_scale, Tensor) else (None, grad_scale)
+        scalars = update_scalars_(
+            settings, batch.packed, lr=there, grad_scale=number, device_grad_scale=factor, loss_scale=loss_scale,
+            found_inf=found_inf,
+        )  # fmt: skip
+        try:
+            yield settings, scalars
+        except ValueError:
+            batch.packed -= (1.0 - scalars[-1]).float()
+            raise
 
     # Plans -----------------------------------------------------------------------------------------------------------
 
@@ -156,8 +211,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         made = []
         for (dtype, _, device, step, plain), members in batches.items():
             with_master = dtype in LOW and self.master_dtype is not None
-            batch = Batch(members, [self.state[p] for p in members], names + ("master",) * with_master, step)
-            if plain and device.type == "cpu" and dtype is not torch.float64 and loading.native():
+            dicts, on_device = [self.state[p] for p in members], bool(group.get("capturable"))
+            names_here = names + ("master",) * with_master
+            batch = Batch(members, dicts, names_here, step, device if on_device else None)
+            if not on_device and plain and device.type == "cpu" and dtype is not torch.float64 and loading.native():
                 batch.use_rows()
             made.append(batch)
         return Plan(list(params), [p for p in params if p.grad is None], made)

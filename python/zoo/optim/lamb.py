@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.update import lamb, lamb_apply_, lamb_direction_, trust_ratios
+from zoo.kernels.update import Settings, lamb, lamb_apply_, lamb_direction_, trust_ratios
 from zoo.optim.base import flattened
 from zoo.optim.options import at_least_zero, betas_in_range
 from zoo.optim.plan import Batch
@@ -36,8 +36,8 @@ class Lamb(WholeTensorOptimizer):
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
         weight_decay: float = 0.0, *, bias_correction: bool = True, eps_inside_sqrt: bool = False,
         min_coeff: float | None = 0.01, max_coeff: float | None = 10.0, maximize: bool = False,
-        foreach: bool | None = None, fused: bool | None = None, master_dtype: torch.dtype | None = torch.float32,
-        parts: Parts | None = None,
+        foreach: bool | None = None, capturable: bool = False, fused: bool | None = None,
+        master_dtype: torch.dtype | None = torch.float32, parts: Parts | None = None,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
@@ -46,6 +46,7 @@ class Lamb(WholeTensorOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "eps_inside_sqrt": eps_inside_sqrt, "min_coeff": min_coeff, "max_coeff": max_coeff, "maximize": maximize,
+            "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, master_dtype=master_dtype, parts=parts)
 
@@ -53,14 +54,17 @@ class Lamb(WholeTensorOptimizer):
         """m and v."""
         return ("exp_avg", "exp_avg_sq")
 
-    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> tuple[Any, ...]:
+    def settings(self, group: dict[str, Any], lr: float) -> Settings:
+        """See ``zoo.kernels.update.lamb``."""
         beta1, beta2 = group["betas"]
         options = {k: group[k] for k in ("eps", "weight_decay", "bias_correction", "eps_inside_sqrt")}
-        flags, scalars = lamb(
-            lr=float(group["lr"]), beta1=beta1, beta2=beta2, step=batch.step + 1, grad_scale=grad_scale, **options
-        )
-        params, grads, (m, v), masters = flattened(batch)
-        norms = lamb_direction_(flags, params, grads, m, v, masters, scalars=scalars)
+        return lamb(lr=lr, beta1=beta1, beta2=beta2, **options)
+
+    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float | torch.Tensor) -> tuple[Any, ...]:
+        with self._scalars(group, batch, grad_scale) as (settings, scalars):
+            params, grads, (m, v), masters = flattened(batch)
+            flags = settings.flags
+            norms = lamb_direction_(flags, params, grads, m, v, masters, scalars=scalars)
         return norms, lambda ratios: lamb_apply_(flags, params, m, v, masters, ratios=ratios, scalars=scalars)
 
     def _apply(self, measured: list[Measured]) -> None:

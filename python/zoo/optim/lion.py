@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.update import Flag, Rule, Scalars, lion
+from zoo.kernels.update import Settings, lion
 from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.options import at_least_zero, betas_in_range
 
@@ -24,22 +24,21 @@ class Lion(ElementwiseOptimizer):
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
-        maximize: bool = False, foreach: bool | None = None, fused: bool | None = None,
+        maximize: bool = False, foreach: bool | None = None, capturable: bool = False, fused: bool | None = None,
         master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), weight_decay=weight_decay)
         betas_in_range(betas)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "capturable": capturable,
+        }  # fmt: skip
         super().__init__(params, defaults, master_dtype=master_dtype, state_dtype=state_dtype)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """m."""
         return ("exp_avg",)
 
-    def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
+    def settings(self, group: dict[str, Any], lr: float) -> Settings:
         """See ``zoo.kernels.update.lion``."""
         beta1, beta2 = group["betas"]
-        flags, scalars = lion(
-            lr=float(group["lr"]), beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], grad_scale=grad_scale
-        )
-        return Rule.LION, flags, scalars
+        return lion(lr=lr, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.update import Flag, Rule, Scalars, adam
+from zoo.kernels.update import Settings, adam
 from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.options import at_least_zero, betas_in_range
 from zoo.optim.plan import Batch
@@ -71,23 +71,21 @@ class Muon(WholeTensorOptimizer):
         """b; m and v in a group of AdamW."""
         return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
 
-    def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
+    def settings(self, group: dict[str, Any], lr: float) -> Settings:
         """Of a group of AdamW; Muon itself is not elementwise and has no rule among the kernels."""
         if group["use_muon"]:
             raise AssertionError("a group with use_muon has no elementwise rule")
         beta1, beta2 = group["betas"]
-        flags, scalars = adam(
-            lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["adam_eps"], step=step,
-            weight_decay=group["weight_decay"], decoupled=True, grad_scale=grad_scale,
-        )  # fmt: skip
-        return Rule.ADAM, flags, scalars
+        return adam(
+            lr=lr, beta1=beta1, beta2=beta2, eps=group["adam_eps"], weight_decay=group["weight_decay"], decoupled=True
+        )
 
-    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> bool:
+    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | torch.Tensor) -> bool:
         if group["use_muon"]:
             return super()._update(group, batch, grad_scale)
         return ElementwiseOptimizer._update(self, group, batch, grad_scale)
 
-    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> list[torch.Tensor]:
+    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float | torch.Tensor) -> list[torch.Tensor]:
         mu, found = group["momentum"], []
         masters = batch.lists.get("master", batch.params)
         for p, master, b in zip(batch.params, masters, batch.lists["momentum_buffer"], strict=True):

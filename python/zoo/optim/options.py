@@ -21,6 +21,6 @@ def not_supported(name: str, **options: bool) -> None:
     for option, value in options.items():
         if value:
             raise ValueError(
-                f"{option}={value}: {name} updates in place in one kernel, outside autograd and CUDA graphs; leave it "
-                f"False, or use torch.optim.{name}."
+                f"{option}={value}: {name} updates in place in one kernel, outside autograd; leave it False, or use "
+                f"torch.optim.{name}."
             )

@@ -67,13 +67,18 @@ class Batch:
     """Parameters that one kernel call updates.
 
     ``lists`` has one list of tensors for each state name (and "master"); ``packed`` holds the number of steps taken of
-    each parameter, and the states' ``step`` are views of it, so that counting is one operation for all.
+    each parameter, and the states' ``step`` are views of it, so that counting is one operation for all. It is on
+    ``device``, where the kernels count; without one the host counts, in ``step`` too.
     """
 
-    def __init__(self, params: list[Tensor], dicts: list[State], names: Sequence[str], step: int) -> None:
+    def __init__(
+        self, params: list[Tensor], dicts: list[State], names: Sequence[str], step: int,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.params, self.names, self.step = params, tuple(names), step
+        self.on_device = device is not None
         self.retired: bool = False
-        self.packed = torch.full((len(params),), float(step))
+        self.packed = torch.full((len(params),), float(step), device=device or "cpu")
         for state, view in zip(dicts, self.packed.unbind(), strict=True):
             state.put("step", view)
             if state.batch is not None:
@@ -102,9 +107,10 @@ class Batch:
         self.rows = torch.classes.zoo.Rows(self.params, *states, self.masters())
 
     def count(self) -> None:
-        """One more step was taken."""
-        self.step += 1
-        self.packed += 1
+        """One more step was taken, if the device has not counted it."""
+        if not self.on_device:
+            self.step += 1
+            self.packed += 1
 
 
 class Plan:

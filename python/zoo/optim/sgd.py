@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.update import Flag, Rule, Scalars, sgd
+from zoo.kernels.update import Settings, sgd
 from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.options import at_least_zero, not_supported
 
@@ -24,8 +24,8 @@ class SGD(ElementwiseOptimizer):
 
     def __init__(
         self, params: Any, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
-        nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None, differentiable: bool = False,
-        fused: bool | None = None, master_dtype: torch.dtype | None = torch.float32,
+        nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None, capturable: bool = False,
+        differentiable: bool = False, fused: bool | None = None, master_dtype: torch.dtype | None = torch.float32,
         state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
@@ -37,7 +37,7 @@ class SGD(ElementwiseOptimizer):
             )
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "maximize": maximize,
+            "nesterov": nesterov, "maximize": maximize, "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, master_dtype=master_dtype, state_dtype=state_dtype)
 
@@ -45,8 +45,6 @@ class SGD(ElementwiseOptimizer):
         """The momentum buffer, if there is momentum."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def scalars(self, group: dict[str, Any], step: int, grad_scale: float) -> tuple[Rule, Flag, Scalars]:
+    def settings(self, group: dict[str, Any], lr: float) -> Settings:
         """See ``zoo.kernels.update.sgd``."""
-        options = {k: group[k] for k in ("momentum", "dampening", "weight_decay", "nesterov")}
-        flags, scalars = sgd(lr=float(group["lr"]), step=step, grad_scale=grad_scale, **options)
-        return Rule.SGD, flags, scalars
+        return sgd(lr=lr, **{k: group[k] for k in ("momentum", "dampening", "weight_decay", "nesterov")})

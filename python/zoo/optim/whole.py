@@ -43,7 +43,6 @@ class Measured:
 
     group: dict[str, Any]
     batch: Batch
-    grad_scale: float
     values: Any
 
 
@@ -62,7 +61,7 @@ class WholeTensorOptimizer(ElementwiseOptimizer):
         super().__init__(params, defaults, **more)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float | Tensor = 1.0) -> Any:
         """See :meth:`ElementwiseOptimizer.step`. With ``parts`` it is collective."""
         self._measured = []
         loss = super().step(closure, grad_scale=grad_scale)
@@ -70,13 +69,13 @@ class WholeTensorOptimizer(ElementwiseOptimizer):
         self._apply(measured)
         return loss
 
-    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> bool:
+    def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> bool:
         if any(p.grad is None for p in batch.params):
             return False
-        self._measured.append(Measured(group, batch, grad_scale, self._measure(group, batch, grad_scale)))
+        self._measured.append(Measured(group, batch, self._measure(group, batch, grad_scale)))
         return True
 
-    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float) -> Any:
+    def _measure(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> Any:
         """Advance the states; what has to be known of the whole tensors."""
         raise NotImplementedError
 

@@ -279,10 +279,11 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         Does nothing when there was no backward since ``zero_grad``.
 
         On a GPU nothing waits for the norm where nothing can be skipped (neither clipping nor a loss scale), or the
-        wrapped optimizer is told on the device (``found_inf``: torch's with ``fused=True``, in its second step and
-        later). What the step came to is read before the next one, before a scaled backward, a save, or when somebody
-        asks. Any other optimizer, those of ``zoo.optim`` among them, errors of reductions that are fed back, states in
-        another tier and ``nonfinite_gradients="error"`` wait for the norm once a step, as does everything on the CPU.
+        wrapped optimizer is told on the device (``found_inf``: torch's with ``fused=True``, those of ``zoo.optim`` with
+        ``capturable=True``, in their second step and later). What the step came to is read before the next one, before
+        a scaled backward, a save, or when somebody asks. Any other optimizer, errors of reductions that are fed back,
+        states in another tier and ``nonfinite_gradients="error"`` wait for the norm once a step, as does everything on
+        the CPU.
 
         Args:
             closure: called first; its value is returned.

@@ -30,9 +30,9 @@ __device__ __forceinline__ double sum_lanes(double lane) {
 }
 
 // sums[WIDTH·row + k] = Σ over the parts of the row of parts[WIDTH·part + k], in order: a block for each sum.
-template <class Row, int WIDTH>
+template <int WIDTH, class Rows>
 __global__ void __launch_bounds__(THREADS)
-    row_sums_kernel(const __grid_constant__ Batch<Row> batch, const double* parts, double* sums) {
+    row_sums_kernel(const __grid_constant__ Rows batch, const double* parts, double* sums) {
   constexpr int AT_ONCE = 1024;
   __shared__ double tile[AT_ONCE];
   const int row = blockIdx.x / WIDTH, which = blockIdx.x % WIDTH;

@@ -6,13 +6,12 @@
 namespace zoo {
 namespace {
 
-__global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ Batch<NormRow> batch, Dtype dtype,
-                                                       float factor, double* parts) {
-  __shared__ alignas(16) float tile[TILE];
-  const int index = batch.row_of(blockIdx.x);
+template <class Rows>
+__global__ void __launch_bounds__(THREADS)
+    norm_kernel(const __grid_constant__ Rows batch, Dtype dtype, float factor, double* parts) {
+  alignas(16) __shared__ float tile[TILE];
+  const auto [index, begin, end] = part_of(batch, int(blockIdx.x), SQUARES_PART);
   const NormRow row = batch.rows[index];
-  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * SQUARES_PART;
-  const int64_t end = begin + SQUARES_PART < row.n ? begin + SQUARES_PART : row.n;
   double lane = 0;
   for (int64_t at = begin; at < end; at += TILE) {
     const int count = end - at < TILE ? int(end - at) : TILE;
@@ -44,10 +43,10 @@ namespace cuda {
 int32_t scale_norm(const NormRow* rows, int64_t num_rows, Dtype dtype, float factor, double* parts, double* sums,
                    void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const auto launch = [&](const Batch<NormRow>& batch, int64_t first_row, int64_t first_part) {
+  const auto launch = [&](const auto& batch, int64_t first_row, int64_t first_part) {
     const int blocks = batch.first[batch.count];
     if (blocks > 0) norm_kernel<<<blocks, THREADS, 0, s>>>(batch, dtype, factor, parts + first_part);
-    row_sums_kernel<NormRow, 1><<<batch.count, THREADS, 0, s>>>(batch, parts + first_part, sums + first_row);
+    row_sums_kernel<1><<<batch.count, THREADS, 0, s>>>(batch, parts + first_part, sums + first_row);
   };
   return each_batch(rows, num_rows, SQUARES_PART, launch);
 }

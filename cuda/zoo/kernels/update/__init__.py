@@ -4,10 +4,23 @@ Bytes moved for each parameter by AdamW: 28 in fp32 (read p, g, m, v; write p, m
 gradient in, fp32 master and moments, bf16 parameter out).
 """
 
-from zoo.kernels.update.algebra import ALLOWED, Flag, Rule, Scalars, adagrad, adam, lamb, lion, num_states, sgd
-from zoo.kernels.update.ops import lamb_apply_, lamb_direction_, trust_ratios, update_
+from zoo.kernels.update.algebra import (
+    ALLOWED,
+    Flag,
+    Rule,
+    Scalars,
+    Settings,
+    adagrad,
+    adam,
+    lamb,
+    lion,
+    num_states,
+    sgd,
+)
+from zoo.kernels.update.ops import lamb_apply_, lamb_direction_, trust_ratios, update_, update_scalars_
 
 __all__ = [
-    "ALLOWED", "Flag", "Rule", "Scalars", "adagrad", "adam", "lamb", "lamb_apply_", "lamb_direction_", "lion",
-    "num_states", "sgd", "trust_ratios", "update_",
+    "ALLOWED", "Flag", "Rule", "Scalars", "Settings", "adagrad", "adam", "lamb", "lamb_apply_", "lamb_direction_",
+    "lion", "num_states", "sgd", "trust_ratios", "update_",
+    "update_scalars_",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 // The update as operators of torch and as the class Rows.
 #include <torch/custom_class.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <exception>
@@ -19,12 +20,40 @@ using Tensors = std::vector<at::Tensor>;
 
 constexpr const char* STATE_NAMES[MAX_STATES] = {"states0", "states1", "states2"};
 
-Scalars scalars_of(c10::ArrayRef<double> values) {
-  TORCH_CHECK_VALUE(values.size() == NUM_SCALARS, "scalars has ", values.size(), " numbers; it takes ", NUM_SCALARS, ".");
-  std::array<float, NUM_SCALARS> f;
-  for (size_t i = 0; i < NUM_SCALARS; ++i) f[i] = float(values[i]);
-  return Scalars{f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10]};
+template <size_t N>
+std::array<double, N> numbers_of(c10::ArrayRef<double> values, const char* what) {
+  TORCH_CHECK_VALUE(values.size() == N, what, " has ", values.size(), " numbers; it takes ", N, ".");
+  std::array<double, N> numbers;
+  std::copy(values.begin(), values.end(), numbers.begin());
+  return numbers;
 }
+
+// The scalars of a step: those of the list, or those in memory of the device, which only the CPU can read here.
+struct StepScalars {
+  StepScalars(c10::ArrayRef<double> values, const std::optional<at::Tensor>& tensor, const at::Device& device) {
+    if (tensor.has_value()) {
+      TORCH_CHECK_VALUE(values.empty(), "scalars has ", values.size(), " numbers beside those on the device; give one of the two.");
+      check_flat(*tensor, "device_scalars", NUM_SCALARS + 1, at::kDouble, device);
+      there = tensor->const_data_ptr<double>();
+#if !defined(ZOO_CUDA)
+      given = rounded(there);
+      skips = there[NUM_SCALARS] != 0;
+#endif
+    } else {
+      given = rounded(numbers_of<NUM_SCALARS>(values, "scalars").data());
+    }
+  }
+
+  Scalars given{};
+  const double* there = nullptr;
+  bool skips = false;
+};
+
+#if defined(ZOO_CUDA)
+#define ZOO_SCALARS(STEP) STEP.given, STEP.there
+#else
+#define ZOO_SCALARS(STEP) STEP.given
+#endif
 
 void check_length(size_t found, size_t wanted, const char* what) {
   TORCH_CHECK_VALUE(found == wanted, what, " has ", found, " tensors and params has ", wanted, "; they must be as many.");
@@ -124,35 +153,73 @@ void check_rule(int64_t rule, int64_t flags) {
 
 void update_lists(int64_t rule, int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList states0,
                   at::TensorList states1, at::TensorList states2, at::TensorList masters,
-                  c10::ArrayRef<double> scalars) {
+                  c10::ArrayRef<double> scalars, const std::optional<at::Tensor>& there) {
   Table table(rule, flags, device_of(params[0]));
   fill(table, params, &grads, {states0, states1, states2}, masters);
   check_rule(rule, flags);
-  ZOO_LAUNCH(update, params[0], int(rule), int(flags), scalars_of(scalars), table.formats, table.rows.data(),
+  const StepScalars step(scalars, there, device_of(params[0]));
+  if (step.skips) return;
+  ZOO_LAUNCH(update, params[0], int(rule), int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(),
              table.size());
 }
 
 at::Tensor direction_of_lists(int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                              at::TensorList exp_avg_sqs, at::TensorList masters, c10::ArrayRef<double> scalars) {
+                              at::TensorList exp_avg_sqs, at::TensorList masters, c10::ArrayRef<double> scalars,
+                              const std::optional<at::Tensor>& there) {
   Table table(LAMB, flags, device_of(params[0]), /*params=*/Table::READ);
   fill(table, params, &grads, {exp_avgs, exp_avg_sqs, {}}, masters);
   check_lamb(table, flags);
   at::Tensor norms = new_tensor(params[0], {table.size(), 2}, at::kDouble);
+  const StepScalars step(scalars, there, device_of(params[0]));
+  if (step.skips) return norms.zero_();
   const KernelScratch<double> parts(params[0], 2 * square_parts(table.rows.data(), table.size()));
-  ZOO_LAUNCH(lamb_direction, params[0], int(flags), scalars_of(scalars), table.formats, table.rows.data(), table.size(),
+  ZOO_LAUNCH(lamb_direction, params[0], int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(), table.size(),
              parts.data(), norms.mutable_data_ptr<double>());
   return norms;
 }
 
 void apply_to_lists(int64_t flags, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                    at::TensorList masters, const at::Tensor& ratios, c10::ArrayRef<double> scalars) {
+                    at::TensorList masters, const at::Tensor& ratios, c10::ArrayRef<double> scalars,
+                    const std::optional<at::Tensor>& there) {
   const at::Device device = device_of(params[0]);
   Table table(LAMB, flags, device, /*params=*/Table::WRITE, /*states=*/Table::READ);
   fill(table, params, nullptr, {exp_avgs, exp_avg_sqs, {}}, masters);
   check_lamb(table, flags);
   check_flat(ratios, "ratios", int64_t(params.size()), at::kFloat, device);
-  ZOO_LAUNCH(lamb_apply, params[0], int(flags), scalars_of(scalars), table.formats, table.rows.data(), table.size(),
+  const StepScalars step(scalars, there, device);
+  if (step.skips) return;
+  ZOO_LAUNCH(lamb_apply, params[0], int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(), table.size(),
              ratios.const_data_ptr<float>());
+}
+
+Number number_of(const std::optional<at::Tensor>& t, const char* what, const at::Device& device) {
+  if (!t.has_value()) return {nullptr, false};
+  const bool wide = t->scalar_type() == at::kDouble;
+  check_flat(*t, what, 1, wide ? at::kDouble : at::kFloat, device);
+  return {t->const_data_ptr(), wide};
+}
+
+at::Tensor scalars_of_step(int64_t rule, int64_t flags, c10::ArrayRef<double> settings, const at::Tensor& steps,
+                           const std::optional<at::Tensor>& lr, const std::optional<at::Tensor>& grad_scale,
+                           const std::optional<at::Tensor>& loss_scale, const std::optional<at::Tensor>& found_inf) {
+  const at::Device device = device_of(steps);
+  TORCH_CHECK_VALUE(steps.numel() > 0, "steps has no elements; it has one for each parameter.");
+  check_flat(steps, "steps", steps.numel(), at::kFloat, device);
+  const auto s = numbers_of<NUM_SETTINGS>(settings, "settings");
+  at::Tensor scalars = new_tensor(steps, {NUM_SCALARS + 1}, at::kDouble);
+  Advance a{};
+  a.rule = int32_t(rule);
+  a.flags = int32_t(flags);
+  a.settings = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9]};
+  a.lr = number_of(lr, "lr", device);
+  a.grad_scale = number_of(grad_scale, "grad_scale", device);
+  a.loss_scale = number_of(loss_scale, "loss_scale", device);
+  a.found_inf = number_of(found_inf, "found_inf", device);
+  a.steps = static_cast<float*>(writable(steps));
+  a.num_steps = steps.numel();
+  a.scalars = scalars.mutable_data_ptr<double>();
+  ZOO_LAUNCH(update_scalars, steps, a);
+  return scalars;
 }
 
 #if !defined(ZOO_CUDA)
@@ -176,7 +243,8 @@ class Rows : public torch::CustomClassHolder {
     table.check_lists(params_, {states_[0], states_[1], states_[2]}, masters_);
     if (!fill(table, 0, params_.empty() ? 0 : 1) || !fill_on_threads(table)) return false;
     check_rule(rule, flags);
-    ZOO_LAUNCH(update, params_[0], int(rule), int(flags), scalars_of(scalars), table.formats, table.rows.data(),
+    const Scalars given = rounded(numbers_of<NUM_SCALARS>(scalars, "scalars").data());
+    ZOO_LAUNCH(update, params_[0], int(rule), int(flags), given, table.formats, table.rows.data(),
                table.size());
     rows_ = std::move(table.rows);
     return true;
@@ -280,16 +348,20 @@ class Rows : public torch::CustomClassHolder {
 ZOO_OPERATORS(define) {
   define(
       "update_(int rule, int flags, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states0, Tensor(c!)[] states1, "
-      "Tensor(d!)[] states2, Tensor(e!)[] masters, float[] scalars) -> ()",
+      "Tensor(d!)[] states2, Tensor(e!)[] masters, float[] scalars, Tensor? device_scalars=None) -> ()",
       update_lists);
   define(
       "lamb_direction_(int flags, Tensor[] params, Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, "
-      "Tensor[] masters, float[] scalars) -> Tensor",
+      "Tensor[] masters, float[] scalars, Tensor? device_scalars=None) -> Tensor",
       direction_of_lists);
   define(
       "lamb_apply_(int flags, Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor(b!)[] masters, "
-      "Tensor ratios, float[] scalars) -> ()",
+      "Tensor ratios, float[] scalars, Tensor? device_scalars=None) -> ()",
       apply_to_lists);
+  define(
+      "update_scalars_(int rule, int flags, float[] settings, Tensor(a!) steps, Tensor? lr, Tensor? grad_scale, "
+      "Tensor? loss_scale, Tensor? found_inf) -> Tensor",
+      scalars_of_step);
 #if !defined(ZOO_CUDA)
   define.library()
       .class_<Rows>("Rows")

@@ -1,4 +1,6 @@
 // LAMB on GPUs: the two passes of lamb.cpp, with its bits. Compile with -fmad=false.
+#include <type_traits>
+
 #include "../common/blocks.cuh"
 #include "../common/squares.cuh"
 #include "update.h"
@@ -6,14 +8,17 @@
 namespace zoo {
 namespace {
 
-template <int FLAGS>
-__global__ void __launch_bounds__(THREADS) direction_kernel(const __grid_constant__ Batch<Row> batch, const Scalars c,
-                                                            const Formats f, double* parts) {
-  __shared__ alignas(16) float tiles[2][TILE];  // p and d
-  const int index = batch.row_of(blockIdx.x);
+template <int FLAGS, class Rows>
+__global__ void __launch_bounds__(THREADS) direction_kernel(const __grid_constant__ Rows batch, const Scalars given,
+                                                            const double* there, const Formats f, double* parts) {
+  alignas(16) __shared__ float tiles[2][TILE];  // p and d
+  const Scalars c = there == nullptr ? given : rounded(there);
+  if (there != nullptr && there[NUM_SCALARS] != 0) {
+    if (threadIdx.x < 2) parts[2 * blockIdx.x + threadIdx.x] = 0;
+    return;
+  }
+  const auto [index, begin, end] = part_of(batch, int(blockIdx.x), SQUARES_PART);
   const Row& row = batch.rows[index];
-  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * SQUARES_PART;
-  const int64_t end = begin + SQUARES_PART < row.n ? begin + SQUARES_PART : row.n;
   const void* const source = row.master != nullptr ? row.master : row.param;
   const Dtype source_dtype = row.master != nullptr ? F32 : f.param;
   double lane = 0;  // the first half of the first warp has the lanes of p, the second those of d
@@ -42,13 +47,13 @@ __global__ void __launch_bounds__(THREADS) direction_kernel(const __grid_constan
   }
 }
 
-template <int FLAGS>
-__global__ void __launch_bounds__(THREADS) apply_kernel(const __grid_constant__ Batch<Row> batch, const Scalars c,
-                                                        const Formats f, const float* ratios) {
-  const int index = batch.row_of(blockIdx.x);
+template <int FLAGS, class Rows>
+__global__ void __launch_bounds__(THREADS) apply_kernel(const __grid_constant__ Rows batch, const Scalars given,
+                                                        const double* there, const Formats f, const float* ratios) {
+  if (there != nullptr && there[NUM_SCALARS] != 0) return;
+  const Scalars c = there == nullptr ? given : rounded(there);
+  const auto [index, begin, end] = part_of(batch, int(blockIdx.x), SQUARES_PART);
   const Row& row = batch.rows[index];
-  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * SQUARES_PART;
-  const int64_t end = begin + SQUARES_PART < row.n ? begin + SQUARES_PART : row.n;
   const bool has_master = row.master != nullptr;
   void* const source = has_master ? row.master : row.param;
   const Dtype source_dtype = has_master ? F32 : f.param;
@@ -64,61 +69,42 @@ __global__ void __launch_bounds__(THREADS) apply_kernel(const __grid_constant__ 
   }
 }
 
-// Calls f.template operator()<FLAGS>().
-template <class F>
-void with_flags(int32_t flags, const F& f) {
-  if (flags == (COUPLED | EPS_INSIDE)) f.template operator()<COUPLED | EPS_INSIDE>();
-  else if (flags == EPS_INSIDE) f.template operator()<EPS_INSIDE>();
-  else if (flags == COUPLED) f.template operator()<COUPLED>();
-  else f.template operator()<0>();
+// fn(FLAGS) as a constant.
+template <class Fn>
+void with_flags(int32_t flags, const Fn& fn) {
+  if (flags == (COUPLED | EPS_INSIDE)) fn(std::integral_constant<int, COUPLED | EPS_INSIDE>());
+  else if (flags == EPS_INSIDE) fn(std::integral_constant<int, EPS_INSIDE>());
+  else if (flags == COUPLED) fn(std::integral_constant<int, COUPLED>());
+  else fn(std::integral_constant<int, 0>());
 }
-
-struct Direction {
-  const Batch<Row>& batch;
-  const Scalars& scalars;
-  Formats formats;
-  double* parts;
-  cudaStream_t stream;
-
-  template <int FLAGS>
-  void operator()() const {
-    const int blocks = batch.first[batch.count];
-    if (blocks > 0) direction_kernel<FLAGS><<<blocks, THREADS, 0, stream>>>(batch, scalars, formats, parts);
-  }
-};
-
-struct Apply {
-  const Batch<Row>& batch;
-  const Scalars& scalars;
-  Formats formats;
-  const float* ratios;
-  cudaStream_t stream;
-
-  template <int FLAGS>
-  void operator()() const {
-    const int blocks = batch.first[batch.count];
-    if (blocks > 0) apply_kernel<FLAGS><<<blocks, THREADS, 0, stream>>>(batch, scalars, formats, ratios);
-  }
-};
 
 }  // namespace
 
 namespace cuda {
 
-int32_t lamb_direction(int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
-                       double* parts, double* norms, void* stream) {
+int32_t lamb_direction(int flags, const Scalars& scalars, const double* there, Formats formats, const Row* rows,
+                       int64_t num_rows, double* parts, double* norms, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return each_batch(rows, num_rows, SQUARES_PART, [&](const Batch<Row>& batch, int64_t first_row, int64_t first_part) {
-    with_flags(flags, Direction{batch, scalars, formats, parts + 2 * first_part, s});
-    row_sums_kernel<Row, 2><<<2 * batch.count, THREADS, 0, s>>>(batch, parts + 2 * first_part, norms + 2 * first_row);
+  return each_batch(rows, num_rows, SQUARES_PART, [&](const auto& batch, int64_t first_row, int64_t first_part) {
+    const int blocks = batch.first[batch.count];
+    double* mine = parts + 2 * first_part;
+    with_flags(flags, [&](auto known) {
+      constexpr int FLAGS = decltype(known)::value;
+      if (blocks > 0) direction_kernel<FLAGS><<<blocks, THREADS, 0, s>>>(batch, scalars, there, formats, mine);
+    });
+    row_sums_kernel<2><<<2 * batch.count, THREADS, 0, s>>>(batch, mine, norms + 2 * first_row);
   });
 }
 
-int32_t lamb_apply(int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
-                   const float* ratios, void* stream) {
+int32_t lamb_apply(int flags, const Scalars& scalars, const double* there, Formats formats, const Row* rows,
+                   int64_t num_rows, const float* ratios, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return each_batch(rows, num_rows, SQUARES_PART, [&](const Batch<Row>& batch, int64_t first_row, int64_t) {
-    with_flags(flags, Apply{batch, scalars, formats, ratios + first_row, s});
+  return each_batch(rows, num_rows, SQUARES_PART, [&](const auto& batch, int64_t first_row, int64_t) {
+    const int blocks = batch.first[batch.count];
+    with_flags(flags, [&](auto known) {
+      constexpr int FLAGS = decltype(known)::value;
+      if (blocks > 0) apply_kernel<FLAGS><<<blocks, THREADS, 0, s>>>(batch, scalars, there, formats, ratios + first_row);
+    });
   });
 }
 

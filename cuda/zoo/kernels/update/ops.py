@@ -8,18 +8,19 @@ from typing import Any
 import torch
 
 from zoo.kernels import loading
-from zoo.kernels.checks import NATIVE
+from zoo.kernels.checks import NATIVE, check_flat
 from zoo.kernels.operators import Operator
 from zoo.kernels.update import reference
-from zoo.kernels.update.algebra import ALLOWED, Flag, Rule, Scalars, num_states
+from zoo.kernels.update.algebra import ALLOWED, Flag, Rule, Scalars, Settings, num_states
 
 Tensors = Sequence[torch.Tensor]
+NUM_SCALARS = 11
 
 
 @torch.no_grad()
 def update_(
     rule: Rule, flags: Flag, params: Tensors, grads: Tensors, states: Sequence[Tensors], masters: Tensors = (), *,
-    scalars: Scalars,
+    scalars: Scalars | torch.Tensor,
 ) -> None:  # fmt: skip
     """One step of an elementwise optimizer on all tensors, in place: p' = δ·p - η·D(S(s, σ·g)), see ``update.h``.
 
@@ -31,7 +32,8 @@ def update_(
         states: one list for each state of the rule, fp32 or bf16, zero before the first step.
         masters: fp32 copies of low-precision parameters, which are then what is updated; ``params`` get the rounded
             values in the same pass. Empty for none.
-        scalars: see :func:`~zoo.kernels.update.algebra.adam` and its neighbours.
+        scalars: see :class:`~zoo.kernels.update.algebra.Settings`; or those that :func:`update_scalars_` has made on
+            the device, which may say that the step changes nothing. The reference waits for the device to read them.
 
     Raises:
         ValueError: lists of unequal length, a dtype, shape, device or layout that cannot be; with the numbers.
@@ -45,29 +47,75 @@ def update_(
     if loading.runs("update_", params[0]):
         lists = [*map(list, states), [], [], []][:3]
         _update.native(
-            int(rule), int(flags), list(params), list(grads), *lists, list(masters), scalars.values(),
+            int(rule), int(flags), list(params), list(grads), *lists, list(masters), *_as_arguments(scalars),
             check=lambda: check(params, grads, states, masters, num_states(rule, flags)),
         )  # fmt: skip
         return
     check(params, grads, states, masters, num_states(rule, flags))
+    numbers = _read(scalars, params[0])
+    if numbers is None:
+        return
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        reference.update_row(rule, flags, p, g, [s[i] for s in states], masters[i] if masters else None, scalars)
+        reference.update_row(rule, flags, p, g, [s[i] for s in states], masters[i] if masters else None, numbers)
+
+
+@torch.no_grad()
+def update_scalars_(
+    settings: Settings, steps: torch.Tensor, *, lr: torch.Tensor | None = None, grad_scale: float = 1.0,
+    device_grad_scale: torch.Tensor | None = None, loss_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The scalars of the step after ``steps``, for ``scalars=`` of the update, of numbers that only the device knows.
+
+    Nothing waits for the device, so a step may be captured in a CUDA graph and replayed. The bits are those of
+    ``settings.at(step, lr=..., grad_scale=...)``.
+
+    Args:
+        settings: see :func:`~zoo.kernels.update.algebra.adam` and its neighbours.
+        steps: fp32, how many steps each parameter has taken: one element or more, all alike. One more afterwards,
+            unless ``found_inf`` says that the step changes nothing. Exact up to 2^24.
+        lr: in the place of that of the settings; one element of fp32 or fp64, as the others.
+        grad_scale, device_grad_scale: gradients count so many times.
+        loss_scale: gradients are so many times too large.
+        found_inf: where it is not 0 the step changes nothing.
+
+    Returns:
+        fp64, shape (12,): the 11 scalars, and 1 where the step changes nothing, else 0.
+
+    Raises:
+        ValueError: a dtype, size, device or layout that cannot be; with the numbers.
+    """
+    numbers = {"lr": lr, "grad_scale": device_grad_scale, "loss_scale": loss_scale, "found_inf": found_inf}
+
+    def check() -> None:
+        if not steps.numel():
+            raise ValueError("steps has no elements; it has one for each parameter.")
+        check_flat(steps, "steps", steps.numel(), (torch.float32,), steps)
+        for what, number in numbers.items():
+            if number is not None:
+                check_flat(number, what, 1, (torch.float32, torch.float64), steps)
+
+    values = settings.values(grad_scale)
+    made: torch.Tensor = _scalars(
+        int(settings.rule), int(settings.flags), values, steps, *numbers.values(), check=check, of=3
+    )
+    return made
 
 
 @torch.no_grad()
 def lamb_direction_(
     flags: Flag, params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, masters: Tensors = (), *,
-    scalars: Scalars,
+    scalars: Scalars | torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Pass 1 of LAMB: updates the moments; returns (Σp², Σd²) of each tensor, shape (len(params), 2), fp64.
 
     Between the passes the sums may be added up over ranks that each hold a part of a tensor. Lists as in
-    :func:`update_`; the moments must be fp32.
+    :func:`update_`; the moments must be fp32. The sums of a step that changes nothing are 0.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs)
     _check_lamb(flags, exp_avgs)
     if params and loading.runs("lamb_direction_", params[0]):
-        args = (int(flags), *map(list, lists), list(masters), scalars.values())
+        args = (int(flags), *map(list, lists), list(masters), *_as_arguments(scalars))
         found: torch.Tensor = _direction.native(
             *args, check=lambda: check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
         )
@@ -75,14 +123,17 @@ def lamb_direction_(
     check(params, grads, (exp_avgs, exp_avg_sqs), masters, 2)
     if not params:
         return torch.empty((0, 2), dtype=torch.float64)
+    known = _read(scalars, params[0])
+    if known is None:
+        return params[0].new_zeros((len(params), 2), dtype=torch.float64)
     rows = zip(*lists, _or_none(masters, len(params)), strict=True)
-    return torch.stack([reference.lamb_direction_row(flags, *row, scalars) for row in rows])
+    return torch.stack([reference.lamb_direction_row(flags, *row, known) for row in rows])
 
 
 @torch.no_grad()
 def lamb_apply_(
     flags: Flag, params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, masters: Tensors = (), *,
-    ratios: torch.Tensor, scalars: Scalars,
+    ratios: torch.Tensor, scalars: Scalars | torch.Tensor,
 ) -> None:  # fmt: skip
     """Pass 2 of LAMB: p' = δ·p - η·ratio·d with the direction d of pass 1. ``ratios``: fp32, shape (len(params),)."""
     _check_lamb(flags, exp_avgs)
@@ -92,13 +143,24 @@ def lamb_apply_(
             f"({len(params)},), one ratio for each parameter."
         )
     if params and loading.runs("lamb_apply_", params[0]):
-        args = (int(flags), list(params), list(exp_avgs), list(exp_avg_sqs), list(masters), ratios, scalars.values())
+        args = (
+            int(flags),
+            list(params),
+            list(exp_avgs),
+            list(exp_avg_sqs),
+            list(masters),
+            ratios,
+            *_as_arguments(scalars),
+        )
         _apply.native(*args, check=lambda: check(params, params, (exp_avgs, exp_avg_sqs), masters, 2))
         return
     check(params, params, (exp_avgs, exp_avg_sqs), masters, 2)
+    known = _read(scalars, params[0]) if params else None
+    if known is None:
+        return
     rows = zip(params, exp_avgs, exp_avg_sqs, _or_none(masters, len(params)), ratios, strict=True)
     for row in rows:
-        reference.lamb_apply_row(flags, *row, scalars)
+        reference.lamb_apply_row(flags, *row, known)
 
 
 def trust_ratios(
@@ -169,6 +231,19 @@ def _check_lamb(flags: Flag, exp_avgs: Tensors) -> None:
         )
 
 
+def _as_arguments(scalars: Scalars | torch.Tensor) -> tuple[list[float], torch.Tensor | None]:
+    return ([], scalars) if isinstance(scalars, torch.Tensor) else (scalars.values(), None)
+
+
+def _read(scalars: Scalars | torch.Tensor, like: torch.Tensor) -> Scalars | None:
+    """As numbers; None where the step changes nothing."""
+    if isinstance(scalars, Scalars):
+        return scalars
+    check_flat(scalars, "device_scalars", NUM_SCALARS + 1, (torch.float64,), like)
+    *numbers, skips = scalars.tolist()
+    return None if skips else Scalars.of(numbers)
+
+
 def _or_none(masters: Tensors, count: int) -> list[torch.Tensor | None]:
     return list(masters) if masters else [None] * count
 
@@ -180,3 +255,7 @@ def _norms(flags: int, params: list[torch.Tensor], *_: Any) -> torch.Tensor:
 _update = Operator("update_", None)
 _direction = Operator("lamb_direction_", None, fake=_norms)
 _apply = Operator("lamb_apply_", None)
+_scalars = Operator(
+    "update_scalars_", reference.update_scalars_,
+    fake=lambda rule, flags, settings, steps, *_: steps.new_empty(NUM_SCALARS + 1, dtype=torch.float64),
+)  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zoo.kernels.update.algebra import Flag, Rule, Scalars
+from zoo.kernels.update.algebra import Flag, Rule, Scalars, Settings
 
 Tensor = torch.Tensor
 
@@ -32,6 +32,22 @@ def update_row(
     if master is not None:
         master.copy_(p)
     param.copy_(p)
+
+
+def update_scalars_(
+    rule: int, flags: int, values: Sequence[float], steps: Tensor, lr: Tensor | None, grad_scale: Tensor | None,
+    loss_scale: Tensor | None, found_inf: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See :func:`zoo.kernels.update.update_scalars_`; it reads the numbers on the host, and waits for them there."""
+    settings, factor = Settings.of(Rule(rule), Flag(flags), values)
+    factor = factor * (1.0 if grad_scale is None else float(grad_scale))
+    factor = factor / (1.0 if loss_scale is None else float(loss_scale))
+    step = int(steps.view(-1)[0]) + 1
+    scalars = settings.at(step, lr=None if lr is None else float(lr), grad_scale=factor)
+    skips = found_inf is not None and float(found_inf) != 0
+    if not skips:
+        steps += 1
+    return torch.tensor([*scalars.values(), float(skips)], dtype=torch.float64, device=steps.device)
 
 
 def root(x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
 // The update on GPUs: the algebra and the memory contract of update.h. Compile with -fmad=false, for the bits of the CPU.
+#include <type_traits>
+
 #include "../common/batch.cuh"
 #include "../common/blocks.cuh"
 #include "update.h"
@@ -8,13 +10,13 @@ namespace {
 
 constexpr int64_t PART = 16384;
 
-template <int RULE, int FLAGS>
-__global__ void __launch_bounds__(THREADS) update_kernel(const __grid_constant__ Batch<Row> batch, const Scalars c,
-                                                         const Formats f) {
-  const int index = batch.row_of(blockIdx.x);
+template <int RULE, int FLAGS, class Rows>
+__global__ void __launch_bounds__(THREADS)
+    update_kernel(const __grid_constant__ Rows batch, const Scalars given, const double* there, const Formats f) {
+  if (there != nullptr && there[NUM_SCALARS] != 0) return;
+  const Scalars c = there == nullptr ? given : rounded(there);
+  const auto [index, begin, end] = part_of(batch, int(blockIdx.x), PART);
   const Row& row = batch.rows[index];
-  const int64_t begin = (int(blockIdx.x) - batch.first[index]) * PART;
-  const int64_t end = begin + PART < row.n ? begin + PART : row.n;
   const bool has_master = row.master != nullptr;
   void* const source = has_master ? row.master : row.param;
   const Dtype source_dtype = has_master ? F32 : f.param;
@@ -36,16 +38,27 @@ __global__ void __launch_bounds__(THREADS) update_kernel(const __grid_constant__
   }
 }
 
+// One block.
+__global__ void __launch_bounds__(THREADS) scalars_kernel(const Advance a) {
+  __shared__ bool counts;
+  if (threadIdx.x == 0) counts = make_scalars(a);
+  __syncthreads();  // the first thread has read the number of steps, the others know whether there is one more
+  if (!counts) return;
+  for (int64_t i = threadIdx.x; i < a.num_steps; i += THREADS) a.steps[i] += 1.0f;
+}
+
+template <class Rows>
 struct Launcher {
-  const Batch<Row>& batch;
+  const Rows& batch;
   const Scalars& scalars;
+  const double* there;
   Formats formats;
   cudaStream_t stream;
 
   template <int RULE, int FLAGS>
   void operator()() const {
     const int blocks = batch.first[batch.count];
-    if (blocks > 0) update_kernel<RULE, FLAGS><<<blocks, THREADS, 0, stream>>>(batch, scalars, formats);
+    if (blocks > 0) update_kernel<RULE, FLAGS><<<blocks, THREADS, 0, stream>>>(batch, scalars, there, formats);
   }
 };
 
@@ -53,12 +66,17 @@ struct Launcher {
 
 namespace cuda {
 
-int32_t update(int rule, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
-               void* stream) {
+int32_t update(int rule, int flags, const Scalars& scalars, const double* there, Formats formats, const Row* rows,
+               int64_t num_rows, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return each_batch(rows, num_rows, PART, [&](const Batch<Row>& batch, int64_t, int64_t) {
-    with_rule(rule, flags, Launcher{batch, scalars, formats, s});
+  return each_batch(rows, num_rows, PART, [&](const auto& batch, int64_t, int64_t) {
+    with_rule(rule, flags, Launcher<std::decay_t<decltype(batch)>>{batch, scalars, there, formats, s});
   });
+}
+
+int32_t update_scalars(const Advance& a, void* stream) {
+  scalars_kernel<<<1, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
+  return cudaGetLastError();
 }
 
 }  // namespace cuda

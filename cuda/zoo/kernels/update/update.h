@@ -19,7 +19,9 @@
 // (Lion), Duchi et al. 2011 (Adagrad), You et al. 2020 (LAMB); SGD as in Sutskever et al. 2013 with PyTorch's dampening.
 //
 // All arithmetic is fp32, every operation rounded by itself in the order written here: no contraction into fused
-// multiply-adds; NaN and infinity go where that arithmetic takes them. So the same sequence of tensor operations (reference.py) and every instruction set give the same bits.
+// multiply-adds; NaN and infinity go where that arithmetic takes them. So the same sequence of tensor operations
+// (reference.py) and every instruction set give the same bits. The scalars (σ, λ, δ, η and so on) are made in fp64, on the
+// host (algebra.py) or, where only the device knows the learning rate, the step or a scale, there (make_scalars).
 //
 // Memory contract. A row is one tensor, or one flat shard of many: n elements, contiguous, at any address that is a
 // multiple of the element's size. Rows do not overlap. Without a master, p is read from and written to `param` in its
@@ -33,13 +35,19 @@
 #include "../common/vectors.h"
 #endif
 
+#if defined(__CUDA_ARCH__)
+#define ZOO_SQRT64(x) __dsqrt_rn(x)
+#else
+#define ZOO_SQRT64(x) __builtin_sqrt(x)
+#endif
+
 namespace zoo {
 
 enum Rule : int32_t { ADAM = 0, SGD = 1, LION = 2, ADAGRAD = 3, LAMB = 4 };
 
 enum Flag : int32_t { COUPLED = 1, AMSGRAD = 2, MOMENTUM = 4, NESTEROV = 8, EPS_INSIDE = 16 };
 
-// In the order in which the binding takes them, as doubles that are rounded to fp32 once.
+// In the order in which the binding takes them, as numbers of fp64 that are rounded to fp32 once.
 struct Scalars {
   float grad_scale;   // σ
   float coupled;      // λ
@@ -54,6 +62,37 @@ struct Scalars {
   float gain;         // κ
 };
 constexpr int NUM_SCALARS = 11;
+
+// What an optimizer's options say of every step, in fp64, in the order in which the binding takes them.
+struct Settings {
+  double lr;
+  double coupled, decoupled;  // weight decay: λ, and the part of δ = 1 - lr·decoupled
+  double beta1, beta2, eps;
+  double dampening;   // τ
+  double lr_decay;    // of ADAGRAD
+  double grad_scale;  // multiplies σ
+  double corrected;   // 1: moments are corrected for their bias; 0: they are not
+};
+constexpr int NUM_SETTINGS = 10;
+
+// A number on the device, fp32 or fp64; without an address there is none.
+struct Number {
+  const void* at;
+  bool wide;
+};
+
+// A step of which only the device knows some numbers: it makes the scalars of update.h's table and counts the step.
+struct Advance {
+  int32_t rule, flags;
+  Settings settings;
+  Number lr;          // in the place of that of the settings
+  Number grad_scale;  // multiplies σ
+  Number loss_scale;  // divides σ
+  Number found_inf;   // not 0: the step changes nothing and does not count
+  float* steps;       // those taken before, of each parameter and all alike; one more afterwards
+  int64_t num_steps;
+  double* scalars;    // NUM_SCALARS of them, then 1 where the step changes nothing, else 0
+};
 
 constexpr int MAX_STATES = 3;
 
@@ -78,6 +117,49 @@ ZOO_HD int num_states(int rule, int flags) {
 }
 
 inline namespace ZOO_ISA {
+
+ZOO_HD Scalars rounded(const double* v) {
+  return {float(v[0]), float(v[1]), float(v[2]), float(v[3]), float(v[4]), float(v[5]),
+          float(v[6]), float(v[7]), float(v[8]), float(v[9]), float(v[10])};
+}
+
+ZOO_HD double value_of(const Number& n, double without) {
+  if (n.at == nullptr) return without;
+  return n.wide ? *static_cast<const double*>(n.at) : double(*static_cast<const float*>(n.at));
+}
+
+// base^n by squaring: one sequence of roundings, where the pow() of libraries have their own.
+ZOO_HD double power(double base, int64_t n) {
+  double result = 1;
+  for (; n > 0; n >>= 1) {
+    if (n & 1) result = result * base;
+    base = base * base;
+  }
+  return result;
+}
+
+// Writes the scalars of the step after those taken, as algebra.py does; whether the step is to change anything.
+ZOO_HD bool make_scalars(const Advance& a) {
+  const Settings& s = a.settings;
+  const double lr = value_of(a.lr, s.lr), step = double(a.steps[0]) + 1;
+  const bool skips = value_of(a.found_inf, 0) != 0, is_sgd = a.rule == SGD;
+  const double first = s.corrected != 0 ? 1 - power(s.beta1, int64_t(step)) : 1;
+  const double second = s.corrected != 0 ? 1 - power(s.beta2, int64_t(step)) : 1;
+  double* v = a.scalars;
+  v[0] = s.grad_scale * value_of(a.grad_scale, 1) / value_of(a.loss_scale, 1);
+  v[1] = s.coupled;
+  v[2] = 1 - lr * s.decoupled;
+  v[3] = a.rule == ADAM ? lr / first : a.rule == ADAGRAD ? lr / (1 + (step - 1) * s.lr_decay) : lr;
+  v[4] = s.beta1;
+  v[5] = is_sgd ? (step == 1 ? 1 : 1 - s.dampening) : 1 - s.beta1;
+  v[6] = s.beta2;
+  v[7] = 1 - s.beta2;
+  v[8] = (a.flags & EPS_INSIDE) ? 1 / second : 1 / ZOO_SQRT64(second);
+  v[9] = s.eps;
+  v[10] = a.rule == LAMB ? 1 / first : 1;
+  v[NUM_SCALARS] = skips ? 1 : 0;
+  return !skips;
+}
 
 ZOO_HD float root_of(float x) {
 #if defined(__CUDA_ARCH__)
@@ -176,17 +258,28 @@ inline bool with_rule(int rule, int flags, const F& f) {
   }
 }
 
-// All rows; of a rule and flags that are known.
-ZOO_KERNEL(update, int rule, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows)
+// On CUDA each takes `there` besides: the scalars in memory of the device, made by update_scalars, in the place of `scalars`;
+// where they say that the step changes nothing, it changes nothing, and the norms of LAMB are 0. Null: `scalars` count.
 
-// Pass 1 of LAMB: norms[2·i] = Σp², norms[2·i + 1] = Σd² of row i. They are made of those of its parts, in order, and these
-// of 16 lanes (common/lanes.h): they depend neither on the threads nor on CPU against CUDA. `parts`: two numbers for each
-// part begun of every row (square_parts).
-ZOO_KERNEL(lamb_direction, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
-           double* parts, double* norms)
+// All rows; of a rule and flags that are known.
+ZOO_CPU_KERNEL(update, int rule, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows)
+ZOO_CUDA_KERNEL(update, int rule, int flags, const Scalars& scalars, const double* there, Formats formats,
+                const Row* rows, int64_t num_rows)
+
+// Pass 1 of LAMB: norms[2·i] = Σp², norms[2·i + 1] = Σd² of row i. They are made of those of its parts, in order, and
+// these of 16 lanes (common/lanes.h): they depend neither on the threads nor on CPU against CUDA. `parts`: two numbers for
+// each part begun of every row (square_parts).
+ZOO_CPU_KERNEL(lamb_direction, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
+               double* parts, double* norms)
+ZOO_CUDA_KERNEL(lamb_direction, int flags, const Scalars& scalars, const double* there, Formats formats,
+                const Row* rows, int64_t num_rows, double* parts, double* norms)
 
 // Pass 2 of LAMB. `ratios`: the trust ratio of each row; that of the row itself is not looked at.
-ZOO_KERNEL(lamb_apply, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
-           const float* ratios)
+ZOO_CPU_KERNEL(lamb_apply, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
+               const float* ratios)
+ZOO_CUDA_KERNEL(lamb_apply, int flags, const Scalars& scalars, const double* there, Formats formats, const Row* rows,
+                int64_t num_rows, const float* ratios)
+
+ZOO_KERNEL(update_scalars, const Advance& a)
 
 }  // namespace zoo

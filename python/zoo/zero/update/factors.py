@@ -27,15 +27,9 @@ class Factors:
         self.neutral = unscale == 1.0 and not isinstance(clip, torch.Tensor) and clip == 1.0
         self._cast: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
-    def product(self) -> float:
-        """``unscale * clip``, for optimizers that multiply by themselves.
-
-        Raises:
-            AssertionError: only the device knows it.
-        """
-        if isinstance(self.clip, torch.Tensor):
-            raise AssertionError("this clipping factor is on the device, and the optimizer takes a number.")
-        return self.unscale * self.clip
+    def product(self) -> float | torch.Tensor:
+        """``unscale * clip``, for optimizers that multiply by themselves; () fp64 where only the device knows it."""
+        return self.clip * self.unscale
 
     def apply(self, gradient: torch.Tensor, *, kept: bool) -> torch.Tensor:
         """The gradient that the optimizer gets. ``kept``: its memory is that of the reduced one, which lives on."""

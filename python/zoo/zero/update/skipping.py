@@ -13,10 +13,11 @@ class SkipsOnDevice:
 
     Args:
         takes: whether the wrapped optimizer takes it; asked at most once, and where it matters.
+        option: of a group, without which it does not.
     """
 
-    def __init__(self, takes: Callable[[], bool]) -> None:
-        self._ask = takes
+    def __init__(self, takes: Callable[[], bool], option: str = "fused") -> None:
+        self._ask, self._option = takes, option
         self._takes: bool | None = None
         self._coming: list[dict[str, bool]] | None = None
         self._made: list[dict[str, bool]] | None = None  # with these on the latest update has made all states
@@ -35,7 +36,7 @@ class SkipsOnDevice:
         self._coming = [
             {k: v != 0 for k, v in g.items() if k != "lr" and isinstance(v, (bool, int, float))} for g in groups
         ]
-        return self._made == self._coming and all(group.get("fused") for group in groups)
+        return self._made == self._coming and all(group.get(self._option) for group in groups)
 
     def updated(self) -> None:
         """The update is over."""

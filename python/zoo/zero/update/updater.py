@@ -32,9 +32,9 @@ class Updater:
 
     What it can do is read off its class. ``needs_whole_tensors``: it gets parts of single tensors, and ``parts=`` to
     bring them together (:class:`~zoo.zero.update.whole_tensors.BucketParts`). ``keeps_masters``: it takes 16-bit
-    parameters and gradients as they are, keeps fp32 masters among its states and has ``step(grad_scale=)``, so that
-    scaling, update and rounding are one pass. Any other gets fp32 masters as parameters, and gradients converted piece
-    by piece.
+    parameters and gradients as they are, keeps fp32 masters among its states and has ``step(grad_scale=)``, a number or
+    with ``capturable`` a tensor, so that scaling, update and rounding are one pass. Any other gets fp32 masters as
+    parameters, and gradients converted piece by piece.
 
     Args:
         buckets: the trainable ones.
@@ -54,10 +54,10 @@ class Updater:
     ) -> None:  # fmt: skip
         self._buckets = buckets
         self.broken: str | None = None
-        self.skips_on_device = SkipsOnDevice(self._takes_found_inf)
         self._outer: Sequence[dict[str, Any]] = ()
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
+        self.skips_on_device = SkipsOnDevice(self._takes_found_inf, "capturable" if self._scales else "fused")
         name = getattr(optimizer, "__name__", str(optimizer))
         plain = _without_params(groups)
         if whole and in_backward:
@@ -355,29 +355,28 @@ class Updater:
                 shared = gradient.data_ptr() == kept.data_ptr() and segment.loaded_gradient is None
                 gradient = factors.apply(gradient, kept=shared)
             segment.tensor.grad = gradient
-        if self._scales:
-            self.inner.step(grad_scale=factors.product())
-        elif factors.found_inf is None:
-            self.inner.step()
+        options = {"grad_scale": factors.product()} if self._scales else {}
+        if factors.found_inf is None:
+            self.inner.step(**options)
         else:
-            self._step_unless(factors.found_inf)
+            self._step_unless(factors.found_inf, options)
         for segment in piece:
             segment.tensor.grad = None
             if segment.target is not None:
                 segment.target.copy_(segment.tensor)
 
-    def _step_unless(self, found_inf: torch.Tensor) -> None:
+    def _step_unless(self, found_inf: torch.Tensor, options: dict[str, Any]) -> None:
         """A step that changes nothing where the device finds 1 there."""
         self.inner.found_inf = found_inf
         try:
-            self.inner.step()
+            self.inner.step(**options)
         finally:
             del self.inner.found_inf
 
     def _takes_found_inf(self) -> bool:
         """Nothing of an update needs the norm on the host: it is all on the device, and can be told there to skip."""
         off = any(s.tensor.device != s.bucket.device for s in self.segments)
-        if self._scales or self._parts is not None or self._stream is not None or off:
+        if self._parts is not None or self._stream is not None or off:
             return False
         return takes_found_inf(
             lambda tensors: self._optimizer(
