@@ -22,8 +22,18 @@ FP32 = torch.float32
 
 
 def shapes(large: bool) -> list[tuple[int, ...]]:
-    """Rows and dim: none, one, odd, more rows than one part; then more than 2^20 elements."""
-    return [(0, 5), (1, 1), (3, 7), (65, 33), (2, 3, 257), *([(1031, 1021), (5, 4099)] if large else [])]
+    """Rows and dim: none, one, odd, more rows than one part, in packs of eight, in several pieces; then more than 2^20
+    elements."""
+    return [
+        (0, 5),
+        (1, 1),
+        (3, 7),
+        (65, 33),
+        (2, 3, 257),
+        (67, 264),
+        (2, 11328),
+        *([(1031, 1021), (5, 4099)] if large else []),
+    ]
 
 
 def layer_norm_cases(large: bool) -> Iterator[Case]:
@@ -156,7 +166,7 @@ def gate_cases(large: bool) -> Iterator[Case]:
 
     for dtype in DTYPES:
         for tokens, experts in ((0, 4), (1, 1), (3, 7), (65, 33), (257, 64), *([(16411, 64), (5, 4099)] * large)):
-            for k in sorted({1, min(2, experts), min(5, experts)}):
+            for k in sorted({1, min(2, experts), min(5, experts), min(40, experts) if tokens < 100 else 1}):
                 for special in (False, True):
                     for renormalise in (False, True):
                         logits = values((tokens, experts), k, special=special)
@@ -205,7 +215,8 @@ def permute_cases(large: bool) -> Iterator[Case]:
 
     for dtype in DTYPES:
         for tokens, k, experts, dim in (
-            (0, 2, 3, 5), (1, 1, 1, 1), (5, 3, 4, 0), (65, 2, 8, 33), (129, 2, 8, 64), *([(1031, 2, 64, 1021)] * large),
+            (0, 2, 3, 5), (1, 1, 1, 1), (5, 3, 4, 0), (65, 2, 8, 33), (129, 2, 8, 64), (17, 3, 4, 264),
+            *([(1031, 2, 64, 1021)] * large),
         ):  # fmt: skip
             indices = choices(tokens, k, experts)
             for capacity in (None, 0, tokens * k // experts + 1):

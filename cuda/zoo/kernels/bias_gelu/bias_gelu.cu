@@ -1,40 +1,51 @@
-// Bias and GELU on CUDA: a thread a column and part of 64 rows.
-#include "../common/device.cuh"
+// Bias and GELU on CUDA: a thread eight columns, or one, of 16 rows, or of the 64 that a sum has.
 #include "../common/lanes.h"
+#include "../common/matrix.cuh"
 #include "bias_gelu.h"
 
 namespace zoo {
 namespace {
 
-template <int FORM, bool BACKWARD>
-__global__ void bias_gelu_kernel(BiasGelu c, float* parts) {
-  const int64_t i = int64_t(blockIdx.y) * blockDim.x + threadIdx.x, part = blockIdx.x;
+template <int FORM, bool BACKWARD, int WIDTH>
+__global__ void __launch_bounds__(THREADS) bias_gelu_kernel(BiasGelu c, float* parts) {
+  constexpr int AHEAD = WIDTH == 1 ? 8 : BACKWARD ? 2 : 4;
+  const int64_t i = my_column<WIDTH>();
   if (i >= c.dim) return;
-  const int64_t begin = part * PART_ROWS, end = begin + PART_ROWS < c.rows ? begin + PART_ROWS : c.rows;
-  const float b = load(c.bias, c.bias_dtype, i);
-  float sum = 0.0f;
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t at = row * c.dim + i;
-    const float z = load(c.x, c.dtype, at) + b;
-    if constexpr (BACKWARD) {
-      const float dx = load(c.grad_y, c.dtype, at) * gelu_grad<FORM>(z);
-      store(c.out, c.dtype, at, dx);
-      sum += dx;
-    } else {
-      store(c.out, c.dtype, at, gelu_of<FORM>(z));
+  const Pack<WIDTH> b = load_pack<WIDTH>(c.bias, c.bias_dtype, i);
+  Pack<WIDTH> sum = {};
+  Bits<WIDTH> x[AHEAD], dy[AHEAD];
+  const auto ask = [&](int64_t row, int k) {
+    x[k] = fetch<WIDTH>(c.x, c.dtype, row * c.dim + i);
+    if constexpr (BACKWARD) dy[k] = fetch<WIDTH>(c.grad_y, c.dtype, row * c.dim + i);
+  };
+  each_row<AHEAD>(my_rows(c.rows, BACKWARD ? PART_ROWS : FEW_ROWS), ask, [&](int64_t row, int k) {
+    const Pack<WIDTH> z = widened(x[k], c.dtype);
+    Pack<WIDTH> out = {};
+    if constexpr (BACKWARD) out = widened(dy[k], c.dtype);
+#pragma unroll
+    for (int m = 0; m < WIDTH; ++m) {
+      if constexpr (BACKWARD) {
+        out.x[m] = out.x[m] * gelu_grad<FORM>(z.x[m] + b.x[m]);
+        sum.x[m] += out.x[m];
+      } else {
+        out.x[m] = gelu_of<FORM>(z.x[m] + b.x[m]);
+      }
     }
+    store_pack(out, c.out, c.dtype, row * c.dim + i);
+  });
+  if constexpr (BACKWARD) {
+#pragma unroll
+    for (int m = 0; m < WIDTH; ++m) parts[blockIdx.x * c.dim + i + m] = sum.x[m];
   }
-  if constexpr (BACKWARD) parts[part * c.dim + i] = sum;
 }
 
-template <bool BACKWARD>
+template <bool BACKWARD, int WIDTH>
 int32_t launch(const BiasGelu& c, float* parts, cudaStream_t stream) {
-  const int64_t count = num_parts(c.rows);
-  if (count == 0 || c.dim == 0) return cudaSuccess;
-  const dim3 blocks(unsigned(count), blocks_for(c.dim, THREADS));
-  if (blocks.y > MAX_COLUMNS) return cudaErrorInvalidValue;
-  if (c.form == GELU_TANH) bias_gelu_kernel<GELU_TANH, BACKWARD><<<blocks, THREADS, 0, stream>>>(c, parts);
-  else bias_gelu_kernel<GELU_ERF, BACKWARD><<<blocks, THREADS, 0, stream>>>(c, parts);
+  const Grid g = grid_of(c.rows, BACKWARD ? PART_ROWS : FEW_ROWS, c.dim, WIDTH);
+  if (c.rows == 0 || c.dim == 0) return cudaSuccess;
+  if (!g.fits) return cudaErrorInvalidValue;
+  if (c.form == GELU_TANH) bias_gelu_kernel<GELU_TANH, BACKWARD, WIDTH><<<g.blocks, g.threads, 0, stream>>>(c, parts);
+  else bias_gelu_kernel<GELU_ERF, BACKWARD, WIDTH><<<g.blocks, g.threads, 0, stream>>>(c, parts);
   return cudaGetLastError();
 }
 
@@ -43,12 +54,14 @@ int32_t launch(const BiasGelu& c, float* parts, cudaStream_t stream) {
 namespace cuda {
 
 int32_t bias_gelu(const BiasGelu& c, void* stream) {
-  return launch<false>(c, nullptr, static_cast<cudaStream_t>(stream));
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  return in_packs(c.dim, {c.x, c.bias, c.out}) ? launch<false, WIDE>(c, nullptr, s) : launch<false, 1>(c, nullptr, s);
 }
 
 int32_t bias_gelu_backward(const BiasGelu& c, float* parts, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const int32_t failed = launch<true>(c, parts, s);
+  const bool wide = in_packs(c.dim, {c.grad_y, c.x, c.bias, c.out});
+  const int32_t failed = wide ? launch<true, WIDE>(c, parts, s) : launch<true, 1>(c, parts, s);
   if (failed != cudaSuccess || c.dim == 0) return failed;
   sum_parts_kernel<<<blocks_for(c.dim, THREADS), THREADS, 0, s>>>(parts, num_parts(c.rows), c.dim, c.grad_bias,
                                                                   c.bias_dtype, c.dim);

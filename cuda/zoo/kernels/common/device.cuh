@@ -1,6 +1,9 @@
 // What the CUDA versions share: elements as fp32, and the sums of lanes.h with a warp for a row.
 //
 // Compile with -fmad=false: a fused multiply-add would give other bits than the CPU and the reference.
+//
+// On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
+//   sum_parts_kernel 256 threads, <= 32 registers, >= 64 warps
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +15,8 @@ namespace zoo {
 constexpr int WARP = 32;
 constexpr int WARPS = 4;  // a block of the kernels that give a row to a warp
 constexpr int THREADS = 256;
-constexpr unsigned MAX_COLUMNS = 65535;  // blocks along y; kernels with a thread a column put parts of rows along x
+constexpr unsigned MAX_COLUMNS = 65535;   // blocks along y; kernels with a thread a column put parts of rows along x
+constexpr int64_t MAX_ROWS = 0x7FFFFFFF;  // blocks along x
 constexpr unsigned ALL = 0xFFFFFFFFu;
 
 __device__ __forceinline__ float load(const void* memory, Dtype dtype, int64_t i) {

@@ -1,13 +1,14 @@
-// Gating on CUDA: a warp a token for the choice, a warp a part of 256 assignments for the places, a block an expert for
-// what its key keeps, a block a row otherwise.
-#include "../common/blocks.cuh"
-#include "../common/device.cuh"
+// Gating on CUDA: a warp a token for the choice, a block a part of 256 assignments for the places, a warp an expert for
+// their sums, a block an expert for what its key keeps, a block a row otherwise.
+//
+// What a loop reads does not depend on what it has just written, and is asked for several steps at a time.
+#include "../common/matrix.cuh"
+#include "../common/rows.cuh"
 #include "gating.h"
 
 namespace zoo {
 namespace {
 
-constexpr int64_t MAX_BLOCKS = 0x7FFFFFFF;  // along x
 constexpr uint32_t NAN_BITS = 0x7FC00000u;
 
 // Of a row: M, and e = exp(v - M).
@@ -65,15 +66,22 @@ __global__ void gate_kernel(Gate c) {
   if (token >= c.tokens) return;
   const int t = threadIdx.x % WARP;
   const Exponentials e = exponentials(c.logits, c.dtype, token * n, n);
-  int64_t* index = c.indices + token * k;
+  const float all = c.renormalise ? 0.0f : warp_sum(n, e);
+  // Thread j mod 32 has choice j: the e of the first 32 in a register, of others where its probability will be.
+  float mine = 0.0f, sum = 0.0f;
   Candidate last{0.0f, -1};
   for (int64_t j = 0; j < k; ++j) {
     last = next_choice(e, n, last);
-    if (t == 0) index[j] = last.index;
+    const float chosen = exp_of(last.value - e.shift);
+    sum += chosen;
+    if (j % WARP != t) continue;
+    c.indices[token * k + j] = last.index;
+    if (j < WARP) mine = chosen;
+    else c.probabilities[token * k + j] = chosen;
   }
-  __syncwarp();  // index was written by one thread
-  const float inverse = inverse_sum(e, n, index, k, c.renormalise);
-  for (int64_t j = t; j < k; j += WARP) c.probabilities[token * k + j] = e(index[j]) * inverse;
+  const float inverse = inverse_of(c.renormalise ? sum : all);
+  if (t < k) c.probabilities[token * k + t] = mine * inverse;
+  for (int64_t j = t + WARP; j < k; j += WARP) c.probabilities[token * k + j] *= inverse;
 }
 
 __global__ void gate_backward_kernel(GateBackward c) {
@@ -105,44 +113,67 @@ __global__ void gate_backward_kernel(GateBackward c) {
   }
 }
 
-// A warp goes through its part in the order of priority, 32 assignments at a time; taken[part·E + e] counts those to e.
-// The first round fills it from 0; the second, after the scan, starts from what earlier parts took, and writes the
-// places.
+// A block has a part, a thread an assignment of it, in the order of priority: its place is the number of those of its
+// expert in earlier parts, which the scan has made of taken[e·parts + part], and of those before it in the part, which are
+// counted here. The first round writes what the part has of each expert, the second the places.
 template <bool WRITE>
-__global__ void places_kernel(Places c, int64_t* taken, int64_t parts) {
-  const int64_t part = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP, total = c.tokens * c.choices;
-  if (part >= parts) return;
-  const int t = threadIdx.x % WARP;
-  int64_t* mine = taken + part * c.experts;
-  for (int64_t s = part * PLACES_PART; s < (part + 1) * PLACES_PART && s < total; s += WARP) {
-    const bool here = s + t < total;
-    const int64_t at = here ? assignment(c, s + t) : 0;
-    const long long e = here ? c.indices[at] : -1;
-    const bool valid = e >= 0 && e < c.experts;
-    const unsigned same = __match_any_sync(ALL, valid ? e : -1LL);
-    const int64_t rank = __popc(same & ((1u << t) - 1u)), base = valid ? mine[e] : 0;
-    if (WRITE && here) c.positions[at] = valid ? place_of(base + rank, capacity_in_order(c)) : -1;
-    __syncwarp();  // all have read before one of each expert writes
-    if (valid && rank == 0) mine[e] = base + __popc(same);
-    __syncwarp();
+__global__ void __launch_bounds__(THREADS) places_kernel(Places c, int64_t* __restrict__ taken, int64_t parts) {
+  static_assert(THREADS == PLACES_PART, "a thread an assignment");
+  __shared__ int experts[THREADS];
+  const int64_t total = c.tokens * c.choices, s = blockIdx.x * PLACES_PART + threadIdx.x;
+  const int64_t at = s < total ? assignment(c, s) : 0, e = s < total ? c.indices[at] : -1;
+  const bool valid = e >= 0 && e < c.experts;
+  const int mine = valid ? int(e) : -1;
+  experts[threadIdx.x] = mine;
+  __syncthreads();
+  int before_me = 0, all = 0;
+#pragma unroll 8
+  for (int i = 0; i < THREADS; ++i) {
+    const bool same = experts[i] == mine;
+    all += same;
+    before_me += same && i < int(threadIdx.x);
   }
+  if (WRITE && s < total)
+    c.positions[at] = valid ? place_of(taken[e * parts + blockIdx.x] + before_me, capacity_in_order(c)) : -1;
+  if (!WRITE && valid && before_me == 0) taken[e * parts + blockIdx.x] = all;
 }
 
-__global__ void scan_kernel(Places c, int64_t* taken, int64_t parts) {
-  const int64_t e = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+// Of the numbers of each expert's parts the sums of those before; a warp an expert, a thread four parts at a time.
+__global__ void scan_kernel(Places c, int64_t* __restrict__ taken, int64_t parts) {
+  constexpr int EACH = 4;
+  const int64_t e = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP;
   if (e >= c.experts) return;
+  const int t = threadIdx.x % WARP;
+  int64_t* const mine = taken + e * parts;
   int64_t sum = 0;
-  for (int64_t p = 0; p < parts; ++p) {
-    const int64_t mine = taken[p * c.experts + e];
-    taken[p * c.experts + e] = sum;
-    sum += mine;
+  for (int64_t begin = 0; begin < parts; begin += EACH * WARP) {
+    const int64_t first = begin + EACH * t;
+    int64_t numbers[EACH], here = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) numbers[k] = first + k < parts ? mine[first + k] : 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) here += numbers[k];
+    int64_t up_to_me = here;
+    for (int step = 1; step < WARP; step *= 2) {
+      const int64_t other = __shfl_up_sync(ALL, (long long)up_to_me, step);
+      if (t >= step) up_to_me += other;
+    }
+    int64_t before_me = sum + up_to_me - here;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      if (first + k < parts) mine[first + k] = before_me;
+      before_me += numbers[k];
+    }
+    sum += __shfl_sync(ALL, (long long)up_to_me, WARP - 1);
   }
-  c.demand[e] = sum;
-  c.counts[e] = count_of(sum, c.capacity);
+  if (t == 0) {
+    c.demand[e] = sum;
+    c.counts[e] = count_of(sum, c.capacity);
+  }
 }
 
 // first_e = assignments to the experts before e; one warp.
-__global__ void first_kernel(const int64_t* demand, int64_t experts, int64_t* first) {
+__global__ void first_kernel(const int64_t* __restrict__ demand, int64_t experts, int64_t* __restrict__ first) {
   const int t = threadIdx.x;
   int64_t sum = 0;
   for (int64_t begin = 0; begin < experts; begin += WARP) {
@@ -248,56 +279,100 @@ __global__ void invert_kernel(const int64_t* rows, int64_t n, int64_t num_rows, 
 }
 
 // Words of 16 bytes where the length and both addresses allow it, else of 2: all formats are whole numbers of those.
-__global__ void permute_kernel(Permute c) {
+template <class Word>
+__device__ __forceinline__ void copy_row(Word* to, const Word* from, int64_t n) {
+  constexpr int AHEAD = 4;
+  for (int64_t i = threadIdx.x; i < n; i += AHEAD * int64_t(blockDim.x)) {
+    Word words[AHEAD] = {};
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k)
+      if (from != nullptr && i + k * int64_t(blockDim.x) < n) words[k] = from[i + k * int64_t(blockDim.x)];
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k)
+      if (i + k * int64_t(blockDim.x) < n) to[i + k * int64_t(blockDim.x)] = words[k];
+  }
+}
+
+__global__ void __launch_bounds__(THREADS) permute_kernel(Permute c) {
   const int64_t row = blockIdx.x, at = c.source[row];
   char* to = static_cast<char*>(c.y) + row * c.row_bytes;
   const char* from = at < 0 ? nullptr : static_cast<const char*>(c.x) + at / c.choices * c.row_bytes;
-  if (((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(c.row_bytes)) & 15) == 0) {
-    for (int64_t i = threadIdx.x; i < c.row_bytes / 16; i += blockDim.x)
-      reinterpret_cast<uint4*>(to)[i] = at < 0 ? uint4{} : reinterpret_cast<const uint4*>(from)[i];
-    return;
-  }
-  for (int64_t i = threadIdx.x; i < c.row_bytes / 2; i += blockDim.x)
-    reinterpret_cast<uint16_t*>(to)[i] = at < 0 ? uint16_t(0) : reinterpret_cast<const uint16_t*>(from)[i];
+  if (((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(c.row_bytes)) & 15) == 0)
+    copy_row(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(from), c.row_bytes / 16);
+  else copy_row(reinterpret_cast<uint16_t*>(to), reinterpret_cast<const uint16_t*>(from), c.row_bytes / 2);
 }
 
-__device__ int remaining(int64_t i, int64_t n) { return n - i < 4 ? int(n - i) : 4; }
-
-__global__ void unpermute_kernel(Unpermute c) {
+// The rows and weights of AHEAD choices at a time, and then their numbers, are on their way together.
+__global__ void __launch_bounds__(THREADS) unpermute_kernel(Unpermute c, bool wide) {
+  constexpr int AHEAD = 2;
   const int64_t token = blockIdx.x, n = c.dim;
-  for (int64_t i = int64_t(threadIdx.x) * 4; i < n; i += int64_t(blockDim.x) * 4) {
-    Four sum = {};
-    for (int64_t j = 0; j < c.choices; ++j) {
-      const int64_t row = c.rows[token * c.choices + j];
-      if (row == -1) continue;
-      if (row < 0 || row >= c.num_rows) {
-        for (int m = 0; m < 4; ++m) sum.x[m] = float_of_bits(NAN_BITS);
-        continue;
+  each_pack(n, wide, [&](auto width, int64_t i) {
+    constexpr int WIDTH = decltype(width)::value;
+    Pack<WIDTH> sum = {};
+    for (int64_t first = 0; first < c.choices; first += AHEAD) {
+      int64_t rows[AHEAD];
+      float w[AHEAD];
+      Bits<WIDTH> y[AHEAD] = {};
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k) {
+        const int64_t at = token * c.choices + first + k;
+        const bool there = first + k < c.choices;
+        rows[k] = there ? c.rows[at] : -1;
+        w[k] = there && c.weights != nullptr ? load(c.weights, c.weight_dtype, at) : 1.0f;
       }
-      const Four y = load4(c.y, c.dtype, row * n + i, remaining(i, n));
-      if (c.weights == nullptr) {
-        for (int m = 0; m < 4; ++m) sum.x[m] += y.x[m];
-      } else {
-        const float w = load(c.weights, c.weight_dtype, token * c.choices + j);
-        for (int m = 0; m < 4; ++m) sum.x[m] += w * y.x[m];
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k)
+        if (rows[k] >= 0 && rows[k] < c.num_rows) y[k] = fetch<WIDTH>(c.y, c.dtype, rows[k] * n + i);
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k) {
+        if (rows[k] == -1) continue;
+        const Pack<WIDTH> value = widened(y[k], c.dtype);
+        const bool outside = rows[k] < 0 || rows[k] >= c.num_rows;
+#pragma unroll
+        for (int m = 0; m < WIDTH; ++m) {
+          if (outside) sum.x[m] = float_of_bits(NAN_BITS);
+          else sum.x[m] += c.weights == nullptr ? value.x[m] : w[k] * value.x[m];
+        }
       }
     }
-    store4(sum, c.out, c.dtype, token * n + i, remaining(i, n));
-  }
+    store_pack(sum, c.out, c.dtype, token * n + i);
+  });
 }
 
-// A warp a row: both the copy and the lane sum of dw.
-__global__ void unpermute_backward_kernel(UnpermuteBackward c) {
-  const int64_t row = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP, n = c.dim;
-  if (row >= c.rows) return;
-  const int t = threadIdx.x % WARP;
-  const int64_t at = c.source[row], token = at < 0 ? 0 : at / c.choices;
-  const float w = at < 0 ? 0.0f : load(c.weights, c.weight_dtype, at);
-  const auto g = [&](int64_t i) { return load(c.grad_out, c.dtype, token * n + i); };
-  for (int64_t i = t; i < n; i += WARP) store(c.grad_y, c.dtype, row * n + i, at < 0 ? 0.0f : w * g(i));
-  if (at < 0) return;
-  const float dw = warp_sum(n, [&](int64_t i) { return g(i) * load(c.y, c.dtype, row * n + i); });
-  if (t == 0) store(c.grad_weights, c.weight_dtype, at, dw);
+// A block a row: dy is written and the products are summed as the row goes by, in pieces.
+__global__ void __launch_bounds__(THREADS) unpermute_backward_kernel(UnpermuteBackward c, bool wide) {
+  extern __shared__ float4 memory[];
+  float* const products = reinterpret_cast<float*>(memory);
+  const int64_t row = blockIdx.x, n = c.dim, at = c.source[row], token = at < 0 ? 0 : at / c.choices;
+  if (at < 0) {
+    each_pack(n, wide, [&](auto width, int64_t i) {
+      store_pack(Pack<decltype(width)::value>{}, c.grad_y, c.dtype, row * n + i);
+    });
+    return;
+  }
+  const float w = load(c.weights, c.weight_dtype, at);
+  LaneSums<1> lanes;
+  each_piece(n, piece_of(n, 1), [&](int64_t begin, int64_t count, bool only) {
+    each_pack(count, wide, [&](auto width, int64_t i) {
+      constexpr int WIDTH = decltype(width)::value;
+      const Bits<WIDTH> of_g = fetch<WIDTH>(c.grad_out, c.dtype, token * n + begin + i);
+      const Bits<WIDTH> of_y = fetch<WIDTH>(c.y, c.dtype, row * n + begin + i);
+      const Pack<WIDTH> g = widened(of_g, c.dtype), y = widened(of_y, c.dtype);
+      Pack<WIDTH> dy, product;
+#pragma unroll
+      for (int m = 0; m < WIDTH; ++m) {
+        dy.x[m] = w * g.x[m];
+        product.x[m] = g.x[m] * y.x[m];
+      }
+      store_pack(dy, c.grad_y, c.dtype, row * n + begin + i);
+      to_tile(product, products, i);
+    });
+    lanes.add(count, [&](int, int64_t i) { return products[i]; });
+    if (!only) __syncthreads();
+  });
+  float dw[1];
+  lanes.fold(dw);
+  if (threadIdx.x == 0) store(c.grad_weights, c.weight_dtype, at, dw[0]);
 }
 
 }  // namespace
@@ -322,12 +397,12 @@ int32_t positions_in_expert(const Places& c, int64_t* taken, int64_t* order, voi
   if (parts > 0) {
     const cudaError_t error = cudaMemsetAsync(taken, 0, size_t(parts * c.experts) * sizeof(int64_t), s);
     if (error != cudaSuccess) return error;
-    places_kernel<false><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(c, taken, parts);
+    places_kernel<false><<<unsigned(parts), THREADS, 0, s>>>(c, taken, parts);
   }
-  scan_kernel<<<blocks_for(c.experts, THREADS), THREADS, 0, s>>>(c, taken, parts);
-  if (parts > 0) places_kernel<true><<<blocks_for(parts, WARPS), WARP * WARPS, 0, s>>>(c, taken, parts);
+  scan_kernel<<<blocks_for(c.experts, WARPS), WARP * WARPS, 0, s>>>(c, taken, parts);
+  if (parts > 0) places_kernel<true><<<unsigned(parts), THREADS, 0, s>>>(c, taken, parts);
   if (parts > 0 && c.key != nullptr && c.capacity >= 0) {
-    if (c.experts > MAX_BLOCKS) return cudaErrorInvalidValue;
+    if (c.experts > MAX_ROWS) return cudaErrorInvalidValue;
     int64_t *first = order, *grouped = order + c.experts;
     first_kernel<<<1, WARP, 0, s>>>(c.demand, c.experts, first);
     group_kernel<<<blocks_for(c.tokens * c.choices, THREADS), THREADS, 0, s>>>(c, first, grouped);
@@ -347,15 +422,16 @@ int32_t invert_rows(const int64_t* rows, int64_t n, int64_t num_rows, int64_t* s
 
 int32_t permute(const Permute& c, void* stream) {
   if (c.rows == 0 || c.row_bytes == 0) return cudaSuccess;
-  if (c.rows > MAX_BLOCKS) return cudaErrorInvalidValue;
+  if (c.rows > MAX_ROWS) return cudaErrorInvalidValue;
   permute_kernel<<<unsigned(c.rows), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(c);
   return cudaGetLastError();
 }
 
 int32_t unpermute(const Unpermute& c, void* stream) {
   if (c.tokens == 0 || c.dim == 0) return cudaSuccess;
-  if (c.tokens > MAX_BLOCKS) return cudaErrorInvalidValue;
-  unpermute_kernel<<<unsigned(c.tokens), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(c);
+  if (c.tokens > MAX_ROWS) return cudaErrorInvalidValue;
+  const bool wide = in_packs(c.dim, {c.y, c.out});
+  unpermute_kernel<<<unsigned(c.tokens), row_threads(c.dim), 0, static_cast<cudaStream_t>(stream)>>>(c, wide);
   return cudaGetLastError();
 }
 
@@ -364,7 +440,9 @@ int32_t unpermute_backward(const UnpermuteBackward& c, void* stream) {
   const size_t bytes = size_t(c.tokens * c.choices) * (c.weight_dtype == F32 ? 4 : 2);
   const cudaError_t error = bytes == 0 ? cudaSuccess : cudaMemsetAsync(c.grad_weights, 0, bytes, s);
   if (error != cudaSuccess || c.rows == 0) return error;
-  unpermute_backward_kernel<<<blocks_for(c.rows, WARPS), WARP * WARPS, 0, s>>>(c);
+  if (c.rows > MAX_ROWS) return cudaErrorInvalidValue;
+  const bool wide = in_packs(c.dim, {c.grad_out, c.y, c.grad_y});
+  unpermute_backward_kernel<<<unsigned(c.rows), row_threads(c.dim), row_bytes(c.dim, 1), s>>>(c, wide);
   return cudaGetLastError();
 }
 

@@ -1,15 +1,33 @@
 // Quantisation on GPUs: the maths and the memory contract of quantise.h, bit for bit. Compile with -fmad=false.
 //
-// A group goes to 4, 8, 16 or 32 threads of a warp, or, beyond 4,096 elements, to a block; a thread has four elements at
-// a time. The second look at a group finds it in the cache.
+// A group goes to 2 to 32 threads of a warp, or, beyond 2,048 elements, to a block; a thread has eight elements at a time,
+// of which the first stay in registers until the scale is known: all of them in groups of up to 256. Others are found in
+// the cache.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
+#include "../common/divider.h"
 #include "quantise.h"
 
 namespace zoo {
 namespace {
 
-// The largest of all `width` threads (4 to 32, or a whole block). The bits of |x| as integers are ordered as |x| is, and
+// Swizzle::place without dividing.
+class Place {
+ public:
+  explicit Place(const Swizzle& s)
+      : piece_(uint64_t(s.piece)), local_(uint64_t(s.local)), nodes_(s.nodes), locals_(s.local), length_(s.piece) {}
+
+  ZOO_HD int64_t operator()(uint32_t i) const {
+    const uint32_t which = piece_.quotient(i), n = local_.quotient(which);
+    return ((which - n * locals_) * nodes_ + n) * length_ + piece_.rest(i);
+  }
+
+ private:
+  Divider piece_, local_;
+  int64_t nodes_, locals_, length_;
+};
+
+// The largest of all `width` threads (2 to 32, or a whole block). The bits of |x| as integers are ordered as |x| is, and
 // a NaN is above infinity: so a NaN wins.
 __device__ __forceinline__ uint32_t largest(uint32_t most, int width) {
   for (int half = (width < WARP ? width : WARP) / 2; half > 0; half /= 2)
@@ -30,94 +48,126 @@ __device__ __forceinline__ int32_t whole(float x, float inverse, float limit) {
   return int32_t((t + 12582912.0f) - 12582912.0f);  // rounds to nearest, ties to even, as on the CPU
 }
 
-// Four elements (or fewer) from element `at` of the group on, whose bytes begin at a multiple of 4 or of 2.
-__device__ __forceinline__ void put(const int32_t (&w)[4], int8_t* q, int64_t at, int bits, int count) {
-  if (bits == 8) {
-    if (count == 4) *reinterpret_cast<char4*>(q + at) = make_char4(int8_t(w[0]), int8_t(w[1]), int8_t(w[2]), int8_t(w[3]));
-    else
-      for (int k = 0; k < 4; ++k)
-        if (k < count) q[at + k] = int8_t(w[k]);
+// The `count` <= 8 elements from `at` on that there are, zeros behind them.
+__device__ __forceinline__ Pack<WIDE> take(const void* x, Dtype dtype, int64_t at, int count, bool aligned) {
+  if (aligned && count == WIDE) return load_pack<WIDE>(x, dtype, at);
+  Pack<WIDE> pack = {};
+  for (int k = 0; k < WIDE; ++k)
+    if (k < count) pack.x[k] = load(x, dtype, at + k);
+  return pack;
+}
+
+// Their whole numbers, to the group's bytes from element `at` of it on; eight elements begin at a multiple of 8 bytes, or 4.
+__device__ __forceinline__ void put(const int32_t (&w)[WIDE], int8_t* q, int64_t at, int bits, int count) {
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int k = 0; k < WIDE; ++k) {
+    if (bits == 8) words[k / 4] |= (uint32_t(w[k]) & 255u) << (k % 4 * 8);
+    else words[0] |= (uint32_t(w[k]) & 15u) << (k * 4);
+  }
+  int8_t* const to = q + at * bits / 8;
+  if (count == WIDE) {
+    if (bits == 8) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    else *reinterpret_cast<uint32_t*>(to) = words[0];
     return;
   }
-  const int8_t low = int8_t((w[0] & 15) | ((w[1] & 15) << 4)), high = int8_t((w[2] & 15) | ((w[3] & 15) << 4));
-  q[at / 2] = low;
-  if (count > 2) q[at / 2 + 1] = high;
+#pragma unroll
+  for (int byte = 0; byte < WIDE; ++byte)
+    if (byte * 8 / bits < count) to[byte] = int8_t(words[byte / 4] >> (byte % 4 * 8));
 }
 
 __global__ void __launch_bounds__(THREADS) quantise_kernel(const void* x, Dtype dtype, int bits, int8_t* q, float* scales,
-                                                           int64_t n, int64_t group, Swizzle swizzle, int width) {
+                                                           int64_t n, int group, Place place, int width, bool aligned) {
   const int64_t groups = ceil_div(n, group);
   const int64_t index = int64_t(blockIdx.x) * (THREADS / width) + threadIdx.x / width;
   const int t = threadIdx.x % width;
   // Threads beyond the last group stay for the shuffles.
-  const int64_t begin = index < groups ? index * group : n, end = begin + group < n ? begin + group : n;
-  uint32_t bits_of_most = 0;
-  for (int64_t at = begin + 4 * t; at < end; at += 4 * width) {
-    const Four v = load4(x, dtype, at, end - at < 4 ? int(end - at) : 4);  // zeros where there is none
-    for (int k = 0; k < 4; ++k) bits_of_most = max(bits_of_most, bits_of_float(v.x[k]) & 0x7FFFFFFFu);
+  const int64_t begin = index < groups ? index * group : n;
+  const int size = n - begin < group ? int(n - begin) : group;
+  const auto from = [&](int at) { return take(x, dtype, begin + at, size - at < WIDE ? size - at : WIDE, aligned); };
+  const Pack<WIDE> kept = from(WIDE * t);  // of a thread without elements: zeros
+  uint32_t most = 0;
+#pragma unroll
+  for (int k = 0; k < WIDE; ++k) most = max(most, bits_of_float(kept.x[k]) & 0x7FFFFFFFu);
+  for (int at = WIDE * (t + width); at < size; at += WIDE * width) {
+    const Pack<WIDE> v = from(at);
+#pragma unroll
+    for (int k = 0; k < WIDE; ++k) most = max(most, bits_of_float(v.x[k]) & 0x7FFFFFFFu);
   }
-  const float most = float_of_bits(largest(bits_of_most, width));
+  const float maximum = float_of_bits(largest(most, width));
   if (index >= groups) return;
-  const float limit = bits == 8 ? 127.0f : 7.0f, inverse = __fdiv_rn(limit, most);
-  const int64_t to = swizzle.place(index);
-  if (t == 0) scales[to] = __fdiv_rn(most, limit);
+  const float limit = bits == 8 ? 127.0f : 7.0f, inverse = __fdiv_rn(limit, maximum);
+  const int64_t to = place(uint32_t(index));
+  if (t == 0) scales[to] = __fdiv_rn(maximum, limit);
   int8_t* const mine = q + to * group * bits / 8;
-  for (int64_t at = begin + 4 * t; at < end; at += 4 * width) {
-    const int count = end - at < 4 ? int(end - at) : 4;
-    const Four v = load4(x, dtype, at, count);
-    int32_t w[4];
-    for (int k = 0; k < 4; ++k) w[k] = k < count ? whole(v.x[k], inverse, limit) : 0;
-    put(w, mine, at - begin, bits, count);
+  for (int at = WIDE * t; at < size; at += WIDE * width) {
+    const Pack<WIDE> v = at == WIDE * t ? kept : from(at);
+    int32_t w[WIDE];
+#pragma unroll
+    for (int k = 0; k < WIDE; ++k) w[k] = whole(v.x[k], inverse, limit);
+    put(w, mine, at, bits, size - at < WIDE ? size - at : WIDE);
   }
 }
 
-// Elements at, …, at + 3 of one rank as whole numbers; at is a multiple of 4, the bytes begin anywhere.
-__device__ __forceinline__ void take(const int8_t* q, int64_t at, int bits, int count, int32_t (&w)[4]) {
-  if (bits == 8) {
-    const int8_t* p = q + at;
-    if (count == 4 && (reinterpret_cast<uintptr_t>(p) & 3) == 0) {
-      const char4 c = *reinterpret_cast<const char4*>(p);
-      w[0] = c.x, w[1] = c.y, w[2] = c.z, w[3] = c.w;
-      return;
-    }
-    for (int k = 0; k < 4; ++k) w[k] = k < count ? p[k] : 0;
-    return;
+// Elements at, ..., at + count - 1 of one rank as whole numbers; at is a multiple of 8, the bytes begin anywhere.
+__device__ __forceinline__ void take_whole(const int8_t* q, int64_t at, int bits, int count, int32_t (&w)[WIDE]) {
+  const int8_t* const from = q + at * bits / 8;
+  uint32_t words[2] = {};
+  const int bytes = (count * bits + 7) / 8;
+  if (bits == 8 && count == WIDE && (reinterpret_cast<uintptr_t>(from) & 7) == 0) {
+    const uint2 two = *reinterpret_cast<const uint2*>(from);
+    words[0] = two.x, words[1] = two.y;
+  } else if (bits == 4 && count == WIDE && (reinterpret_cast<uintptr_t>(from) & 3) == 0) {
+    words[0] = *reinterpret_cast<const uint32_t*>(from);
+  } else {
+    for (int byte = 0; byte < WIDE; ++byte)
+      if (byte < bytes) words[byte / 4] |= uint32_t(uint8_t(from[byte])) << (byte % 4 * 8);
   }
-  const int32_t low = q[at / 2], high = count > 2 ? q[at / 2 + 1] : 0;
-  w[0] = int32_t(uint32_t(low) << 28) >> 28;  // the lower four bits, with their sign
-  w[1] = low >> 4;
-  w[2] = int32_t(uint32_t(high) << 28) >> 28;
-  w[3] = high >> 4;
+#pragma unroll
+  for (int k = 0; k < WIDE; ++k)  // moved up and down again: with their sign
+    w[k] = bits == 8 ? int32_t(words[k / 4] << (24 - k % 4 * 8)) >> 24 : int32_t(words[0] << (28 - k * 4)) >> 28;
 }
 
+// A thread eight elements, which are of one group.
 __global__ void __launch_bounds__(THREADS) dequantise_kernel(void* out, Dtype dtype, int bits, const int8_t* q,
                                                              const float* scales, int64_t ranks, float factor, int64_t n,
-                                                             int64_t group) {
-  const int64_t at = 4 * (int64_t(blockIdx.x) * THREADS + threadIdx.x);
+                                                             int64_t groups, Divider packs_of_group, bool aligned) {
+  const int64_t pack = int64_t(blockIdx.x) * THREADS + threadIdx.x, at = WIDE * pack;
   if (at >= n) return;
-  const int64_t groups = ceil_div(n, group), stride = ceil_div(n * bits, 8), mine = at / group;
-  const int count = n - at < 4 ? int(n - at) : 4;
-  Four sum = {};
+  const int64_t stride = ceil_div(n * bits, 8), mine = packs_of_group.quotient(uint32_t(pack));
+  const int count = n - at < WIDE ? int(n - at) : WIDE;
+  Pack<WIDE> sum = {};
   for (int64_t r = 0; r < ranks; ++r) {
     const float scale = scales[r * groups + mine];
-    int32_t w[4];
-    take(q + r * stride, at, bits, count, w);
-    for (int k = 0; k < 4; ++k) {
+    int32_t w[WIDE];
+    take_whole(q + r * stride, at, bits, count, w);
+#pragma unroll
+    for (int k = 0; k < WIDE; ++k) {
       const float y = scale * float(w[k]);
       sum.x[k] = r == 0 ? y : sum.x[k] + y;
     }
   }
   if (factor != 1.0f)
-    for (int k = 0; k < 4; ++k) sum.x[k] = factor * sum.x[k];
-  store4(sum, out, dtype, at, count);
+#pragma unroll
+    for (int k = 0; k < WIDE; ++k) sum.x[k] = factor * sum.x[k];
+  if (aligned && count == WIDE) {
+    store_pack(sum, out, dtype, at);
+    return;
+  }
+  for (int k = 0; k < WIDE; ++k)
+    if (k < count) store(out, dtype, at + k, sum.x[k]);
 }
 
 int width_for(int64_t group) {
-  if (group > 4096) return THREADS;
-  int width = 4;
-  while (width < WARP && 4 * width < group) width *= 2;
+  if (group > 2048) return THREADS;
+  int width = 2;
+  while (width < WARP && WIDE * width < group) width *= 2;
   return width;
 }
+
+bool is_aligned(const void* memory) { return reinterpret_cast<uintptr_t>(memory) % 16 == 0; }
+
+constexpr int64_t MOST = 0xFFFFFFFF;  // what a Divider divides
 
 }  // namespace
 
@@ -125,19 +175,23 @@ namespace cuda {
 
 int32_t quantise(const void* x, Dtype dtype, int32_t bits, int8_t* q, float* scales, int64_t n, int64_t group,
                  const Swizzle& swizzle, void* stream) {
+  const int64_t groups = ceil_div(n, group);
   if (n == 0) return cudaSuccess;
+  if (groups > MOST) return cudaErrorInvalidValue;
   const int width = width_for(group);
-  const unsigned blocks = blocks_for(ceil_div(n, group), THREADS / width);
-  quantise_kernel<<<blocks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(x, dtype, bits, q, scales, n, group, swizzle,
-                                                                             width);
+  quantise_kernel<<<blocks_for(groups, THREADS / width), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(
+      x, dtype, bits, q, scales, n, int(group), Place(swizzle), width, is_aligned(x));
   return cudaGetLastError();
 }
 
 int32_t dequantise(void* out, Dtype dtype, int32_t bits, const int8_t* q, const float* scales, int64_t ranks,
                    float factor, int64_t n, int64_t group, void* stream) {
+  const int64_t packs = ceil_div(n, WIDE);
   if (n == 0) return cudaSuccess;
-  dequantise_kernel<<<blocks_for(n, 4 * THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(
-      out, dtype, bits, q, scales, ranks, factor, n, group);
+  if (packs > MOST) return cudaErrorInvalidValue;
+  dequantise_kernel<<<blocks_for(packs, THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(
+      out, dtype, bits, q, scales, ranks, factor, n, ceil_div(n, group), Divider(uint64_t(group / WIDE)),
+      is_aligned(out));
   return cudaGetLastError();
 }
 
