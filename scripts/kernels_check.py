@@ -1,13 +1,15 @@
 """Compile every CUDA source for sm_80, sm_90 and sm_100, link the library and load it; no GPU is needed.
 
 What did not change is not compiled again. A table shows what each kernel takes of a multiprocessor; one that spills
-registers to memory is an error. After loading, every operation must have a kernel for CUDA. Where torch is
-built without CUDA, or for another major version than nvcc, the sources are compiled and a line says why it stops there.
+registers to memory is an error, and so is one that takes more than the header of its folder says. After loading, every
+operation must have a kernel for CUDA. Where torch is built without CUDA, or for another major version than nvcc, the
+sources are compiled and a line says why it stops there.
 Where there is no toolkit `make nvcc` installs the compiler.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -24,6 +26,55 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "cuda")]
 THREADS = 256
 """Of a block, in the column of the occupancy; most kernels are launched so, those with a warp for a row with 128."""
 
+SAID = re.compile(r"^//   (\w+) +(\d+) threads, <= (\d+) registers, >= (\d+) warps", re.MULTILINE)
+"""What a header says of a kernel: threads of a block, registers of a thread, warps that a multiprocessor holds."""
+
+Found = dict[tuple[str, str], list["Usage"]]
+
+
+def usages_of(objects: Sequence[Path]) -> tuple[Found, dict[str, str]]:
+    """What each kernel takes, by source and mangled name; and the names as they are written."""
+    from zoo.kernels.building import readable, usage_of
+
+    found: Found = {}
+    for built in objects:
+        for usage in usage_of(built):
+            found.setdefault((built.stem.rpartition("-")[0], usage.kernel), []).append(usage)
+    return found, readable([kernel for _, kernel in found])
+
+
+def differences(found: Found, names: dict[str, str], headers: dict[str, str]) -> list[str]:
+    """What kernels take beyond what the header of their folder says, or what it does not say; one sentence each.
+
+    Args:
+        headers: the text for the name of each source.
+    """
+    wrong = []
+    for (source, kernel), usages in sorted(found.items(), key=lambda item: (item[0][0], names[item[0][1]])):
+        name = names[kernel].partition("<")[0]
+        said = {line[0]: tuple(map(int, line[1:])) for line in SAID.findall(headers[source])}
+        if name not in said:
+            wrong.append(f"{name} in {source}.cu is not in the header of its folder")
+            continue
+        threads, registers, warps = said[name]
+        for usage in usages:
+            holds = round(64 * usage.occupancy(threads))
+            if usage.registers > registers or holds < warps:
+                wrong.append(
+                    f"{names[kernel]} in {source}.cu takes {usage.registers} registers on sm_{usage.architecture}, and "
+                    f"{holds} warps fit; its header says <= {registers} and >= {warps}"
+                )
+    return wrong
+
+
+def headers_of(sources: Iterable[Path]) -> dict[str, str]:
+    """The header of the folder of each source, and those of common/, by the name of the source."""
+    common = "\n".join(p.read_text(encoding="utf-8") for p in sorted((ROOT / "cuda/zoo/kernels/common").glob("*.cuh")))
+    return {
+        source.stem: (source.parent / f"{source.parent.name}.h").read_text(encoding="utf-8") + common
+        for source in sources
+    }
+
 
 def show_usage(objects: Sequence[Path]) -> None:
     """Print registers, shared memory, stack, spills and occupancy of each kernel.
@@ -31,13 +82,7 @@ def show_usage(objects: Sequence[Path]) -> None:
     Raises:
         SystemExit: one spills; with the names of those that do.
     """
-    from zoo.kernels.building import readable, usage_of
-
-    found: dict[tuple[str, str], list[Usage]] = {}
-    for built in objects:
-        for usage in usage_of(built):
-            found.setdefault((built.stem.rpartition("-")[0], usage.kernel), []).append(usage)
-    names = readable([kernel for _, kernel in found])
+    found, names = usages_of(objects)
     architectures = sorted({usage.architecture for usages in found.values() for usage in usages})
     columns = [f"sm_{a}" for a in architectures]
     print(
@@ -73,7 +118,7 @@ def joined(numbers: Iterable[int]) -> str:
 def main() -> None:
     from zoo.kernels import loading
     from zoo.kernels.building import BuildError, build_cuda, cuda_plan, find_nvcc
-    from zoo.kernels.building.cuda import DEFAULT_ARCHITECTURES
+    from zoo.kernels.building.cuda import DEFAULT_ARCHITECTURES, cuda_sources
 
     began = time.monotonic()
     try:
@@ -90,7 +135,10 @@ def main() -> None:
         f"zoo: kernels-check: {len(made)} CUDA sources compile for {names} with {nvcc} "
         f"({new} compiled now, {time.monotonic() - began:.0f} s)"
     )
-    show_usage([path for path, _ in made])
+    objects = [path for path, _ in made]
+    show_usage(objects)
+    if wrong := differences(*usages_of(objects), headers_of(cuda_sources())):
+        sys.exit(f"zoo: kernels-check: {'; '.join(wrong)}. Change the kernel, or what its header says of it.")
     try:
         cuda_plan(DEFAULT_ARCHITECTURES)
     except BuildError as error:

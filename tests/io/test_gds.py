@@ -293,7 +293,7 @@ def test_shards_and_saved_activations_take_the_way_that_the_configuration_names(
     folder: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aio, values = AioConfig(use_gds=True), torch.arange(5000.0)
-    scratch = Scratch(aio=aio)
+    scratch = Scratch(Handle.from_config(aio), owned=True)
     shelf = scratch.shelf(folder, "parameters", [values.nbytes])
     shard = Shard(5000, torch.float32, torch.device("cuda", 2), tier=Tier.NVME, scratch=scratch, store=shelf)
     shard.set(gpu(values))

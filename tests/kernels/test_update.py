@@ -130,7 +130,7 @@ def test_a_long_tensor_and_threads_change_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_are_looked_at_on_threads(dtype: torch.dtype) -> None:
     count, wrong = 2600, 2500
-    flags, scalars = adam(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, step=1)
+    settings = adam(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8)
 
     def made() -> tuple[list[torch.Tensor], Any]:
         params = [placed(values(3, i), dtype, 0).requires_grad_() for i in range(count)]
@@ -142,7 +142,7 @@ def test_many_rows_are_looked_at_on_threads(dtype: torch.dtype) -> None:
 
     def step(rows: Any, threads: int) -> bool:
         with num_threads(threads):
-            return bool(rows.update(int(Rule.ADAM), int(flags), scalars.values()))
+            return bool(rows.update(int(Rule.ADAM), int(settings.flags), settings.at(1).values()))
 
     found = []
     for threads in (1, 3):

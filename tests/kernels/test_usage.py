@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
-from scripts.kernels_check import show_usage
+from scripts.kernels_check import SAID as LINES
+from scripts.kernels_check import differences, headers_of, show_usage
 
 from zoo.kernels.building import BuildError, Usage, build_cuda, readable, usage_of
+from zoo.kernels.building.cuda import cuda_sources
 from zoo.kernels.building.usage import parse
 
 SAID = """\
@@ -85,3 +88,28 @@ def test_spills_end_the_check_and_are_found_in_the_cache_too(
     assert len(again) == len(made)
     with pytest.raises(SystemExit, match=r"registers are spilled to memory by other in \w+.cu for sm_90 \(16 bytes\)"):
         show_usage(again)
+
+
+def test_a_kernel_that_takes_more_than_its_header_says_is_named() -> None:
+    text = "//   gate_kernel      256 threads, <= 40 registers, >= 48 warps; 4 bytes an element\n"
+    usages = [Usage(kernel=GATE, architecture=a, registers=40) for a in (80, 90)]
+    found, names = {("gating", GATE): usages}, {GATE: "gate_kernel<true>", OTHER: "other"}
+    assert differences(found, names, {"gating": text}) == []
+    assert differences(found, names, {"gating": text.replace("40", "39")}) == [
+        f"gate_kernel<true> in gating.cu takes 40 registers on sm_{a}, and 48 warps fit; "
+        "its header says <= 39 and >= 48"
+        for a in (80, 90)
+    ]
+    assert len(differences(found, names, {"gating": text.replace("48", "56")})) == 2
+    assert differences({("gating", OTHER): usages}, names, {"gating": text}) == [
+        "other in gating.cu is not in the header of its folder"
+    ]
+
+
+def test_every_kernel_is_in_the_header_of_its_folder() -> None:
+    """Whether the numbers are right `make kernels-check` says, which compiles them."""
+    headers = headers_of(cuda_sources())
+    for source in cuda_sources():
+        kernels = set(re.findall(r"__global__[^;{]*?\b(\w+_kernel)\(", source.read_text(encoding="utf-8")))
+        assert kernels
+        assert kernels <= {line[0] for line in LINES.findall(headers[source.stem])}, source

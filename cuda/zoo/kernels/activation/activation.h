@@ -10,6 +10,10 @@
 //
 // Memory contract. p and dp: (T, H), gated (T, 2H) with g in the first H numbers of a row; a and da: (T, H); all contiguous
 // and of one format. Forward reads p and writes a; backward reads da and p and writes a and dp. Nothing else is kept.
+//
+// On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
+//   activation_kernel 256 threads, <= 64 registers, >= 32 warps
+// Bytes an element of a of 16 bits: forward 4, gated 6; backward 8, gated 12.
 #pragma once
 
 #include "../bias_gelu/bias_gelu.h"
@@ -27,6 +31,7 @@ struct Activation {
   bool gated;
 };
 
+// On CUDA H is at most 16,776,960.
 ZOO_KERNEL(activate, const Activation& c)
 ZOO_KERNEL(activate_backward, const Activation& c)
 

@@ -9,6 +9,11 @@
 //
 // Memory contract. x, y and their gradients: (T, D), contiguous, of one format. b and its gradient: (D,), any format.
 // Forward reads x and writes y; backward reads dy and x and writes dx, and keeps D floats for each 64 rows.
+//
+// On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
+//   bias_gelu_kernel 256 threads, <= 80 registers, >= 24 warps
+// Bytes an element of 16 bits: forward 4, backward 6, and 1/8 for the sums of db. In the tanh form about 50 operations an
+// element, counted in the source.
 #pragma once
 
 #include "../common/elementary.h"
@@ -26,8 +31,9 @@ struct BiasGelu {
   GeluForm form;
 };
 
+// On CUDA D is at most 16,776,960.
 ZOO_KERNEL(bias_gelu, const BiasGelu& c)
-// `parts`: D floats for each 64 rows begun. On CUDA D is at most 16,776,960.
+// `parts`: D floats for each 64 rows begun.
 ZOO_KERNEL(bias_gelu_backward, const BiasGelu& c, float* parts)
 
 inline namespace ZOO_ISA {

@@ -32,9 +32,24 @@
 //
 // Memory contract. Everything contiguous: v, dv (T, E); i, w, dw, places, rows (T, k); demand, count (E,); x, o (T, D);
 // y (R, D). Indices, places, rows and counts: int64. w of the gate: fp32; w of unpermute, v, and x with y: any format
-// each; q (T, k), any format. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 3 times,
+// each; q (T, k), any format. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 2 times,
 // places are counted and then written, a key on CUDA is read up to 5 times) and writes its results once. `source` is the
 // inverse of r: t·k + j, or -1, for each of R rows.
+//
+// On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
+//   gate_kernel 128 threads, <= 48 registers, >= 40 warps
+//   gate_backward_kernel 128 threads, <= 42 registers, >= 40 warps
+//   places_kernel 256 threads, <= 26 registers, >= 64 warps
+//   scan_kernel 128 threads, <= 29 registers, >= 64 warps
+//   first_kernel 32 threads, <= 30 registers, >= 32 warps
+//   group_kernel 256 threads, <= 12 registers, >= 64 warps
+//   keep_kernel 256 threads, <= 34 registers, >= 48 warps
+//   invert_kernel 256 threads, <= 10 registers, >= 64 warps
+//   permute_kernel 256 threads, <= 40 registers, >= 48 warps
+//   unpermute_kernel 256 threads, <= 53 registers, >= 32 warps
+//   unpermute_backward_kernel 256 threads, <= 54 registers, >= 32 warps
+// Bytes an element of D of 16 bits, for k rows that a token has: permute 2 + 2k; unpermute 2k + 2; its backward 6k, the
+// token's part of it from a cache. Places: 16 an assignment, 8 read again, and 24 for each expert of 256 assignments.
 #pragma once
 
 #include "../softmax/softmax.h"
@@ -101,7 +116,7 @@ struct UnpermuteBackward {
 ZOO_KERNEL(top_k_gate, const Gate& c)
 ZOO_KERNEL(top_k_gate_backward, const GateBackward& c)
 
-constexpr int64_t PLACES_PART = 256;  // assignments that one warp counts: eight steps
+constexpr int64_t PLACES_PART = 256;  // assignments that a block counts
 
 ZOO_CPU_KERNEL(positions_in_expert, const Places& c)
 // `taken`: E numbers for each PLACES_PART assignments begun. `order`: E + T·k numbers, read and written only where there are
