@@ -5,11 +5,12 @@
 //   GELU        both forms of bias_gelu.h, without the bias
 //   ReLU        φ(z) = z, 0 below 0      φ' = 1, 0 up to 0; a NaN is kept by φ, and has the slope 1
 //
-// Backward, of da: dp = da·φ'(p); gated, dg = (da·u)·φ'(g), du = da·φ(g). It writes a once more: whoever keeps p alone needs
-// both. All arithmetic is fp32, every operation rounded by itself as written.
+// Backward, of da: dp = da·φ'(p); gated, dg = (da·u)·φ'(g), du = da·φ(g). It writes a once more: whoever keeps p alone
+// needs both. All arithmetic is fp32, every operation rounded by itself as written.
 //
-// Memory contract. p and dp: (T, H), gated (T, 2H) with g in the first H numbers of a row; a and da: (T, H); all contiguous
-// and of one format. Forward reads p and writes a; backward reads da and p and writes a and dp. Nothing else is kept.
+// Memory contract. p and dp: (T, H), gated (T, 2H) with g in the first H numbers of a row; a and da: (T, H); all
+// contiguous and of one format. Forward reads p and writes a; backward reads da and p and writes a and dp. Nothing else
+// is kept.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   activation_kernel 256 threads, <= 64 registers, >= 32 warps

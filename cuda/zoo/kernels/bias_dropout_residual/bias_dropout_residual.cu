@@ -1,7 +1,7 @@
 // Bias, dropout and residual on CUDA: a thread eight columns, or one, of 16 rows, or of the 64 that a sum has.
 //
-// A counter gives the words of four elements that follow each other. Eight columns have two counters of their own; where
-// threads have one, those of a block make the words of 8 rows together, in shared memory.
+// A counter gives the words of four elements that follow each other. Eight columns have two counters of their own;
+// where threads have one, those of a block make the words of 8 rows together, in shared memory.
 #include "../common/lanes.h"
 #include "../common/matrix.cuh"
 #include "bias_dropout_residual.h"
@@ -12,8 +12,8 @@ namespace {
 constexpr int AT_ONCE = 8;          // rows whose words are in shared memory
 constexpr int WORDS = THREADS + 4;  // of a row of a block, which may begin and end within those of a counter
 
-// The words of the block's elements from `first` on, and of those of the rows after, at words[AT_ONCE][WORDS]: that of the
-// first element is at first mod 4. All threads of the block call it.
+// The words of the block's elements from `first` on, and of those of the rows after, at words[AT_ONCE][WORDS]: that of
+// the first element is at first mod 4. All threads of the block call it.
 __device__ __forceinline__ void make_words(const BiasDropout& c, int64_t first, int rows, uint32_t* words) {
   __syncthreads();  // all are done with those before
   const int counters = int(blockDim.x) / 4 + 1;

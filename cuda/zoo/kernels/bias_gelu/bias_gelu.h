@@ -4,16 +4,16 @@
 //   tanh form   Φ(z) ≈ (1 + tanh(u/2))/2 = σ(u), u = z·(A + B·z²), A = 2√(2/π), B = 0.044715·A
 //               y' = σ + z·(σ·(1 - σ))·(A + 3·B·z²)
 //
-// Backward: dx = dy·y'(x + b), db = Σ_t dx before it is rounded. All arithmetic is fp32, every operation rounded by itself
-// as written; exp and Q are those of common/elementary.h; the sum is a column sum (common/lanes.h).
+// Backward: dx = dy·y'(x + b), db = Σ_t dx before it is rounded. All arithmetic is fp32, every operation rounded by
+// itself as written; exp and Q are those of common/elementary.h; the sum is a column sum (common/lanes.h).
 //
 // Memory contract. x, y and their gradients: (T, D), contiguous, of one format. b and its gradient: (D,), any format.
 // Forward reads x and writes y; backward reads dy and x and writes dx, and keeps D floats for each 64 rows.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   bias_gelu_kernel 256 threads, <= 80 registers, >= 24 warps
-// Bytes an element of 16 bits: forward 4, backward 6, and 1/8 for the sums of db. In the tanh form about 50 operations an
-// element, counted in the source.
+// Bytes an element of 16 bits: forward 4, backward 6, and 1/8 for the sums of db. In the tanh form about 50 operations
+// an element, counted in the source.
 #pragma once
 
 #include "../common/elementary.h"

@@ -1,5 +1,5 @@
-// Gating as operators of torch: dtypes, shapes, devices and options are checked on both devices, the values of indices and
-// rows on CPUs alone. On CUDA that would wait for the GPU; gating.h has what becomes of them there.
+// Gating as operators of torch: dtypes, shapes, devices and options are checked on both devices, the values of indices
+// and rows on CPUs alone. On CUDA that would wait for the GPU; gating.h has what becomes of them there.
 #include <tuple>
 
 #include "../common/operators.h"
@@ -63,8 +63,14 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, int64_t k, bool renormalis
                     experts, ".");
   Tensor probabilities = new_tensor(logits, {tokens, k}, at::kFloat);
   Tensor indices = new_tensor(logits, {tokens, k}, at::kLong);
-  const Gate c{logits.const_data_ptr(), indices.mutable_data_ptr<int64_t>(), probabilities.mutable_data_ptr<float>(),
-               tokens, experts, k, renormalise, dtype_of(logits, "logits")};
+  const Gate c{logits.const_data_ptr(),
+               indices.mutable_data_ptr<int64_t>(),
+               probabilities.mutable_data_ptr<float>(),
+               tokens,
+               experts,
+               k,
+               renormalise,
+               dtype_of(logits, "logits")};
   ZOO_LAUNCH(top_k_gate, logits, c);
   return {probabilities, indices};
 }
@@ -79,9 +85,15 @@ Tensor gate_backward(const Tensor& grad_probabilities, const Tensor& logits, con
   check_argument(grad_probabilities, "grad_probabilities", indices.sizes(), at::kFloat, device);
   Tensor grad_logits = new_like(logits);
   check_values(indices, "indices", 0, experts, "the number of experts");
-  const GateBackward c{grad_probabilities.const_data_ptr<float>(), logits.const_data_ptr(),
-                       indices.const_data_ptr<int64_t>(), grad_logits.mutable_data_ptr(), tokens, experts,
-                       indices.size(1), renormalise, dtype_of(logits, "logits")};
+  const GateBackward c{grad_probabilities.const_data_ptr<float>(),
+                       logits.const_data_ptr(),
+                       indices.const_data_ptr<int64_t>(),
+                       grad_logits.mutable_data_ptr(),
+                       tokens,
+                       experts,
+                       indices.size(1),
+                       renormalise,
+                       dtype_of(logits, "logits")};
   ZOO_LAUNCH(top_k_gate_backward, logits, c);
   return grad_logits;
 }
@@ -100,10 +112,17 @@ std::tuple<Tensor, Tensor, Tensor> places(const Tensor& indices, int64_t num_exp
   Tensor positions = new_like(indices), counts = new_tensor(indices, {num_experts}, at::kLong);
   Tensor demand = new_like(counts);
   check_values(indices, "indices", 0, num_experts, "the number of experts");
-  const Places c{indices.const_data_ptr<int64_t>(), positions.mutable_data_ptr<int64_t>(),
-                 counts.mutable_data_ptr<int64_t>(), demand.mutable_data_ptr<int64_t>(), indices.size(0),
-                 indices.size(1), num_experts, capacity.value_or(-1), choices_first,
-                 key.has_value() ? key->const_data_ptr() : nullptr, key_dtype};
+  const Places c{indices.const_data_ptr<int64_t>(),
+                 positions.mutable_data_ptr<int64_t>(),
+                 counts.mutable_data_ptr<int64_t>(),
+                 demand.mutable_data_ptr<int64_t>(),
+                 indices.size(0),
+                 indices.size(1),
+                 num_experts,
+                 capacity.value_or(-1),
+                 choices_first,
+                 key.has_value() ? key->const_data_ptr() : nullptr,
+                 key_dtype};
 #if defined(ZOO_CUDA)
   const KernelScratch<int64_t> taken(indices, ceil_div(indices.numel(), PLACES_PART) * num_experts);
   const bool by_key = key.has_value() && capacity.has_value();
@@ -125,8 +144,14 @@ Tensor there(const Tensor& x, const Tensor& rows, int64_t num_rows) {
   Tensor y = new_tensor(x, {num_rows, x.size(1)}, x.scalar_type());
   const KernelScratch<int64_t> source(rows, num_rows);
   invert(rows, num_rows, source.data());
-  const Permute c{x.const_data_ptr(), y.mutable_data_ptr(), source.data(), rows.size(1), num_rows,
-                  x.size(1) * int64_t(x.element_size()), rows.const_data_ptr<int64_t>(), x.size(0)};
+  const Permute c{x.const_data_ptr(),
+                  y.mutable_data_ptr(),
+                  source.data(),
+                  rows.size(1),
+                  num_rows,
+                  x.size(1) * int64_t(x.element_size()),
+                  rows.const_data_ptr<int64_t>(),
+                  x.size(0)};
   ZOO_LAUNCH(permute, x, c);
   return y;
 }
@@ -166,9 +191,18 @@ std::tuple<Tensor, Tensor> back_backward(const Tensor& grad_out, const Tensor& y
   Tensor grad_y = new_like(y), grad_weights = new_like(weights);
   const KernelScratch<int64_t> source(rows, y.size(0));
   invert(rows, y.size(0), source.data());
-  const UnpermuteBackward c{grad_out.const_data_ptr(), y.const_data_ptr(), weights.const_data_ptr(), source.data(),
-                            grad_y.mutable_data_ptr(), grad_weights.mutable_data_ptr(), rows.size(0), rows.size(1),
-                            y.size(0), y.size(1), dtype_of(y, "y"), weight_dtype};
+  const UnpermuteBackward c{grad_out.const_data_ptr(),
+                            y.const_data_ptr(),
+                            weights.const_data_ptr(),
+                            source.data(),
+                            grad_y.mutable_data_ptr(),
+                            grad_weights.mutable_data_ptr(),
+                            rows.size(0),
+                            rows.size(1),
+                            y.size(0),
+                            y.size(1),
+                            dtype_of(y, "y"),
+                            weight_dtype};
   ZOO_LAUNCH(unpermute_backward, y, c);
   return {grad_y, grad_weights};
 }
@@ -177,9 +211,8 @@ std::tuple<Tensor, Tensor> back_backward(const Tensor& grad_out, const Tensor& y
 
 ZOO_OPERATORS(define) {
   define("top_k_gate(Tensor logits, int k, bool renormalise) -> (Tensor, Tensor)", gate);
-  define(
-      "top_k_gate_backward(Tensor grad_probabilities, Tensor logits, Tensor indices, bool renormalise) -> Tensor",
-      gate_backward);
+  define("top_k_gate_backward(Tensor grad_probabilities, Tensor logits, Tensor indices, bool renormalise) -> Tensor",
+         gate_backward);
   define(
       "positions_in_expert(Tensor indices, int num_experts, int? capacity, bool choices_first, Tensor? key) -> "
       "(Tensor, Tensor, Tensor)",

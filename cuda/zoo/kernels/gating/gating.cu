@@ -114,8 +114,8 @@ __global__ void gate_backward_kernel(GateBackward c) {
 }
 
 // A block has a part, a thread an assignment of it, in the order of priority: its place is the number of those of its
-// expert in earlier parts, which the scan has made of taken[e·parts + part], and of those before it in the part, which are
-// counted here. The first round writes what the part has of each expert, the second the places.
+// expert in earlier parts, which the scan has made of taken[e·parts + part], and of those before it in the part, which
+// are counted here. The first round writes what the part has of each expert, the second the places.
 template <bool WRITE>
 __global__ void __launch_bounds__(THREADS) places_kernel(Places c, int64_t* __restrict__ taken, int64_t parts) {
   static_assert(THREADS == PLACES_PART, "a thread an assignment");

@@ -16,9 +16,10 @@
 //
 //   demand_e = assignments to e     count_e = min(demand_e, C)
 //
-// With a key q (T, k) an expert of demand above C keeps the C assignments of the greatest q, of equal ones those that come
-// first, and these have the places 0, ..., C - 1, in the order as before. A NaN is the greatest, both zeros are equal. No
-// sort: θ = the C-th greatest q of the expert; above θ all are kept, of those equal to θ the first C - #{q > θ}.
+// With a key q (T, k) an expert of demand above C keeps the C assignments of the greatest q, of equal ones those that
+// come first, and these have the places 0, ..., C - 1, in the order as before. A NaN is the greatest, both zeros are
+// equal. No sort: θ = the C-th greatest q of the expert; above θ all are kept, of those equal to θ the first C - #{q >
+// θ}.
 //
 // There and back (Gale et al. 2023, section 5.2), with r(t, j) the row of an assignment, or -1, no row twice:
 //
@@ -32,9 +33,9 @@
 //
 // Memory contract. Everything contiguous: v, dv (T, E); i, w, dw, places, rows (T, k); demand, count (E,); x, o (T, D);
 // y (R, D). Indices, places, rows and counts: int64. w of the gate: fp32; w of unpermute, v, and x with y: any format
-// each; q (T, k), any format. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 2 times,
-// places are counted and then written, a key on CUDA is read up to 5 times) and writes its results once. `source` is the
-// inverse of r: t·k + j, or -1, for each of R rows.
+// each; q (T, k), any format. 1 <= k <= E. Each operation reads its inputs once (the choice on CUDA reads v k + 2
+// times, places are counted and then written, a key on CUDA is read up to 5 times) and writes its results once.
+// `source` is the inverse of r: t·k + j, or -1, for each of R rows.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   gate_kernel 128 threads, <= 48 registers, >= 40 warps
@@ -109,18 +110,19 @@ struct UnpermuteBackward {
   Dtype dtype, weight_dtype;
 };
 
-// What the binding refuses on CPUs by the values of indices and rows does no harm on CUDA, where it would have to wait for
-// the GPU, and shows: no address outside of the tensors is touched, and a token with an index of no expert gets a gradient
-// of NaN; such an assignment gets the place -1 and is not in the demand. A row out of range is left out of `source`, so
-// nothing goes there; unpermute makes its token NaN. Of several assignments with one row the first stays in `source`.
+// What the binding refuses on CPUs by the values of indices and rows does no harm on CUDA, where it would have to wait
+// for the GPU, and shows: no address outside of the tensors is touched, and a token with an index of no expert gets a
+// gradient of NaN; such an assignment gets the place -1 and is not in the demand. A row out of range is left out of
+// `source`, so nothing goes there; unpermute makes its token NaN. Of several assignments with one row the first stays
+// in `source`.
 ZOO_KERNEL(top_k_gate, const Gate& c)
 ZOO_KERNEL(top_k_gate_backward, const GateBackward& c)
 
 constexpr int64_t PLACES_PART = 256;  // assignments that a block counts
 
 ZOO_CPU_KERNEL(positions_in_expert, const Places& c)
-// `taken`: E numbers for each PLACES_PART assignments begun. `order`: E + T·k numbers, read and written only where there are
-// a key and a capacity.
+// `taken`: E numbers for each PLACES_PART assignments begun. `order`: E + T·k numbers, read and written only where
+// there are a key and a capacity.
 ZOO_CUDA_KERNEL(positions_in_expert, const Places& c, int64_t* taken, int64_t* order)
 
 // source (R,), which permute and the backward of unpermute read, from rows (n = T·k,). On CPUs the binding makes it.
@@ -148,7 +150,8 @@ ZOO_HD int64_t count_of(int64_t demand, int64_t capacity) {
 // The capacity that the order alone enforces; with a key all have places before some are dropped.
 ZOO_HD int64_t capacity_in_order(const Places& c) { return c.key == nullptr ? c.capacity : -1; }
 
-// The key of an assignment as a number that grows with it. In integers, since a processor may take subnormals for zeros.
+// The key of an assignment as a number that grows with it. In integers, since a processor may take subnormals for
+// zeros.
 ZOO_HD uint32_t key_of(const Places& c, int64_t at) {
   uint32_t bits;
   if (c.key_dtype == F32) {

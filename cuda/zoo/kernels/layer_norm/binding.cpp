@@ -8,9 +8,7 @@
 namespace zoo {
 namespace {
 
-at::Tensor new_stats(const at::Tensor& x) {
-  return new_tensor(x, x.sizes().slice(0, size_t(x.dim() - 1)), at::kFloat);
-}
+at::Tensor new_stats(const at::Tensor& x) { return new_tensor(x, x.sizes().slice(0, size_t(x.dim() - 1)), at::kFloat); }
 
 Matrix check_rows(const at::Tensor& x, const char* what, const at::Device& device) {
   const Matrix m = matrix_of(x, what);
@@ -59,7 +57,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& x, cons
   return {r.y, r.mean, r.rstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward_of_sum(const at::Tensor& x, const at::Tensor& residual,
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward_of_sum(const at::Tensor& x,
+                                                                          const at::Tensor& residual,
                                                                           const at::Tensor& weight,
                                                                           const at::Tensor& bias, double eps) {
   const at::Device device = device_of(x);
@@ -72,9 +71,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward_of_sum(const 
   return {r.y, sum, r.mean, r.rstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
-    const at::Tensor& grad_y, const std::optional<at::Tensor>& grad_sum, const at::Tensor& sum, const at::Tensor& weight,
-    const at::Tensor& mean, const at::Tensor& rstd) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_y,
+                                                        const std::optional<at::Tensor>& grad_sum,
+                                                        const at::Tensor& sum, const at::Tensor& weight,
+                                                        const at::Tensor& mean, const at::Tensor& rstd) {
   const at::Device device = device_of(sum);
   const Matrix m = check_rows(sum, "sum", device);
   check_argument(grad_y, "grad_y", sum.sizes(), sum.scalar_type(), device);
@@ -85,11 +85,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   check_argument(mean, "mean", stats, at::kFloat, device);
   check_argument(rstd, "rstd", stats, at::kFloat, device);
   at::Tensor grad_x = new_like(sum), grad_weight = new_like(weight), grad_bias = new_like(weight);
-  const LayerNormBackward c{
-      grad_y.const_data_ptr(), grad_sum.has_value() ? grad_sum->const_data_ptr() : nullptr, sum.const_data_ptr(),
-      weight.const_data_ptr(), mean.const_data_ptr<float>(), rstd.const_data_ptr<float>(), grad_x.mutable_data_ptr(),
-      grad_weight.mutable_data_ptr(), grad_bias.mutable_data_ptr(), m.rows, m.dim, float(1.0 / double(m.dim)),
-      dtype_of(sum, "sum"), weight_dtype};
+  const LayerNormBackward c{grad_y.const_data_ptr(),
+                            grad_sum.has_value() ? grad_sum->const_data_ptr() : nullptr,
+                            sum.const_data_ptr(),
+                            weight.const_data_ptr(),
+                            mean.const_data_ptr<float>(),
+                            rstd.const_data_ptr<float>(),
+                            grad_x.mutable_data_ptr(),
+                            grad_weight.mutable_data_ptr(),
+                            grad_bias.mutable_data_ptr(),
+                            m.rows,
+                            m.dim,
+                            float(1.0 / double(m.dim)),
+                            dtype_of(sum, "sum"),
+                            weight_dtype};
   const KernelScratch<float> parts(sum, num_parts(m.rows) * parts_width(m.dim));
   ZOO_LAUNCH(layer_norm_backward, sum, c, parts.data());
   return {grad_x, grad_weight, grad_bias};

@@ -8,7 +8,8 @@ namespace zoo {
 namespace {
 
 // Brings columns [from, from + n) of s into the tile; where there is a residual, the first time also into c.sum.
-__device__ __forceinline__ void bring(const LayerNorm& c, int64_t first, int64_t n, bool wide, bool again, float* tile) {
+__device__ __forceinline__ void bring(const LayerNorm& c, int64_t first, int64_t n, bool wide, bool again,
+                                      float* tile) {
   each_pack(n, wide, [&](auto width, int64_t i) {
     constexpr int WIDTH = decltype(width)::value;
     if (c.residual == nullptr || again) {  // again: each thread reads back only what it wrote itself

@@ -10,23 +10,23 @@
 //   dx = ((g - α) - x̂·β)·ρ [+ ds]          dr = dx
 //   dw = Σ_t dy·x̂     db = Σ_t dy          over all rows t
 //
-// All arithmetic is fp32, every operation rounded by itself as written; 1/D and ε are rounded to fp32 once. Sums along a
-// row are lane sums, sums over rows column sums (common/lanes.h), so every instruction set, any number of threads,
-// CUDA (compiled without contraction) and reference.py give the same bits. v needs two passes over s, which stays in the
-// cache, and cannot become negative.
+// All arithmetic is fp32, every operation rounded by itself as written; 1/D and ε are rounded to fp32 once. Sums along
+// a row are lane sums, sums over rows column sums (common/lanes.h), so every instruction set, any number of threads,
+// CUDA (compiled without contraction) and reference.py give the same bits. v needs two passes over s, which stays in
+// the cache, and cannot become negative.
 //
-// Memory contract. x, r, s, y and their gradients: (T, D), contiguous, of one format. w and b and their gradients: (D,),
-// of one format. μ and ρ: (T,), fp32. D >= 1. Forward reads x (and r) once and writes y (and s) once; backward reads dy
-// and s (and ds) once and writes dx once, and keeps two rows of floats for each 64.
+// Memory contract. x, r, s, y and their gradients: (T, D), contiguous, of one format. w and b and their gradients:
+// (D,), of one format. μ and ρ: (T,), fp32. D >= 1. Forward reads x (and r) once and writes y (and s) once; backward
+// reads dy and s (and ds) once and writes dx once, and keeps two rows of floats for each 64.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   forward_kernel 256 threads, <= 54 registers, >= 32 warps
 //   backward_kernel 256 threads, <= 58 registers, >= 32 warps
 //   parts_kernel 256 threads, <= 64 registers, >= 32 warps
 // Rows of up to 1,024 columns have 64 threads. A row is in shared memory, 4 bytes a column (backward: 8), up to 44 KiB;
-// longer ones come in pieces, and again for each sweep. With 4,096 columns that leaves room for 9 blocks on sm_80 and for 4
-// in the backward (sm_90 and sm_100: 13 and 6): all warps that registers allow. Bytes an element of 16 bits: forward 4, with
-// a residual 8; backward 6 and again 4 for the sums of dw and db, and 1/4 for those of the parts.
+// longer ones come in pieces, and again for each sweep. With 4,096 columns that leaves room for 9 blocks on sm_80 and
+// for 4 in the backward (sm_90 and sm_100: 13 and 6): all warps that registers allow. Bytes an element of 16 bits:
+// forward 4, with a residual 8; backward 6 and again 4 for the sums of dw and db, and 1/4 for those of the parts.
 #pragma once
 
 #include "../common/isa.h"

@@ -24,7 +24,8 @@ std::tuple<at::Tensor, at::Tensor> compress(const at::Tensor& x, const std::opti
     check_flat(x, "x", n, at::kFloat, device);  // c takes its place
     check_flat(*error, "error", n, at::kFloat, device);
   }
-  at::Tensor bits = new_tensor(x, {ceil_div(n, 8)}, at::kByte), scales = new_tensor(x, {ceil_div(n, group)}, at::kFloat);
+  at::Tensor bits = new_tensor(x, {ceil_div(n, 8)}, at::kByte),
+             scales = new_tensor(x, {ceil_div(n, group)}, at::kFloat);
   const float* e = error ? error->const_data_ptr<float>() : nullptr;
   ZOO_LAUNCH(onebit_compress, x, writable(x), dtype, e, bits.mutable_data_ptr<uint8_t>(),
              scales.mutable_data_ptr<float>(), n, group);

@@ -10,8 +10,8 @@
 namespace zoo {
 namespace {
 
-__global__ void __launch_bounds__(32 * WARPS) compress_kernel(void* x, Dtype dtype, const float* error, uint8_t* bits,
-                                                              float* scales, int64_t n, int64_t group) {
+__global__ void __launch_bounds__(32 * WARPS)
+    compress_kernel(void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n, int64_t group) {
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t(blockIdx.x) * WARPS + threadIdx.x / 32, begin = index * group;
   if (begin >= n) return;
@@ -36,14 +36,13 @@ __global__ void __launch_bounds__(32 * WARPS) compress_kernel(void* x, Dtype dty
 }
 
 // A thread a byte of bits: eight elements, all of one group.
-__global__ void __launch_bounds__(THREADS) owed_kernel(float* error, const float* c, const uint8_t* bits,
-                                                       const float* scales, int64_t n, int64_t group) {
+__global__ void __launch_bounds__(THREADS)
+    owed_kernel(float* error, const float* c, const uint8_t* bits, const float* scales, int64_t n, int64_t group) {
   const int64_t byte = int64_t(blockIdx.x) * THREADS + threadIdx.x, begin = 8 * byte;
   if (begin >= n) return;
   const float scale = scales[begin / group];
   const uint32_t signs = bits[byte];
-  for (int k = 0; k < 8 && begin + k < n; ++k)
-    error[begin + k] = c[begin + k] - ((signs >> k) & 1 ? scale : -scale);
+  for (int k = 0; k < 8 && begin + k < n; ++k) error[begin + k] = c[begin + k] - ((signs >> k) & 1 ? scale : -scale);
 }
 
 // A thread a byte of bits: eight elements, all of one group.
@@ -71,8 +70,8 @@ __global__ void __launch_bounds__(THREADS) decompress_kernel(void* out, Dtype dt
 
 namespace cuda {
 
-int32_t onebit_compress(void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n, int64_t group,
-                        void* stream) {
+int32_t onebit_compress(void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n,
+                        int64_t group, void* stream) {
   if (n > 0)
     compress_kernel<<<blocks_for(ceil_div(n, group), WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(
         x, dtype, error, bits, scales, n, group);
@@ -82,8 +81,8 @@ int32_t onebit_compress(void* x, Dtype dtype, const float* error, uint8_t* bits,
 int32_t onebit_owed(float* error, const float* c, const uint8_t* bits, const float* scales, int64_t n, int64_t group,
                     void* stream) {
   if (n > 0)
-    owed_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(error, c, bits, scales, n,
-                                                                                               group);
+    owed_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(error, c, bits, scales,
+                                                                                               n, group);
   return cudaGetLastError();
 }
 

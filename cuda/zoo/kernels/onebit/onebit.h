@@ -1,24 +1,24 @@
 // 1-bit compression with error feedback.
 //
-//   c_i  = x_i + e_i                                   what is to be sent, with what earlier steps still owe; in the place of x
-//   s_G  = (1/|G|) Σ_{i in G} |c_i|                    one fp32 scale for each group G of consecutive elements
-//   b_i  = 1 if c_i >= 0 else 0                        bit i mod 8 of byte i / 8
-//   y_i  = s_G if b_i else -s_G                        what the receiver makes of it
-//   e_i' = c_i - y_i                                   so y_i + e_i' = c_i, up to the rounding of this subtraction
+//   c_i  = x_i + e_i                                   what is to be sent, with what earlier steps still owe; in the
+//   place of x s_G  = (1/|G|) Σ_{i in G} |c_i|                    one fp32 scale for each group G of consecutive
+//   elements b_i  = 1 if c_i >= 0 else 0                        bit i mod 8 of byte i / 8 y_i  = s_G if b_i else -s_G
+//   what the receiver makes of it e_i' = c_i - y_i                                   so y_i + e_i' = c_i, up to the
+//   rounding of this subtraction
 //
-// The first three are one kernel, the last one another: between them lies the decision whether the step counts. Where it
-// does not, e is as it was and c is thrown away.
+// The first three are one kernel, the last one another: between them lies the decision whether the step counts. Where
+// it does not, e is as it was and c is thrown away.
 //
 // Among all ±s, the mean of the magnitudes is the s that makes Σ e'² smallest. Seide et al. 2014, "1-Bit Stochastic
-// Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD"; Tang et al. 2021, "1-bit Adam", section 4.
-// Wire: 1/8 byte an element and 4 bytes a group: 1/31.5 of fp32 with groups of 2,048.
+// Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD"; Tang et al. 2021, "1-bit Adam",
+// section 4. Wire: 1/8 byte an element and 4 bytes a group: 1/31.5 of fp32 with groups of 2,048.
 //
 // fp32, each operation rounded by itself. Σ|c| goes into 16 lanes, element i of the group into lane i mod 16, which are
 // added in order: the same bits on every instruction set. A NaN or infinity makes its group's scale NaN or infinite.
 //
-// Memory contract. compress: x (fp32, or bf16 or fp16 where there is no e) is read, and written where there is an e (fp32,
-// read); bits: ceil(n / 8) bytes, unused bits of the last one 0; scales: ceil(n / group) fp32. owed: c, bits and scales are
-// read, e is written and may be c. Group sizes are multiples of 64, so groups begin at whole bytes.
+// Memory contract. compress: x (fp32, or bf16 or fp16 where there is no e) is read, and written where there is an e
+// (fp32, read); bits: ceil(n / 8) bytes, unused bits of the last one 0; scales: ceil(n / group) fp32. owed: c, bits and
+// scales are read, e is written and may be c. Group sizes are multiples of 64, so groups begin at whole bytes.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   compress_kernel 128 threads, <= 32 registers, >= 64 warps

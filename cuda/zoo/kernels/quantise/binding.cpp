@@ -20,8 +20,8 @@ std::tuple<at::Tensor, at::Tensor> quantise_tensor(const at::Tensor& x, int64_t 
   const int64_t n = x.numel(), groups = ceil_div(n, group);
   const Dtype dtype = dtype_of(x, "x");
   check_memory(x, "x", device_of(x));
-  TORCH_CHECK_VALUE(nodes >= 1 && local >= 1 && (nodes * local == 1 || n % (nodes * local * group) == 0),
-                    "swizzle=(", nodes, ", ", local, ") cuts ", n, " elements into ", nodes, " x ", local,
+  TORCH_CHECK_VALUE(nodes >= 1 && local >= 1 && (nodes * local == 1 || n % (nodes * local * group) == 0), "swizzle=(",
+                    nodes, ", ", local, ") cuts ", n, " elements into ", nodes, " x ", local,
                     " pieces; each must be a whole number of groups of ", group, ".");
   at::Tensor q = new_tensor(x, {ceil_div(n * bits, 8)}, at::kChar), scales = new_tensor(x, {groups}, at::kFloat);
   const int64_t piece = groups / (nodes * local);
@@ -31,8 +31,8 @@ std::tuple<at::Tensor, at::Tensor> quantise_tensor(const at::Tensor& x, int64_t 
   return {q, scales};
 }
 
-void dequantise_tensor(const at::Tensor& out, const at::Tensor& q, const at::Tensor& scales, int64_t bits, int64_t group,
-                       int64_t ranks, double factor) {
+void dequantise_tensor(const at::Tensor& out, const at::Tensor& q, const at::Tensor& scales, int64_t bits,
+                       int64_t group, int64_t ranks, double factor) {
   check_options(bits, group);
   const int64_t n = out.numel();
   const Dtype dtype = dtype_of(out, "out");
@@ -49,8 +49,9 @@ void dequantise_tensor(const at::Tensor& out, const at::Tensor& q, const at::Ten
 
 ZOO_OPERATORS(define) {
   define("quantise(Tensor x, int bits, int group_size, int nodes, int local) -> (Tensor, Tensor)", quantise_tensor);
-  define("dequantise_(Tensor(a!) out, Tensor q, Tensor scales, int bits, int group_size, int ranks, float factor) -> ()",
-         dequantise_tensor);
+  define(
+      "dequantise_(Tensor(a!) out, Tensor q, Tensor scales, int bits, int group_size, int ranks, float factor) -> ()",
+      dequantise_tensor);
 }
 
 }  // namespace zoo

@@ -1,8 +1,8 @@
 // Quantisation on GPUs: the maths and the memory contract of quantise.h, bit for bit. Compile with -fmad=false.
 //
-// A group goes to 2 to 32 threads of a warp, or, beyond 2,048 elements, to a block; a thread has eight elements at a time,
-// of which the first stay in registers until the scale is known: all of them in groups of up to 256. Others are found in
-// the cache.
+// A group goes to 2 to 32 threads of a warp, or, beyond 2,048 elements, to a block; a thread has eight elements at a
+// time, of which the first stay in registers until the scale is known: all of them in groups of up to 256. Others are
+// found in the cache.
 #include "../common/blocks.cuh"
 #include "../common/device.cuh"
 #include "../common/divider.h"
@@ -27,8 +27,8 @@ class Place {
   int64_t nodes_, locals_, length_;
 };
 
-// The largest of all `width` threads (2 to 32, or a whole block). The bits of |x| as integers are ordered as |x| is, and
-// a NaN is above infinity: so a NaN wins.
+// The largest of all `width` threads (2 to 32, or a whole block). The bits of |x| as integers are ordered as |x| is,
+// and a NaN is above infinity: so a NaN wins.
 __device__ __forceinline__ uint32_t largest(uint32_t most, int width) {
   for (int half = (width < WARP ? width : WARP) / 2; half > 0; half /= 2)
     most = max(most, __shfl_xor_sync(ALL, most, half));
@@ -57,7 +57,8 @@ __device__ __forceinline__ Pack<WIDE> take(const void* x, Dtype dtype, int64_t a
   return pack;
 }
 
-// Their whole numbers, to the group's bytes from element `at` of it on; eight elements begin at a multiple of 8 bytes, or 4.
+// Their whole numbers, to the group's bytes from element `at` of it on; eight elements begin at a multiple of 8 bytes,
+// or 4.
 __device__ __forceinline__ void put(const int32_t (&w)[WIDE], int8_t* q, int64_t at, int bits, int count) {
   uint32_t words[2] = {};
 #pragma unroll
@@ -76,8 +77,9 @@ __device__ __forceinline__ void put(const int32_t (&w)[WIDE], int8_t* q, int64_t
     if (byte * 8 / bits < count) to[byte] = int8_t(words[byte / 4] >> (byte % 4 * 8));
 }
 
-__global__ void __launch_bounds__(THREADS) quantise_kernel(const void* x, Dtype dtype, int bits, int8_t* q, float* scales,
-                                                           int64_t n, int group, Place place, int width, bool aligned) {
+__global__ void __launch_bounds__(THREADS)
+    quantise_kernel(const void* x, Dtype dtype, int bits, int8_t* q, float* scales, int64_t n, int group, Place place,
+                    int width, bool aligned) {
   const int64_t groups = ceil_div(n, group);
   const int64_t index = int64_t(blockIdx.x) * (THREADS / width) + threadIdx.x / width;
   const int t = threadIdx.x % width;
@@ -129,9 +131,9 @@ __device__ __forceinline__ void take_whole(const int8_t* q, int64_t at, int bits
 }
 
 // A thread eight elements, which are of one group.
-__global__ void __launch_bounds__(THREADS) dequantise_kernel(void* out, Dtype dtype, int bits, const int8_t* q,
-                                                             const float* scales, int64_t ranks, float factor, int64_t n,
-                                                             int64_t groups, Divider packs_of_group, bool aligned) {
+__global__ void __launch_bounds__(THREADS)
+    dequantise_kernel(void* out, Dtype dtype, int bits, const int8_t* q, const float* scales, int64_t ranks,
+                      float factor, int64_t n, int64_t groups, Divider packs_of_group, bool aligned) {
   const int64_t pack = int64_t(blockIdx.x) * THREADS + threadIdx.x, at = WIDE * pack;
   if (at >= n) return;
   const int64_t stride = ceil_div(n * bits, 8), mine = packs_of_group.quotient(uint32_t(pack));

@@ -6,13 +6,14 @@
 //   y_i  = q_i · s_G                         |x_i - y_i| <= s_G / 2 · (1 + 2^-21) + 2^-22 |x_i|
 //   reduced_i = f · Σ_r y_{r,i}              dequantise-reduce: r = 0, 1, … in order, fp32, then the factor f
 //
-// int4: element 2j in the lower half of byte j, element 2j + 1 in the upper, two's complement. A group of zeros has scale
-// 0. A NaN or infinity makes the group's scale NaN or infinite and its q zero, so the receiver gets NaN, not a number.
+// int4: element 2j in the lower half of byte j, element 2j + 1 in the upper, two's complement. A group of zeros has
+// scale 0. A NaN or infinity makes the group's scale NaN or infinite and its q zero, so the receiver gets NaN, not a
+// number.
 //
 // Swizzled layout (ZeRO++ qgZ): x is N·L pieces of equal length, piece (n, l) for rank l of node n; it is written to
 // place (l, n), so that an all-to-all within the nodes and then one between them deliver each rank its own pieces in
-// order. Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", sections 3.1
-// (quantised weights) and 3.3 (quantised gradients). They quantise asymmetrically as well; this does not.
+// order. Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
+// sections 3.1 (quantised weights) and 3.3 (quantised gradients). They quantise asymmetrically as well; this does not.
 //
 // Memory contract: x fp32, bf16 or fp16, read once (a group twice, from the cache); q one or half a byte an element;
 // scales ceil(n / group) fp32. Groups are multiples of 16 elements. fp32 arithmetic, each operation rounded by itself.
@@ -20,8 +21,8 @@
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   quantise_kernel 256 threads, <= 40 registers, >= 48 warps
 //   dequantise_kernel 256 threads, <= 34 registers, >= 48 warps
-// Bytes an element of 16 bits: 3 to int8, 2.5 to int4, and 4 a group; groups above 256 are read twice, the second time from
-// a cache where they fit there. Dequantised: 2, and 1 or 1/2 for each rank.
+// Bytes an element of 16 bits: 3 to int8, 2.5 to int4, and 4 a group; groups above 256 are read twice, the second time
+// from a cache where they fit there. Dequantised: 2, and 1 or 1/2 for each rank.
 #pragma once
 
 #include "../common/isa.h"

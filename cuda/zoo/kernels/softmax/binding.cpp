@@ -49,8 +49,9 @@ at::Tensor backward(const at::Tensor& grad_y, const at::Tensor& y, double scale)
   const Matrix m = check_scores(y, "y", device);
   check_argument(grad_y, "grad_y", y.sizes(), y.scalar_type(), device);
   at::Tensor grad_x = new_like(y);
-  const SoftmaxBackward c{grad_y.const_data_ptr(), y.const_data_ptr(), grad_x.mutable_data_ptr(), m.rows, m.dim,
-                          float(scale), dtype_of(y, "y")};
+  const SoftmaxBackward c{
+      grad_y.const_data_ptr(), y.const_data_ptr(), grad_x.mutable_data_ptr(), m.rows, m.dim, float(scale),
+      dtype_of(y, "y")};
   ZOO_LAUNCH(softmax_backward, y, c);
   return grad_x;
 }

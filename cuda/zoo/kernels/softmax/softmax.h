@@ -18,8 +18,9 @@
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   softmax_kernel 256 threads, <= 54 registers, >= 32 warps
 //   softmax_backward_kernel 256 threads, <= 40 registers, >= 48 warps
-// Rows of up to 1,024 keys have 64 threads. A row is in shared memory, 4 bytes a key (backward: 8), up to 44 KiB; longer
-// ones come in pieces, and again for each sweep. Bytes a key of 16 bits: forward 4, and those of the mask; backward 6.
+// Rows of up to 1,024 keys have 64 threads. A row is in shared memory, 4 bytes a key (backward: 8), up to 44 KiB;
+// longer ones come in pieces, and again for each sweep. Bytes a key of 16 bits: forward 4, and those of the mask;
+// backward 6.
 #pragma once
 
 #include "../common/elementary.h"

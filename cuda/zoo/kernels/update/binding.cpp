@@ -32,7 +32,8 @@ std::array<double, N> numbers_of(c10::ArrayRef<double> values, const char* what)
 struct StepScalars {
   StepScalars(c10::ArrayRef<double> values, const std::optional<at::Tensor>& tensor, const at::Device& device) {
     if (tensor.has_value()) {
-      TORCH_CHECK_VALUE(values.empty(), "scalars has ", values.size(), " numbers beside those on the device; give one of the two.");
+      TORCH_CHECK_VALUE(values.empty(), "scalars has ", values.size(),
+                        " numbers beside those on the device; give one of the two.");
       check_flat(*tensor, "device_scalars", NUM_SCALARS + 1, at::kDouble, device);
       there = tensor->const_data_ptr<double>();
 #if !defined(ZOO_CUDA)
@@ -56,7 +57,8 @@ struct StepScalars {
 #endif
 
 void check_length(size_t found, size_t wanted, const char* what) {
-  TORCH_CHECK_VALUE(found == wanted, what, " has ", found, " tensors and params has ", wanted, "; they must be as many.");
+  TORCH_CHECK_VALUE(found == wanted, what, " has ", found, " tensors and params has ", wanted,
+                    "; they must be as many.");
 }
 
 // Lists of tensors as rows, checked.
@@ -69,15 +71,16 @@ class Table {
 
   int64_t size() const { return int64_t(rows.size()); }
 
-  void check_lists(at::TensorList params, const std::array<at::TensorList, MAX_STATES>& states, at::TensorList masters) {
+  void check_lists(at::TensorList params, const std::array<at::TensorList, MAX_STATES>& states,
+                   at::TensorList masters) {
     for (int k = 0; k < MAX_STATES; ++k)
       check_length(states[size_t(k)].size(), k < num_states_ ? params.size() : 0, STATE_NAMES[k]);
     check_length(masters.size(), masters.empty() ? 0 : params.size(), "masters");
     rows.resize(params.size());
   }
 
-  // Row `index`, which names it in messages too; row 0 first, it decides the formats. grad may be null: the second pass of
-  // LAMB needs none.
+  // Row `index`, which names it in messages too; row 0 first, it decides the formats. grad may be null: the second pass
+  // of LAMB needs none.
   void set(int64_t index, const at::Tensor& param, const at::Tensor* grad,
            const std::array<const at::Tensor*, MAX_STATES>& states, const at::Tensor* master) {
     const int64_t n = param.numel();
@@ -85,7 +88,8 @@ class Table {
       formats.param = dtype_of(param, {"params", index});
       formats.grad = grad != nullptr ? dtype_of(*grad, {"grads", index}) : F32;
       formats.state = states[0] != nullptr ? dtype_of(*states[0], {STATE_NAMES[0], index}) : F32;
-      TORCH_CHECK_VALUE(formats.state != F16, "states0[", index, "] is torch.float16, whose range is too small for "
+      TORCH_CHECK_VALUE(formats.state != F16, "states0[", index,
+                        "] is torch.float16, whose range is too small for "
                         "squares; states are torch.float32 or torch.bfloat16.");
     }
     check_tensor(param, {"params", index}, n, formats.param, device_);
@@ -137,7 +141,8 @@ void fill(Table& table, at::TensorList params, const at::TensorList* grads,
 
 void check_lamb(const Table& table, int64_t flags) {
   TORCH_CHECK_VALUE((flags & ~int64_t(COUPLED | EPS_INSIDE)) == 0, "LAMB has no flags ", flags, "; see update.h.");
-  TORCH_CHECK_VALUE(table.formats.state == F32, "the states of LAMB are torch.bfloat16; they must be torch.float32, so "
+  TORCH_CHECK_VALUE(table.formats.state == F32,
+                    "the states of LAMB are torch.bfloat16; they must be torch.float32, so "
                     "that both passes see the same direction.");
 }
 
@@ -152,8 +157,8 @@ void check_rule(int64_t rule, int64_t flags) {
 }
 
 void update_lists(int64_t rule, int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList states0,
-                  at::TensorList states1, at::TensorList states2, at::TensorList masters,
-                  c10::ArrayRef<double> scalars, const std::optional<at::Tensor>& there) {
+                  at::TensorList states1, at::TensorList states2, at::TensorList masters, c10::ArrayRef<double> scalars,
+                  const std::optional<at::Tensor>& there) {
   Table table(rule, flags, device_of(params[0]));
   fill(table, params, &grads, {states0, states1, states2}, masters);
   check_rule(rule, flags);
@@ -244,8 +249,7 @@ class Rows : public torch::CustomClassHolder {
     if (!fill(table, 0, params_.empty() ? 0 : 1) || !fill_on_threads(table)) return false;
     check_rule(rule, flags);
     const Scalars given = rounded(numbers_of<NUM_SCALARS>(scalars, "scalars").data());
-    ZOO_LAUNCH(update, params_[0], int(rule), int(flags), given, table.formats, table.rows.data(),
-               table.size());
+    ZOO_LAUNCH(update, params_[0], int(rule), int(flags), given, table.formats, table.rows.data(), table.size());
     rows_ = std::move(table.rows);
     return true;
   }
@@ -299,7 +303,8 @@ class Rows : public torch::CustomClassHolder {
   }
 
   static void ask_for_storage(const at::Tensor& t) {
-    const char* storage = reinterpret_cast<const char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    const char* storage =
+        reinterpret_cast<const char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     __builtin_prefetch(storage);
     __builtin_prefetch(storage + 64);
   }
@@ -320,8 +325,8 @@ class Rows : public torch::CustomClassHolder {
     const char* meta = reinterpret_cast<const char*>(impl->autograd_meta());
     __builtin_prefetch(meta);
     __builtin_prefetch(meta + 64);
-    // The counter that writable() raises is behind the only member of this object. (A prefetch of a wrong address, should
-    // that ever change, does no harm.)
+    // The counter that writable() raises is behind the only member of this object. (A prefetch of a wrong address,
+    // should that ever change, does no harm.)
     __builtin_prefetch(*reinterpret_cast<void* const*>(&impl->version_counter()), 1);
   }
 

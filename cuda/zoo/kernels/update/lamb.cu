@@ -103,7 +103,8 @@ int32_t lamb_apply(int flags, const Scalars& scalars, const double* there, Forma
     const int blocks = batch.first[batch.count];
     with_flags(flags, [&](auto known) {
       constexpr int FLAGS = decltype(known)::value;
-      if (blocks > 0) apply_kernel<FLAGS><<<blocks, THREADS, 0, s>>>(batch, scalars, there, formats, ratios + first_row);
+      if (blocks > 0)
+        apply_kernel<FLAGS><<<blocks, THREADS, 0, s>>>(batch, scalars, there, formats, ratios + first_row);
     });
   });
 }

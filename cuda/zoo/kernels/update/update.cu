@@ -1,4 +1,5 @@
-// The update on GPUs: the algebra and the memory contract of update.h. Compile with -fmad=false, for the bits of the CPU.
+// The update on GPUs: the algebra and the memory contract of update.h. Compile with -fmad=false, for the bits of the
+// CPU.
 #include <type_traits>
 
 #include "../common/batch.cuh"
@@ -29,8 +30,7 @@ __global__ void __launch_bounds__(THREADS)
     Four s[MAX_STATES] = {};
     for (int k = 0; k < MAX_STATES; ++k)
       if (k < kept) s[k] = load4(row.state[k], f.state, at, count);
-    for (int i = 0; i < 4; ++i)
-      p.x[i] = updated<RULE, FLAGS>(c, rate, p.x[i], g.x[i], s[0].x[i], s[1].x[i], s[2].x[i]);
+    for (int i = 0; i < 4; ++i) p.x[i] = updated<RULE, FLAGS>(c, rate, p.x[i], g.x[i], s[0].x[i], s[1].x[i], s[2].x[i]);
     for (int k = 0; k < MAX_STATES; ++k)
       if (k < kept) store4(s[k], row.state[k], f.state, at, count);
     if (has_master) store4(p, row.master, F32, at, count);

@@ -6,35 +6,36 @@
 //   d    = D(s, s', g)     the direction
 //   p'   = δ·p - η·d       δ: decoupled weight decay, 1 - lr·weight_decay; η: the step size
 //
-//   rule     states s     S                                     D                              η
-//   ADAM     m, v (, x)   m + (1-β1)(g - m);  β2·v + (1-β2)g²    m / (ρ·√v + ε)                 lr / (1-β1^t)
-//   SGD      b            μ·b + (1-τ)·g                         b, or g + μ·b (NESTEROV)       lr
-//   LION     m            β2·m + (1-β2)·g                       sign(β1·m + (1-β1)·g)          lr
-//   ADAGRAD  h            h + g²                                g / (√h + ε)                   lr / (1 + (t-1)·lr_decay)
-//   LAMB     m, v         as ADAM                               κ·m / (ρ·√v + ε) + λ·p         lr·φ, κ = 1 / (1-β1^t)
+//   rule     states s    S                                     D                         η
+//   ADAM     m, v (, x)  m + (1-β1)(g - m);  β2·v + (1-β2)g²   m / (ρ·√v + ε)            lr / (1-β1^t)
+//   SGD      b           μ·b + (1-τ)·g                         b, or g + μ·b (NESTEROV)  lr
+//   LION     m           β2·m + (1-β2)·g                       sign(β1·m + (1-β1)·g)     lr
+//   ADAGRAD  h           h + g²                                g / (√h + ε)              lr / (1 + (t-1)·lr_decay)
+//   LAMB     m, v        as ADAM                               κ·m / (ρ·√v + ε) + λ·p    lr·φ, κ = 1 / (1-β1^t)
 //
 // ρ = 1/√(1-β2^t). AMSGRAD: x' = max(x, v') takes the place of v in D. SGD without MOMENTUM keeps nothing, D = g. LAMB
-// with EPS_INSIDE divides by √(ρ²·v + ε); φ is the trust ratio of the tensor, from the norms of p and d (two passes, below).
-// Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Reddi et al. 2018 (AMSGrad), Chen et al. 2023
-// (Lion), Duchi et al. 2011 (Adagrad), You et al. 2020 (LAMB); SGD as in Sutskever et al. 2013 with PyTorch's dampening.
+// with EPS_INSIDE divides by √(ρ²·v + ε); φ is the trust ratio of the tensor, from the norms of p and d (two passes,
+// below). Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Reddi et al. 2018 (AMSGrad), Chen et
+// al. 2023 (Lion), Duchi et al. 2011 (Adagrad), You et al. 2020 (LAMB); SGD as in Sutskever et al. 2013 with PyTorch's
+// dampening.
 //
 // All arithmetic is fp32, every operation rounded by itself in the order written here: no contraction into fused
 // multiply-adds; NaN and infinity go where that arithmetic takes them. So the same sequence of tensor operations
-// (reference.py) and every instruction set give the same bits. The scalars (σ, λ, δ, η and so on) are made in fp64, on the
-// host (algebra.py) or, where only the device knows the learning rate, the step or a scale, there (make_scalars).
+// (reference.py) and every instruction set give the same bits. The scalars (σ, λ, δ, η and so on) are made in fp64, on
+// the host (algebra.py) or, where only the device knows the learning rate, the step or a scale, there (make_scalars).
 //
 // Memory contract. A row is one tensor, or one flat shard of many: n elements, contiguous, at any address that is a
 // multiple of the element's size. Rows do not overlap. Without a master, p is read from and written to `param` in its
-// format. With a master (fp32), p is read from and written to `master`, and `param` only gets the rounded copy: one pass
-// does the gradient's conversion, the update and the cast. Gradients are only read. States are fp32 or bf16.
+// format. With a master (fp32), p is read from and written to `master`, and `param` only gets the rounded copy: one
+// pass does the gradient's conversion, the update and the cast. Gradients are only read. States are fp32 or bf16.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   update_kernel 256 threads, <= 52 registers, >= 32 warps
 //   scalars_kernel 256 threads, <= 37 registers, >= 48 warps
 //   direction_kernel 256 threads, <= 64 registers, >= 32 warps
 //   apply_kernel 256 threads, <= 34 registers, >= 48 warps
-// Bytes an element of fp32: 12 and 8 for each state (AdamW 28); of 16 bits with a master 12 and 8 for each state. LAMB: 24
-// and 16. Arguments of a launch: 0.7 KB for up to 8 rows, else 32 KB (4 KB before CUDA 13).
+// Bytes an element of fp32: 12 and 8 for each state (AdamW 28); of 16 bits with a master 12 and 8 for each state. LAMB:
+// 24 and 16. Arguments of a launch: 0.7 KB for up to 8 rows, else 32 KB (4 KB before CUDA 13).
 #pragma once
 
 #include "../common/isa.h"
@@ -99,7 +100,7 @@ struct Advance {
   Number found_inf;   // not 0: the step changes nothing and does not count
   float* steps;       // those taken before, of each parameter and all alike; one more afterwards
   int64_t num_steps;
-  double* scalars;    // NUM_SCALARS of them, then 1 where the step changes nothing, else 0
+  double* scalars;  // NUM_SCALARS of them, then 1 where the step changes nothing, else 0
 };
 
 constexpr int MAX_STATES = 3;
@@ -243,9 +244,9 @@ ZOO_HD T updated(const Scalars& c, float rate, T p, T g, T& s0, T& s1, T& s2) {
 template <class F>
 inline bool with_rule(int rule, int flags, const F& f) {
   switch (rule * 32 + flags) {
-#define ZOO_CASE(RULE, FLAGS)                  \
-  case (RULE) * 32 + (FLAGS):                  \
-    f.template operator()<(RULE), (FLAGS)>();  \
+#define ZOO_CASE(RULE, FLAGS)                 \
+  case (RULE) * 32 + (FLAGS):                 \
+    f.template operator()<(RULE), (FLAGS)>(); \
     return true;
     ZOO_CASE(ADAM, 0)
     ZOO_CASE(ADAM, COUPLED)
@@ -266,8 +267,9 @@ inline bool with_rule(int rule, int flags, const F& f) {
   }
 }
 
-// On CUDA each takes `there` besides: the scalars in memory of the device, made by update_scalars, in the place of `scalars`;
-// where they say that the step changes nothing, it changes nothing, and the norms of LAMB are 0. Null: `scalars` count.
+// On CUDA each takes `there` besides: the scalars in memory of the device, made by update_scalars, in the place of
+// `scalars`; where they say that the step changes nothing, it changes nothing, and the norms of LAMB are 0. Null:
+// `scalars` count.
 
 // All rows; of a rule and flags that are known.
 ZOO_CPU_KERNEL(update, int rule, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows)
@@ -275,8 +277,8 @@ ZOO_CUDA_KERNEL(update, int rule, int flags, const Scalars& scalars, const doubl
                 const Row* rows, int64_t num_rows)
 
 // Pass 1 of LAMB: norms[2·i] = Σp², norms[2·i + 1] = Σd² of row i. They are made of those of its parts, in order, and
-// these of 16 lanes (common/lanes.h): they depend neither on the threads nor on CPU against CUDA. `parts`: two numbers for
-// each part begun of every row (square_parts).
+// these of 16 lanes (common/lanes.h): they depend neither on the threads nor on CPU against CUDA. `parts`: two numbers
+// for each part begun of every row (square_parts).
 ZOO_CPU_KERNEL(lamb_direction, int flags, const Scalars& scalars, Formats formats, const Row* rows, int64_t num_rows,
                double* parts, double* norms)
 ZOO_CUDA_KERNEL(lamb_direction, int flags, const Scalars& scalars, const double* there, Formats formats,
