@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,9 +82,12 @@ def workloads() -> dict[str, Make]:
 
 
 def measure(rounds: int, limit_s: float) -> list[dict[str, Any]]:
-    """Seconds of zoo and torch in every round; they take turns. A workload takes ``limit_s`` or so at most."""
+    """Seconds of zoo and torch in every round; they take turns. A workload takes ``limit_s`` or so at most.
+
+    Seconds of the one thread's processor time: those in which others had the processor say nothing about either.
+    """
     torch.set_num_threads(1)
-    timer, records = Timer("cpu"), []
+    timer, records = Timer("cpu", time.thread_time), []
     for name, make in workloads().items():
         contenders, _ = make("cpu", ELEMENTS)
         for call in contenders.values():  # what torch does once, of autograd for example, is not to use up the limit
@@ -143,8 +147,9 @@ def section(records: list[dict[str, Any]], about: dict[str, str]) -> str:
         [
             HEADING,
             "",
-            f"Written by `python -m benchmarks.kernels --layers`: {facts}. One thread, 1,024 rows of 4,096; zoo and "
-            f"torch take turns, {min(counts)} to {max(counts)} rounds. The ratio is torch's time over zoo's in one "
+            f"Written by `python -m benchmarks.kernels --layers`: {facts}. One thread and its processor time, 1,024 "
+            f"rows of 4,096; zoo and torch take turns, {min(counts)} to {max(counts)} rounds. The ratio is torch's "
+            "time over zoo's in one "
             'round (above 1: zoo is faster), its median and the middle half. "At least": the bound of the median '
             "at 95 %, which is the k-th smallest of n ratios with the largest k for which P(Binomial(n, 1/2) < k) ≤ "
             f"0.05; a workload passes with {TARGET} or more. Dropout is judged forward and backward together, since "
