@@ -8,8 +8,8 @@ namespace zoo {
 namespace ZOO_ISA {
 namespace {
 
-// Rows [begin, end). Sweeps that read what the caches have leave memory idle: there the next row is asked for. What is to
-// be written is asked for where that measured better: with two results of 16 bits.
+// Rows [begin, end). Sweeps that read what the caches have leave memory idle: there the next row is asked for, and what is to
+// be written, in the sweep where that measured best.
 template <Dtype D, bool SUM>
 void forward_rows(const LayerNorm& c, const float* w, const float* b, int64_t begin, int64_t end) {
   const int64_t n = c.dim;
@@ -29,7 +29,7 @@ void forward_rows(const LayerNorm& c, const float* w, const float* b, int64_t be
     each_lane_vector(n, [&](int64_t i, int k, int64_t count) {
       const Vec away = load<D>(total, first + i, count) - mean;
       squares.at[k] += first_of(away * away, count);
-      if constexpr (SUM && D != F32) ask_for<D>(c.sum, first + n + i);
+      if constexpr (D != F32) ask_for<D>(SUM ? c.sum : c.y, SUM ? first + n + i : first + i);
     });
     const float rstd = rstd_of(squares.sum() * c.inverse_dim, c.eps);
     c.mean[row] = mean;
@@ -37,6 +37,7 @@ void forward_rows(const LayerNorm& c, const float* w, const float* b, int64_t be
     each_vector(n, [&](int64_t i, int64_t count) {
       ask_for<D>(c.x, first + n + i);
       if constexpr (SUM) ask_for<D>(c.residual, first + n + i);
+      else if constexpr (D == F32) ask_for<D>(c.y, first + n + i);
       const Vec s = load<D>(total, first + i, count);
       store<D>(layer_norm_of(s, spread(mean), spread(rstd), load<F32>(w, i, count), load<F32>(b, i, count)), c.y, first + i,
                count);
