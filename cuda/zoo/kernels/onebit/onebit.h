@@ -21,7 +21,7 @@
 // scales are read, e is written and may be c. Group sizes are multiples of 64, so groups begin at whole bytes.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
-//   compress_kernel 128 threads, <= 32 registers, >= 64 warps
+//   compress_kernel 128 threads, <= 40 registers, >= 48 warps
 //   owed_kernel 256 threads, <= 27 registers, >= 64 warps
 //   decompress_kernel 256 threads, <= 27 registers, >= 64 warps
 // Bytes an element of fp32: compress 4 and 1/8, with an e 12 and 1/8; owed 8 and 1/8; back 4 and 1/8, added 8 and 1/8.
