@@ -391,7 +391,7 @@ def test_batches_of_another_loader_are_refused() -> None:
         start(packed(), training_data=Lines(), loader={"num_workers": 1})
 
 
-@pytest.mark.parametrize("kind", ["metric", "packed"])
+@pytest.mark.parametrize("kind", ["metric", pytest.param("packed", marks=pytest.mark.slow)])
 def test_workers_that_read_ahead_change_nothing(kind: str, indexed: Path, tmp_path: Path) -> None:
     def begin(workers: int) -> Engine:
         changes = sampling({"first": metric(indexed)}) if kind == "metric" else packed()

@@ -47,6 +47,7 @@ def test_a_library_that_came_along_runs_where_nothing_can_be_compiled(tmp_path: 
     assert "there is no C++ compiler" in without.stderr
 
 
+@pytest.mark.slow
 def test_one_that_does_not_load_is_told_and_one_is_compiled(tmp_path: Path) -> None:
     (tmp_path / name_ahead()).write_bytes(b"no library")
     found = run(tmp_path, PATH=os.environ["PATH"])

@@ -123,7 +123,7 @@ def test_memory_and_traffic_are_as_forecast(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_model_states_follow_the_formula(stage: int, world: int) -> None:
     """(2+2+K)Ψ with K = 12 and the right terms over N, at the peak of a step, to 5 % (seed figures of the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zoo.io import BufferPool
+from zoo.io import BufferPool, Handle
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.shard import Shard
@@ -44,7 +44,7 @@ def taken(pool: BufferPool, address: int) -> bool:
 
 
 def test_a_shard_in_host_memory_stays_until_the_device_has_it() -> None:
-    scratch, gpu = Scratch(), torch.device("cuda:0")
+    scratch, gpu = Scratch(Handle(), owned=True), torch.device("cuda:0")
     shard = Shard(1024, torch.float32, gpu, tier=Tier.HOST, scratch=scratch)
     shard.set(torch.arange(1024.0))
     assert shard.values is not None
@@ -62,7 +62,7 @@ def test_a_shard_that_is_in_no_pool_records_nothing() -> None:
     shard = Shard(8, torch.float32, torch.device("cuda:0"), tier=Tier.HOST)
     shard.values = torch.zeros(8)
     shard.lent()
-    here = Shard(8, torch.float32, torch.device("cpu"), tier=Tier.HOST, scratch=Scratch())
+    here = Shard(8, torch.float32, torch.device("cpu"), tier=Tier.HOST, scratch=Scratch(Handle(), owned=True))
     here.set(torch.zeros(8))
     here.lent()
     assert not MADE
