@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,17 +219,18 @@ def norm_cases(large: bool) -> Iterator[Case]:
 # Compression -------------------------------------------------------------------------------------------------------
 
 
-def quantise_cases(large: bool) -> Iterator[Case]:
+def quantise_cases(large: bool, *, name: str = "quantise") -> Iterator[Case]:
+    run_, of = getattr(quantise, name), getattr(quantise_reference, name)
     for dtype in DTYPES:
         for bits in (8, 4):
             for group in (16, 48, 256, 2048, 8192, 2**20):
                 for n in (*sizes(large and group in (256, 2**20)), -4097):
 
                     def operation(x: Any, bits: int, group: int) -> Any:
-                        return quantise.quantise(x, bits=bits, group_size=group)
+                        return run_(x, bits=bits, group_size=group)
 
                     def reference(x: Any, bits: int, group: int) -> Any:
-                        return quantise_reference.quantise(x, bits, group, 1, 1)
+                        return of(x, bits, group, 1, 1)
 
                     args = (values(abs(n), n + 9999, special=n < 0).to(dtype), bits, group)
                     what = f"{dtype}, {bits} bits, groups of {group}, {abs(n)} elements, special={n < 0}"
@@ -237,47 +239,30 @@ def quantise_cases(large: bool) -> Iterator[Case]:
         x = values(nodes * local * 5 * 48, 3)
         yield Case(
             what=f"swizzle ({nodes}, {local})", args=(x, nodes, local),
-            operation=lambda x, n, m: quantise.quantise(x, bits=4, group_size=48, swizzle=(n, m)),
-            reference=lambda x, n, m: quantise_reference.quantise(x, 4, 48, n, m),
+            operation=lambda x, n, m: run_(x, bits=4, group_size=48, swizzle=(n, m)),
+            reference=lambda x, n, m: of(x, 4, 48, n, m),
         )  # fmt: skip
 
 
-def dequantise_cases(large: bool) -> Iterator[Case]:
+def dequantise_cases(large: bool, *, name: str = "quantise") -> Iterator[Case]:
+    of, back = getattr(quantise_reference, name), f"de{name}_"
+    run_back, back_of = getattr(quantise, back), getattr(quantise_reference, back)
     for dtype in DTYPES:
         for bits, group, ranks, factor in ((8, 256, 1, 1.0), (8, 48, 3, 0.3), (4, 256, 1, 1.0), (4, 16, 4, 0.25)):
             for n in (*sizes(large), -4097):
-                made = [
-                    quantise_reference.quantise(values(abs(n), r, special=n < 0), bits, group, 1, 1)
-                    for r in range(ranks)
-                ]
-                q, scales = torch.cat([m[0] for m in made]), torch.cat([m[1] for m in made])
+                made = [of(values(abs(n), r, special=n < 0), bits, group, 1, 1) for r in range(ranks)]
+                how = {"bits": bits, "group_size": group, "ranks": ranks, "factor": factor}
 
-                def operation(
-                    out: Any,
-                    q: Any,
-                    s: Any,
-                    bits: int = bits,
-                    group: int = group,
-                    ranks: int = ranks,
-                    f: float = factor,
-                ) -> Any:
-                    quantise.dequantise_(out, q, s, bits=bits, group_size=group, ranks=ranks, factor=f)
+                def operation(out: Any, *parts: Any, how: Any = how) -> Any:
+                    run_back(out, *parts, **how)
                     return out
 
-                def reference(
-                    out: Any,
-                    q: Any,
-                    s: Any,
-                    bits: int = bits,
-                    group: int = group,
-                    ranks: int = ranks,
-                    f: float = factor,
-                ) -> Any:
-                    quantise_reference.dequantise_(out, q, s, bits, group, ranks, f)
+                def reference(out: Any, *parts: Any, how: Any = how) -> Any:
+                    back_of(out, *parts, **how)
                     return out
 
                 what = f"{dtype}, {bits} bits, groups of {group}, {ranks} ranks, {abs(n)} elements, special={n < 0}"
-                args = (torch.zeros(abs(n), dtype=dtype), q, scales)
+                args = (torch.zeros(abs(n), dtype=dtype), *(torch.cat(parts) for parts in zip(*made, strict=True)))
                 yield Case(what=what, args=args, operation=operation, reference=reference)
 
 
@@ -314,6 +299,14 @@ CHECKS = (
     Check(name="norm", operators=("sum_squares", "scale_sum_squares_"), cases=norm_cases),
     Check(name="quantise", operators=("quantise",), cases=quantise_cases),
     Check(name="dequantise", operators=("dequantise_",), cases=dequantise_cases),
+    Check(
+        name="quantise, asymmetric", operators=("quantise_asymmetric",),
+        cases=partial(quantise_cases, name="quantise_asymmetric"),
+    ),
+    Check(
+        name="dequantise, asymmetric", operators=("dequantise_asymmetric_",),
+        cases=partial(dequantise_cases, name="quantise_asymmetric"),
+    ),
     Check(name="1-bit", operators=("onebit_compress_", "onebit_owed_", "onebit_decompress_"), cases=onebit_cases),
     Check(
         name="layer norm", operators=("layer_norm", "add_layer_norm", "layer_norm_backward"),

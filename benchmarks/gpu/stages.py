@@ -21,7 +21,7 @@ from zoo.kernels.bias_gelu import bias_gelu, bias_gelu_backward
 from zoo.kernels.layer_norm import layer_norm, layer_norm_backward
 from zoo.kernels.norm import scale_sum_squares_, sum_squares
 from zoo.kernels.onebit import compress_, decompress_, owed_
-from zoo.kernels.quantise import dequantise_, quantise
+from zoo.kernels.quantise import dequantise_, dequantise_asymmetric_, quantise, quantise_asymmetric
 from zoo.kernels.softmax import softmax, softmax_backward
 from zoo.optim import AdamW, Lamb
 
@@ -175,6 +175,59 @@ def quantise_bits(bits: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[s
         x = normal([max(256, elements // 256 * 256)], dtype, device)[0]
         steps = {"zoo": lambda: quantise(x, bits=bits), "torch": lambda: quantise_by_steps(x, bits)}
         return steps, x.nbytes + x.numel() * bits // 8
+
+    return make
+
+
+def quantise_asymmetric_by_steps(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch can do it: groups of 256, the least onto 0, the greatest onto 255 or 15; two of 4 bits a byte."""
+    groups = x.view(-1, 256).float()
+    minima, most = groups.aminmax(dim=1, keepdim=True)
+    scales = (most - minima) / (2**bits - 1)
+    q = ((groups - minima) / scales).round_().to(torch.uint8)
+    return (q if bits == 8 else q[:, 0::2] | (q[:, 1::2] << 4)), scales, minima
+
+
+def dequantise_asymmetric_by_steps(out: Tensor, q: Tensor, scales: Tensor, minima: Tensor, bits: int) -> None:
+    """The way back."""
+    if bits == 4:
+        q = torch.stack([q & 15, q >> 4], -1).view(len(q), -1)
+    if out.dtype is torch.float32:
+        torch.addcmul(minima, q, scales, out=out.view(-1, 256))
+    else:
+        out.copy_(torch.addcmul(minima, q, scales).view(-1))
+
+
+def quantise_asymmetric_bits(
+    bits: int, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[str, int], tuple[Contenders, int]]:
+    """Groups of 256."""
+
+    def make(device: str, elements: int) -> tuple[Contenders, int]:
+        x = normal([max(256, elements // 256 * 256)], dtype, device)[0]
+        steps = {
+            "zoo": lambda: quantise_asymmetric(x, bits=bits),
+            "torch": lambda: quantise_asymmetric_by_steps(x, bits),
+        }
+        return steps, x.nbytes + x.numel() * bits // 8
+
+    return make
+
+
+def dequantise_asymmetric(
+    bits: int, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[str, int], tuple[Contenders, int]]:
+    """Groups of 256."""
+
+    def make(device: str, elements: int) -> tuple[Contenders, int]:
+        x = normal([max(256, elements // 256 * 256)], dtype, device)[0]
+        sent, by_steps = quantise_asymmetric(x, bits=bits), quantise_asymmetric_by_steps(x, bits)
+        out, theirs = torch.empty_like(x), torch.empty_like(x)
+        steps = {
+            "zoo": lambda: dequantise_asymmetric_(out, *sent, bits=bits),
+            "torch": lambda: dequantise_asymmetric_by_steps(theirs, *by_steps, bits),
+        }
+        return steps, out.nbytes + x.numel() * bits // 8
 
     return make
 
@@ -435,6 +488,10 @@ STAGES = (
     Stage(name="quantise to int4", make=quantise_bits(4), note=BY_STEPS),
     Stage(name="dequantise int8", make=dequantise(1), note=BY_STEPS),
     Stage(name="dequantise int4", make=dequantise(1, 4), note=BY_STEPS),
+    Stage(name="quantise to 8 bits, asymmetric", make=quantise_asymmetric_bits(8), note=BY_STEPS),
+    Stage(name="quantise to 4 bits, asymmetric", make=quantise_asymmetric_bits(4), note=BY_STEPS),
+    Stage(name="dequantise 8 bits, asymmetric", make=dequantise_asymmetric(8), note=BY_STEPS),
+    Stage(name="dequantise 4 bits, asymmetric", make=dequantise_asymmetric(4), note=BY_STEPS),
     Stage(name="dequantise and reduce int8 of 4 ranks", make=dequantise(4)),
     Stage(name="layer norm", make=layer_norm_forward),
     Stage(name="layer norm of a sum", make=add_layer_norm_forward, note="torch: two operations"),

@@ -15,6 +15,8 @@ COMPRESSORS: dict[str, Any] = {
     "onebit by the norm": OneBit(OneBit.Config(scale="norm")),
     "int8": Blockwise(Blockwise.Config(bits=8, group_size=16)),
     "int4": Blockwise(Blockwise.Config(bits=4)),
+    "int8, asymmetric": Blockwise(Blockwise.Config(group_size=16, symmetric=False)),
+    "int4, asymmetric": Blockwise(Blockwise.Config(bits=4, symmetric=False)),
     "fp8": Fp8(Fp8.Config(group_size=32)),
     "top_k": TopK(TopK.Config(ratio=0.1)),
     "random_k": RandomK(RandomK.Config(ratio=0.2, block=3)),
