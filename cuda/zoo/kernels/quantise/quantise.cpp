@@ -1,8 +1,8 @@
 // Quantisation on the CPU. Compiled once for each instruction set.
-#include "quantise.h"
 #include "../common/blocks.h"
 #include "../common/parallel.h"
 #include "../common/vectors.h"
+#include "quantise.h"
 
 namespace zoo {
 namespace ZOO_ISA {
