@@ -16,6 +16,7 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)
     torch: Any = None  # the class of torch that it must agree with, given the same options
     elementwise: bool = True  # runs on flat shards
+    meets: bool = False  # compresses between ranks, in steps that all parameters have in common; states are fp32
     smooth: bool = True  # a small change of a gradient makes a small change of the step
 
 
@@ -40,5 +41,11 @@ BATTERY = {
         optim.Lamb, {"lr": 0.01, "bias_correction": False, "eps_inside_sqrt": True, "max_coeff": None},
         elementwise=False,
     ),
+    "OnebitAdam": Entry(optim.OnebitAdam, {"lr": 0.01, "freeze_step": 2, "weight_decay": 0.1}, meets=True),
+    "OnebitAdam-inside": Entry(optim.OnebitAdam, {"lr": 0.01, "freeze_step": 1, "eps_inside_sqrt": True}, meets=True),
+    "OnebitLamb": Entry(
+        optim.OnebitLamb, {"lr": 0.01, "freeze_step": 2, "coeff_beta": 0.5}, elementwise=False, meets=True
+    ),
+    "ZeroOneAdam": Entry(optim.ZeroOneAdam, {"lr": 0.01, "var_freeze_step": 2, "local_step_scaler": 2}, meets=True),
     "Muon": Entry(optim.Muon, {"lr": 0.01}, torch.optim.Muon, elementwise=False, smooth=False),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from .battery import BATTERY, Entry
 
 NAMES = list(BATTERY)
 ELEMENTWISE = [name for name in NAMES if BATTERY[name].elementwise]
+ALONE = [name for name in NAMES if not BATTERY[name].meets]  # the others: tests/laws/test_onebit.py
 WITH_TORCH = [name for name in NAMES if BATTERY[name].torch is not None]
 Params = list[nn.Parameter]
 
@@ -125,7 +126,7 @@ def test_without_a_master_the_parameter_itself_is_updated() -> None:
         assert not torch.equal(params[0], before[0])
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if not BATTERY[name].meets])
 def test_states_may_be_bf16(name: str) -> None:
     entry = BATTERY[name]
     full, half = params_for(entry), params_for(entry)
@@ -141,7 +142,7 @@ def test_states_may_be_bf16(name: str) -> None:
                 assert float((a - b).detach().abs().max()) <= 0.1 * float((a - s).detach().abs().max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALONE)
 def test_gradients_may_come_and_go(name: str) -> None:
     """A parameter without gradient is left alone, and counts its own steps: as if each were trained alone."""
     entry = BATTERY[name]
@@ -266,7 +267,7 @@ def run_zero(entry: Entry, stage: int, rank: int, dtype: torch.dtype, **more: An
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALONE)
 def test_all_zero_stages_compute_the_same_bits(name: str, dtype: torch.dtype, world: int) -> None:
     entry = BATTERY[name]
     more = {"sub_group_size": 30, "reduce_bucket_size": 40 if world == 2 else 10**6}
@@ -277,7 +278,7 @@ def test_all_zero_stages_compute_the_same_bits(name: str, dtype: torch.dtype, wo
                 assert torch.equal(value, runs[0][0][key]), key
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if BATTERY[n].smooth or BATTERY[n].cls is optim.Muon])
+@pytest.mark.parametrize("name", [n for n in ALONE if BATTERY[n].smooth or BATTERY[n].cls is optim.Muon])
 def test_zero_computes_what_one_process_does(name: str) -> None:
     entry = BATTERY[name]
     model = Net(torch.float64)

@@ -17,7 +17,7 @@ from zoo import optim
 from .battery import BATTERY, Entry
 from .test_battery import give_grads, groups, params_for
 
-NAMES = [name for name in BATTERY if BATTERY[name].cls is not optim.Muon]
+NAMES = [name for name in BATTERY if BATTERY[name].cls is not optim.Muon and not BATTERY[name].meets]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

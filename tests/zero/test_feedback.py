@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.zero import Stage3Optimizer, ZeroOptimizer
-from zoo.zero.collectives.feedback import Feedback
+from zoo.zero.collectives.feedback import Lossy
 
 OPTIONS = {"zero_quantized_gradients": True, "quantized_gradients_feedback": True, "param_persistence_threshold": 0}
 
@@ -61,7 +61,7 @@ def coarse(values: torch.Tensor) -> torch.Tensor:
 def test_what_is_sent_and_what_is_kept_is_what_was_given(program: list[str], seed: int) -> None:
     """In multiples of 2⁻¹⁰, so that every sum is exact: Σ sent + error = Σ given, over what steps have used."""
     generator = torch.Generator().manual_seed(seed)
-    feedback = Feedback(Sum(), coarse)
+    feedback = Lossy(Sum(), coarse)
     given_, sent, pending = torch.zeros(6), torch.zeros(6), []
     for action in program:
         if action == "reduce":

@@ -19,6 +19,21 @@ from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.lamb import Lamb
 from zoo.optim.lion import Lion
 from zoo.optim.muon import Muon
+from zoo.optim.onebit_adam import OnebitAdam
+from zoo.optim.onebit_lamb import OnebitLamb
 from zoo.optim.sgd import SGD
+from zoo.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "ElementwiseOptimizer", "Lamb", "Lion", "Muon"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ElementwiseOptimizer",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "OnebitAdam",
+    "OnebitLamb",
+    "ZeroOneAdam",
+]

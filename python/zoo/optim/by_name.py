@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from zoo import optim
-from zoo.config import Section
-from zoo.config.fates import Fate, waits
+from zoo.config import ComponentChoice, Section
 
 _log = logging.getLogger("zoo.optim")
 
@@ -323,62 +322,140 @@ class Adagrad(ByName):
         return StandsFor(optim.Adagrad, {**{key: getattr(config, key) for key in keys}, "state_dtype": _states(config)})
 
 
-class _Waits(Section):
-    """Any options: the name itself is what cannot be had yet."""
+class Compressor(ComponentChoice):
+    """What compresses messages between ranks: a codec that travels in two steps, onebit, blockwise or fp8."""
 
-    model_config = ConfigDict(extra="allow")
+    kind: ClassVar[str] = "compressor"
+
+
+class _Compressed(Section):
+    lr: Number = 1e-3
+    """Learning rate η."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """β1 and β2, decay of the averages of gradients and of their squares."""
+    eps: Number = 1e-8
+    """ε, added to the root of the average of squares."""
+    eps_inside_sqrt: bool = False
+    """Add ε before the root is taken."""
+    weight_decay: Number = 0.0
+    """λ: shrinks parameters by the factor 1 - η·λ."""
+    bias_correction: bool = True
+    """Divide the averages by 1 - β^t."""
+    max_grad_norm: Number = 0.0
+    """Clip the norm of all gradients to this; 0 for no clipping."""
+    amsgrad: bool = False
+    """Refused."""
+    cuda_aware: bool = False
+    """Taken, and without effect: messages go through torch.distributed, whatever it stands on."""
+    comm_backend_name: str = "nccl"
+    """Taken, and without effect: the backend is that of the process group."""
+    compressor: Compressor | None = None
+    """What ranks tell each other is compressed by it; null for signs with a scale for each 2,048 elements."""
+
     _name: ClassVar[str]
-    _instead: ClassVar[str]
 
     @model_validator(mode="after")
-    def _not_yet(self) -> _Waits:
-        raise ValueError(
-            f"{self._name} waits for {_LATER}, which is not there yet; "
-            f"{self._instead} is the same update without compression."
+    def _possible(self) -> _Compressed:
+        if self.amsgrad:
+            raise ValueError(f"amsgrad = true: documented as not supported by {self._name}. Leave it out.")
+        return self
+
+
+_SHARED = ("lr", "betas", "eps", "eps_inside_sqrt", "weight_decay", "bias_correction")
+
+
+def _compressed(factory: Callable[..., torch.optim.Optimizer], config: Any, *names: str) -> StandsFor:
+    if config.cuda_aware or config.comm_backend_name != "nccl":
+        _log.info(
+            "cuda_aware and comm_backend_name change nothing: messages go through the process group, whatever it "
+            "stands on."
         )
-
-
-_LATER = "compressed communication of optimizers"
-_ONE_BIT: dict[str, Any] = {
-    "lr": 1e-3, "bias_correction": True, "betas": [0.9, 0.999], "eps": 1e-8, "eps_inside_sqrt": False,
-    "weight_decay": 0.0, "max_grad_norm": 0.0, "amsgrad": False, "cuda_aware": False, "comm_backend_name": "nccl",
-}  # fmt: skip
-
-
-def _later(**options: Any) -> dict[str, Fate]:
-    return {name: waits(_LATER, default) for name, default in {**_ONE_BIT, **options}.items()}
+    given = {name: getattr(config, name) for name in (*_SHARED, *names)}
+    if config.compressor is not None:
+        given["compressor"] = {"type": config.compressor.type, "params": dict(config.compressor.params)}
+    return StandsFor(factory, given, config.max_grad_norm)
 
 
 class OneBitAdam(ByName):
-    """Known, and refused until there is compressed communication."""
+    """Stands for :class:`zoo.optim.OnebitAdam`."""
 
-    class Config(_Waits):
-        """Waits for compressed communication."""
+    class Config(_Compressed):
+        """1-bit Adam: after a warm-up the variance is frozen, and momentum travels as signs."""
 
-        _name, _instead = "OneBitAdam", "Adam"
-        fates: ClassVar[Mapping[str, Fate]] = _later(freeze_step=100_000)
+        freeze_step: Annotated[int, Field(ge=1)] | Literal["auto"] = 100_000
+        """Steps of the warm-up, or "auto": until the variance is stable."""
+
+        _name: ClassVar[str] = "OneBitAdam"
+
+    @classmethod
+    def stands_for(cls, config: Any) -> StandsFor:
+        """As the class says."""
+        return _compressed(optim.OnebitAdam, config, "freeze_step")
 
 
 class ZeroOneAdam(ByName):
-    """Known, and refused until there is compressed communication."""
+    """Stands for :class:`zoo.optim.ZeroOneAdam`."""
 
-    class Config(_Waits):
-        """Waits for compressed communication."""
+    class Config(_Compressed):
+        """0/1 Adam: ranks agree on variance and momentum only in some steps, and by signs."""
 
-        _name, _instead = "ZeroOneAdam", "Adam"
-        fates: ClassVar[Mapping[str, Fate]] = _later(
-            var_freeze_step=100_000, var_update_scaler=16, local_step_scaler=32_678, local_step_clipper=16
-        )
+        var_freeze_step: Annotated[int, Field(ge=1)] = 100_000
+        """The last step that may update the variance."""
+        var_update_scaler: Annotated[int, Field(ge=1)] = 16
+        """κ: after so many updates of the variance their distance doubles."""
+        local_step_scaler: Annotated[int, Field(ge=1)] = 32_678
+        """After so many steps the distance between steps that agree on a momentum doubles."""
+        local_step_clipper: Annotated[int, Field(ge=1)] = 16
+        """H, the largest such distance; 1 for no steps by oneself."""
+
+        _name: ClassVar[str] = "ZeroOneAdam"
+
+    @classmethod
+    def stands_for(cls, config: Any) -> StandsFor:
+        """As the class says."""
+        names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+        return _compressed(optim.ZeroOneAdam, config, *names)
 
 
 class OneBitLamb(ByName):
-    """Known, and refused until there is compressed communication."""
+    """Stands for :class:`zoo.optim.OnebitLamb`."""
 
-    class Config(_Waits):
-        """Waits for compressed communication."""
+    class Config(_Compressed):
+        """1-bit LAMB: after a warm-up variance and trust ratios are frozen, and momentum travels as signs."""
 
-        _name, _instead = "OneBitLamb", "Lamb"
-        fates: ClassVar[Mapping[str, Fate]] = _later(
-            freeze_step=100_000, max_coeff=10.0, min_coeff=0.01, coeff_beta=0.9, factor_max=4.0, factor_min=0.5,
-            factor_threshold=0.1,
-        )  # fmt: skip
+        freeze_step: Annotated[int, Field(ge=1)] | Literal["auto"] = 100_000
+        """Steps of the warm-up, at least 1/(1 - coeff_beta); or "auto": until the variance is stable."""
+        max_coeff: Coefficient = 10.0
+        """Largest trust ratio of a tensor; null for none."""
+        min_coeff: Coefficient = 0.01
+        """Smallest trust ratio of a tensor; null for none."""
+        coeff_beta: Beta = 0.9
+        """β3, decay of the average of trust ratios."""
+        factor_max: Annotated[float, Field(gt=0)] = 4.0
+        """Largest factor on the frozen trust ratio."""
+        factor_min: Annotated[float, Field(gt=0)] = 0.5
+        """Smallest factor on the frozen trust ratio."""
+        factor_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.1
+        """How much the factor may change in a step, as a share of it."""
+
+        _name: ClassVar[str] = "OneBitLamb"
+
+        @model_validator(mode="after")
+        def _in_order(self) -> OneBitLamb.Config:
+            if self.min_coeff is not None and self.max_coeff is not None and self.min_coeff > self.max_coeff:
+                raise ValueError(f"min_coeff = {self.min_coeff:g} is above max_coeff = {self.max_coeff:g}.")
+            if self.factor_min > self.factor_max:
+                raise ValueError(f"factor_min = {self.factor_min:g} is above factor_max = {self.factor_max:g}.")
+            least = 1 / (1 - self.coeff_beta)
+            if self.freeze_step != "auto" and least > self.freeze_step + 1e-9:
+                raise ValueError(
+                    f"freeze_step = {self.freeze_step} with coeff_beta = {self.coeff_beta:g}: the average of trust "
+                    f"ratios begins at zero, and takes 1/(1 - coeff_beta) = {least:g} steps."
+                )
+            return self
+
+    @classmethod
+    def stands_for(cls, config: Any) -> StandsFor:
+        """As the class says."""
+        names = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
+        return _compressed(optim.OnebitLamb, config, "freeze_step", *names)

@@ -8,7 +8,7 @@ import torch
 
 from zoo.kernels.update import Settings, lamb, lamb_apply_, lamb_direction_, trust_ratios
 from zoo.optim.base import flattened
-from zoo.optim.options import at_least_zero, betas_in_range
+from zoo.optim.options import at_least_zero, betas_in_range, coefficients_in_order
 from zoo.optim.plan import Batch
 from zoo.optim.whole import Measured, Parts, WholeTensorOptimizer
 
@@ -32,6 +32,9 @@ class Lamb(WholeTensorOptimizer):
         ValueError: an option out of its range.
     """
 
+    num_sums = 2
+    """Of a step, over the parts of each tensor: ‖p‖² and ‖d‖²."""
+
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
         weight_decay: float = 0.0, *, bias_correction: bool = True, eps_inside_sqrt: bool = False,
@@ -41,8 +44,7 @@ class Lamb(WholeTensorOptimizer):
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
-        if min_coeff is not None and max_coeff is not None and not 0 <= min_coeff <= max_coeff:
-            raise ValueError(f"min_coeff={min_coeff}, max_coeff={max_coeff}; needed is 0 <= min_coeff <= max_coeff.")
+        coefficients_in_order(min_coeff, max_coeff)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "eps_inside_sqrt": eps_inside_sqrt, "min_coeff": min_coeff, "max_coeff": max_coeff, "maximize": maximize,

@@ -24,3 +24,18 @@ def not_supported(name: str, **options: bool) -> None:
                 f"{option}={value}: {name} updates in place in one kernel, outside autograd; leave it False, or use "
                 f"torch.optim.{name}."
             )
+
+
+def not_supported_compressed(name: str, *, amsgrad: bool) -> None:
+    """Raise ValueError for what has no meaning where the variance is frozen."""
+    if amsgrad:
+        raise ValueError(
+            f"amsgrad={amsgrad}: {name} keeps its variance as it is for most steps, and has no maximum of it. Leave it "
+            "False, or use Adam."
+        )
+
+
+def coefficients_in_order(min_coeff: float | None, max_coeff: float | None) -> None:
+    """Raise ValueError unless limits of a trust ratio leave something between them."""
+    if min_coeff is not None and max_coeff is not None and not 0 <= min_coeff <= max_coeff:
+        raise ValueError(f"min_coeff={min_coeff}, max_coeff={max_coeff}; needed is 0 <= min_coeff <= max_coeff.")

@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 class Parts(Protocol):
     """Whoever gave an optimizer flat parts of tensors as its parameters, and can bring together what belongs together.
 
-    ``sum`` and ``whole`` are collective: every process calls the one that its optimizer uses once in every step, also
-    when it has no parameters to update.
+    ``sum``, ``largest`` and ``whole`` are collective: every process calls the one that its optimizer uses once in every
+    step, also when it has no parameters to update.
     """
 
     def shape(self, param: Tensor) -> torch.Size:
@@ -29,6 +29,9 @@ class Parts(Protocol):
 
     def sum(self, params: Sequence[Tensor], rows: Tensor) -> Tensor:
         """For each part the sum of the rows of all parts of the same tensor, everywhere. ``rows``: (T, k), fp64."""
+
+    def largest(self, params: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """As :meth:`sum`, the largest of each column. ``rows``: (T, k), fp64, not negative."""
 
     def whole(self, groups: Sequence[int], params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
         """For each part the tensor, in its shape, of which ``values`` has the parts.

@@ -191,7 +191,7 @@ class Inspection:
             reduce_dtype=self.sharded.reduce_dtype,
             optimizer_bytes=states,
             clips=clips,
-            others=self.sharded.hops_of_step(clips=clips),
+            others=self.sharded.hops_of_step(clips=clips) + self._updater.hops(),
         )
         tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
         read, written = nvme_traffic(self._buckets, self._updater, lambda weigh: gathered_from_shards(plan, weigh))

@@ -38,6 +38,7 @@ from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.outer import OuterOptimizer
+from zoo.zero.update.peers import switch_for
 from zoo.zero.update.updater import Updater, try_out
 
 if TYPE_CHECKING:
@@ -165,12 +166,13 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             "nonfinite_gradients": nonfinite_gradients,
         }  # fmt: skip
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
+        switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), param_dtype=param_dtype, cast_inputs=cast_inputs,
             accumulate_dtype=accumulate_dtype, reduce_dtype=reduce_dtype, predivide=predivide,
             sparse_gradients=sparse_gradients, check=check, aio=aio, keep_norms=self.clipping.measures,
-            arguments=alike,
+            arguments=alike, switch=switch,
         )  # fmt: skip
         self.sharded.used_by(self)
         try:
@@ -184,10 +186,14 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.comm, self._runtime, self._buckets = sharded.comm, sharded.runtime, sharded.buckets
         self._trainable = sharded.trainable
         self._feedback = [f for f in (b.routes.feedback for b in self._trainable) if f is not None]
-        if self._feedback and self._scaler is not None:
+        scaled = self._scaler is not None and any(f.has_loss_scale for f in self._feedback)
+        if scaled:
+            what = "quantized_gradients_feedback=True"
+            if sharded.switch is not None:
+                what = f"{wrapped.make.__name__}, whose states are split over all ranks,"
             raise ValueError(
-                "quantized_gradients_feedback=True with a loss scale: errors are in units of the scale, which changes. "
-                "Train in bf16, or leave one of the two out."
+                f"{what} with a loss scale: errors are in units of the scale, which changes. Train in bf16, or leave "
+                "one of the two out (at stage 0 and among groups of mics_shard_size ranks errors are in another unit)."
             )
         parts = [b for b in self._trainable if b.spec.axes]
         if parts and getattr(wrapped.make, "needs_whole_tensors", False):
@@ -201,7 +207,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
-            in_backward=self.config.update_in_backward, multiplies=self._scaler is not None,
+            in_backward=self.config.update_in_backward, multiplies=self._scaler is not None, switch=sharded.switch,
+            everyone=sharded.comm,
         )  # fmt: skip
         sharded.hand_over(self._updater)
         self._in_backward = (

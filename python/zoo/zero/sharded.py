@@ -59,6 +59,7 @@ from zoo.zero.state.whole import WholeModel, whole_parameters, whole_values
 from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
+    from zoo.zero.collectives.compressed import Switch
     from zoo.zero.optimizer import ZeroOptimizer
     from zoo.zero.update.updater import Updater
 
@@ -99,6 +100,7 @@ class ShardedModel:
         check: agree on a fingerprint of each collective before it.
         aio: how to reach NVMe.
         arguments: what else all ranks have to give alike, by name.
+        switch: whether gradients are left to an optimizer that brings ranks together by itself; None: they never are.
 
     Attributes:
         module, config, comm: as given.
@@ -136,6 +138,7 @@ class ShardedModel:
         check: bool = False,
         aio: AioConfig | Handle | None = None,
         arguments: Mapping[str, Any] | None = None,
+        switch: Switch | None = None,
     ) -> None:
         check_parameters(module, dry=isinstance(group, DryRun))
         check_param_dtype(module, param_dtype)
@@ -165,7 +168,7 @@ class ShardedModel:
             self.comm.know_nodes(nodes)
         if self.comm.backend in ("gloo", "nccl"):
             report_uncaught()  # what ends one rank is told to those that wait for it
-        self.closed = False
+        self.closed, self.switch = False, switch
         self._user: weakref.ref[ZeroOptimizer] | None = None
         self.buckets: list[Bucket] = []
         self._to_give: list[Bucket] | None = None  # while it is being closed
@@ -235,7 +238,7 @@ class ShardedModel:
         for spec, placed in zip(plan, placements, strict=True):
             # What is kept as int8 is rounded anyway, and what never changes back needs no memory.
             spec.keeps_originals = self._trains and rounds(spec.original, spec.dtype) and not placed.parameters.packed
-        routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype, self._predivide)
+        routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype, self._predivide, self.switch)
         chunks = [route.axes.shard.size for route in routes]
         placements = offload(plan, placements, chunks, cfg)
         memory = StepMemory()

@@ -15,14 +15,17 @@ from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
 
 if TYPE_CHECKING:
+    from zoo.zero.collectives.compressed import Switch
     from zoo.zero.config import ZeroConfig
 
 
 def choose_routes(
     plan: Sequence[BucketSpec], placements: Sequence[Placements], axes: Mapping[tuple[str, ...], Axes],
-    config: ZeroConfig, reduce_dtype: torch.dtype | None, predivide: float = 1.0,
+    config: ZeroConfig, reduce_dtype: torch.dtype | None, predivide: float = 1.0, switch: Switch | None = None,
 ) -> list[Routes]:  # fmt: skip
     """How each bucket travels. Sets the ``group_size`` of those of which something is quantised.
+
+    ``switch``: whether gradients are left to an optimizer that brings ranks together by itself; None: they never are.
 
     Raises:
         ImportError: something is to be quantised and zoo-kernels is not installed.
@@ -37,9 +40,30 @@ def choose_routes(
     staged = config.mics_hierarchical_params_gather
     every = {key: plain_routes(of, two_stages=staged, predivide=predivide) for key, of in axes.items()}
     found = _choose(plan, placements, every, config, reduce_dtype)
+    if switch is not None:
+        return _left_to_the_optimizer(found, plan, placements, config, switch, predivide)
     return [
         with_rows(route, spec, placed, predivide) if spec.row and route.axes.shard.size > 1 else route
         for route, spec, placed in zip(found, plan, placements, strict=True)
+    ]
+
+
+def _left_to_the_optimizer(
+    routes: Sequence[Routes], plan: Sequence[BucketSpec], placements: Sequence[Placements], config: ZeroConfig,
+    switch: Switch, predivide: float,
+) -> list[Routes]:  # fmt: skip
+    from zoo.zero.collectives.compressed import left_to_the_optimizer  # the only part that needs a codec
+
+    other = "zero_quantized_gradients" if config.zero_quantized_gradients else ""
+    other = "sparse_gradients" if any(spec.row for spec in plan) else other
+    if other:
+        raise NotImplementedError(
+            f"{other} with an optimizer that compresses what ranks tell each other: both change how gradients travel. "
+            "Leave one of the two out."
+        )
+    return [
+        left_to_the_optimizer(route, spec, placed, switch, predivide) if spec.trainable else route
+        for route, spec, placed in zip(routes, plan, placements, strict=True)
     ]
 
 

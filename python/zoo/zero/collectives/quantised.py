@@ -48,7 +48,7 @@ from functools import partial
 import torch
 
 from zoo.comm import Communicator, Handle, Then
-from zoo.zero.collectives.feedback import Feedback
+from zoo.zero.collectives.feedback import Lossy
 from zoo.zero.collectives.routes import Gather, Hop, Reduce, Routes, with_replicas
 from zoo.zero.placement.axes import Axes
 
@@ -242,7 +242,7 @@ def quantised_routes(
     if gradient_bits is not None:
         reduce: Reduce = QuantisedReduce(axes, bits=gradient_bits, group_size=group_size)
         if feedback:
-            reduce = errors = Feedback(reduce, partial(_seen, bits=gradient_bits, group_size=group_size))
+            reduce = errors = Lossy(reduce, partial(_seen, bits=gradient_bits, group_size=group_size))
             found = replace(found, feedback=errors)
         found = replace(found, reduce=with_replicas(reduce, axes))
     return found

@@ -33,6 +33,7 @@ from zoo.comm.log import wire_bytes
 from zoo.zero.placement.axes import Axes
 
 if TYPE_CHECKING:
+    from zoo.zero.collectives.compressed import Switch
     from zoo.zero.collectives.feedback import Feedback
 
 
@@ -187,8 +188,9 @@ class Routes:
         pack: keeps a chunk in another form than its dtype; None for plain chunks.
         secondary: hpZ (ZeRO++, section 3.2): parameters before backward, from the parts that the ranks of a node kept
             of what forward gathered. The same bits, and nothing leaves the node.
-        feedback: the errors of ``reduce``, where it keeps them; each bucket has its own.
+        feedback: the errors of ``reduce``, or of the optimizer's mean, where there are any; each bucket has its own.
         reduces_whole: ``reduce`` is given ``full`` as ``out``, and gives every rank the mean of all P elements.
+        switch: whether ``reduce`` leaves to the optimizer what the states repeat; None: it never does.
     """
 
     axes: Axes
@@ -199,6 +201,15 @@ class Routes:
     pack: Packer | None = None
     feedback: Feedback | None = None
     reduces_whole: bool = False
+    switch: Switch | None = None
+
+    def apart(self) -> Communicator | None:
+        """The ranks between which the next step's gradients of this bucket are not added up; None: all are."""
+        from zoo.zero.collectives.compressed import CompressedMean
+
+        if self.switch is None or not self.switch.own or not isinstance(self.feedback, CompressedMean):
+            return None
+        return self.feedback.comm
 
     def shard_bytes(self, numel: int, itemsize: int) -> int:
         """What a chunk of n = ``numel`` elements takes where it is kept."""

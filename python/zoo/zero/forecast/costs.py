@@ -105,6 +105,9 @@ def forecast(
         of_family = [b for b in trainable if b.routes.axes is axes]
         if of_family[0].placements.states.is_split:
             hops.append(Hop("all_gather", axes.shard, 8 * len(of_family) * axes.shard.size))
+        apart = of_family[0].routes.apart()
+        if apart is not None:
+            hops.append(Hop("all_gather", apart, 8 * apart.size))
         if axes.parts is not None:
             hops.append(Hop("all_gather", axes.parts, 8 * axes.parts.size))
     wire, intra, inter = _added(hops)

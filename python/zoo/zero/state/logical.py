@@ -6,7 +6,6 @@ together are the state of the run, and any other placement can be filled from th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -143,19 +142,39 @@ def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored
 
 
 def feedback_slices(bucket: Bucket, *, owned: bool = True) -> Iterator[StateSlice]:
-    """What the reduction of ``bucket`` still owes; with ``owned`` of ranks that have the same only one says it."""
+    """What a collective of ``bucket`` still owes; with ``owned`` of ranks that have the same only one says it."""
     feedback, axes = bucket.routes.feedback, bucket.routes.axes
-    if feedback is not None and feedback.error is not None and (axes.counts or not owned):
-        yield from _cut(bucket, bucket.layout.slices(), f"feedback.{axes.world.rank}", feedback.error)
-    if feedback is not None and feedback.owed is not None and (axes.first_replica or not owned):
-        yield from _cut(bucket, bucket.layout.slices(*bucket.own_range()), "owed", feedback.owed)
+    if feedback is None:
+        return
+    if feedback.error is not None and (axes.counts or not owned):
+        pieces = bucket.layout.slices(*feedback.error_range(bucket))
+        yield from _cut(bucket, pieces, f"feedback.{feedback.peers(axes).rank}", feedback.error)
+    if feedback.owed is not None and ((axes.counts and feedback.pays(axes)) or not owned):
+        yield from _cut(bucket, bucket.layout.slices(*feedback.owed_range(bucket)), "owed", feedback.owed)
 
 
-def fill_feedback(bucket: Bucket, saved_losses: int, read: Reader) -> None:
+def feedback_scalars(buckets: Iterable[Bucket]) -> dict[str, float]:
+    """For each set of mesh axes that parameters are split along: how many ranks have errors for the same elements, and
+    the unit of these.
+    """
+    found: dict[str, float] = {}
+    for bucket in buckets:
+        feedback = bucket.routes.feedback
+        if feedback is not None:
+            found[_number("peers", bucket)] = float(feedback.peers(bucket.routes.axes).size)
+            found[_number("unit", bucket)] = feedback.unit
+    return found
+
+
+def _number(what: str, bucket: Bucket) -> str:
+    return "/".join(("zero", f"feedback_{what}", *bucket.spec.axes))
+
+
+def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float], read: Reader) -> None:
     """Take over what was owed to means of ``saved_losses`` losses, 0 if nothing was.
 
-    Each rank goes on with its own error where the mean is of so many losses now, and no more ranks had errors than the
-    parameters travel between now. Elsewhere the owners of chunks owe the sum.
+    Each rank goes on with its own error where as many ranks had errors as have them now, of means with the same
+    divisor. Elsewhere those who make the means owe the sum.
     """
     feedback, axes = bucket.routes.feedback, bucket.routes.axes
     if feedback is None:
@@ -163,25 +182,26 @@ def fill_feedback(bucket: Bucket, saved_losses: int, read: Reader) -> None:
     feedback.forget()
     if not saved_losses:
         return
-    low, high = bucket.own_range()
+    peers, num_saved = feedback.peers(axes), int(scalars.get(_number("peers", bucket), saved_losses))
+    low, high = feedback.owed_range(bucket)
     owed = torch.zeros(high - low, device=bucket.device)
-    pays = axes.replicas.rank == 0
+    pays = feedback.pays(axes)
     found = pays and _fill(owed, bucket, low, high, "owed", read)
-    error = torch.zeros(bucket.layout.size, device=bucket.device)
-
-    def has(rank: int) -> bool:
-        return _fill(error, bucket, 0, error.numel(), f"feedback.{rank}", read)
-
-    if saved_losses == axes.num_losses and not has(axes.world.size):
-        feedback.error = error if has(axes.world.rank) else None
+    divisor = feedback.divisor(saved_losses, num_saved)
+    if divisor == feedback.divisor(axes.num_losses, peers.size) and num_saved <= peers.size:
+        first, last = feedback.error_range(bucket)
+        error = torch.zeros(last - first, device=bucket.device)
+        feedback.error = error if _fill(error, bucket, first, last, f"feedback.{peers.rank}", read) else None
     elif pays:
         part = torch.empty_like(owed)
-        for other in itertools.count():
-            if not _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read):
-                break
-            found = True
-            owed.add_(part, alpha=1.0 / saved_losses)
+        for other in range(num_saved):
+            found |= _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read)
+            owed.add_(part, alpha=1.0 / divisor)
     feedback.owed = owed if found else None
+    factor = scalars.get(_number("unit", bucket), 1.0) / feedback.unit
+    for tensor in (feedback.error, feedback.owed) if factor != 1.0 else ():
+        if tensor is not None:
+            tensor.mul_(factor)
 
 
 def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, read: Reader) -> bool:

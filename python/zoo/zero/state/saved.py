@@ -56,6 +56,7 @@ class SavedState:
             found |= {f"zero/{key}": value for key, value in self._scaler.state().items()}
         if self._feedback:
             found["zero/feedback_ranks"] = float(self.comm.size)
+            found |= state_io.feedback_scalars(self._trainable)
         return found
 
     def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
@@ -99,8 +100,8 @@ class SavedState:
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
         saved_losses = int(mine.pop("feedback_ranks", 0))
         for bucket in self._trainable:
-            state_io.fill_feedback(bucket, saved_losses, read)
-        if self._scaler is not None and mine:
+            state_io.fill_feedback(bucket, saved_losses, scalars, read)
+        if self._scaler is not None and "scale" in mine:
             self._scaler.load(mine)
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,8 @@ def global_norm(
     the ranks that have them; ranks that repeat something do not add it. What ``layers``, the ranks with other layers,
     have is added at the end, in their order, so that all of them have the same bits.
 
+    Where gradients are left to the optimizer, so that ranks have different ones, it is ((1/R) Σ_r ‖g_r‖^p)^(1/p).
+
     A ``tally`` rides in the same collective where the ranks are the same.
 
     Returns:
@@ -94,6 +96,10 @@ def _powers(gradients: Sequence[BucketGradients], axes: Axes, p: float, tally: T
         ridden = tally.ride(axes.shard, norms) if tally is not None else None
         norms = _of_all(axes.shard, norms) if ridden is None else ridden
     powers = _joined(norms if math.isinf(p) else norms.square() if p == 2.0 else norms.pow(p), p)
+    apart = mine[0].bucket.routes.apart()
+    if apart is not None:  # the root mean square of the ranks' own norms
+        everyone = _of_all(apart, powers.reshape(1))
+        powers = everyone.amax() if math.isinf(p) else everyone.mean()
     return powers if axes.parts is None else _joined(_of_all(axes.parts, powers.reshape(1)), p)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zoo.comm import Communicator
+from zoo.zero.collectives.routes import Hop
 from zoo.zero.offload.config import OffloadOptimizerConfig
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.gradient_files import GradientPark
@@ -18,10 +19,14 @@ from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
 from zoo.zero.update.factors import Factors
+from zoo.zero.update.peers import check_local_steps, peers_for, sent_by_peers
 from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of, updated_dtype
 from zoo.zero.update.skipping import SkipsOnDevice
 from zoo.zero.update.whole_tensors import BucketParts
+
+if TYPE_CHECKING:
+    from zoo.zero.collectives.compressed import Switch
 
 DEPTH_IN_BACKWARD = 3
 """Pieces that are read ahead, and written behind, in backward: so much has the device to do between two units."""
@@ -45,14 +50,16 @@ class Updater:
         scratch: its files.
         in_backward: backward makes the gradients, the last buckets first, while pieces are updated.
         multiplies: gradients have a loss scale; without it they take memory of their size once more.
+        switch: the optimizer brings ranks together by itself, and says there whether it wants means.
+        everyone: all ranks with this optimizer.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
         *, comm: Communicator, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
-        in_backward: bool = False, multiplies: bool = False,
+        everyone: Communicator, in_backward: bool = False, multiplies: bool = False, switch: Switch | None = None,
     ) -> None:  # fmt: skip
-        self._buckets = buckets
+        self._buckets, self._switch, self._everyone = buckets, switch, everyone
         self.broken: str | None = None
         self._outer: Sequence[dict[str, Any]] = ()
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
@@ -60,9 +67,9 @@ class Updater:
         self.skips_on_device = SkipsOnDevice(self._takes_found_inf, "capturable" if self._scales else "fused")
         name = getattr(optimizer, "__name__", str(optimizer))
         plain = _without_params(groups)
-        if whole and in_backward:
+        if (whole or switch is not None) and in_backward:
             raise ValueError(
-                f"update_in_backward=True with {name}, which needs whole tensors: ranks would meet in the middle of "
+                f"update_in_backward=True with {name}, which brings ranks together: they would meet in the middle of "
                 "backward. Use an elementwise optimizer, or leave update_in_backward out."
             )
         self._plain, self._optimizer, self._options = plain, optimizer, options
@@ -76,17 +83,27 @@ class Updater:
         for segment in self.segments:
             if self._gradient_dtype(segment) is not segment.tensor.dtype:
                 segment.tensor.grad_dtype = None  # whatever it is given
-        self._parts = BucketParts(comm) if whole else None
+        self._parts: BucketParts | None = BucketParts(comm) if whole else None
+        if switch is not None:
+            self._parts, options = peers_for(buckets, optimizer, comm, everyone, options, whole=whole)
         if self._parts is not None:
             self._parts.adopt(self.segments)
-            options = {**options, "parts": self._parts}
+            options = {**options, "parts": self._parts} if whole else options
         inner: list[dict[str, Any]] = [{**g, "params": []} for g in plain]
         for segment in self.segments:
             inner[segment.group]["params"].append(segment.tensor)
         self.inner = optimizer(inner, **options)
+        if switch is not None:
+            self.inner.driven = True
+            check_local_steps(self.inner, buckets)
+            switch.own = not self.inner.takes_means()
         streams = scratch is not None and needs_stream(buckets)
         copies = multiplies and not self._scales
-        if not whole and counts_calls(lambda tensors: optimizer([{**plain[0], "params": tensors}], **options)):
+        if (
+            not whole
+            and switch is None
+            and counts_calls(lambda tensors: optimizer([{**plain[0], "params": tensors}], **options))
+        ):
             sub_group_size = self._in_one_piece(name, streams=streams, in_backward=in_backward)
         self._pieces = self._cut(sub_group_size, small=streams or copies, in_backward=in_backward)
         self._stream: StateStream | None = None
@@ -179,6 +196,18 @@ class Updater:
         shards = [b.num_gradient_bytes // b.num_chunks for b in self._buckets]
         return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
 
+    def hops(self) -> list[Hop]:
+        """What the next step sends inside of its update."""
+        if self._parts is None:
+            return []
+        sums, found = int(getattr(self.inner, "num_sums", 0)), list[Hop]()
+        for buckets, _ in self._pieces:
+            found += self._parts.hops(buckets, sums)
+        if self._switch is not None:
+            found += [hop for b in self._buckets for hop in sent_by_peers(b, self.inner.now)]
+            found += [Hop("all_reduce", self._everyone, 8)] * (self._everyone.size > 1 and self.inner.asks_for_total)
+        return found
+
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that an update reads from and writes to NVMe, once states exist."""
         return self._stream.traffic() if self._stream is not None else (0, 0)
@@ -224,6 +253,10 @@ class Updater:
         self.begin(groups)
         for index in range(len(self._pieces)):
             self.run(index, factors)
+        if self._switch is not None:
+            self.inner.finish_step()
+            self._give_options()
+            self._switch.own = not self.inner.takes_means()
         self.skips_on_device.updated()
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -231,6 +264,8 @@ class Updater:
         self.check_whole()
         self._finish_writes()
         self._take_options(groups)
+        if self._switch is not None:
+            self.inner.begin_step()
         self.read_ahead()
 
     def _take_options(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -441,6 +476,8 @@ class Updater:
                     self._make_states(piece)
                     for segment in piece:
                         self._fill(segment, fill)
+        if self._switch is not None:
+            self._switch.own = not self.inner.takes_means()
 
     def _make_states(self, piece: Sequence[Segment]) -> None:
         # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
@@ -448,7 +485,12 @@ class Updater:
         for segment in piece:
             self.inner.state.pop(segment.tensor, None)
             segment.tensor.grad = torch.zeros_like(segment.tensor)
+        if self._switch is not None:
+            self.inner.forming = True
+            self.inner.begin_step()
         self.inner.step()
+        if self._switch is not None:
+            self.inner.forming = False
         for segment in piece:
             segment.tensor.grad = None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zoo.comm import Communicator
+from zoo.zero.collectives.routes import Hop
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.update.segments import Segment
 
@@ -46,6 +47,16 @@ class BucketParts:
 
     def sum(self, params: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """For each part the sum of the rows of all parts of the same tensor on all ranks. ``rows``: (T, k)."""
+        table, lines = self._table(params, rows)
+        return table.sum(0)[lines]
+
+    def largest(self, params: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """As :meth:`sum`, the largest of each column; ``rows`` are not negative."""
+        table, lines = self._table(params, rows)
+        return table.amax(0)[lines]
+
+    def _table(self, params: Sequence[torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """(p, tensors, k): what each chunk has of each tensor of the buckets, 0 for none; the line of each part."""
         first, count = {}, 0
         for bucket in self._buckets:
             first[bucket] = count
@@ -59,7 +70,13 @@ class BucketParts:
         if self._split and num_chunks > 1:
             mine = table[self._comm.rank].clone().view(-1)
             self._comm.all_gather(table.view(-1), mine, label="sums over tensors for the optimizer").wait()
-        return table.sum(0)[lines]
+        return table, lines
+
+    def hops(self, buckets: Sequence[Bucket], sums: int) -> list[Hop]:
+        """The collectives of a step of an optimizer that asks once for sums, or the largest, of ``sums`` columns."""
+        split = any(b.placements.states.is_split for b in buckets)
+        count = sum(len(b.spec.names) for b in buckets)
+        return [Hop("all_gather", self._comm, 8 * self._comm.size * count * sums)] if split and sums else []
 
     def whole(
         self, groups: Sequence[int], params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]

@@ -1,0 +1,239 @@
+"""Optimizers that bring ranks together inside of their step, by compressed messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zoo import registry
+from zoo.comm.compression import Codec, OneBit, TopK
+from zoo.kernels.update import Settings, lamb, lamb_apply_
+from zoo.optim.base import flat
+from zoo.optim.options import at_least_zero, betas_in_range
+from zoo.optim.sync_policy import Sync, SyncPolicy
+from zoo.optim.whole import Measured, Parts, WholeTensorOptimizer
+
+Tensor = torch.Tensor
+Flat = tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]]
+"""Parameters, gradients, states and masters of a batch, in one dimension each."""
+
+
+class Peers(Protocol):
+    """The R ranks that train the same parameters, each on its own data; who gives an optimizer its parameters has it.
+
+    Means and totals are collective: each of the R ranks calls the same ones in the same order, with its part of the
+    same tensors, and gets the same bits.
+    """
+
+    size: int
+
+    def compressed_mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """What all ranks see of the mean of ``values``, fp32, one for each of ``params``; what they do not see is kept,
+        and added next time.
+        """
+
+    def mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """1/R Σ_r of the fp32 values, in full precision."""
+
+    def numel(self, param: Tensor) -> int:
+        """Elements of one of the parameters that are no padding. Not collective."""
+
+    def total(self, values: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
+        """Σ over all elements of all parameters, () fp64: what several ranks have alike counts once."""
+
+
+def codec_of(compressor: Any) -> Codec:
+    """The codec that an option ``compressor`` says.
+
+    Raises:
+        ValueError: it says none, or one that is no codec.
+    """
+    found = compressor
+    if compressor is None:
+        found = OneBit()
+    elif isinstance(compressor, str):
+        found = registry.build("compressor", compressor, {})
+    elif isinstance(compressor, Mapping):
+        if not isinstance(compressor.get("type"), str) or set(compressor) - {"type", "params"}:
+            raise ValueError(f"compressor={dict(compressor)!r}; a mapping has a 'type', and 'params' of it.")
+        found = registry.build("compressor", compressor["type"], compressor.get("params", {}))
+    if not isinstance(found, Codec) or isinstance(found, TopK):
+        raise ValueError(
+            f"compressor={compressor!r}; momentum travels in two steps, for which the compressor has to be a codec of "
+            "all elements: 'onebit', 'blockwise' or 'fp8'."
+        )
+    return found
+
+
+class SyncedOptimizer(WholeTensorOptimizer):
+    """Base of the optimizers that compress what ranks tell each other; a policy says when they do.
+
+    Whoever makes the gradients asks :meth:`takes_means` before a backward: where it is false each rank gets the mean of
+    its own losses only. A step that compresses makes c_r of each parameter, gets the mean of all ranks in its place,
+    and moves the parameters along it with a variance that is the same on all ranks.
+
+    **Elements without a gradient.** Where the variance is zero there has never been a gradient. Signs know no zero: the
+    element would get a momentum, to be divided by ε. So its momentum is kept at zero as long as the variance is; a
+    warm-up must have seen every parameter that is to be trained.
+
+    Args:
+        compressor: of what ranks tell each other: the name of a codec (registry, kind "compressor"), a mapping of its
+            "type" and "params", or a codec; None for signs with a scale for each 2,048 elements.
+        peers: the other ranks; None: there are none, and nothing is rounded.
+        parts: see :class:`~zoo.optim.whole.WholeTensorOptimizer`.
+    """
+
+    needs_whole_tensors = False
+    driven = False
+    """Whoever calls :meth:`step`, for some parameters at a time, calls :meth:`begin_step` and :meth:`finish_step`."""
+    forming = False
+    """States are to be made by a step that meets nobody, and does not count."""
+    synchronises = True
+    """It takes ``peers=``, and gradients that are not always means."""
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, peers: Peers | None = None, parts: Parts | None = None,
+        master_dtype: torch.dtype | None = torch.float32, compressor: Any = None,
+    ) -> None:  # fmt: skip
+        at_least_zero(lr=float(defaults["lr"]), eps=defaults["eps"], weight_decay=defaults["weight_decay"])
+        betas_in_range(defaults["betas"])
+        self.peers, self.compressor, self.codec = peers, compressor, codec_of(compressor)
+        self._now, self._at = Sync(), 0
+        super().__init__(params, {**defaults, "num_steps": 0}, parts=parts, master_dtype=master_dtype)
+        self._check_groups()
+
+    @property
+    def gradient_unit(self) -> float:
+        """What a gradient counts in what is compressed."""
+        return 1.0 - float(self.param_groups[0]["betas"][0])
+
+    # What is synchronised when ---------------------------------------------------------------------------------------
+
+    def policy(self, group: dict[str, Any]) -> SyncPolicy:
+        """When ranks meet, by the options of a group."""
+        raise NotImplementedError
+
+    def _check_groups(self) -> None:
+        """All parameters meet in the same steps: a rank has one gradient at a time."""
+        policies = {self.policy(group) for group in self.param_groups}
+        if len(policies) > 1:
+            raise ValueError(
+                f"the parameter groups of {type(self).__name__} would synchronise in different steps: "
+                f"{', '.join(sorted(map(str, policies)))}. Give all of them the same options for that."
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the group synchronises when the others do."""
+        super().add_param_group(param_group)
+        self._check_groups()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken so far; known to a rank without parameters too."""
+        counted = max((int(group["num_steps"]) for group in self.param_groups), default=0)
+        return max((int(state["step"]) for state in self.state.values() if "step" in state), default=counted)
+
+    @property
+    def now(self) -> Sync:
+        """What the next step synchronises."""
+        if self.forming:
+            return Sync(gradients=True, variance=True)
+        return self.policy(self.param_groups[0]).at(self.num_steps + 1)
+
+    def takes_means(self) -> bool:
+        """The gradients of the next step are to be means over ranks."""
+        return self.peers is None or self.now.gradients
+
+    def together(self) -> bool:
+        """After the steps so far all ranks have the same parameters and states."""
+        return True
+
+    def steps_by_itself(self) -> bool:
+        """There are steps after which ranks have other parameters."""
+        return False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float | Tensor = 1.0) -> Any:
+        """See :meth:`~zoo.optim.base.ElementwiseOptimizer.step`. With ``peers`` it is collective."""
+        if not self.driven:
+            self.begin_step()
+        loss = super().step(closure, grad_scale=grad_scale)
+        if not self.driven:
+            self.finish_step()
+        return loss
+
+    @property
+    def asks_for_total(self) -> bool:
+        """Whether the end of the next step calls :meth:`Peers.total`."""
+        return False
+
+    def begin_step(self) -> None:
+        """No parameter has had the next step yet."""
+        self._now, self._at = self.now, self.num_steps + 1
+
+    def finish_step(self) -> None:
+        """All parameters have had the step. Collective over all ranks."""
+        if not self.forming:
+            for group in self.param_groups:
+                group["num_steps"] = self._at
+
+    # Steps that compress ---------------------------------------------------------------------------------------------
+
+    def _compressed_mean(self, measured: Sequence[Measured], values: Sequence[Tensor]) -> list[Tensor]:
+        """What all ranks see of the mean of ``values``, one for each parameter of ``measured``; 0 without variance."""
+        if self.peers is None:
+            return list(values)
+        params = [p for one in measured for p in one.batch.params]
+        variances = [v for one in measured for v in one.batch.lists["exp_avg_sq"]]
+        found = self.peers.compressed_mean(params, values)
+        return [
+            mean.masked_fill_(flat(v, p) == 0, 0.0) for mean, v, p in zip(found, variances, params, strict=True)
+        ]  # fmt: skip
+
+    def _momenta(self, group: dict[str, Any], flat: Flat, grad_scale: float) -> list[Tensor]:
+        """β1·m + (1-β1)·g of a batch, new fp32 tensors: g has its scale and, where decay is coupled, weight_decay·p."""
+        params, grads, (m, v, *_), masters = flat
+        beta1, coupled = group["betas"][0], 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
+        found = []
+        for p, g, old, variance in zip(masters or params, grads, m, v, strict=True):
+            new = torch.mul(old, beta1).add_(g, alpha=(1 - beta1) * grad_scale)
+            if coupled:
+                new.add_(p, alpha=(1 - beta1) * coupled)
+            found.append(new.masked_fill_(variance == 0, 0.0))
+        return found
+
+    def _move(
+        self, group: dict[str, Any], flat: Flat, moments: Sequence[Tensor], *, lr: float, step: int, variances: int,
+        ratios: Tensor | None = None, decays: bool = True,
+    ) -> None:  # fmt: skip
+        """p ← p - lr·φ·(m̂ / (√v̂ + ε) + λ·p): LAMB's second pass, which reads m and v and changes neither.
+
+        Args:
+            flat: of a batch.
+            moments: m, fp32.
+            step: of which m̂ is, 0 for m itself; variances: how many updates v has had.
+            ratios: φ of each tensor, default 1.
+            decays: False takes λ as zero.
+        """
+        params, _, states, masters = flat
+        settings = self._direction(group, lr, decays=decays)
+        gain = settings.at(step).gain if step else 1.0
+        scalars = dataclasses.replace(settings.at(max(variances, 1)), gain=gain)
+        phi = torch.ones(len(params), device=params[0].device) if ratios is None else ratios
+        lamb_apply_(settings.flags, params, moments, states[1], masters, ratios=phi, scalars=scalars)
+
+    def _direction(self, group: dict[str, Any], lr: float, *, decays: bool = True) -> Settings:
+        """Those of a step along m̂ / (√v̂ + ε) + λ·p."""
+        beta1, beta2 = group["betas"]
+        decay = group["weight_decay"] if decays and group["decoupled_weight_decay"] else 0.0
+        return lamb(
+            lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay,
+            bias_correction=group["bias_correction"], eps_inside_sqrt=group["eps_inside_sqrt"],
+        )  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.peers = None

@@ -1,0 +1,165 @@
+"""The other ranks, for optimizers that bring them together inside of their update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zoo.comm import Communicator, advance
+from zoo.zero.collectives.compressed import CompressedMean, Switch
+from zoo.zero.collectives.routes import Hop
+from zoo.zero.offload.tiers import Tier
+from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.update.segments import Segment
+from zoo.zero.update.whole_tensors import BucketParts
+
+Tensor = torch.Tensor
+
+
+def switch_for(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Switch | None:
+    """What leaves gradients to an optimizer that brings ranks together by itself; None for any other."""
+    if not getattr(optimizer, "synchronises", False):
+        return None
+    plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    made = optimizer([{**g, "params": [torch.zeros(2).requires_grad_()]} for g in plain], **options)
+    return Switch(codec=made.codec, unit=made.gradient_unit)
+
+
+def check_local_steps(inner: Any, buckets: Sequence[Bucket]) -> None:
+    """Raise NotImplementedError for an optimizer that steps by itself where no rank has all that it needs for that."""
+    alone = [b for b in buckets if b.placements.states.repeat.size == 1 and b.routes.axes.world.size > 1]
+    if alone and inner.steps_by_itself():
+        raise NotImplementedError(
+            f"{type(inner).__name__} with local steps, after which each rank has parameters of its own, and states "
+            "that are split over all ranks, which have parameters only together. Use stage 0, groups of "
+            "mics_shard_size ranks, or no local steps (local_step_clipper=1)."
+        )
+
+
+def peers_for(
+    buckets: Sequence[Bucket], optimizer: Any, comm: Communicator, everyone: Communicator,
+    options: dict[str, Any], *, whole: bool,
+) -> tuple[BucketParts | None, dict[str, Any]]:  # fmt: skip
+    """What brings ranks together inside of an update, and the options with it. Only with somebody to meet."""
+    if everyone.size == 1:
+        return (BucketParts(comm) if whole else None), options
+    off = next((b for b in buckets if b.updates_off_device or b.placements.states.tier is not Tier.DEVICE), None)
+    if off is not None:
+        raise NotImplementedError(
+            f"offload_optimizer with {optimizer.__name__}, which sends what it updates: that has to be where the "
+            "gradients are. Leave one of the two out."
+        )
+    peers = BucketPeers(comm, everyone, by_tensor=whole)
+    return peers, {**options, "peers": peers}
+
+
+class BucketPeers(BucketParts):
+    """The ``peers=`` (``zoo.optim.synced``) of an optimizer, and its ``parts=`` where it needs these.
+
+    Calls are about the buckets of the current piece, which are the same on every rank. Each bucket has a mean of its
+    own, with its errors. A bucket whose gradients come as means anyway (:func:`~zoo.zero.collectives.compressed.
+    left_to_the_optimizer`) has none: all ranks that have its elements make the same of them.
+
+    Args:
+        comm: the shard group, for parts.
+        everyone: all ranks with this optimizer.
+        by_tensor: it needs parts.
+    """
+
+    def __init__(self, comm: Communicator, everyone: Communicator, *, by_tensor: bool) -> None:
+        super().__init__(comm)
+        self._everyone, self._by_tensor = everyone, by_tensor
+        self._segments: dict[int, Segment] = {}
+
+    def adopt(self, segments: Sequence[Segment]) -> None:
+        """These are the parameters that the optimizer gets."""
+        self._segments = {id(segment.tensor): segment for segment in segments}
+        if self._by_tensor:
+            super().adopt(segments)
+
+    def numel(self, param: Tensor) -> int:
+        """See ``zoo.optim.synced.Peers``."""
+        return sum(piece.length for piece in self._segments[id(param)].slices())
+
+    @property
+    def size(self) -> int:
+        """See ``zoo.optim.synced.Peers``: of dense parameters."""
+        return max((m.comm.size for b in self._buckets if (m := _mean_of(b)) is not None), default=1)
+
+    def compressed_mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """See ``zoo.optim.synced.Peers``."""
+        found = list(values)
+        handles: list[Any] = []
+        for bucket in self._buckets:
+            mean = _mean_of(bucket)
+            if mean is None:
+                continue
+            start, stop = mean.range
+            c = torch.zeros(stop - start, dtype=torch.float32, device=bucket.device)
+            out = torch.empty_like(c)
+            for i, low, high in self._places(bucket, params):
+                c[low - start : high - start] = values[i]
+                found[i] = out[low - start : high - start]
+            for older in handles:
+                advance(older)
+            handles.append(mean.start(c, out, f"momentum of {bucket.label}"))
+        for handle in handles:
+            handle.wait()
+        return found
+
+    def mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """See ``zoo.optim.synced.Peers``."""
+        found = list(values)
+        handles: list[Any] = []
+        for bucket in self._buckets:
+            of_bucket = _mean_of(bucket)
+            if of_bucket is None:
+                continue
+            start, stop = of_bucket.range
+            flat = torch.zeros(stop - start, dtype=torch.float32, device=bucket.device)
+            for i, low, high in self._places(bucket, params):
+                flat[low - start : high - start] = values[i]
+                found[i] = flat[low - start : high - start]
+            handles.append((flat, of_bucket.comm.size, of_bucket.comm.all_reduce(flat)))
+        for flat, size, handle in handles:
+            handle.wait()
+            flat.mul_(1.0 / size)
+        return found
+
+    def total(self, values: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
+        """See ``zoo.optim.synced.Peers``; of all buckets."""
+        mine = torch.zeros((), dtype=torch.float64, device=values[0].device if values else "cpu")
+        for param, value in zip(params, values, strict=True):
+            bucket = self._segments[id(param)].bucket
+            mine += value.double().sum() / bucket.placements.states.repeat.size
+        self._everyone.all_reduce(mine.view(1)).wait()
+        return mine
+
+    def _places(self, bucket: Bucket, params: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+        """Which of ``params`` are in a bucket, and which of its elements: (index, start, stop)."""
+        length = bucket.layout.size // bucket.num_chunks
+        found = []
+        for i, param in enumerate(params):
+            segment = self._segments[id(param)]
+            if segment.bucket is bucket:
+                base = segment.chunk * length
+                found.append((i, base + segment.start, base + segment.stop))
+        return found
+
+
+def sent_by_peers(bucket: Bucket, sync: Any) -> list[Hop]:
+    """The collectives of a bucket in a step that synchronises this (``zoo.optim.sync_policy.Sync``)."""
+    found: list[Hop] = []
+    mean = _mean_of(bucket)
+    if mean is not None and sync.momentum:
+        found += mean.hops()
+    if mean is not None and sync.variance and not sync.gradients:
+        found.append(Hop("all_reduce", mean.comm, 4 * (mean.range[1] - mean.range[0])))
+    return found
+
+
+def _mean_of(bucket: Bucket) -> CompressedMean | None:
+    feedback = bucket.routes.feedback
+    return feedback if isinstance(feedback, CompressedMean) else None

@@ -1,0 +1,170 @@
+"""1-bit optimizers under ZeRO: each is its paper's algorithm, step by step, on simulated ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.optim import papers
+from tests.profiles import examples
+from torch import nn
+
+from zoo import sim
+from zoo.optim import OnebitAdam, OnebitLamb, ZeroOneAdam
+from zoo.zero import ZeroOptimizer
+
+GROUP = {"type": "onebit", "params": {"group_size": 64}}
+
+
+class Given(nn.Module):
+    """A model whose gradient is what it is told."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weights = nn.ParameterList(torch.randn(s, generator=generator) for s in shapes)
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(gradient, [w.numel() for w in self.weights])
+        return sum(((w.view(-1) * g).sum() for w, g in zip(self.weights, parts, strict=True)), torch.zeros(()))
+
+
+def gradients(steps: int, ranks: int, n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(steps, ranks, n)).astype(np.float32)
+
+
+def train(rank: int, grads: np.ndarray, shapes: list[tuple[int, ...]], **options: Any) -> Any:
+    """The parameters after each step, flat, and where they lie in the bucket."""
+    model = Given(*shapes)
+    optimizer = ZeroOptimizer(model, **{"compressor": GROUP, **options})
+    found = []
+    for step in grads:
+        model(torch.from_numpy(step[rank])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(torch.cat([w.detach().view(-1) for w in model.weights]).numpy().copy())
+    (bucket,) = optimizer.buckets
+    return np.stack(found), list(bucket.layout.offsets), bucket.layout.size
+
+
+def in_bucket(values: np.ndarray, shapes: list[tuple[int, ...]], offsets: list[int], size: int) -> np.ndarray:
+    """(…, n) as elements of the bucket (…, P), zero where it is padded."""
+    out = np.zeros((*values.shape[:-1], size))
+    at = 0
+    for shape, offset in zip(shapes, offsets, strict=True):
+        numel = int(np.prod(shape))
+        out[..., offset : offset + numel] = values[..., at : at + numel]
+        at += numel
+    return out
+
+
+def chunks_of(size: int, ranks: int) -> list[slice]:
+    """Chunks of whole units of 64 elements."""
+    chunk = math.ceil(size / ranks / 64) * 64
+    return [slice(min(r * chunk, size), min((r + 1) * chunk, size)) for r in range(ranks)]
+
+
+SHAPES = st.lists(st.sampled_from([(1,), (7,), (33, 3), (64,), (5, 5, 5)]), min_size=1, max_size=3)
+
+
+@examples(times=5)
+@given(
+    SHAPES, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.1]),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_onebit_adam_is_its_paper(
+    shapes: list[tuple[int, ...]], ranks: int, freeze: int, corrected: bool, inside: bool, decay: float, seed: int
+) -> None:
+    n = sum(int(np.prod(s)) for s in shapes)
+    grads = gradients(7, ranks, n, seed)
+    grads[:, :, : n // 3] *= 1e-3
+    grads[:freeze, :, -1] = 0
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": decay, "bias_correction": corrected,
+               "eps_inside_sqrt": inside, "freeze_step": freeze}  # fmt: skip
+    got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=OnebitAdam, **options))
+    _, offsets, size = got[0]
+    x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
+    reduce: Any = papers.OnebitAllReduce(64, chunks_of(size, ranks), in_bucket(np.ones(n), shapes, offsets, size))
+    if ranks == 1:
+        reduce = alone
+    want = papers.onebit_adam(
+        in_bucket(x, shapes, offsets, size), in_bucket(grads, shapes, offsets, size), reduce, freeze_step=freeze,
+        lr=0.01, beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=decay, corrected=corrected, eps_inside=inside,
+    )  # fmt: skip
+    for rank, (params, _, _) in enumerate(got):
+        assert np.array_equal(params, got[0][0])
+        np.testing.assert_allclose(in_bucket(params, shapes, offsets, size), want[:, rank], rtol=2e-3, atol=2e-4)
+
+
+@examples(times=4)
+@given(
+    SHAPES, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 4]),
+    st.sampled_from([0.0, 0.1]), st.integers(0, 99),
+)  # fmt: skip
+def test_zero_one_adam_is_its_paper(
+    shapes: list[tuple[int, ...]], ranks: int, last: int, kappa: int, scaler: int, clipper: int, decay: float, seed: int
+) -> None:
+    n = sum(int(np.prod(s)) for s in shapes)
+    grads = gradients(12, ranks, n, seed)
+    grads[:last, :, -1] = 0
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": decay, "bias_correction": False,
+               "var_freeze_step": last, "var_update_scaler": kappa, "local_step_scaler": scaler,
+               "local_step_clipper": clipper}  # fmt: skip
+    got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=ZeroOneAdam, **options))
+    _, offsets, size = got[0]
+    x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
+    reduce: Any = papers.OnebitAllReduce(64, chunks_of(size, ranks), in_bucket(np.ones(n), shapes, offsets, size))
+    if ranks == 1:
+        reduce = alone
+    want = papers.zero_one_adam(
+        in_bucket(x, shapes, offsets, size), in_bucket(grads, shapes, offsets, size), reduce, last_variance=last,
+        kappa=kappa, syncs=synchronised(last, scaler, clipper), lr=np.full(12, 0.01), beta1=0.8, beta2=0.95, eps=1e-3,
+        weight_decay=decay,
+    )  # fmt: skip
+    for rank, (params, _, _) in enumerate(got):
+        np.testing.assert_allclose(in_bucket(params, shapes, offsets, size), want[:, rank], rtol=2e-3, atol=2e-4)
+    for step in synchronised(last, scaler, clipper)[:-1]:
+        assert all(np.array_equal(params[step - 1], got[0][0][step - 1]) for params, _, _ in got if step <= 12)
+
+
+def synchronised(last: int, scaler: int, clipper: int) -> list[int]:
+    """T_u up to step 12 and one more."""
+    found = list(range(1, last + 1))
+    while found[-1] < 13:
+        found.append(found[-1] + min(2 ** ((found[-1] - last) // scaler), clipper))
+    return found
+
+
+@examples(times=4)
+@given(SHAPES, st.integers(1, 4), st.integers(2, 4), st.integers(0, 99))
+def test_onebit_lamb_is_its_paper(shapes: list[tuple[int, ...]], ranks: int, freeze: int, seed: int) -> None:
+    n = sum(int(np.prod(s)) for s in shapes)
+    grads = gradients(8, ranks, n, seed)
+    grads[:, :, : n // 3] *= 1e-2
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "bias_correction": False, "freeze_step": freeze,
+               "coeff_beta": 0.5, "max_coeff": 3.0, "min_coeff": 0.1, "factor_min": 0.7, "factor_max": 1.5,
+               "factor_threshold": 0.2}  # fmt: skip
+    got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=OnebitLamb, **options))
+    _, offsets, size = got[0]
+    x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
+    reduce: Any = papers.OnebitAllReduce(64, chunks_of(size, ranks), in_bucket(np.ones(n), shapes, offsets, size))
+    if ranks == 1:
+        reduce = alone
+    tensors = [slice(o, o + int(np.prod(s))) for o, s in zip(offsets, shapes, strict=True)]
+    want = papers.onebit_lamb(
+        in_bucket(x, shapes, offsets, size), in_bucket(grads, shapes, offsets, size), reduce, tensors,
+        freeze_step=freeze, lr=0.01, beta1=0.8, beta2=0.95, beta3=0.5, eps=1e-3, phi=(0.1, 3.0),
+        factor=(0.7, 1.5, 0.2),
+    )  # fmt: skip
+    for rank, (params, _, _) in enumerate(got):
+        assert np.array_equal(params, got[0][0])
+        np.testing.assert_allclose(in_bucket(params, shapes, offsets, size), want[:, rank], rtol=2e-3, atol=2e-4)
+
+
+def alone(xs: np.ndarray) -> np.ndarray:
+    """What a single rank agrees on with itself."""
+    return xs[0]
