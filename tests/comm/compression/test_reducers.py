@@ -12,7 +12,7 @@ from tests.comm.compression.cases import CODECS, COMPRESSORS, NUMELS, given
 
 from zoo import sim
 from zoo.comm import Communicator
-from zoo.comm.compression import Hierarchical, OneBit, ReduceLeg, TopK, fold
+from zoo.comm.compression import Hierarchical, OneBit, RandomK, ReduceLeg, TopK, fold
 
 Tensor = torch.Tensor
 ONE = 2.0**-23
@@ -104,7 +104,7 @@ def test_other_ranks_take_over_what_is_owed(size: int, other: int, numel: int, s
     server = given(numel, 9, 0, seed) if seed % 2 else None
     due = sum((e.double() for e in workers if e is not None), torch.zeros(numel).double()) / size
     due = due if server is None else due + server.double()
-    owed = fold(workers, server, numel)
+    owed = fold(workers, server)
     assert owed is not None
     assert torch.allclose(owed.double(), due, atol=1e-5)
 
@@ -232,3 +232,16 @@ def test_options_that_cannot_be_are_refused() -> None:
         TopK(TopK.Config(ratio=0.0))
     with pytest.raises(ValueError, match="nodes of one size"):
         Hierarchical(Communicator(), OneBit(), 10)
+
+
+def test_chance_is_shared_and_differs_from_draw_to_draw() -> None:
+    """random_k: ranks draw the same places, and other ones each time, for each seed and for each size."""
+
+    def places(seed: int, numel: int, draws: int) -> tuple[int, ...]:
+        reducer = RandomK(RandomK.Config(ratio=0.05, block=1, seed=seed)).reducer(Communicator(), numel)
+        reducer.draws = draws
+        return tuple(reducer.places(torch.device("cpu")).tolist())
+
+    assert places(3, 1000, 2) == places(3, 1000, 2)
+    cases = [(seed, numel, draws) for seed in (-1, 0, 1, 2**31) for numel in (1000, 1001) for draws in range(4)]
+    assert len({places(*case) for case in cases}) == len(cases)

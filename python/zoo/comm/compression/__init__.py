@@ -29,12 +29,14 @@ from zoo.comm.compression.hook import HookState, hook
 from zoo.comm.compression.onebit import OneBit
 from zoo.comm.compression.power_sgd import PowerSGD
 from zoo.comm.compression.random_k import RandomK
+from zoo.comm.compression.reducer import Compressor, Reducer
 from zoo.comm.compression.top_k import TopK
 from zoo.comm.compression.two_step import ReduceLeg, TwoStep
 
 __all__ = [
     "Blockwise",
     "Codec",
+    "Compressor",
     "Error",
     "Fp8",
     "Gathered",
@@ -45,6 +47,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "ReduceLeg",
+    "Reducer",
     "TopK",
     "TwoStep",
     "fold",

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from zoo.comm.compression.codec import Codec, whole_words
 from zoo.comm.compression.kernels import quantise
-
-if TYPE_CHECKING:
-    from zoo.comm import Communicator
-    from zoo.comm.compression.two_step import TwoStep
 
 Tensor = torch.Tensor
 
@@ -48,12 +44,6 @@ class Blockwise(Codec):
             raise ValueError(f"Blockwise got bits={bits}; allowed are 4 and 8.")
         if not 16 <= size <= 1 << 20 or size % 16:
             raise ValueError(f"Blockwise got group_size={size}; it must be a multiple of 16 from 16 to 1048576.")
-
-    def reducer(self, comm: Communicator, numel: int) -> TwoStep:
-        """How tensors of n elements are averaged."""
-        from zoo.comm.compression.two_step import TwoStep
-
-        return TwoStep(comm, self, numel)
 
     def _parts(self, wire: Tensor, numel: int) -> tuple[Tensor, ...]:
         """Integers, scales and, if asymmetric, minima."""

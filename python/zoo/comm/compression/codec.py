@@ -1,14 +1,18 @@
 """Codecs: a few bytes that stand for many numbers.
 
-A codec knows nothing of ranks and keeps no state; what it leaves out is kept by :mod:`zoo.comm.compression.errors`, and
-how its bytes travel is decided by a collective (``two_step.py``, ``gathered.py``).
+A codec keeps no state; what it leaves out is kept by :mod:`zoo.comm.compression.errors`, and how its bytes travel is
+decided by a collective: ``two_step.py`` unless it says otherwise, or ``gathered.py``.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+
+if TYPE_CHECKING:
+    from zoo.comm.communicator import Communicator
+    from zoo.comm.compression.reducer import Reducer
 
 Tensor = torch.Tensor
 
@@ -20,6 +24,12 @@ class Codec:
     """
 
     name: ClassVar[str]
+
+    def reducer(self, comm: Communicator, numel: int) -> Reducer:
+        """How tensors of n elements are averaged."""
+        from zoo.comm.compression.two_step import TwoStep
+
+        return TwoStep(comm, self, numel)
 
     def wire_bytes(self, numel: int) -> int:
         """Bytes that stand for n elements: a multiple of 4, known to all ranks without asking; 0 for none."""

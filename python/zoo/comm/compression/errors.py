@@ -18,7 +18,7 @@ At another number of ranks the servers take over what is owed: s ← s + Σ_r e_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,32 +74,22 @@ class Error:
         """What was sent does not count."""
         self._given, self._sent = None, ()
 
-    def memory_bytes(self) -> int:
-        """Bytes held now."""
-        held = [self.value, self._given, *(wire for _, wire in self._sent)]
-        return sum(t.nbytes for t in held if t is not None)
 
-
-def fold(
-    workers: Sequence[Tensor | None], server: Tensor | None, numel: int, *,
-    zeros: Callable[[int], Tensor] = torch.zeros,
-) -> Tensor | None:  # fmt: skip
+def fold(workers: Sequence[Tensor | None], server: Tensor | None) -> Tensor | None:
     """s + Σ_r e_r / D: what the servers owe when all workers begin at zero, (n,) fp32; None for nothing.
 
     Args:
         workers: e_r of each of the D ranks, (n,) each, None for zero.
-        server: s of all chunks, (n,).
-        numel: n.
-        zeros: makes the result.
+        server: s of all chunks, (n,), or None for zero.
     """
-    if server is None and all(error is None for error in workers):
-        return None
-    owed = zeros(numel) if server is None else server.clone()
-    total = zeros(numel)
-    for error in workers:
-        if error is not None:
-            total += error
-    return owed.add_(total, alpha=1.0 / max(len(workers), 1))
+    errors = [error for error in workers if error is not None]
+    if not errors:
+        return None if server is None else server.clone()
+    total = torch.zeros_like(errors[0])
+    for error in errors:
+        total += error
+    total *= 1.0 / len(workers)
+    return total if server is None else total.add_(server)
 
 
 @dataclass
@@ -131,7 +121,3 @@ class Owed:
     def roll_back(self) -> None:
         """What was sent does not count."""
         self._next = None
-
-    def memory_bytes(self) -> int:
-        """Bytes held now."""
-        return sum(t.nbytes for t in (self.value, self._next) if t is not None)

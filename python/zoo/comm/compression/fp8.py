@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from zoo.comm.compression.codec import Codec, whole_words
-
-if TYPE_CHECKING:
-    from zoo.comm import Communicator
-    from zoo.comm.compression.two_step import TwoStep
 
 Tensor = torch.Tensor
 _LARGEST = 448.0  # of e4m3
@@ -41,12 +36,6 @@ class Fp8(Codec):
         self.config = config or self.Config()
         if self.config.group_size < 1:
             raise ValueError(f"Fp8 got group_size={self.config.group_size}; it must be at least 1.")
-
-    def reducer(self, comm: Communicator, numel: int) -> TwoStep:
-        """How tensors of n elements are averaged."""
-        from zoo.comm.compression.two_step import TwoStep
-
-        return TwoStep(comm, self, numel)
 
     def _groups(self, numel: int) -> int:
         return -(-numel // self.config.group_size)

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from zoo.comm.communicator import Communicator
-from zoo.comm.handles import DONE, Handle, Then
+from zoo.comm.compression.reducer import Compressor, Reducer
+from zoo.comm.handles import Handle, Then
 
 Tensor = torch.Tensor
 
 
-class Hierarchical:
+class Hierarchical(Reducer):
     """The mean of (n,) over M nodes with L ranks each: reduce-scatter within nodes, a compressed mean between them of
     n/L elements, all-gather within nodes. Only n/L elements a rank have errors.
 
     Args:
         comm: knows its nodes, all of one size.
-        compressor: has ``reducer(comm, numel)``.
+        compressor: of the kind "compressor".
 
     Raises:
         ValueError: nodes are unknown or of several sizes.
     """
 
-    def __init__(self, comm: Communicator, compressor: Any, numel: int) -> None:
+    def __init__(self, comm: Communicator, compressor: Compressor, numel: int) -> None:
         nodes = comm.nodes
         counts = {} if nodes is None else {node: nodes.count(node) for node in nodes}
         if nodes is None or len(set(counts.values())) > 1:
@@ -35,22 +34,13 @@ class Hierarchical:
                 "Communicator, or let torchrun set LOCAL_WORLD_SIZE."
             )
         members = [[r for r, node in enumerate(nodes) if node == which] for which in counts]
-        self.comm, self.numel = comm, numel
         self.local = comm.partition(members, name="within a node")
         across = comm.partition([list(ranks) for ranks in zip(*members, strict=True)], name="between nodes")
         self.chunk = -(-numel // self.local.size)
         self.inner = compressor.reducer(across, self.chunk)
-        self.worker, self.server = self.inner.worker, self.inner.server
+        super().__init__(comm, numel, self.inner.worker, self.inner.server)
 
-    def start(self, c: Tensor, out: Tensor, label: str = "") -> Handle:
-        """``out`` (n,) ← the mean over all ranks.
-
-        Args:
-            c: (n,) fp32, which is done with when the handle is.
-            out: fp32, no part of ``c``.
-        """
-        if not self.numel:
-            return DONE
+    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
         size = self.local.size
         full = F.pad(c, (0, size * self.chunk - self.numel))
         mine, mean = torch.empty_like(full[: self.chunk]), torch.empty_like(full[: self.chunk])
@@ -68,16 +58,15 @@ class Hierarchical:
         return Then([first], between, staged=True)
 
     def sent_bytes(self) -> int:
-        """That a rank sends to other nodes for one mean."""
-        sent: int = self.inner.sent_bytes()
-        return sent
+        """See :class:`Reducer`; to other nodes."""
+        return self.inner.sent_bytes()
 
     def commit(self) -> None:
-        """What was sent counts."""
+        """See :class:`Reducer`."""
         self.inner.commit()
 
     def roll_back(self) -> None:
-        """What was sent does not count."""
+        """See :class:`Reducer`."""
         self.inner.roll_back()
 
 

@@ -15,9 +15,12 @@ import torch.distributed as dist
 
 from zoo.comm.communicator import Communicator
 from zoo.comm.compression.hierarchy import Hierarchical
+from zoo.comm.compression.reducer import Compressor, Reducer
 from zoo.comm.handles import Handle, advance
 
 Tensor = torch.Tensor
+UnderWay = tuple[Handle, Reducer | None, Tensor, Tensor, "torch.futures.Future[Tensor]"]
+"""The handle, the reducer (None where nothing is compressed), the bucket's buffer, the mean, what DDP waits for."""
 
 
 class HookState:
@@ -31,17 +34,22 @@ class HookState:
     """
 
     def __init__(
-        self, compressor: Any, *, start_step: int = 0, comm: Communicator | None = None, between_nodes: bool = False
+        self,
+        compressor: Compressor,
+        *,
+        start_step: int = 0,
+        comm: Communicator | None = None,
+        between_nodes: bool = False,
     ) -> None:
         if start_step < 0:
             raise ValueError(f"HookState got start_step={start_step}; it must be 0 or more.")
         self.compressor, self.start_step, self.between_nodes = compressor, start_step, between_nodes
         self.comm = comm if comm is not None else Communicator()
         self.step = 0
-        self.reducers: dict[tuple[int, int], Any] = {}
-        self._under_way: list[tuple[Handle, Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
+        self.reducers: dict[tuple[int, int], Reducer] = {}
+        self._under_way: list[UnderWay] = []
 
-    def reducer_of(self, index: int, numel: int) -> Any:
+    def reducer_of(self, index: int, numel: int) -> Reducer:
         """That of a bucket. DDP makes its buckets anew after the first step: new ones owe nothing."""
         key = index, numel
         if key not in self.reducers:
@@ -63,7 +71,7 @@ class HookState:
         else:
             reducer = self.reducer_of(bucket.index(), buffer.numel())
             out = torch.empty_like(buffer, dtype=torch.float32)
-            handle = reducer.start(buffer.float().clone(), out, f"bucket {bucket.index()}")
+            handle = reducer.start(buffer.to(torch.float32, copy=True), out, f"bucket {bucket.index()}")
             self._under_way.append((handle, reducer, buffer, out, found))
         if bucket.is_last():
             self._finish()

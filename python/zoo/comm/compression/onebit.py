@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from zoo.comm.compression.codec import Codec, whole_words
 from zoo.comm.compression.kernels import onebit
-
-if TYPE_CHECKING:
-    from zoo.comm import Communicator
-    from zoo.comm.compression.two_step import TwoStep
 
 Tensor = torch.Tensor
 
@@ -49,12 +45,6 @@ class OneBit(Codec):
         size = self.config.group_size
         if not 64 <= size <= 1 << 20 or size % 64:
             raise ValueError(f"OneBit got group_size={size}; it must be a multiple of 64 from 64 to 1048576.")
-
-    def reducer(self, comm: Communicator, numel: int) -> TwoStep:
-        """How tensors of n elements are averaged."""
-        from zoo.comm.compression.two_step import TwoStep
-
-        return TwoStep(comm, self, numel)
 
     def _scale_bytes(self, numel: int) -> int:
         if self.config.scale == "norm":

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from zoo.comm.communicator import Communicator
-from zoo.comm.compression.errors import Error, Owed
-from zoo.comm.handles import DONE, Handle, Then
+from zoo.comm.compression.errors import Owed
+from zoo.comm.compression.reducer import Reducer
+from zoo.comm.handles import Handle, Then
 
 Tensor = torch.Tensor
 
@@ -33,8 +34,7 @@ class PowerSGD:
         Attributes:
             rank: r.
             columns: of the matrix that a flat tensor is seen as, the last row filled up with zeros; None: as square as
-            can
-                be. A weight's own number of columns finds more structure.
+                can be. A weight's own number of columns finds more structure.
             seed: of the first Q, the same on all ranks.
         """
 
@@ -54,33 +54,25 @@ class PowerSGD:
         return PowerSGDReducer(comm, self.config, numel)
 
 
-class PowerSGDReducer:
+class PowerSGDReducer(Reducer):
     """The mean of (n,) over the ranks, of rank r.
 
     Attributes:
         q: (columns, r), where the next iteration begins; the same bits on all ranks.
     """
 
+    worker: Owed
+
     def __init__(self, comm: Communicator, config: PowerSGD.Config, numel: int) -> None:
-        self.comm, self.numel = comm, numel
+        super().__init__(comm, numel, Owed())
         self.columns = config.columns or max(1, math.isqrt(max(numel - 1, 0)) + 1)
         self.rows = -(-numel // self.columns)
         self.rank = min(config.rank, self.rows, self.columns)
-        self.worker = Owed()
-        self.server: Error | None = None
         generator = torch.Generator().manual_seed(config.seed)
         self.q = torch.randn(self.columns, self.rank, generator=generator)
         self._next_q: Tensor | None = None
 
-    def start(self, c: Tensor, out: Tensor, label: str = "") -> Handle:
-        """``out`` (n,) ← P Qᵀ.
-
-        Args:
-            c: (n,) fp32; it becomes x + e and belongs to this object until commit or roll-back.
-            out: fp32, no part of ``c``.
-        """
-        if not self.numel:
-            return DONE
+    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
         self.worker.add_to(c)
         matrix = F.pad(c, (0, self.rows * self.columns - self.numel)).view(self.rows, self.columns)
         q = self._next_q if self._next_q is not None else self.q
@@ -104,18 +96,18 @@ class PowerSGDReducer:
         return Then([handle], second, staged=True)
 
     def sent_bytes(self) -> int:
-        """That a rank sends to others for one mean, by rings: 2·4·r·(rows + columns)·(D-1)/D."""
+        """See :class:`Reducer`; by rings 2·4·r·(rows + columns)·(D-1)/D."""
         return 2 * 4 * self.rank * (self.rows + self.columns) * (self.comm.size - 1) // self.comm.size
 
     def commit(self) -> None:
-        """What was sent counts."""
-        self.worker.commit()
+        """See :class:`Reducer`; the new Q counts too."""
+        super().commit()
         if self._next_q is not None:
             self.q, self._next_q = self._next_q, None
 
     def roll_back(self) -> None:
-        """What was sent does not count: the error and Q are what they were."""
-        self.worker.roll_back()
+        """See :class:`Reducer`; Q too is what it was."""
+        super().roll_back()
         self._next_q = None
 
 

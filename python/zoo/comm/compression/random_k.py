@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from zoo.comm.communicator import Communicator
-from zoo.comm.compression.errors import Error, Owed
-from zoo.comm.handles import DONE, Handle, Then
+from zoo.comm.compression.errors import Owed
+from zoo.comm.compression.reducer import Reducer
+from zoo.comm.handles import Handle, Then
 
 Tensor = torch.Tensor
 
@@ -30,7 +31,7 @@ class RandomK:
         Attributes:
             ratio: k/n, above 0, at most 1; in whole blocks, at least one.
             block: consecutive elements that are drawn together.
-            seed: the same on all ranks.
+            seed: the same on all ranks; its low 32 bits count.
         """
 
         ratio: float = 0.01
@@ -49,38 +50,32 @@ class RandomK:
         return RandomKReducer(comm, self.config, numel)
 
 
-class RandomKReducer:
-    """The mean of (n,) over the ranks at places of chance.
+class RandomKReducer(Reducer):
+    """The mean of (n,) over the ranks at places of chance. A reduction that is rolled back has used up its places.
 
     Attributes:
-        draws: how many reductions there were: with the seed it decides the places of the next one. The same on all
-        ranks.
+        draws: how many reductions there were, the same on all ranks: with the seed it decides the places of the next.
     """
 
+    worker: Owed
+
     def __init__(self, comm: Communicator, config: RandomK.Config, numel: int) -> None:
-        self.comm, self.config, self.numel = comm, config, numel
-        self.worker, self.draws = Owed(), 0
-        self.server: Error | None = None
+        super().__init__(comm, numel, Owed())
+        self.config, self.draws = config, 0
 
     def places(self, device: torch.device) -> Tensor:
         """Of the next reduction: int64, ascending within each block."""
         n, block = self.numel, self.config.block
         blocks = -(-n // block)
         count = min(blocks, max(1, -int(-self.config.ratio * blocks // 1)))
-        generator = torch.Generator().manual_seed(hash((self.config.seed, self.draws, n)) & (2**63 - 1))
+        # Odd factors keep what differs apart in the low 32 bits too, which are all that the generator looks at.
+        seed = self.config.seed * 0x9E3779B1 + self.draws * 0x85EBCA77 + n * 0xC2B2AE3D
+        generator = torch.Generator().manual_seed(seed % 2**63)
         chosen = torch.randperm(blocks, generator=generator)[:count].to(device)
         places = (chosen[:, None] * block + torch.arange(block, device=device)).view(-1)
         return places[places < n]
 
-    def start(self, c: Tensor, out: Tensor, label: str = "") -> Handle:
-        """``out`` (n,) ← 1/D Σ_r C(c_r).
-
-        Args:
-            c: (n,) fp32; it becomes x + e and belongs to this object until commit or roll-back.
-            out: fp32, no part of ``c``.
-        """
-        if not self.numel:
-            return DONE
+    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
         places = self.places(c.device)
         self.draws += 1
         self.worker.add_to(c)
@@ -96,14 +91,6 @@ class RandomKReducer:
         return Then([handle], unpack)
 
     def sent_bytes(self) -> int:
-        """That a rank sends to others for one mean, by a ring: 2·k·4·(D-1)/D."""
+        """See :class:`Reducer`; by a ring 2·k·4·(D-1)/D."""
         k = self.places(torch.device("cpu")).numel() if self.numel else 0
         return 2 * 4 * k * (self.comm.size - 1) // self.comm.size
-
-    def commit(self) -> None:
-        """What was sent counts."""
-        self.worker.commit()
-
-    def roll_back(self) -> None:
-        """What was sent does not count: the error is what it was; the next places are others."""
-        self.worker.roll_back()

@@ -15,26 +15,29 @@ import torch
 from zoo.comm.communicator import Communicator
 from zoo.comm.compression.codec import Codec
 from zoo.comm.compression.errors import Error, Piece
-from zoo.comm.handles import DONE, Handle, Then
+from zoo.comm.compression.reducer import Reducer
+from zoo.comm.handles import Handle, Then
 
 Tensor = torch.Tensor
 UNIT = 64
 """Chunks begin at multiples of so many elements: what kernels read at a time."""
 
 
-class ReduceLeg:
-    """The first step: rank r gets the mean of everybody's chunk r. Only workers have errors.
+class ReduceLeg(Reducer):
+    """The first step: rank r gets the mean of everybody's chunk r, the elements of :meth:`where`.
 
     Args:
         chunk: elements of a chunk; by default an even share in whole units, the last ranks having less or nothing.
     """
 
+    worker: Error
+
     def __init__(self, comm: Communicator, codec: Codec, numel: int, *, chunk: int | None = None) -> None:
-        self.comm, self.codec, self.numel = comm, codec, numel
+        super().__init__(comm, numel, Error(codec))
+        self.codec = codec
         even = -(-numel // comm.size)
         self.chunk = -(-even // UNIT) * UNIT if chunk is None else chunk
         self.slot_bytes = codec.wire_bytes(min(self.chunk, numel))
-        self.worker = Error(codec)
 
     def where(self, rank: int) -> slice:
         """Elements of a rank's chunk."""
@@ -51,13 +54,7 @@ class ReduceLeg:
             begin = rank * self.slot_bytes
             yield where, wires[begin : begin + self.codec.wire_bytes(where.stop - where.start)]
 
-    def start(self, c: Tensor, out: Tensor, label: str = "") -> Handle:
-        """``out`` ← 1/D Σ_r C(c_r) of this rank's chunk.
-
-        Args:
-            c: (n,) fp32; it becomes x + e and belongs to this object until commit or roll-back.
-            out: fp32, the elements of :meth:`where`, no part of ``c``.
-        """
+    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
         wires = torch.zeros(self.comm.size * self.slot_bytes, dtype=torch.uint8, device=c.device)
         self.worker.encode(c, self.pieces(wires))
         arrived = torch.empty_like(wires)
@@ -72,40 +69,24 @@ class ReduceLeg:
         return Then([handle], add_up)
 
     def sent_bytes(self) -> int:
-        """That a rank sends to others."""
+        """See :class:`Reducer`."""
         return (self.comm.size - 1) * self.slot_bytes
 
-    def commit(self) -> None:
-        """What was sent counts."""
-        self.worker.commit()
 
-    def roll_back(self) -> None:
-        """What was sent does not count."""
-        self.worker.roll_back()
-
-
-class TwoStep:
-    """The mean of (n,) over the ranks, the same bits on all of them.
+class TwoStep(Reducer):
+    """z = 1/D Σ_r C(c_r) + s of each chunk at its server, then C(z) of all chunks, the same bits on all ranks.
 
     Attributes:
-        worker: the error of this rank, (n,).
-        server: that of its chunk of the mean, ``reduce.where(rank)``.
+        reduce: the first step, whose :meth:`~ReduceLeg.where` says which elements ``server`` is for.
     """
 
+    server: Error
+
     def __init__(self, comm: Communicator, codec: Codec, numel: int) -> None:
-        self.comm, self.codec, self.numel = comm, codec, numel
-        self.reduce = ReduceLeg(comm, codec, numel)
-        self.worker, self.server = self.reduce.worker, Error(codec)
+        self.codec, self.reduce = codec, ReduceLeg(comm, codec, numel)
+        super().__init__(comm, numel, self.reduce.worker, Error(codec))
 
-    def start(self, c: Tensor, out: Tensor, label: str = "") -> Handle:
-        """``out`` (n,) ← C(z) of all chunks, z = 1/D Σ_r C(c_r) + s.
-
-        Args:
-            c: (n,) fp32; it becomes x + e and belongs to this object until commit or roll-back.
-            out: fp32, no part of ``c``.
-        """
-        if not self.numel:
-            return DONE
+    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
         reduce, mine = self.reduce, self.reduce.where(self.comm.rank)
         mean = torch.empty(mine.stop - mine.start, dtype=torch.float32, device=c.device)
         first = reduce.start(c, mean, label)
@@ -113,7 +94,7 @@ class TwoStep:
         def give_back() -> Handle:
             wires = torch.zeros(self.comm.size * reduce.slot_bytes, dtype=torch.uint8, device=c.device)
             own = wires.view(self.comm.size, -1)[self.comm.rank]
-            sent = own[: self.codec.wire_bytes(mean.numel())].clone()
+            sent = torch.empty(self.codec.wire_bytes(mean.numel()), dtype=torch.uint8, device=c.device)
             self.server.encode(mean, [(slice(0, mean.numel()), sent)])
             own[: sent.numel()].copy_(sent)
             handle = self.comm.all_gather(wires, own, label=f"{label} by {self.codec.name}, back")
@@ -127,15 +108,5 @@ class TwoStep:
         return Then([first], give_back, staged=True)
 
     def sent_bytes(self) -> int:
-        """That a rank sends to others for one mean."""
+        """See :class:`Reducer`."""
         return 2 * self.reduce.sent_bytes()
-
-    def commit(self) -> None:
-        """What was sent counts: see :mod:`zoo.comm.compression.errors`."""
-        self.reduce.commit()
-        self.server.commit()
-
-    def roll_back(self) -> None:
-        """What was sent does not count: errors are what they were."""
-        self.reduce.roll_back()
-        self.server.roll_back()
