@@ -267,6 +267,7 @@ def dequantise_cases(large: bool, *, name: str = "quantise") -> Iterator[Case]:
 
 
 def onebit_cases(large: bool) -> Iterator[Case]:
+    """Two steps, of which the second takes what is owed in one pass, and a server's mean; both ways back."""
     for dtype in DTYPES:
         for group in (64, 2048, 8192):
             for n in (*sizes(large), -4097):
@@ -275,21 +276,35 @@ def onebit_cases(large: bool) -> Iterator[Case]:
                     def operation(x: Any, error: Any, out: Any, group: int = group, add: bool = add) -> Any:
                         fed_back = x.dtype is FP32
                         sent = onebit.compress_(x, error if fed_back else None, group)
+                        c, mean = torch.empty_like(error), torch.empty_like(error)
+                        again = onebit.compress_(x, error, group, out=c, sent=sent)
+                        wires = onebit_wires(sent, again)
+                        served = onebit.compress_mean_(mean, wires, error, group, sent=again)
                         onebit.owed_(error, x.float(), *sent, group)
                         onebit.decompress_(out, *sent, group, add=add)
-                        return sent, x, error, out
+                        return sent, again, served, c, mean, x, error, out
 
                     def reference(x: Any, error: Any, out: Any, group: int = group, add: bool = add) -> Any:
                         fed_back = x.dtype is FP32
-                        sent = onebit_reference.compress_(x, error if fed_back else None, group)
+                        sent = onebit_reference.compress_(x, None, error if fed_back else None, None, None, group)
+                        c, mean = torch.empty_like(error), torch.empty_like(error)
+                        again = onebit_reference.compress_(c, x, error, *sent, group)
+                        wires = onebit_wires(sent, again)
+                        served = onebit_reference.compress_mean_(mean, wires, error, *again, group)
                         onebit_reference.owed_(error, x.float(), *sent, group)
                         onebit_reference.decompress_(out, *sent, group, add)
-                        return sent, x, error, out
+                        return sent, again, served, c, mean, x, error, out
 
                     x = values(abs(n), 1, special=n < 0).to(dtype)
                     args = (x, values(abs(n), 2), values(abs(n), 3).to(dtype))
                     what = f"{dtype}, groups of {group}, {abs(n)} elements, add={add}, special={n < 0}"
                     yield Case(what=what, args=args, operation=operation, reference=reference)
+
+
+def onebit_wires(*sent: tuple[Any, Any]) -> Any:
+    """A row for each rank: scales, bits, and zeros up to whole words."""
+    rows = [torch.cat([scales.view(torch.uint8), bits]) for bits, scales in sent]
+    return torch.stack([torch.nn.functional.pad(row, (0, -len(row) % 4)) for row in rows])
 
 
 CHECKS = (
@@ -307,7 +322,11 @@ CHECKS = (
         name="dequantise, asymmetric", operators=("dequantise_asymmetric_",),
         cases=partial(dequantise_cases, name="quantise_asymmetric"),
     ),
-    Check(name="1-bit", operators=("onebit_compress_", "onebit_owed_", "onebit_decompress_"), cases=onebit_cases),
+    Check(
+        name="1-bit",
+        operators=("onebit_compress_", "onebit_compress_mean_", "onebit_owed_", "onebit_decompress_"),
+        cases=onebit_cases,
+    ),
     Check(
         name="layer norm", operators=("layer_norm", "add_layer_norm", "layer_norm_backward"),
         cases=layers.layer_norm_cases,

@@ -10,24 +10,53 @@
 namespace zoo {
 namespace {
 
+// What is given, as element `at` of group `index`.
+struct Numbers {
+  const void* x;
+  Dtype dtype;
+  __device__ __forceinline__ float operator()(int64_t at, int64_t) const { return load(x, dtype, at); }
+};
+
+// The mean of what ranks sent.
+struct MeanOfWires {
+  const uint8_t* wires;
+  int64_t stride, ranks, head;
+  float factor;
+  __device__ __forceinline__ float operator()(int64_t at, int64_t index) const {
+    float sum = 0.0f;
+    for (int64_t r = 0; r < ranks; ++r) {
+      const uint8_t* const wire = wires + r * stride;
+      const float scale = reinterpret_cast<const float*>(wire)[index];
+      const float y = (wire[head + at / 8] >> (at % 8)) & 1 ? scale : -scale;
+      sum = r > 0 ? sum + y : y;
+    }
+    return sum * factor;
+  }
+};
+
+template <class X>
 __global__ void __launch_bounds__(32 * WARPS)
-    compress_kernel(void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n, int64_t group) {
+    compress_kernel(float* c, X x, const float* error, const uint8_t* sent_bits, const float* sent_scales,
+                    uint8_t* bits, float* scales, int64_t n, int64_t group) {
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t(blockIdx.x) * WARPS + threadIdx.x / 32, begin = index * group;
   if (begin >= n) return;
   const int64_t end = begin + group < n ? begin + group : n;
+  const float sent = sent_scales != nullptr ? sent_scales[index] : 0.0f;
   float sum = 0;
   for (int64_t at = begin; at < end; at += 32) {
     const bool inside = at + lane < end;
-    float c = inside ? load(x, dtype, at + lane) : 0.0f;
+    float value = inside ? x(at + lane, index) : 0.0f;
     if (inside && error != nullptr) {
-      c = c + error[at + lane];
-      static_cast<float*>(x)[at + lane] = c;
+      float e = error[at + lane];
+      if (sent_bits != nullptr) e = e - ((sent_bits[(at + lane) / 8] >> (lane % 8)) & 1 ? sent : -sent);
+      value = value + e;
     }
-    const uint32_t word = __ballot_sync(0xFFFFFFFFu, inside && c >= 0.0f);
+    if (inside && c != nullptr) c[at + lane] = value;
+    const uint32_t word = __ballot_sync(0xFFFFFFFFu, inside && value >= 0.0f);
     if (lane < 4 && at + 8 * lane < end) bits[at / 8 + lane] = uint8_t(word >> (8 * lane));
     // Lane k < 16 takes element k, then element k + 16, which lane k + 16 has: the order of the reference.
-    const float magnitude = fabsf(c), upper = __shfl_down_sync(0xFFFFFFFFu, magnitude, 16);
+    const float magnitude = fabsf(value), upper = __shfl_down_sync(0xFFFFFFFFu, magnitude, 16);
     sum = (sum + magnitude) + upper;
   }
   float total = __shfl_sync(0xFFFFFFFFu, sum, 0);
@@ -70,11 +99,22 @@ __global__ void __launch_bounds__(THREADS) decompress_kernel(void* out, Dtype dt
 
 namespace cuda {
 
-int32_t onebit_compress(void* x, Dtype dtype, const float* error, uint8_t* bits, float* scales, int64_t n,
-                        int64_t group, void* stream) {
+int32_t onebit_compress(float* c, const void* x, Dtype dtype, const float* error, const uint8_t* sent_bits,
+                        const float* sent_scales, uint8_t* bits, float* scales, int64_t n, int64_t group,
+                        void* stream) {
   if (n > 0)
     compress_kernel<<<blocks_for(ceil_div(n, group), WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(
-        x, dtype, error, bits, scales, n, group);
+        c, Numbers{x, dtype}, error, sent_bits, sent_scales, bits, scales, n, group);
+  return cudaGetLastError();
+}
+
+int32_t onebit_compress_mean(float* c, const uint8_t* wires, int64_t stride, int64_t ranks, float factor,
+                             const float* error, const uint8_t* sent_bits, const float* sent_scales, uint8_t* bits,
+                             float* scales, int64_t n, int64_t group, void* stream) {
+  const MeanOfWires mean = {wires, stride, ranks, 4 * ceil_div(n, group), factor};
+  if (n > 0)
+    compress_kernel<<<blocks_for(ceil_div(n, group), WARPS), WARP * WARPS, 0, static_cast<cudaStream_t>(stream)>>>(
+        c, mean, error, sent_bits, sent_scales, bits, scales, n, group);
   return cudaGetLastError();
 }
 

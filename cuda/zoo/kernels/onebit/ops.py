@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from zoo.kernels.checks import NATIVE, check_flat
@@ -18,19 +20,52 @@ def wire_bytes(numel: int, group_size: int = GROUP_SIZE) -> int:
     return -(-numel // 8) + 4 * -(-numel // group_size)
 
 
+Sent = tuple[torch.Tensor, torch.Tensor]
+"""Bits, uint8, of shape (ceil(n/8),), and scales, fp32, of shape (ceil(n/group_size),)."""
+
+
 @torch.no_grad()
 def compress_(
-    x: torch.Tensor, error: torch.Tensor | None = None, group_size: int = GROUP_SIZE
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signs and scales of c = x + error, which takes the place of ``x``; what they leave out is :func:`owed_`.
+    x: torch.Tensor, error: torch.Tensor | None = None, group_size: int = GROUP_SIZE, *,
+    out: torch.Tensor | None = None, sent: Sent | None = None,
+) -> Sent:  # fmt: skip
+    """Signs and scales of c = x + e, which takes the place of ``x``; what they leave out is :func:`owed_`.
 
     Args:
-        x: contiguous, any shape, n elements, fp32; without ``error`` also bf16 or fp16, and unchanged.
-        error: fp32, as many elements; None for zero.
+        x: contiguous, any shape, n elements, fp32; without ``error`` or with ``out`` also bf16 or fp16, and unchanged.
+        error: fp32, as many elements: e; None for zero.
         group_size: elements for each scale; a multiple of 64.
+        out: fp32, as many elements: c goes there instead. It may be ``error``.
+        sent: what this function made of ``error`` when it was c: then e = error - decompressed, in the same pass.
 
-    Returns:
-        bits, uint8, shape (ceil(n/8),), and scales, fp32, shape (ceil(n/group_size),).
+    Raises:
+        ValueError: a dtype, shape, layout or group size that cannot be.
+    """
+
+    c, given = (x, None) if out is None else (out, x)
+
+    def check() -> None:
+        _check_group(group_size)
+        check_flat(x, "x", c.numel(), NATIVE if out is not None or error is None else (torch.float32,), c)
+        if out is not None:
+            check_flat(out, "out", c.numel(), (torch.float32,), c)
+        _check_before(error, sent, c, group_size)
+
+    found: Sent = _compress(c, given, error, *(sent or (None, None)), group_size, check=check)
+    return found
+
+
+@torch.no_grad()
+def compress_mean_(
+    out: torch.Tensor, wires: torch.Tensor, error: torch.Tensor | None = None, group_size: int = GROUP_SIZE, *,
+    sent: Sent | None = None,
+) -> Sent:  # fmt: skip
+    """``out`` ← c = mean + e, and its signs and scales; the mean is that of what D ranks sent.
+
+    Args:
+        out: (n,) fp32, contiguous. It may be ``error``.
+        wires: (D, w) uint8, contiguous: of each rank the scales, then the bits, then what is not read; 4 divides w.
+        error, group_size, sent: as in :func:`compress_`.
 
     Raises:
         ValueError: a dtype, shape, layout or group size that cannot be.
@@ -38,13 +73,18 @@ def compress_(
 
     def check() -> None:
         _check_group(group_size)
-        if error is None:
-            check_flat(x, "x", x.numel(), NATIVE, x)
-        else:
-            check_flat(x, "x", x.numel(), (torch.float32,), x)
-            check_flat(error, "error", x.numel(), (torch.float32,), x)
+        check_flat(out, "out", out.numel(), (torch.float32,), out)
+        check_flat(wires, "wires", wires.numel(), (torch.uint8,), out)
+        needed = wire_bytes(out.numel(), group_size)
+        shape = tuple(wires.shape)
+        if len(shape) != 2 or not shape[0] or shape[1] % 4 or shape[1] < needed or wires.storage_offset() % 4:
+            raise ValueError(
+                f"wires are of shape {shape}; each of one or more rows must begin at a multiple of 4 bytes and have "
+                f"at least {needed} for {out.numel()} elements."
+            )
+        _check_before(error, sent, out, group_size)
 
-    found: tuple[torch.Tensor, torch.Tensor] = _compress(x, error, group_size, check=check)
+    found: Sent = _compress_mean(out, wires, error, *(sent or (None, None)), group_size, check=check)
     return found
 
 
@@ -92,13 +132,14 @@ def decompress_(
     _decompress(out, bits, scales, group_size, add, check=check)
 
 
-def _fake(x: torch.Tensor, error: torch.Tensor | None, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    n = x.numel()
-    bits = x.new_empty((n + 7) // 8, dtype=torch.uint8)
-    return bits, x.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
+def _fake(c: torch.Tensor, *rest: Any) -> Sent:
+    n, group_size = c.numel(), rest[-1]
+    bits = c.new_empty((n + 7) // 8, dtype=torch.uint8)
+    return bits, c.new_empty((n + group_size - 1) // group_size, dtype=torch.float32)
 
 
 _compress = Operator("onebit_compress_", reference.compress_, fake=_fake)
+_compress_mean = Operator("onebit_compress_mean_", reference.compress_mean_, fake=_fake)
 _owed = Operator("onebit_owed_", reference.owed_)
 _decompress = Operator("onebit_decompress_", reference.decompress_)
 
@@ -111,3 +152,12 @@ def _check_group(group_size: int) -> None:
 def _check_wire(bits: torch.Tensor, scales: torch.Tensor, like: torch.Tensor, group_size: int) -> None:
     check_flat(bits, "bits", -(-like.numel() // 8), (torch.uint8,), like)
     check_flat(scales, "scales", -(-like.numel() // group_size), (torch.float32,), like)
+
+
+def _check_before(error: torch.Tensor | None, sent: Sent | None, like: torch.Tensor, group_size: int) -> None:
+    if error is not None:
+        check_flat(error, "error", like.numel(), (torch.float32,), like)
+    if sent is not None:
+        if error is None:
+            raise ValueError("sent bits, sent scales and the error that they stand for go together.")
+        _check_wire(*sent, like, group_size)
