@@ -230,6 +230,8 @@ def test_options_that_cannot_be_are_refused() -> None:
         OneBit(OneBit.Config(group_size=100))
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         TopK(TopK.Config(ratio=0.0))
+    with pytest.raises(ValueError, match="chunk=64, 64 elements on 1 ranks; it must cover all 65"):
+        ReduceLeg(Communicator(), OneBit(), 65, chunk=64)
     with pytest.raises(ValueError, match="nodes of one size"):
         Hierarchical(Communicator(), OneBit(), 10)
 
@@ -245,3 +247,75 @@ def test_chance_is_shared_and_differs_from_draw_to_draw() -> None:
     assert places(3, 1000, 2) == places(3, 1000, 2)
     cases = [(seed, numel, draws) for seed in (-1, 0, 1, 2**31) for numel in (1000, 1001) for draws in range(4)]
     assert len({places(*case) for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_given_stays_the_callers(name: str, dtype: torch.dtype) -> None:
+    """x does not change; writing to it afterwards changes no error; the mean may take its place."""
+
+    def fn(rank: int) -> None:
+        found = []
+        for in_place in (False, True):
+            reducer, means = COMPRESSORS[name].reducer(Communicator(), 200), []
+            for step in range(3):
+                x = given(200, rank, step, 4).to(dtype)
+                before, out = x.clone(), x if in_place and dtype is torch.float32 else torch.empty(200)
+                handle = reducer.start(x, out)
+                assert torch.equal(x, before) or in_place
+                if not in_place:
+                    x.fill_(7.0)
+                handle.wait()
+                reducer.commit()
+                means.append(out.clone())
+                if in_place:
+                    x.fill_(7.0)
+            found.append((torch.stack(means), worker_of(reducer, 200).clone()))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    sim.run(2, fn)
+
+
+@examples_of(
+    name=st.sampled_from(CODECS), size=st.integers(1, 3), numel=NUMELS, seed=st.integers(0, 99),
+    steps=st.lists(st.sampled_from(["step", "skip", "twice", "look", "load"]), min_size=1, max_size=6),
+)  # fmt: skip
+def test_an_error_is_what_the_formula_says_whenever_it_is_computed(
+    name: str, size: int, numel: int, seed: int, steps: list[str]
+) -> None:
+    """Bit for bit: c = x + e, e' = c - C(c), whether or not somebody looks at e between two steps, or sets it."""
+    codec: Any = COMPRESSORS[name]
+
+    def fn(rank: int) -> None:
+        leg = ReduceLeg(Communicator(), codec, numel)
+        error: Tensor | None = None
+        for number, step in enumerate(steps):
+            if step == "look":
+                assert torch.equal(worker_of(leg, numel), error if error is not None else torch.zeros(numel))
+                continue
+            if step == "load":
+                error = given(numel, rank, 99, seed)
+                leg.worker.value = error.clone()
+                continue
+            expected = error
+            for part in range(1 + (step == "twice")):
+                x = given(numel, rank, 10 * number + part, seed)
+                leg.start(x, torch.empty(leg.where(rank).stop - leg.where(rank).start)).wait()
+                expected = x if expected is None else x + expected
+                for where in map(leg.where, range(size)):
+                    wire, c = (
+                        torch.zeros(codec.wire_bytes(where.stop - where.start), dtype=torch.uint8),
+                        expected[where],
+                    )
+                    codec.encode_(c.clone(), None, wire)
+                    y = torch.empty_like(c)
+                    codec.decode_(y, wire)
+                    expected = torch.cat([expected[: where.start], c - y, expected[where.stop :]])
+            if step == "skip":
+                leg.roll_back()
+            else:
+                leg.commit()
+                error = expected
+        assert torch.equal(worker_of(leg, numel), error if error is not None else torch.zeros(numel))
+
+    sim.run(size, fn)

@@ -6,7 +6,7 @@ errors. A *codec* is a compressor that is only a way to write numbers down; how 
 affair.
 
     reducer = OneBit().reducer(comm, x.numel())
-    reducer.start(c, out).wait()     # c = x + error; out = the mean, the same bits on all ranks
+    reducer.start(x, out).wait()     # out = the mean of what stands for x + error, the same bits on all ranks
     reducer.commit()                 # or roll_back(), where the step is skipped
 
 | compressor | how it travels | bytes a rank sends, D ranks, n elements |

@@ -24,6 +24,8 @@ class Codec:
     """
 
     name: ClassVar[str]
+    one_pass: ClassVar[bool] = False
+    """Whether :meth:`encode_sum_` and :meth:`encode_mean_` take a ``last``, for less traffic to memory."""
 
     def reducer(self, comm: Communicator, numel: int) -> Reducer:
         """How tensors of n elements are averaged."""
@@ -44,6 +46,35 @@ class Codec:
             wire: (wire_bytes(n),) uint8, contiguous, at an address that 4 divides.
         """
         raise NotImplementedError
+
+    def encode_sum_(self, c: Tensor, x: Tensor, error: Tensor | None, last: Tensor | None, wire: Tensor) -> None:
+        """c ← x + error, or x + (error - C(error)) where ``last`` stands for ``error``; ``wire`` ← what stands for c.
+
+        Args:
+            c: (n,) fp32, contiguous; it may be ``error``, and then nobody wants the error as it was.
+            x: (n,) fp32, bf16 or fp16; it does not change.
+            last: only a codec that has ``one_pass`` is given it.
+        """
+        if last is not None:
+            raise AssertionError(f"{self.name} does not take what is owed in one pass")
+        if error is None:
+            c.copy_(x)
+        else:
+            torch.add(x, error, out=c)
+        self.encode_(c, None, wire)
+
+    def encode_mean_(self, c: Tensor, wires: Tensor, error: Tensor | None, last: Tensor | None, wire: Tensor) -> None:
+        """The same; x is the mean of what the rows of ``wires`` (D, w) stand for: 1/D Σ_r C(c_r)."""
+        x = torch.empty_like(c) if error is not None and error.data_ptr() == c.data_ptr() else c
+        self.mean_(x, wires)
+        self.encode_sum_(c, x, error, last, wire)
+
+    def mean_(self, out: Tensor, wires: Tensor) -> None:
+        """``out`` (n,) fp32 ← the mean of what the rows of ``wires`` (D, w) stand for, added in their order."""
+        size = self.wire_bytes(out.numel())
+        for rank, wire in enumerate(wires):
+            self.decode_(out, wire[:size], add=rank > 0)
+        out.mul_(1.0 / len(wires))
 
     def decode_(self, out: Tensor, wire: Tensor, *, add: bool = False) -> None:
         """``out`` (n,) fp32 ← C(c), or ← out + C(c)."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from zoo.comm.compression.codec import Codec, whole_words
+from zoo.comm.compression.grouped import Grouped
 
 Tensor = torch.Tensor
 _LARGEST = 448.0  # of e4m3
 
 
-class Fp8(Codec):
+class Fp8(Grouped):
     """C(c)_i = s·fp8(c_i/s), s = max|c|/448 of each block, in the format e4m3: 4 bits of exponent, 3 of mantissa.
 
     Micikevicius et al. 2022, "FP8 Formats for Deep Learning". An element is off by at most 1/16 of itself, or by s/1024
@@ -37,32 +37,20 @@ class Fp8(Codec):
         if self.config.group_size < 1:
             raise ValueError(f"Fp8 got group_size={self.config.group_size}; it must be at least 1.")
 
-    def _groups(self, numel: int) -> int:
-        return -(-numel // self.config.group_size)
+        super().__init__(bits=8, group_size=self.config.group_size, num_of_group=1, dtype=torch.uint8)
 
-    def wire_bytes(self, numel: int) -> int:
-        """See :class:`Codec`: 4·ceil(n/group) + n, in whole words."""
-        return 4 * self._groups(numel) + whole_words(numel)
-
-    def encode_(self, c: Tensor, error: Tensor | None, wire: Tensor) -> None:
-        """See :class:`Codec`."""
-        if error is not None:
-            c.add_(error)
-        groups, size, n = self._groups(c.numel()), self.config.group_size, c.numel()
-        if not n:
-            return
-        blocks = F.pad(c, (0, groups * size - n)).view(groups, size)
+    def _quantise(self, c: Tensor) -> tuple[Tensor, ...]:
+        n, size = c.numel(), self.config.group_size
+        groups = -(-n // size)
+        blocks = F.pad(c, (0, groups * size - n)) if n % size else c
+        blocks = blocks.view(groups, size)
         scales = blocks.abs().amax(1) / _LARGEST
         # A block of zeros has any scale; a NaN or infinity makes its block NaN.
         scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-        q = (blocks / scales[:, None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(-1)[:n]
-        wire[: 4 * groups].view(torch.float32).copy_(scales)
-        wire[4 * groups : 4 * groups + n].copy_(q.view(torch.uint8))
+        q = (blocks / scales[:, None]).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(-1)[:n]
+        return q.view(torch.uint8), scales
 
-    def decode_(self, out: Tensor, wire: Tensor, *, add: bool = False) -> None:
-        """See :class:`Codec`."""
-        groups, n = self._groups(out.numel()), out.numel()
-        q = wire[4 * groups : 4 * groups + n].view(torch.float8_e4m3fn).float()
-        scales = wire[: 4 * groups].view(torch.float32).repeat_interleave(self.config.group_size)[:n]
-        y = q.mul_(scales)
-        out.add_(y) if add else out.copy_(y)
+    def _dequantise(self, out: Tensor, *parts: Tensor) -> None:
+        q, scales = parts
+        each = scales.repeat_interleave(self.config.group_size)[: out.numel()]
+        torch.mul(q.view(torch.float8_e4m3fn).float(), each, out=out)

@@ -25,16 +25,14 @@ class Gathered(Reducer):
         super().__init__(comm, numel, Error(codec))
         self.codec = codec
 
-    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
-        wire = torch.empty(self.codec.wire_bytes(self.numel), dtype=torch.uint8, device=c.device)
-        self.worker.encode(c, [(slice(0, self.numel), wire)])
-        wires = torch.empty(self.comm.size * wire.numel(), dtype=torch.uint8, device=c.device)
+    def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
+        wire = torch.empty(self.codec.wire_bytes(self.numel), dtype=torch.uint8, device=x.device)
+        self.worker.encode(x, [(slice(0, self.numel), wire)])
+        wires = torch.empty(self.comm.size * wire.numel(), dtype=torch.uint8, device=x.device)
         handle = self.comm.all_gather(wires, wire, label=f"{label} by {self.codec.name}")
 
         def add_up() -> None:
-            for rank, one in enumerate(wires.view(self.comm.size, -1)):
-                self.codec.decode_(out, one, add=rank > 0)
-            out.mul_(1.0 / self.comm.size)
+            self.codec.mean_(out, wires.view(self.comm.size, -1))
 
         return Then([handle], add_up)
 

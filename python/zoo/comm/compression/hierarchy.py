@@ -40,17 +40,17 @@ class Hierarchical(Reducer):
         self.inner = compressor.reducer(across, self.chunk)
         super().__init__(comm, numel, self.inner.worker, self.inner.server)
 
-    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
+    def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
         size = self.local.size
-        full = F.pad(c, (0, size * self.chunk - self.numel))
-        mine, mean = torch.empty_like(full[: self.chunk]), torch.empty_like(full[: self.chunk])
+        full = F.pad(x.to(torch.float32), (0, size * self.chunk - self.numel))  # a copy, also where nothing is missing
+        mine = torch.empty_like(full[: self.chunk])
         first = self.local.reduce_scatter(full, mine, scale=1.0 / size, label=f"{label}, within a node")
 
         def between() -> Handle:
-            second = self.inner.start(mine, mean, label)
+            second = self.inner.start(mine, mine, label)
 
             def within() -> Handle:
-                third = self.local.all_gather(full, mean, label=f"{label}, within a node")
+                third = self.local.all_gather(full, mine, label=f"{label}, within a node")
                 return Then([third], lambda: _copy(out, full))
 
             return Then([second], within, staged=True)

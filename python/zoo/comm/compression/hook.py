@@ -70,8 +70,8 @@ class HookState:
             self._under_way.append((self.comm.all_reduce(buffer), None, buffer, buffer, found))
         else:
             reducer = self.reducer_of(bucket.index(), buffer.numel())
-            out = torch.empty_like(buffer, dtype=torch.float32)
-            handle = reducer.start(buffer.to(torch.float32, copy=True), out, f"bucket {bucket.index()}")
+            out = buffer if buffer.dtype is torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
+            handle = reducer.start(buffer, out, f"bucket {bucket.index()}")
             self._under_way.append((handle, reducer, buffer, out, found))
         if bucket.is_last():
             self._finish()
@@ -84,7 +84,7 @@ class HookState:
             handle.wait()
             if reducer is not None:
                 reducer.commit() if bool(torch.isfinite(out).all()) else reducer.roll_back()
-                buffer.copy_(out)
+                buffer.copy_(out)  # nothing where they are one
             found.set_result(buffer)
 
 

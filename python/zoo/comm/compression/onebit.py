@@ -25,6 +25,7 @@ class OneBit(Codec):
     """
 
     name = "onebit"
+    one_pass = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -57,7 +58,23 @@ class OneBit(Codec):
 
     def encode_(self, c: Tensor, error: Tensor | None, wire: Tensor) -> None:
         """See :class:`Codec`."""
-        bits, scales = onebit().compress_(c, error, self.config.group_size)
+        self._write(wire, c, onebit().compress_(c, error, self.config.group_size))
+
+    def encode_sum_(self, c: Tensor, x: Tensor, error: Tensor | None, last: Tensor | None, wire: Tensor) -> None:
+        """See :class:`Codec`."""
+        sent = None if last is None else self._parts(c.numel(), last)
+        self._write(wire, c, onebit().compress_(x, error, self.config.group_size, out=c, sent=sent))
+
+    def encode_mean_(self, c: Tensor, wires: Tensor, error: Tensor | None, last: Tensor | None, wire: Tensor) -> None:
+        """See :class:`Codec`."""
+        if self.config.scale == "norm":  # its wires have one scale for all groups
+            return super().encode_mean_(c, wires, error, last, wire)
+        sent = None if last is None else self._parts(c.numel(), last)
+        self._write(wire, c, onebit().compress_mean_(c, wires, error, self.config.group_size, sent=sent))
+        return None
+
+    def _write(self, wire: Tensor, c: Tensor, found: tuple[Tensor, Tensor]) -> None:
+        bits, scales = found
         if self.config.scale == "norm" and c.numel():
             scales = (torch.linalg.vector_norm(c) / c.numel() ** 0.5).view(1)
         head = self._scale_bytes(c.numel())

@@ -72,8 +72,8 @@ class PowerSGDReducer(Reducer):
         self.q = torch.randn(self.columns, self.rank, generator=generator)
         self._next_q: Tensor | None = None
 
-    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
-        self.worker.add_to(c)
+    def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
+        c = self.worker.added(x)
         matrix = F.pad(c, (0, self.rows * self.columns - self.numel)).view(self.rows, self.columns)
         q = self._next_q if self._next_q is not None else self.q
         p = matrix @ q.to(c.device)

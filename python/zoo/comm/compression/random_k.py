@@ -75,10 +75,10 @@ class RandomKReducer(Reducer):
         places = (chosen[:, None] * block + torch.arange(block, device=device)).view(-1)
         return places[places < n]
 
-    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
-        places = self.places(c.device)
+    def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
+        places = self.places(x.device)
         self.draws += 1
-        self.worker.add_to(c)
+        c = self.worker.added(x)
         values = c[places]
         c[places] = 0.0
         self.worker.prepare(c)

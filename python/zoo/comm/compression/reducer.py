@@ -26,17 +26,17 @@ class Reducer:
     def __init__(self, comm: Communicator, numel: int, worker: Error | Owed, server: Error | None = None) -> None:
         self.comm, self.numel, self.worker, self.server = comm, numel, worker, server
 
-    def start(self, c: Tensor, out: Tensor, label: str = "") -> Handle:
-        """``out`` (n,) ← the mean of C(c_r), in place when the handle is done.
+    def start(self, x: Tensor, out: Tensor, label: str = "") -> Handle:
+        """``out`` (n,) ← the mean of C(c_r), c = x + e, in place when the handle is done.
 
         Args:
-            c: (n,) fp32; it becomes x + e and belongs to this object until commit or roll-back.
-            out: fp32, no part of ``c``.
+            x: (n,) fp32, bf16 or fp16; it does not change, and is done with when this returns.
+            out: (n,) fp32; it may be ``x``.
             label: of what it is, for the check of collectives.
         """
-        return self._begin(c, out, label) if self.numel else DONE
+        return self._begin(x, out, label) if self.numel else DONE
 
-    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
+    def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
         raise NotImplementedError
 
     def sent_bytes(self) -> int:

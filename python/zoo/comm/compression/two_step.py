@@ -35,6 +35,11 @@ class ReduceLeg(Reducer):
     def __init__(self, comm: Communicator, codec: Codec, numel: int, *, chunk: int | None = None) -> None:
         super().__init__(comm, numel, Error(codec))
         self.codec = codec
+        if chunk is not None and chunk * comm.size < numel:
+            raise ValueError(
+                f"ReduceLeg got chunk={chunk}, {chunk * comm.size:,} elements on {comm.size} ranks; it must cover all "
+                f"{numel:,}."
+            )
         even = -(-numel // comm.size)
         self.chunk = -(-even // UNIT) * UNIT if chunk is None else chunk
         self.slot_bytes = codec.wire_bytes(min(self.chunk, numel))
@@ -54,19 +59,17 @@ class ReduceLeg(Reducer):
             begin = rank * self.slot_bytes
             yield where, wires[begin : begin + self.codec.wire_bytes(where.stop - where.start)]
 
-    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
-        wires = torch.zeros(self.comm.size * self.slot_bytes, dtype=torch.uint8, device=c.device)
-        self.worker.encode(c, self.pieces(wires))
+    def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
+        handle, arrived = self.send(x, label)
+        return Then([handle], lambda: self.codec.mean_(out, arrived))
+
+    def send(self, x: Tensor, label: str = "") -> tuple[Handle, Tensor]:
+        """Send every rank its chunk of c; and where what all ranks send of this rank's chunk arrives, (D, slot)."""
+        wires = torch.empty(self.comm.size * self.slot_bytes, dtype=torch.uint8, device=x.device)
+        self.worker.encode(x, self.pieces(wires))
         arrived = torch.empty_like(wires)
         handle = self.comm.all_to_all(arrived, wires, label=f"{label} by {self.codec.name}")
-        size = self.codec.wire_bytes(out.numel())
-
-        def add_up() -> None:
-            for rank, wire in enumerate(arrived.view(self.comm.size, self.slot_bytes)):
-                self.codec.decode_(out, wire[:size], add=rank > 0)
-            out.mul_(1.0 / self.comm.size)
-
-        return Then([handle], add_up)
+        return handle, arrived.view(self.comm.size, self.slot_bytes)
 
     def sent_bytes(self) -> int:
         """See :class:`Reducer`."""
@@ -86,17 +89,15 @@ class TwoStep(Reducer):
         self.codec, self.reduce = codec, ReduceLeg(comm, codec, numel)
         super().__init__(comm, numel, self.reduce.worker, Error(codec))
 
-    def _begin(self, c: Tensor, out: Tensor, label: str) -> Handle:
+    def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
         reduce, mine = self.reduce, self.reduce.where(self.comm.rank)
-        mean = torch.empty(mine.stop - mine.start, dtype=torch.float32, device=c.device)
-        first = reduce.start(c, mean, label)
+        numel = mine.stop - mine.start
+        first, arrived = reduce.send(x, label)
 
         def give_back() -> Handle:
-            wires = torch.zeros(self.comm.size * reduce.slot_bytes, dtype=torch.uint8, device=c.device)
-            own = wires.view(self.comm.size, -1)[self.comm.rank]
-            sent = torch.empty(self.codec.wire_bytes(mean.numel()), dtype=torch.uint8, device=c.device)
-            self.server.encode(mean, [(slice(0, mean.numel()), sent)])
-            own[: sent.numel()].copy_(sent)
+            own = torch.empty(reduce.slot_bytes, dtype=torch.uint8, device=x.device)
+            self.server.encode_mean(arrived, numel, own[: self.codec.wire_bytes(numel)])
+            wires = torch.empty(self.comm.size * reduce.slot_bytes, dtype=torch.uint8, device=x.device)
             handle = self.comm.all_gather(wires, own, label=f"{label} by {self.codec.name}, back")
 
             def unpack() -> None:
