@@ -85,6 +85,9 @@ def test_the_cap_is_hard_and_the_sentence_has_the_numbers() -> None:
         pool.empty(-1)
     with pytest.raises(PoolExhaustedError):
         pool.empty(1 << 60)
+    for shape in ((1 << 70,), (1 << 40, 1 << 40)):
+        with pytest.raises(PoolExhaustedError, match=r"and torch.float64 has \d+ bytes; no pool has more than"):
+            pool.empty(shape, dtype=torch.float64)
 
 
 def test_threads_may_take_and_drop() -> None:
@@ -190,6 +193,22 @@ def test_a_pool_that_dies_waits_for_devices_and_an_event_that_fails_frees_nothin
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the device is gone"):
             pool.empty(MB)
+
+    class Stuck(Copy):
+        gone = True
+
+        def synchronize(self) -> None:
+            if self.gone:
+                raise RuntimeError("the device is gone")
+
+    full, stuck = BufferPool(MB, pinned=False), Stuck()
+    full.record_event(full.empty(MB, dtype=torch.uint8), stuck)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            full.empty(MB, dtype=torch.uint8)
+    assert full.stats().in_use_bytes == MB
+    stuck.gone = False
+    assert full.empty(MB, dtype=torch.uint8).numel() == MB
     with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) on cpu is not of this pool"):
         pool.record_event(torch.zeros(3), copy)
     assert pool.owns(torch.empty(0)) is False

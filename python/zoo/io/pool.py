@@ -22,6 +22,7 @@ from zoo.io.notices import once
 
 DEFAULT_CAPACITY_BYTES = 4 << 30
 DEFAULT_REGION_BYTES = 64 << 20
+_MOST_BYTES = 1 << 62
 _T = TypeVar("_T")
 
 
@@ -88,10 +89,13 @@ class _Lent:
         if not self:
             return False
         with self._lock:
-            if self._uses:
-                self._uses.popleft()[1].synchronize()
-                return True
-        return False
+            if not self._uses:
+                return False
+            use = self._uses[0]
+            use[1].synchronize()  # where this fails nothing is let go of
+            if self._uses and self._uses[0] is use:
+                self._uses.popleft()
+            return True
 
 
 def _settle(lent: _Lent) -> None:
@@ -124,8 +128,8 @@ class BufferPool:
         self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, *, pinned: bool | Literal["auto"] = "auto",
         region_bytes: int = DEFAULT_REGION_BYTES, ledger: Ledger | None = None,
     ) -> None:  # fmt: skip
-        whole_number("capacity_bytes", capacity_bytes, 4096, 1 << 62)
-        whole_number("region_bytes", region_bytes, 4096, 1 << 62)
+        whole_number("capacity_bytes", capacity_bytes, 4096, _MOST_BYTES)
+        whole_number("region_bytes", region_bytes, 4096, _MOST_BYTES)
         if pinned not in (True, False, "auto"):
             raise ValueError(f'pinned = {pinned!r}; allowed are True, False and "auto"')
         problem = _native.cuda_problem() if pinned else None
@@ -160,7 +164,12 @@ class BufferPool:
         # An empty tensor's storage could not give its memory back: nothing marks its end.
         if count == 0:
             return torch.empty(sizes, dtype=dtype)
-        raw: Any = from_dlpack(self._patiently(self._pool.take, count * num_bytes_of(dtype)))
+        num_bytes = count * num_bytes_of(dtype)
+        if num_bytes > _MOST_BYTES:
+            raise PoolExhaustedError(
+                f"a tensor of shape {sizes} and {dtype} has {num_bytes} bytes; no pool has more than {_MOST_BYTES}"
+            )
+        raw: Any = from_dlpack(self._patiently(self._pool.take, num_bytes))
         tensor: torch.Tensor = raw.view(dtype).view(sizes)
         return tensor
 
@@ -204,7 +213,7 @@ class BufferPool:
             PoolExhaustedError: see :meth:`empty`.
             ValueError: less than one byte.
         """
-        whole_number("num_bytes", num_bytes, 1, 1 << 62)
+        whole_number("num_bytes", num_bytes, 1, _MOST_BYTES)
         self._patiently(self._pool.set_aside, num_bytes)
 
     def trim(self) -> None:
