@@ -57,6 +57,7 @@ static Status status(int code) { return (Status){code, code == 5011 ? 201 : 0}; 
 static int is_open(void) { return counts[OPENED] > counts[CLOSED]; }
 
 Status cuFileDriverOpen(void) {
+  if (!getenv("CUFILE_LOGFILE_PATH")) fclose(fopen("cufile.log", "a"));  // as the library does
   if (settings[OPEN]) return status((int)settings[OPEN]);
   if (is_open()) add(FAULTS);
   add(OPENED);
@@ -155,6 +156,10 @@ ssize_t cuFileWrite(void *handle, const void *base, size_t length, off_t at, off
 int cudaGetDeviceCount(int *count) {
   *count = settings[GPUS] ? 0 : 8;
   return settings[GPUS] ? 35 : 0;
+}
+int cudaGetDevice(int *number) {
+  *number = device < 0 ? 0 : device;
+  return 0;
 }
 int cudaSetDevice(int number) {
   device = number;

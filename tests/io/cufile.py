@@ -54,6 +54,16 @@ class Stub:
             time.sleep(0.001)
         return self.count(name) == count
 
+    def use_device(self, number: int) -> None:
+        """This thread's GPU from now on."""
+        assert self._library.cudaSetDevice(number) == 0
+
+    def device(self) -> int:
+        """This thread's GPU."""
+        found = ctypes.c_int(-1)
+        assert self._library.cudaGetDevice(ctypes.byref(found)) == 0
+        return found.value
+
     def reset(self) -> None:
         """As it was at first."""
         self._library.stub_reset()

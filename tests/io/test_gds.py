@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import threading
 import time
@@ -20,7 +21,17 @@ from tests.io.cufile import Stub, build, environment, gpu, stand_in
 from tests.profiles import examples
 
 from zoo.checkpointing.activation.storages import Nvme
-from zoo.io import AioConfig, BufferPool, Handle, Striped, TransferError, UnavailableError, UnexpectedEndError, notices
+from zoo.io import (
+    AioConfig,
+    BufferPool,
+    Handle,
+    Striped,
+    TransferError,
+    UnavailableError,
+    UnexpectedEndError,
+    gds,
+    notices,
+)
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.shard import Shard
@@ -129,6 +140,38 @@ def test_registered_memory_is_found_from_anywhere_within_it(folder: Path, stub: 
             handle.register(plain)
     with Handle() as without, pytest.raises(ValueError, match=r"cannot register a tensor on cuda:2"):
         without.register(gpu(plain))
+
+
+def test_registering_leaves_the_threads_gpu_as_it_was(stub: Stub, plain: torch.Tensor) -> None:
+    """A user's thread goes on making tensors where it did before."""
+    stub.use_device(5)
+    with made() as handle, handle.register(gpu(plain)):
+        assert stub.device() == 5
+    assert stub.device() == 5
+    del handle
+
+
+def test_no_log_appears_in_the_current_folder_and_one_that_is_wanted_stays_wanted(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gds, "_SETTINGS", tmp_path / "cufile.json")
+    for wanted in ("", "CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON", "settings"):
+        for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"):
+            monkeypatch.setenv(name, "/somewhere")  # noted, so that it is as it was after the test
+            monkeypatch.delenv(name)
+        if wanted == "settings":
+            gds._SETTINGS.write_text('{"logging": {\n  // "dir": "/none",\n')
+            gds._keep_log_out()
+            assert os.environ.pop("CUFILE_LOGFILE_PATH") == "", "a comment names no folder"
+            gds._SETTINGS.write_text('{"logging": {\n  "dir": "/var/log",\n')
+        elif wanted:
+            monkeypatch.setenv(wanted, "/elsewhere")
+        before = os.environ.get("CUFILE_LOGFILE_PATH")
+        made().close()
+        assert os.environ.get("CUFILE_LOGFILE_PATH") == (before if wanted else "")
+        assert (tmp_path / "cufile.log").exists() == (wanted in ("CUFILE_ENV_PATH_JSON", "settings"))
+        (tmp_path / "cufile.log").unlink(missing_ok=True)
 
 
 def test_failures_are_sentences_with_their_place(folder: Path, stub: Stub, plain: torch.Tensor) -> None:

@@ -51,6 +51,7 @@ type RegisterMemory = unsafe extern "C" fn(*const c_void, usize, c_int) -> Statu
 type ForgetMemory = unsafe extern "C" fn(*const c_void) -> Status;
 type Move = unsafe extern "C" fn(*mut c_void, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
 type CountDevices = unsafe extern "C" fn(*mut c_int) -> c_int;
+type GetDevice = unsafe extern "C" fn(*mut c_int) -> c_int;
 type SetDevice = unsafe extern "C" fn(c_int) -> c_int;
 type WaitFor = unsafe extern "C" fn(*mut c_void) -> c_int;
 
@@ -75,6 +76,7 @@ struct Calls {
     read: Move,
     write: Move,
     count_devices: CountDevices,
+    get_device: GetDevice,
     set_device: SetDevice,
     wait_for: WaitFor,
 }
@@ -93,6 +95,7 @@ impl Calls {
                 read: find(cufile, c"cuFileRead")?,
                 write: find(cufile, c"cuFileWrite")?,
                 count_devices: find(cuda, c"cudaGetDeviceCount")?,
+                get_device: find(cuda, c"cudaGetDevice")?,
                 set_device: find(cuda, c"cudaSetDevice")?,
                 wait_for: find(cuda, c"cudaEventSynchronize")?,
             })
@@ -218,11 +221,12 @@ impl CuFile {
     /// The sentence.
     pub(crate) fn register_memory(self: &Arc<Self>, mut buffer: Box<dyn Buffer>) -> Result<Arc<Registration>, String> {
         let (start, len) = (buffer.start() as usize, buffer.len());
-        self.use_device(buffer.gpu().map_or(0, |gpu| gpu.device)).map_err(words)?;
+        let device = buffer.gpu().map_or(0, |gpu| gpu.device);
         // SAFETY: the memory stays where it is while the buffer lives, which the registration holds.
-        unsafe { (self.calls.register_memory)(start as *const c_void, len, 0) }
-            .check(&format!("register {len} bytes"))?;
-        let made = Arc::new(Registration { cufile: Arc::clone(self), start, len, _buffer: Mutex::new(buffer) });
+        let register = || unsafe { (self.calls.register_memory)(start as *const c_void, len, 0) };
+        self.with_device(device, register).map_err(words)?.check(&format!("register {len} bytes"))?;
+        let made = Registration { cufile: Arc::clone(self), start, len, device, _buffer: Mutex::new(buffer) };
+        let made = Arc::new(made);
         self.registered().insert(start, Arc::downgrade(&made));
         Ok(made)
     }
@@ -237,6 +241,20 @@ impl CuFile {
     fn use_device(&self, device: i32) -> Result<(), i32> {
         // SAFETY: no memory is passed.
         if unsafe { (self.calls.set_device)(device) } == 0 { Ok(()) } else { Err(CUDA_DRIVER_ERROR) }
+    }
+
+    /// Do it in the GPU's context, on a thread that goes on in its own: it is a user's, whose tensors would else be made
+    /// on another GPU from then on.
+    fn with_device<T>(&self, device: i32, act: impl FnOnce() -> T) -> Result<T, i32> {
+        let mut before = 0;
+        // SAFETY: writes one number.
+        let known = unsafe { (self.calls.get_device)(&raw mut before) } == 0;
+        self.use_device(device)?;
+        let done = act();
+        if known {
+            self.use_device(before)?;
+        }
+        Ok(done)
     }
 }
 
@@ -277,6 +295,7 @@ pub struct Registration {
     cufile: Arc<CuFile>,
     start: usize,
     len: usize,
+    device: i32,
     // A lock because a buffer may be sent to another thread and not shared with one.
     _buffer: Mutex<Box<dyn Buffer>>,
 }
@@ -308,7 +327,8 @@ impl Drop for Registration {
             }
             drop(registered);
             // SAFETY: registered once; a failure has nobody to be told.
-            unsafe { (self.cufile.calls.forget_memory)(self.start as *const c_void) };
+            let forget = || unsafe { (self.cufile.calls.forget_memory)(self.start as *const c_void) };
+            let _ = self.cufile.with_device(self.device, forget);
         }
     }
 }

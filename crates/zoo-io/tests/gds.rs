@@ -50,9 +50,9 @@ fn threads_write_and_read_memory_of_a_gpu() {
     let built =
         Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).arg("-lpthread").status();
     assert!(built.expect("a C compiler").success());
-    for name in ["ZOO_CUFILE", "ZOO_CUDART"] {
+    for (name, value) in [("ZOO_CUFILE", &*library), ("ZOO_CUDART", &library), ("CUFILE_LOGFILE_PATH", Path::new(""))] {
         // SAFETY: no other thread is running yet that reads the environment.
-        unsafe { std::env::set_var(name, &library) };
+        unsafe { std::env::set_var(name, value) };
     }
     let settings = Settings { backend: BackendChoice::Gds, block_size: 8192, queue_depth: 4, ..Settings::default() };
     let engine = Engine::new(&settings).unwrap();

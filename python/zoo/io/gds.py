@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +13,24 @@ from zoo.io import _native
 from zoo.io.errors import UnavailableError
 from zoo.io.notices import once
 
+_SETTINGS = Path("/etc/cufile.json")
+_LOG, _OTHER_SETTINGS = "CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"
+
+
+def _keep_log_out() -> None:
+    """cuFile makes a file ``cufile.log`` in the current folder, unless its settings name a folder for it or the
+    environment a file; an empty name is none (README of the library, and what NVIDIA's own tests set)."""
+    if _LOG in os.environ or _OTHER_SETTINGS in os.environ:
+        return
+    with suppress(OSError):  # no settings
+        if any(line.strip().startswith('"dir"') for line in _SETTINGS.read_text(errors="replace").splitlines()):
+            return
+    os.environ[_LOG] = ""
+
 
 def engine_of(**settings: Any) -> _native.Engine | None:
     """An engine for tensors of GPUs; None, which is said once, where cuFile or a CUDA runtime is missing or refuses."""
+    _keep_log_out()
     try:
         return _native.Engine(backend="gds", **settings)
     except UnavailableError as error:
