@@ -31,7 +31,7 @@ from zoo.checkpointing import (
     under_way,
 )
 from zoo.checkpointing.consolidation import write_script
-from zoo.checkpointing.disk import LOCAL, LocalDisk, put
+from zoo.checkpointing.disk import LARGE_BYTES, LOCAL, LocalDisk, put
 from zoo.checkpointing.errors import UnreadableError
 from zoo.checkpointing.listing import listing
 from zoo.checkpointing.resharding import reshard
@@ -196,6 +196,32 @@ def test_where_there_is_no_room_for_an_engine_plain_calls_read(
     with load(large) as found:
         assert torch.equal(found.tensor("w"), torch.arange(LARGE, dtype=torch.float64))
     assert "is read by plain calls, not past the page cache" in caplog.text
+
+
+def test_what_several_transfers_failed_of_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failure is told by who waits for it; those that nobody asks for come out of the engine's end."""
+    import zoo.io
+
+    make, broken = zoo.io.Handle, zoo.io.Mock(faults=(zoo.io.Fault(error="EIO"),))
+    monkeypatch.setattr(zoo.io, "Handle", lambda **given: make(**given, backend=broken))
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    sink = LOCAL.create(tmp_path / "f", LARGE_BYTES)
+    for k in range(3):
+        sink.write(memory, 4096 * k)
+    with pytest.raises(OSError, match="errno 5"):
+        sink.sync()
+    sink.close()
+    os.truncate(tmp_path / "f", 1 << 16)
+    source = LOCAL.open(tmp_path / "f")
+    waits = [source.begin(memory, 4096 * k) for k in range(3)]
+    with pytest.raises(OSError, match="errno 5"):
+        waits[0]()
+    source.close()
+    del waits  # a future has its file
+    fds = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    assert [fd for fd in fds if fd.exists() and fd.samefile(tmp_path / "f")] == []
 
 
 def test_several_threads_read_one_checkpoint(large: Path) -> None:

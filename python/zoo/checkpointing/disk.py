@@ -303,13 +303,14 @@ class _Sink:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wait()
-        if self._file is not None:
-            self._file.close()
-        if self._engine is not None:
-            self._engine.close()
-        os.close(self._descriptor)
+        try:
+            if self._file is not None:
+                self._file.close()
+            if self._engine is not None:
+                with contextlib.suppress(OSError):  # of writes that nobody waited for: what was not forced may be lost
+                    self._engine.close()
+        finally:
+            os.close(self._descriptor)
 
 
 class Reading:
@@ -330,7 +331,8 @@ class Reading:
         """End it; the next read makes another one."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.close()
+            with contextlib.suppress(OSError):  # of reads that nobody waited for
+                engine.close()
 
 
 class LocalSource:
@@ -392,8 +394,10 @@ class LocalSource:
 
     def close(self) -> None:
         """See :class:`Source`."""
-        if self._file is not None:
-            self._file[1].close()
-        if not self._is_shared:
-            self._reading.close()
-        os.close(self._descriptor)
+        try:
+            if self._file is not None:
+                self._file[1].close()
+            if not self._is_shared:
+                self._reading.close()
+        finally:
+            os.close(self._descriptor)
