@@ -49,10 +49,11 @@ class Nvme:
         name = Path(path, f".activations-{uuid.uuid4().hex}")
         try:
             name.parent.mkdir(parents=True, exist_ok=True)
-            with self._handle.open(name, "w"):  # made here, so that it can be opened for both
-                pass
-            self._writes, self._reads = self._handle.open(name, "w"), self._handle.open(name, "r")
-            name.unlink()
+            self._writes = self._handle.open(name, "w")
+            try:
+                self._reads = self._handle.open(name, "r")
+            finally:
+                name.unlink()
         except OSError as error:
             raise ValueError(
                 f"activation_checkpointing.nvme_path={str(path)!r}: no file can be made there: {error}"
