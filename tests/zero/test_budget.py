@@ -15,7 +15,8 @@ from tests.zero.test_offload import build, net, section, train
 from torch import nn
 
 from zoo import sim
-from zoo.comm import Communicator
+from zoo.comm import CollectiveMismatchError, Communicator
+from zoo.io import Handle
 from zoo.zero import DryRun, Stage3Optimizer, ZeroConfig
 from zoo.zero.offload import OffloadError, budget
 
@@ -144,6 +145,22 @@ def test_a_group_of_some_of_a_nodes_ranks_has_their_share(tmp_path: Path, monkey
         "page of 4,096 at least and 2,097,152 for its bounce buffers",
     ):
         build(tmp_path, offload_host_bytes=8192)
+
+
+def test_handles_that_need_different_bounce_buffers_are_told_on_every_rank(tmp_path: Path) -> None:
+    """Of two handles of the user's one needs more than the cap: no rank goes on to wait for the other."""
+
+    def fn(rank: int) -> str:
+        with (
+            Handle(block_size=(1 << 20) << 4 * rank, bounce_bytes=0) as handle,
+            pytest.raises(CollectiveMismatchError) as caught,
+        ):
+            build(tmp_path, handle, offload_host_bytes=16 << 20, ranks_per_node=2)
+        return str(caught.value)
+
+    for text in sim.run(2, fn):
+        assert "of which 2097152 for bounce" in text
+        assert "of which 33554432 for bounce" in text
 
 
 def test_ranks_that_cannot_share_a_file_all_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ class HostBudget:
         counts = {node: self._nodes.count(node) for node in sorted(set(self._nodes))}
         self._caps = {node: given * count // max(count, on_node or 0) for node, count in counts.items()}
         self._bounce_bytes = bounce_bytes
+        # Before anything is refused: from here on all ranks decide alike.
+        agreed = f"{list(self._nodes)} {self._caps}, of which {bounce_bytes} for bounce buffers of a rank"
+        comm.agree("the nodes and their bytes of host memory", agreed, device)
         for node, cap in self._caps.items():
             if cap < (PAGE + bounce_bytes) * counts[node]:
                 buffers = f" and {bounce_bytes:,} for its bounce buffers (two blocks for each thread: aio)"
@@ -66,9 +69,6 @@ class HostBudget:
                     f"offload_host_bytes={given:,} is {cap:,} bytes for the {counts[node]} ranks of the group on node "
                     f"{node}; each of them needs a page of {PAGE:,} at least{buffers if bounce_bytes else ''}."
                 )
-        # From here on all ranks decide alike.
-        agreed = f"{list(self._nodes)} {self._caps}, of which {bounce_bytes} for bounce buffers of a rank"
-        comm.agree("the nodes and their bytes of host memory", agreed, device)
         mine = self._nodes[comm.rank]
         self._members = [r for r, node in enumerate(self._nodes) if node == mine]
         self.capacity_bytes = self._caps[mine] - bounce_bytes * len(self._members)
