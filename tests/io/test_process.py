@@ -45,6 +45,74 @@ def test_a_forked_child_gets_a_sentence_not_a_hang(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# glibc keeps the stacks of the parent's threads for the child's: one of these may have the number of one of those.
+FORK_AND_DROP = """
+import gc, os, sys, torch, zoo.io
+handle = zoo.io.Handle(num_threads=8)
+child = os.fork()
+if child == 0:
+    other = zoo.io.Handle(num_threads=8)
+    other.pwrite(torch.ones(10), sys.argv[1])
+    del handle
+    gc.collect()
+    other.pwrite(torch.ones(10), sys.argv[1])
+    other.close()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+handle.pwrite(torch.ones(10), sys.argv[1])
+"""
+
+
+def test_a_forked_child_drops_its_parents_handle_and_keeps_its_own(folder: Path) -> None:
+    done = run(FORK_AND_DROP, folder / "f")
+    assert done.returncode == 0, done.stderr
+
+
+# Operations of dropped futures end on threads of the engine, which let go of tensors; a child is to find no lock held.
+FORK_UNDER_FIRE = """
+import os, sys, threading, time, torch, zoo.io
+handle, over = zoo.io.Handle(block_size=4096, queue_depth=32), False
+
+def fire():
+    with handle.open(sys.argv[1], "w") as file:
+        for k in range(1 << 60):
+            handle.async_pwrite(torch.zeros(64, dtype=torch.uint8), file, 64 * (k % 50))
+            if k % 200 == 0:
+                handle.wait()
+            if over:
+                return
+
+threads = [threading.Thread(target=fire) for _ in range(2)]
+for thread in threads:
+    thread.start()
+hung = []
+for number in range(int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        assert zoo.io.crc32c(torch.zeros(3)) >= 0
+        os._exit(0)
+    end = time.monotonic() + 5
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            hung.append(number)
+            break
+        time.sleep(0.0005)
+    if hung:
+        break
+over = True
+for thread in threads:
+    thread.join()
+print(hung)
+"""
+
+
+def test_a_child_that_is_forked_while_operations_end_does_not_hang(folder: Path) -> None:
+    done = run(FORK_UNDER_FIRE, folder / "f", 300)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 END = """
 import sys, torch, zoo.io
 handle = zoo.io.Handle(backend=zoo.io.Mock(faults=(zoo.io.Fault(delay_s=0.3, times=1),)), block_size=4096)

@@ -13,6 +13,7 @@ use zoo_io::{
 };
 
 use crate::errors::raise;
+use crate::owner::{Owner, let_go};
 
 /// A Ctrl-C is noticed this soon while waiting.
 const SLICE: Duration = Duration::from_millis(100);
@@ -28,13 +29,12 @@ fn patiently<T: Send>(
     look: impl Fn(Duration) -> Option<T> + Send + Sync,
 ) -> PyResult<Option<T>> {
     let deadline = match timeout {
+        Some(seconds) if seconds.is_nan() || seconds < 0.0 => {
+            return Err(PyValueError::new_err(format!("timeout = {seconds}; allowed is 0 or more (seconds), or None")));
+        }
+        // One that is too far away is none.
+        Some(seconds) => Duration::try_from_secs_f64(seconds).ok().and_then(|d| Instant::now().checked_add(d)),
         None => None,
-        Some(seconds) => Some(
-            Duration::try_from_secs_f64(seconds)
-                .ok()
-                .and_then(|d| Instant::now().checked_add(d))
-                .ok_or_else(|| PyValueError::new_err(format!("timeout = {seconds}; allowed is 0 or more (seconds)")))?,
-        ),
     };
     loop {
         let left = deadline.map_or(SLICE, |d| d.saturating_duration_since(Instant::now()).min(SLICE));
@@ -123,7 +123,7 @@ struct Foreign {
     address: usize,
     len: usize,
     gpu: Option<Gpu>,
-    _owner: Py<PyAny>,
+    _owner: Owner,
 }
 
 /// Number of a GPU, and the event after which its memory may be used.
@@ -255,14 +255,14 @@ impl Engine {
         gpu: GpuArgs,
     ) -> PyResult<Ticket> {
         let files = files.iter().map(|file| file.get()).collect::<PyResult<Vec<_>>>()?;
-        let buffer = Box::new(Foreign { address, len: num_bytes, gpu: gpu_of(gpu), _owner: owner });
-        py.detach(|| {
+        let buffer = Box::new(Foreign { address, len: num_bytes, gpu: gpu_of(gpu), _owner: Owner::new(owner) });
+        let begun = py.detach(|| {
             let target = Target::striped(files, stripe)?;
             let direction = direction(write);
             self.inner.submit(Request { direction, target, offset, buffer, checksum, expected, durable, urgent })
-        })
-        .map(|inner| Ticket { inner })
-        .map_err(|error| raise(py, &error))
+        });
+        let_go(py);
+        begun.map(|inner| Ticket { inner }).map_err(|error| raise(py, &error))
     }
 
     /// Let GPUDirect Storage know memory of a GPU, until what is returned is closed.
@@ -274,7 +274,7 @@ impl Engine {
         owner: Py<PyAny>,
         gpu: GpuArgs,
     ) -> PyResult<Registration> {
-        let buffer = Box::new(Foreign { address, len: num_bytes, gpu: gpu_of(gpu), _owner: owner });
+        let buffer = Box::new(Foreign { address, len: num_bytes, gpu: gpu_of(gpu), _owner: Owner::new(owner) });
         let made = py.detach(|| self.inner.register(buffer)).map_err(|error| raise(py, &error))?;
         Ok(Registration { inner: Mutex::new(Some(made)) })
     }
@@ -286,6 +286,7 @@ impl Engine {
             Ok(report) if report.in_flight > 0 => None,
             other => Some(other),
         })?;
+        let_go(py);
         match found {
             None => Ok((0, Vec::new(), 0, self.inner.stats().in_flight as usize)),
             Some(Err(error)) => Err(raise(py, &error)),
@@ -306,12 +307,14 @@ impl Engine {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         patiently(py, None, |slice| self.inner.wind_down(slice).then_some(()))?;
         py.detach(|| self.inner.close());
+        let_go(py);
         Ok(())
     }
 
     /// The same where no exception can be raised: whatever signals come.
     fn finish(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
+        let_go(py);
     }
 
     /// Let idle workers let go of closed files.
@@ -386,9 +389,14 @@ pub(crate) struct Ticket {
 
 #[pymethods]
 impl Ticket {
-    /// Whether it is over.
-    fn done(&self) -> bool {
-        self.inner.is_done()
+    /// Whether it is over; then the memory is let go of.
+    fn done(&self, py: Python<'_>) -> bool {
+        let done = self.inner.is_done();
+        if done {
+            drop(self.inner.take_buffer());
+            let_go(py);
+        }
+        done
     }
 
     /// `(bytes, checksum or None)`, or `None` when the time was over first.
@@ -397,8 +405,8 @@ impl Ticket {
         let Some(result) = patiently(py, timeout, |slice| self.inner.wait(Some(slice)))? else {
             return Ok(None);
         };
-        // Here the interpreter's lock is held, so that the object that owned the memory can go at once.
         drop(self.inner.take_buffer());
+        let_go(py);
         result.map(|done| Some((done.num_bytes, done.checksum))).map_err(|error| raise(py, &error))
     }
 }

@@ -4,6 +4,7 @@
 mod engine;
 mod errors;
 mod memory;
+mod owner;
 
 /// The module `zoo.io._native`.
 #[pyo3::pymodule]

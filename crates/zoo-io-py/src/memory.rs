@@ -11,6 +11,7 @@ use pyo3::types::{PyCapsule, PyDict};
 use zoo_io::PoolBuffer;
 
 use crate::errors::raise;
+use crate::owner::let_go;
 
 // The structures of dlpack.h, version 0.8: the exchange format of array libraries.
 #[repr(C)]
@@ -157,17 +158,20 @@ impl Pool {
 
     /// A DLPack capsule of `num_bytes` bytes.
     fn take<'py>(&self, py: Python<'py>, num_bytes: usize) -> PyResult<Bound<'py, PyCapsule>> {
+        let_go(py);
         let buffer = py.detach(|| self.inner.take(num_bytes)).map_err(|error| raise(py, &error))?;
         capsule(py, buffer)
     }
 
     /// Keep `num_bytes` for the buffers to come.
     fn set_aside(&self, py: Python<'_>, num_bytes: usize) -> PyResult<()> {
+        let_go(py);
         py.detach(|| self.inner.set_aside(num_bytes)).map_err(|error| raise(py, &error))
     }
 
     /// Give unused memory back to the system.
     fn trim(&self, py: Python<'_>) {
+        let_go(py);
         py.detach(|| self.inner.trim());
     }
 
@@ -184,6 +188,7 @@ impl Pool {
 
     /// Counts of now.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let_go(py);
         let stats = self.inner.stats();
         let dict = PyDict::new(py);
         for (name, value) in [

@@ -469,6 +469,11 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         self.close();
+        if !self.is_here() {
+            // A forked process has no such threads; the system would let go of others that it has by the same numbers.
+            let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget(std::mem::take(threads));
+        }
     }
 }
 
