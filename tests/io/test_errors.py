@@ -97,6 +97,47 @@ def test_offsets_paths_and_checksums_that_make_no_sense(folder: Path) -> None:
             pytest.raises(ValueError, match="open for writes and cannot serve"),
         ):
             handle.pread(tensor, file)
+        (folder / "r").write_bytes(bytes(5000))
+        with (
+            handle.open(folder / "r") as file,
+            pytest.raises(ValueError, match="open for reads and cannot serve a write"),
+        ):
+            handle.write(tensor, file)
+        assert (folder / "r").stat().st_size == 5000
+
+
+def test_one_file_under_two_names_is_not_striped_over(folder: Path) -> None:
+    """Its stripes would lie on one another."""
+    (folder / "a").write_bytes(b"kept" * 5000)
+    (folder / "link").symlink_to(folder / "a")
+    (folder / "hard").hardlink_to(folder / "a")
+    with Handle() as handle:
+        for other in (folder / "a", folder / "link", folder / "hard", f"{folder}/./a"):
+            target = Striped([folder / "a", other], stripe_bytes=4096)
+            for operation in (handle.write, handle.read, handle.pwrite, handle.pread):
+                with pytest.raises(ValueError, match="which are one file: stripes would lie on one another"):
+                    operation(torch.zeros(4000), target)
+    assert (folder / "a").read_bytes() == b"kept" * 5000
+
+
+def test_a_device_holds_more_than_a_tensor_and_is_not_cut(folder: Path) -> None:
+    (folder / "image").write_bytes(bytes(1 << 20))
+    attached = subprocess.run(
+        ["losetup", "--find", "--show", str(folder / "image")], capture_output=True, text=True, check=False
+    )
+    if attached.returncode:
+        pytest.skip("no right to make a block device of a file")
+    device = attached.stdout.strip()
+    try:
+        with Handle() as handle:
+            with pytest.raises(ValueError, match=r"is a device, which holds more .* write a part of it \(pwrite\)"):
+                handle.write(torch.ones(100), device)
+            handle.pwrite(torch.ones(100), device, 4096, fsync=True)
+            back = torch.zeros(100)
+            handle.pread(back, device, 4096)
+        assert back.eq(1).all()
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=True)
 
 
 def test_a_missing_file_carries_path_offset_and_length(folder: Path) -> None:
@@ -162,6 +203,9 @@ def test_failures_of_dropped_futures_come_with_wait_and_close(folder: Path) -> N
         handle.close()
     with pytest.raises(ValueError, match="the handle is closed"):
         handle.pwrite(torch.zeros(1), folder / "f")
+    with pytest.raises(ValueError, match="the handle is closed"):
+        handle.open(folder / "g", "w")
+    assert not (folder / "g").exists()
     handle.close()
 
 

@@ -1,7 +1,9 @@
 """A handle against plain file I/O."""
 
+import gc
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -136,7 +138,7 @@ def test_whole_files_are_replaced_and_sizes_compared(folder: Path, backend: dict
         back = torch.empty(700, dtype=torch.int64)
         handle.read(back, path)
         assert torch.equal(back, torch.arange(700))
-        with pytest.raises(ValueError, match=r"5600 bytes and the tensor's part of it 5608"):
+        with pytest.raises(ValueError, match=r"has 5600 bytes and 5608 were to be read"):
             handle.read(torch.empty(701, dtype=torch.int64), path)
         striped = Striped([folder / "a", folder / "b"], stripe_bytes=4096)
         handle.write(torch.arange(2000), striped)
@@ -160,6 +162,32 @@ def test_an_open_file_serves_many_operations(folder: Path, backend: dict[str, ob
             assert all(torch.equal(a, b) for a, b in zip(tensors, backs, strict=True))
         with pytest.raises(ValueError, match="the file is closed"):
             handle.pread(backs[0], file)
+
+
+def registered() -> str:
+    """What the kernel says of the rings of this process: the files that they have registered among it."""
+    links = {name: os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal()
+             if os.path.lexists(f"/proc/self/fd/{name}")}  # fmt: skip
+    return "".join(Path(f"/proc/self/fdinfo/{fd}").read_text() for fd, link in links.items() if "io_uring" in link)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_sleeping_ring_lets_go_of_a_file_that_nobody_has_any_more(folder: Path, how: str) -> None:
+    """It would keep the space of a removed one."""
+    with Handle(backend="uring") as handle:
+        file = handle.open(folder / "the-file", "w")
+        if file.alignment is None:
+            pytest.skip("this file system has no direct transfers")
+        handle.pwrite(handle.empty(1 << 20, dtype=torch.uint8), file)
+        assert "the-file" in registered()
+        if how == "closed":
+            file.close()
+        del file
+        gc.collect()
+        end = time.monotonic() + 10
+        while "the-file" in registered() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert "the-file" not in registered()
 
 
 def test_reads_tell_autograd_that_the_tensor_changed(folder: Path) -> None:

@@ -244,6 +244,66 @@ def test_ctrl_c_ends_a_close_which_may_be_called_again(folder: Path) -> None:
     ], done.stderr
 
 
+NO_MEMORY = """
+import resource, sys, torch, zoo.io
+handle, tensor = zoo.io.Handle(block_size=1 << 30, bounce_bytes=0), torch.zeros(1 << 16, dtype=torch.uint8)[1:]
+used = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
+for k in range(3):
+    handle.async_pwrite(tensor, sys.argv[1], k << 20)
+try:
+    handle.wait()
+except zoo.io.PoolExhaustedError as error:
+    print(error, len(error.others))
+handle.close()
+"""
+
+
+def test_what_else_failed_is_told_whatever_failed_first(folder: Path) -> None:
+    done = run(NO_MEMORY, folder / "f")
+    assert done.stdout.strip() == "2147483648 bytes of memory: Cannot allocate memory 2", done.stderr
+
+
+# In a mount namespace of its own, where nothing is in /proc.
+WITHOUT_PROC = """
+import ctypes, os, sys, torch, zoo.io
+libc = ctypes.CDLL(None)
+if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
+    sys.exit(77)
+if libc.mount(b"none", b"/proc", b"tmpfs", 0, None):
+    sys.exit(77)
+path = sys.argv[1]
+with zoo.io.Handle() as handle:
+    for what in ("there", "removed", "replaced"):
+        with handle.open(path, "w") as file:
+            if what == "removed":
+                os.unlink(path)
+            elif what == "replaced":
+                open(path + ".other", "wb").write(b"other")
+                os.rename(path + ".other", path)
+            try:
+                handle.pwrite(torch.ones(3, dtype=torch.uint8), file)
+            except zoo.io.TransferError as error:
+                print(what, error)
+            print(what, os.path.exists(path) and open(path, "rb").read())
+"""
+
+
+def test_the_ragged_ends_of_a_file_never_go_to_another_one(folder: Path) -> None:
+    done = run(WITHOUT_PROC, folder / "f")
+    if done.returncode == 77:
+        pytest.skip("no right to a mount namespace")
+    assert done.stdout.splitlines() == [
+        r"there b'\x01\x01\x01'",
+        f"removed open {folder / 'f'}: No such file or directory (errno 2); a read needs an existing file, a write an "
+        "existing folder",
+        "removed False",
+        f"replaced open {folder / 'f'}: No such file or directory (errno 2); a read needs an existing file, a write an "
+        "existing folder",
+        "replaced b'other'",
+    ], done.stderr
+
+
 LEAK = """
 import resource, sys, torch, zoo.io
 

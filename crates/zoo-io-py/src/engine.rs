@@ -101,11 +101,6 @@ impl File {
         self.get()?.size().map_err(|error| raise(py, &error))
     }
 
-    /// Cut to `size` bytes when it is longer.
-    fn cut(&self, py: Python<'_>, size: u64) -> PyResult<()> {
-        self.get()?.cut(size).map_err(|error| raise(py, &error))
-    }
-
     /// Close it as soon as no operation uses it.
     fn close(&self) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -252,6 +247,7 @@ impl Engine {
         expected: Option<u32>,
         durable: bool,
         urgent: bool,
+        whole: bool,
         gpu: GpuArgs,
     ) -> PyResult<Ticket> {
         let files = files.iter().map(|file| file.get()).collect::<PyResult<Vec<_>>>()?;
@@ -259,7 +255,7 @@ impl Engine {
         let begun = py.detach(|| {
             let target = Target::striped(files, stripe)?;
             let direction = direction(write);
-            self.inner.submit(Request { direction, target, offset, buffer, checksum, expected, durable, urgent })
+            self.inner.submit(Request { direction, target, offset, buffer, checksum, expected, durable, urgent, whole })
         });
         let_go(py);
         begun.map(|inner| Ticket { inner }).map_err(|error| raise(py, &error))

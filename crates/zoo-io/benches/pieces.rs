@@ -60,6 +60,7 @@ fn operations(c: &mut Criterion) {
         expected: None,
         durable: false,
         urgent: false,
+        whole: false,
     };
     for backend in [BackendChoice::Auto, BackendChoice::Threads] {
         let engine = Engine::new(&Settings { backend, ..Settings::default() }).unwrap();

@@ -125,6 +125,7 @@ fn read(engine: &Engine, path: &Path, alive: &Arc<AtomicUsize>) -> Result<Ticket
         expected: None,
         durable: false,
         urgent: false,
+        whole: false,
     })
 }
 

@@ -12,6 +12,7 @@ use crate::backend::threads::Blocking;
 use crate::backend::uring::{RingOptions, Uring};
 use crate::driver::{Counters, Driver, Habits};
 use crate::error::{Direction, Error, errno_of, strerror};
+use crate::file::Target;
 use crate::gds::{self, CuFile, Registration, Route};
 use crate::op::{Buffer, Op, Pending, Report, Request, Ticket, Tracker};
 use crate::plan::Plan;
@@ -302,7 +303,8 @@ impl Engine {
     /// Begin an operation. All checks that need no transfer happen here; a write's space is allocated here.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a file that is open the other way or a range past 63 bits, [`Error::UnexpectedEnd`] for a
+    /// [`Error::Invalid`] for a file that is open the other way, a range past 63 bits, or another size than that of a file
+    /// that is read whole, [`Error::UnexpectedEnd`] for a
     /// read past the end, [`Error::Os`] when there is no space, [`Error::Closed`], [`Error::Forked`].
     pub fn submit(&self, mut request: Request) -> Result<Ticket, Error> {
         self.check_usable()?;
@@ -483,13 +485,9 @@ fn check(request: &Request) -> Result<(), Error> {
     if offset.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
         return Err(Error::Invalid(format!("{len} bytes at offset {offset} end past 2^63; files end before that")));
     }
-    if let Some(file) = target.files().iter().find(|file| file.direction() != request.direction) {
-        return Err(Error::Invalid(format!(
-            "{} is open for {}s and cannot serve a {}; open it again the other way",
-            file.path().display(),
-            file.direction(),
-            request.direction
-        )));
+    target.files().iter().try_for_each(|file| file.check_way(request.direction))?;
+    if request.whole {
+        fit(target, request.direction, len)?;
     }
     let size = |file: usize| target.files()[file].size();
     for (file, (from, part)) in target.ranges(offset, len).into_iter().enumerate() {
@@ -504,6 +502,23 @@ fn check(request: &Request) -> Result<(), Error> {
                 place: crate::error::Place { path, offset: from, len: part },
                 end: size(file)?,
             });
+        }
+    }
+    Ok(())
+}
+
+/// Whole files: cut what is written, compare what is read.
+fn fit(target: &Target, direction: Direction, len: u64) -> Result<(), Error> {
+    for (file, (_, part)) in target.files().iter().zip(target.ranges(0, len)) {
+        if direction == Direction::Write {
+            file.cut(part)?;
+        } else if file.size()? != part {
+            return Err(Error::Invalid(format!(
+                "{} has {} bytes and {part} were to be read, all that it has; read into memory of that size, or a part \
+                 of the file (pread)",
+                file.path().display(),
+                file.size()?,
+            )));
         }
     }
     Ok(())

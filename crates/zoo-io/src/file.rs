@@ -1,13 +1,14 @@
 //! Open files: one descriptor past the page cache where the file system allows it, one through it.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{Direction, Error, errno_of};
 use crate::gds::{CuFile, FileHandle};
-use crate::sys::{self, DirectSupport};
+use crate::sys::{self, DirectSupport, Later, Sort};
 
 /// Whether transfers go past the page cache (`O_DIRECT`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -46,8 +47,11 @@ pub struct File {
     /// What cuFile knows it by; goes before the descriptors do.
     gpu: Mutex<Option<Arc<FileHandle>>>,
     direct: Option<(OwnedFd, Alignment)>,
-    buffered: OnceLock<OwnedFd>,
+    buffered: Later,
     why_buffered: Option<String>,
+    sort: Sort,
+    /// Numbers that no other file has.
+    identity: (u64, u64),
 }
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
@@ -75,8 +79,10 @@ impl File {
             direction,
             gpu: Mutex::default(),
             direct: None,
-            buffered: OnceLock::new(),
+            buffered: Later::new(),
             why_buffered: None,
+            sort: Sort::Other,
+            identity: (0, 0),
         };
         if mode == DirectMode::Never {
             file.buffered_fd()?;
@@ -97,8 +103,8 @@ impl File {
                 }
             }
         }
-        let kind = sys::is_seekable_kind(file.any_fd()).map_err(|e| file.error("open", &e))?;
-        if !kind {
+        (file.sort, file.identity) = sys::identify(file.any_fd()).map_err(|e| file.error("open", &e))?;
+        if file.sort == Sort::Other {
             return Err(Error::Invalid(format!(
                 "{} is neither a regular file nor a block device; offsets mean nothing there",
                 path.display()
@@ -184,22 +190,31 @@ impl File {
     /// The descriptor through the page cache; opened when first needed.
     pub(crate) fn buffered_fd(&self) -> Result<RawFd, Error> {
         if let Some(fd) = self.buffered.get() {
-            return Ok(fd.as_raw_fd());
+            return Ok(fd);
         }
         let fd = match &self.direct {
-            // The same file even if another process renamed another one over the path meanwhile.
-            Some((direct, _)) => {
-                let link = PathBuf::from(format!("/proc/self/fd/{}", direct.as_raw_fd()));
-                sys::open(&link, self.flags() & !libc::O_CREAT).or_else(|_| sys::open(&self.path, self.flags()))
-            }
+            Some((direct, _)) => self.open_again(direct.as_raw_fd()),
             None => sys::open(&self.path, self.flags()),
         }
         .map_err(|error| self.error("open", &error))?;
-        Ok(self.buffered.get_or_init(|| fd).as_raw_fd())
+        Ok(self.buffered.keep(fd))
+    }
+
+    /// The same file even if it was removed, or another one was put in its place.
+    fn open_again(&self, fd: RawFd) -> std::io::Result<OwnedFd> {
+        let flags = self.flags() & !libc::O_CREAT;
+        match sys::open(&PathBuf::from(format!("/proc/self/fd/{fd}")), flags) {
+            // No /proc here: by its path, where that still leads to it.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let other = sys::open(&self.path, flags)?;
+                if sys::identify(other.as_raw_fd())?.1 == self.identity { Ok(other) } else { Err(error) }
+            }
+            outcome => outcome,
+        }
     }
 
     pub(crate) fn any_fd(&self) -> RawFd {
-        self.direct_fd().or_else(|| self.buffered.get().map(AsRawFd::as_raw_fd)).unwrap_or(-1)
+        self.direct_fd().or_else(|| self.buffered.get()).unwrap_or(-1)
     }
 
     /// What cuFile knows it by; the first call tells cuFile.
@@ -228,9 +243,29 @@ impl File {
     /// Cut to `len` bytes when it is longer; never lengthen.
     ///
     /// # Errors
-    /// [`Error::Os`].
+    /// [`Error::Os`]; [`Error::Invalid`] for a file that is open for reads and for a device.
     pub fn cut(&self, len: u64) -> Result<(), Error> {
+        self.check_way(Direction::Write)?;
+        if self.sort == Sort::Block {
+            return Err(Error::Invalid(format!(
+                "{} is a device, which holds more than what is written and cannot be cut; write a part of it (pwrite)",
+                self.path.display()
+            )));
+        }
         if self.size()? > len { sys::truncate(self.any_fd(), len).map_err(|e| self.error("write", &e)) } else { Ok(()) }
+    }
+
+    /// # Errors
+    /// [`Error::Invalid`]: it is open the other way.
+    pub(crate) fn check_way(&self, wanted: Direction) -> Result<(), Error> {
+        if self.direction == wanted {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "{} is open for {}s and cannot serve a {wanted}; open it again the other way",
+            self.path.display(),
+            self.direction,
+        )))
     }
 
     /// Give `[offset, offset + len)` its space on the device before it is written.
@@ -312,6 +347,16 @@ impl Target {
             return Err(Error::Invalid(format!(
                 "stripes of {stripe} bytes; allowed are multiples of {PAGE}, such as 1048576"
             )));
+        }
+        let mut seen = BTreeMap::new();
+        for file in &files {
+            if let Some(other) = seen.insert(file.identity, file) {
+                return Err(Error::Invalid(format!(
+                    "striping over {} and {}, which are one file: stripes would lie on one another; name each file once",
+                    other.path.display(),
+                    file.path.display(),
+                )));
+            }
         }
         Ok(Target { files: files.into(), stripe })
     }
@@ -407,6 +452,21 @@ mod tests {
         assert!(missing.to_string().contains("No such file"), "{missing}");
         let is_folder = File::open(folder.path(), Direction::Read, DirectMode::Never, false).unwrap_err();
         assert!(matches!(is_folder, Error::Invalid(_)), "{is_folder}");
+    }
+
+    #[test]
+    fn threads_that_need_the_page_cache_at_once_get_one_descriptor() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        for number in 0..50 {
+            let path = folder.path().join(number.to_string());
+            let file = File::open(&path, Direction::Write, DirectMode::Auto, false).unwrap();
+            let found = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| file.buffered_fd().unwrap())).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+            });
+            assert!(found.iter().all(|&fd| fd == found[0]), "{found:?}");
+            assert_eq!(sys::identify(found[0]).unwrap().1, file.identity);
+        }
     }
 
     #[test]

@@ -70,6 +70,7 @@ impl World {
             expected: None,
             durable: false,
             urgent: false,
+            whole: false,
         })
     }
 

@@ -327,6 +327,9 @@ pub struct Request {
     pub durable: bool,
     /// Whether its transfers begin before those of all operations that are not urgent.
     pub urgent: bool,
+    /// The target holds these bytes and no others: a longer one is cut before it is written, one of another size is not
+    /// read. The offset is 0.
+    pub whole: bool,
 }
 
 /// The caller's end of an operation. Dropping it neither stops the operation nor frees its memory early; a failure is

@@ -3,9 +3,10 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -114,13 +115,29 @@ pub fn size(fd: RawFd) -> io::Result<u64> {
     u64::try_from(end).map_err(|_| io::Error::last_os_error())
 }
 
-/// Whether positional I/O makes sense: a regular file or a block device.
-pub fn is_seekable_kind(fd: RawFd) -> io::Result<bool> {
+/// What an open file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sort {
+    /// A regular file.
+    Regular,
+    /// A block device.
+    Block,
+    /// Anything else: positional I/O makes no sense there.
+    Other,
+}
+
+/// What an open file is, and two numbers that no other file has while this one is there.
+pub fn identify(fd: RawFd) -> io::Result<(Sort, (u64, u64))> {
     // SAFETY: stat is plain numbers, for which zeros are a value.
     let mut facts: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: `facts` is writable and of the right size.
     check(unsafe { libc::fstat(fd, &raw mut facts) })?;
-    Ok(matches!(facts.st_mode & libc::S_IFMT, libc::S_IFREG | libc::S_IFBLK))
+    let sort = match facts.st_mode & libc::S_IFMT {
+        libc::S_IFREG => Sort::Regular,
+        libc::S_IFBLK => Sort::Block,
+        _ => Sort::Other,
+    };
+    Ok((sort, (facts.st_dev, facts.st_ino)))
 }
 
 /// Cut or lengthen a file.
@@ -137,6 +154,40 @@ pub fn fallocate(fd: RawFd, mode: libc::c_int, offset: u64, len: u64) -> io::Res
             Ok(_) => return Ok(()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
+        }
+    }
+}
+
+/// A descriptor that is opened when it is first needed. No lock, not even for a moment: one that another thread has when a
+/// process forks is never let go of in the child.
+#[derive(Debug)]
+pub struct Later(AtomicI32);
+
+impl Later {
+    /// Not there yet.
+    pub const fn new() -> Self {
+        Later(AtomicI32::new(-1))
+    }
+
+    /// If it is there.
+    pub fn get(&self) -> Option<RawFd> {
+        Some(self.0.load(Ordering::Acquire)).filter(|&fd| fd >= 0)
+    }
+
+    /// Keep this one, unless another thread was faster; the one that is kept.
+    pub fn keep(&self, fd: OwnedFd) -> RawFd {
+        match self.0.compare_exchange(-1, fd.as_raw_fd(), Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => fd.into_raw_fd(),
+            Err(first) => first,
+        }
+    }
+}
+
+impl Drop for Later {
+    fn drop(&mut self) {
+        if let Some(fd) = self.get() {
+            // SAFETY: put there by `keep`, which owned it, and used by nobody any more.
+            drop(unsafe { OwnedFd::from_raw_fd(fd) });
         }
     }
 }

@@ -57,7 +57,17 @@ fn content(ticket: &Ticket) -> Vec<u8> {
 fn request(direction: Direction, target: &Target, offset: u64, buffer: Shifted) -> Request {
     let buffer = Box::new(buffer);
     let target = target.clone();
-    Request { direction, target, offset, buffer, checksum: true, expected: None, durable: false, urgent: false }
+    Request {
+        direction,
+        target,
+        offset,
+        buffer,
+        checksum: true,
+        expected: None,
+        durable: false,
+        urgent: false,
+        whole: false,
+    }
 }
 
 fn open(paths: &[std::path::PathBuf], direction: Direction, mode: DirectMode, stripe: u64, kept: bool) -> Target {
@@ -410,6 +420,7 @@ fn pool_memory_travels_in_place_and_registered() {
             expected: None,
             durable: true,
             urgent: false,
+            whole: false,
         })
         .unwrap();
     ticket.wait(None).unwrap().unwrap();

@@ -38,6 +38,7 @@ fn submit(engine: &Engine, path: &Path, direction: Direction, buffer: Box<dyn Bu
         expected: None,
         durable: direction == Direction::Write,
         urgent: false,
+        whole: false,
     })
 }
 

@@ -32,6 +32,7 @@ fn write(engine: &Engine, path: &Path, buffer: PoolBuffer, offset: u64) -> Ticke
             expected: None,
             durable: false,
             urgent: false,
+            whole: false,
         })
         .unwrap()
 }
@@ -144,6 +145,7 @@ fn bounce_buffers_take_no_more_than_was_said() {
             expected: None,
             durable: false,
             urgent: false,
+            whole: false,
         };
         end(&engine.submit(read).unwrap());
         // What a ring has registered is counted by the kernel.

@@ -238,6 +238,7 @@ impl World<'_> {
             expected: None,
             durable: durable && write,
             urgent,
+            whole: false,
         };
         let ticket = Some(self.engine.submit(request).unwrap());
         self.going.push(Going { ticket, range, written: write.then_some(content) });

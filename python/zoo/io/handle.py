@@ -16,7 +16,7 @@ from zoo.io import _native
 from zoo.io.checks import whole_number
 from zoo.io.config import AioConfig
 from zoo.io.errors import TransferError
-from zoo.io.files import DirectMode, File, FilePath, Striped, Target, open_target
+from zoo.io.files import DirectMode, File, FilePath, Target, open_target
 from zoo.io.future import Future, LoopBell, Transfer
 from zoo.io.gds import Registration, engine_of, use_of
 from zoo.io.memory import mark_changed, memory_of
@@ -217,6 +217,7 @@ class Handle:
 
     def open(self, path: FilePath, mode: Literal["r", "w"] = "r") -> File:
         """Open a file for many operations; use the result in the place of a path, and close it."""
+        self._check_open()
         return File(path, mode, direct=self._direct, engine=self._engine)
 
     # Positional operations.
@@ -317,17 +318,23 @@ class Handle:
         whole_number("offset", offset, 0, (1 << 63) - 1)
         if expected is not None:
             whole_number("checksum", expected, 0, (1 << 32) - 1)
-        if self._refusing:
-            raise ValueError("the handle is closed; make a new one")
-        files, stripe = open_target(target, mode, self._direct)
-        if whole:
-            _fit(files, target, mode, num_bytes)
+        self._check_open()
+        try:
+            files, stripe = open_target(target, mode, self._direct)
+        except TransferError as error:
+            error.offset, error.length = offset, num_bytes  # of the operation: opening a file has none
+            raise
+        ticket = engine.submit(
+            files, stripe, mode == "w", offset, address, num_bytes, owner, checksum, expected, durable, urgent, whole,
+            gpu,
+        )  # fmt: skip
         if mode == "r":
             mark_changed(tensor)
-        ticket = engine.submit(
-            files, stripe, mode == "w", offset, address, num_bytes, owner, checksum, expected, durable, urgent, gpu
-        )
         return Future(ticket, self, engine)
+
+    def _check_open(self) -> None:
+        if self._refusing:
+            raise ValueError("the handle is closed; make a new one")
 
     # All operations.
 
@@ -410,19 +417,6 @@ class Handle:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.stats().in_flight} in flight"
         return f"Handle({self.backend}, {state})"
-
-
-def _fit(files: list[_native.File], target: Target, mode: Literal["r", "w"], num_bytes: int) -> None:
-    """Whole files: cut what is written, compare what is read."""
-    for index, file in enumerate(files):
-        share = target.share(num_bytes, index) if isinstance(target, Striped) else num_bytes
-        if mode == "w":
-            file.cut(share)
-        elif file.size() != share:
-            raise ValueError(
-                f"{target!r}: the file has {file.size()} bytes and the tensor's part of it {share}; "
-                "read into a tensor of that size, or a part of the file with pread"
-            )
 
 
 def _tell(engine: _native.Engine) -> None:
