@@ -1,8 +1,10 @@
 """Every mistake and every failure is an exception that says what, where and how to fix it."""
 
+import copy
 import errno
 import gc
 import os
+import pickle
 import subprocess
 import time
 import weakref
@@ -64,6 +66,8 @@ def test_a_tensor_whose_storage_was_freed(folder: Path) -> None:
         ({"num_threads": 100}, "num_threads = 100"),
         ({"backend": "libaio"}, 'backend = "libaio"; allowed are "auto", "uring"'),
         ({"direct": "perhaps"}, "direct = 'perhaps'"),
+        ({"backend": "threads", "iopoll": True}, "sqpoll_idle_ms and iopoll are settings of io_uring"),
+        ({"backend": Mock(), "sqpoll_idle_ms": 5}, "sqpoll_idle_ms and iopoll are settings of io_uring"),
         ({"backend": Mock(faults=(Fault(error="EWRONG"),))}, "error = 'EWRONG'"),
         ({"backend": Mock(faults=(Fault(),))}, "give exactly one of error, short_bytes, delay_s"),
     ],
@@ -144,7 +148,29 @@ def test_a_missing_file_carries_path_offset_and_length(folder: Path) -> None:
     with Handle() as handle, pytest.raises(TransferError, match="No such file") as caught:
         handle.pread(torch.zeros(10), folder / "missing", 8192)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(folder / "missing"))
+    assert (caught.value.offset, caught.value.length) == (8192, 40)
+    assert str(caught.value).startswith(f"open {folder / 'missing'}: No such file or directory (errno 2); a read needs")
     assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize("kind", [TransferError, UnexpectedEndError, ChecksumError, CancelledError])
+def test_what_a_process_raised_can_be_raised_in_another(kind: type[TransferError]) -> None:
+    error = kind("what and why", 5 if kind is TransferError else None, "/d/f", 4096, 512)
+    error.others = (kind("more", None, "/d/g", 0, 1),)
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is kind
+        assert (str(again), again.errno, again.filename, again.offset, again.length) == (
+            "what and why", error.errno, "/d/f", 4096, 512,
+        )  # fmt: skip
+        assert [str(other) for other in again.others] == ["more"]
+
+
+def test_a_future_that_is_done_keeps_no_memory(folder: Path) -> None:
+    with Handle(pool=BufferPool(1 << 20, pinned=False)) as handle:
+        futures = [handle.async_pwrite(handle.empty(1000), folder / "f", 4096 * k) for k in range(3)]
+        handle.wait()
+        assert all(future.done() for future in futures)
+        assert handle.pool.stats().buffers == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -338,8 +364,11 @@ def test_waiting_has_an_end_if_wanted(folder: Path) -> None:
             handle.wait(timeout=0.01)
         assert time.monotonic() - begun < 0.4
         assert future.wait().num_bytes == 40
-        with pytest.raises(ValueError, match="timeout = -1"):
-            handle.async_pwrite(torch.zeros(10), folder / "f").wait(-1)
+        for timeout in (-1, float("nan")):
+            with pytest.raises(ValueError, match=f"(?i)timeout = {timeout}; allowed is 0 or more"):
+                handle.async_pwrite(torch.zeros(10), folder / "f").wait(timeout)
+        for timeout in (float("inf"), 1e300, 1e12):
+            assert handle.async_pwrite(torch.zeros(10), folder / "f").wait(timeout).num_bytes == 40
 
 
 def test_unknown_mock_numbers() -> None:

@@ -87,6 +87,13 @@ impl Settings {
         if !(1..=MAX_WORKERS).contains(&self.num_threads) {
             return wrong(format!("num_threads = {}; allowed is 1 to {MAX_WORKERS}", self.num_threads));
         }
+        let of_rings = matches!(self.backend, BackendChoice::Auto | BackendChoice::Uring);
+        if !of_rings && self.ring != RingOptions::default() {
+            return wrong(
+                "sqpoll_idle_ms and iopoll are settings of io_uring; allowed are the backends \"uring\" and \"auto\""
+                    .to_owned(),
+            );
+        }
         if self.bounce_bytes > 1 << 34 {
             return wrong(format!("bounce_bytes = {}; allowed is up to 17179869184", self.bounce_bytes));
         }

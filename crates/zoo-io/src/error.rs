@@ -30,12 +30,15 @@ pub struct Place {
     pub path: Arc<Path>,
     /// First byte in that file.
     pub offset: u64,
-    /// Number of bytes.
+    /// Number of bytes; none where it is about the file.
     pub len: u64,
 }
 
 impl std::fmt::Display for Place {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.len == 0 {
+            return write!(f, "{}", self.path.display());
+        }
         write!(f, "{} bytes at offset {} of {}", self.len, self.offset, self.path.display())
     }
 }
@@ -126,7 +129,7 @@ pub enum Error {
     /// A worker thread ended by a fault of its own.
     #[error("an I/O worker ended unexpectedly ({0}); the engine cannot be used any more")]
     WorkerDied(String),
-    /// The user's mistake: what was given, what is allowed, how to mend it.
+    /// The user's mistake: what was given, what is allowed, how to fix it.
     #[error("{0}")]
     Invalid(String),
     /// A pool or the system has no more memory.
@@ -157,6 +160,8 @@ fn hint(errno: i32, what: &str) -> &'static str {
         (libc::EROFS, _) => "; the file system is read-only",
         (libc::EINVAL, "read" | "write") => "; if the device refuses direct transfers, ask for buffered ones",
         (libc::EOPNOTSUPP, "read" | "write") => "; polled completion needs a device with polled queues",
+        (libc::EMFILE | libc::ENFILE, _) => "; close some files, or raise the limit of open files (ulimit -n)",
+        (libc::EFAULT, _) => "; the memory is not mapped, or a read may not write to it",
         (libc::ENOENT, "open") => "; a read needs an existing file, a write an existing folder",
         _ => "",
     }

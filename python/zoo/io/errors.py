@@ -30,6 +30,10 @@ class TransferError(OSError):
     def __str__(self) -> str:
         return str(self.strerror)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # OSError's own leaves out offset and length: what another process raised could not be raised here.
+        return type(self), (str(self), self.errno, self.filename, self.offset, self.length), {"others": self.others}
+
 
 class UnexpectedEndError(TransferError, EOFError):
     """The file ends before the bytes that were asked for."""

@@ -62,6 +62,10 @@ class File:
             # An idle ring would keep the file, and a deleted file's space, until it is used again.
             self._engine.rouse()
 
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None) is not None and hasattr(self, "native"):
+            self.close()
+
     def __enter__(self) -> File:
         return self
 

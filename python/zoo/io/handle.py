@@ -342,7 +342,8 @@ class Handle:
         """Wait until no operation is in flight, at most ``timeout`` seconds; how many ended since the last time.
 
         Raises:
-            TransferError: the first failure that no future has told; ``others`` are the rest.
+            TransferError: the first failure that no future has told; its ``others`` are the rest. An exception of
+                another class where that came first: PoolExhaustedError, or RuntimeError where a thread died.
             TimeoutError: some are still in flight; wait again.
         """
         begun, left, in_flight = time.monotonic(), timeout, 0
@@ -361,8 +362,7 @@ class Handle:
             first, *others = failures
             if forgotten:
                 others.append(RuntimeError(f"and {forgotten} more failures, of which only the number was kept"))
-            if isinstance(first, TransferError):
-                first.others = tuple(others)
+            vars(first)["others"] = tuple(others)  # not every first one is a TransferError: memory may have run out
             raise first
         return finished
 
@@ -399,7 +399,7 @@ class Handle:
             # What is being raised matters more than what a forgotten future would have said.
             try:
                 self.close()
-            except TransferError as error:
+            except Exception as error:
                 _logger.error("while another exception was raised: %s", error)
 
     def bell(self, engine: _native.Engine) -> LoopBell:

@@ -166,7 +166,7 @@ impl Uring {
                 self.refused = true;
                 self.notice = Some(format!(
                     "{} bytes of memory could not be registered with the ring ({}), so the kernel pins pages for every \
-                     transfer; a larger limit of locked memory (ulimit -l) mends it",
+                     transfer; a larger limit of locked memory (ulimit -l) helps",
                     memory.iov_len,
                     strerror(errno_of(&error))
                 ));
