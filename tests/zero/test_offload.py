@@ -18,7 +18,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.checkpointing import load, save
-from zoo.io import Handle, Mock, TransferError
+from zoo.io import Handle, Mock, TransferError, UnavailableError
 from zoo.optim import AdamW
 from zoo.zero import DryRun, GatheredParameters, Stage3Optimizer, ZeroOptimizer, get_full_fp32_params
 from zoo.zero.offload import OffloadError
@@ -138,7 +138,12 @@ def test_a_bad_path_is_named(tmp_path: Path, path: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, r"bytes free, and parameters of this rank take 32,768"), (errno.EROFS, "cannot be written to")],
+    [
+        (errno.ENOSPC, r"bytes free, and parameters of this rank take 32,768"),
+        (errno.EROFS, "cannot be written to"),
+        (errno.EFBIG, r"parameters of this rank take 32,768 bytes, more than the limit of a file's size .*ulimit -f"),
+        (errno.EDQUOT, r"parameters of this rank take 32,768 bytes, more than the quota of this user allows"),
+    ],
 )
 def test_a_full_or_read_only_device_is_named_at_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
@@ -149,6 +154,23 @@ def test_a_full_or_read_only_device_is_named_at_construction(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(OffloadError, match=words):
         build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handle_that_cannot_use_the_folder_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that demands to go past the page cache where a file system refuses that; a closed one opens nothing."""
+    with Handle() as handle:
+
+        def refuse(*args: Any) -> None:
+            raise UnavailableError("direct transfers were demanded and are refused")
+
+        monkeypatch.setattr(handle, "open", refuse)
+        with pytest.raises(OffloadError, match=r"cannot be used for parameters: direct transfers were demanded"):
+            build(tmp_path, handle)
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.undo()
+    with pytest.raises(ValueError, match="the handle is closed; make a new one"):
+        build(tmp_path, handle)
     assert list(tmp_path.iterdir()) == []
 
 

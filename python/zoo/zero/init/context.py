@@ -24,7 +24,7 @@ from zoo.zero.init.report import InitReport
 from zoo.zero.init.session import Session
 from zoo.zero.init.sharing import Sharing
 from zoo.zero.offload.config import OffloadParamConfig
-from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.scratch import Scratch, handle_of
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.options.arguments import check_kinds
 from zoo.zero.placement.placements import by_stage, on_tiers
@@ -240,8 +240,7 @@ def _swapper(given: Any, aio: AioConfig | Handle | None) -> tuple[ParamSwapper |
 
 
 def _scratch(aio: AioConfig | Handle | None, *, pinned: bool) -> Scratch:
-    owned = not isinstance(aio, Handle)
-    handle = aio if isinstance(aio, Handle) else Handle.from_config(aio or AioConfig())
+    handle, owned = handle_of(aio)
     return Scratch(handle, owned=owned, pinned=pinned)
 
 

@@ -10,11 +10,11 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from zoo.io import BufferPool, Future, Handle
+from zoo.io import AioConfig, BufferPool, Future, Handle
 from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.heap import map_large_blocks
@@ -74,10 +74,10 @@ class Shelf:
             _allocate(path, end)
             self._writer = handle.open(path, "w")
             self._reader = handle.open(path, "r")
-        except OSError as error:
-            path.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:
             raise OffloadError(_why(error, name, folder, end)) from error
-        path.unlink()
+        finally:
+            path.unlink(missing_ok=True)
 
     @property
     def gds(self) -> bool:
@@ -116,7 +116,7 @@ class Shelf:
         """See :meth:`Lease.read`."""
         try:
             self._handle.async_pread(memory, self._reader, self.offsets[region] + offset).wait()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             raise OffloadError(f"offloaded state cannot be read for a checkpoint: {self._where}: {error}") from error
 
     def take_back(self, region: int) -> None:
@@ -149,7 +149,7 @@ class Shelf:
         """Wait for an operation; a failure names what it was about."""
         try:
             future.wait()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             raise OffloadError(
                 f"offloaded state was lost: {self._where}: {error}. Free or replace the device and continue from the "
                 "last checkpoint (load_state)."
@@ -172,16 +172,33 @@ def _allocate(path: Path, num_bytes: int) -> None:
         os.close(descriptor)
 
 
-def _why(error: OSError, name: str, folder: Path, num_bytes: int) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def _why(error: OSError | RuntimeError, name: str, folder: Path, num_bytes: int) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    less = "use more ranks, or offload less (ratio, max_in_cpu)."
+    if number == errno.ENOSPC:
         free = shutil.disk_usage(folder).free
         return (
             f"nvme_path={str(folder)!r} has {free:,} bytes free, and {name} of this rank take {num_bytes:,}. Free "
-            "space, choose another nvme_path, use more ranks, or offload less (ratio, max_in_cpu)."
+            f"space, choose another nvme_path, {less}"
         )
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"nvme_path={str(folder)!r} cannot be written to ({error.strerror}); choose a directory that can."
+    if number in (errno.EDQUOT, errno.EFBIG):
+        limit = (
+            "quota of this user" if number == errno.EDQUOT else "limit of a file's size (ulimit -f, or the device's)"
+        )
+        return (
+            f"nvme_path={str(folder)!r}: {name} of this rank take {num_bytes:,} bytes, more than the {limit} allows. "
+            f"Raise it, choose another nvme_path, {less}"
+        )
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"nvme_path={str(folder)!r} cannot be written to ({os.strerror(number)}); choose a directory that can."
     return f"nvme_path={str(folder)!r} cannot be used for {name}: {error}"
+
+
+def handle_of(aio: AioConfig | Handle | None, **options: Any) -> tuple[Handle, bool]:
+    """The engine that a user gave, or a new one of these settings and options; and whether it is ours to close."""
+    if isinstance(aio, Handle):
+        return aio, False
+    return Handle.from_config(aio or AioConfig(), **options), True
 
 
 class Scratch:

@@ -11,7 +11,7 @@ from zoo.zero.collectives.routes import Routes
 from zoo.zero.forecast.dry_run import DryRun, DryScratch
 from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.gradient_files import GradientPark
-from zoo.zero.offload.scratch import Scratch
+from zoo.zero.offload.scratch import Scratch, handle_of
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
@@ -76,14 +76,9 @@ def _shelf_of_originals(
 def _open(
     comm: Communicator, plan: Sequence[BucketSpec], config: ZeroConfig, aio: AioConfig | Handle | None
 ) -> Scratch:
-    owned, budget = not isinstance(aio, Handle), None
-    if isinstance(aio, Handle):
-        handle = aio
-    elif config.offload_host_bytes is None:
-        handle = Handle.from_config(aio or AioConfig())
-    else:
-        # What bounces are ragged ends: two buffers a thread do, and what they take is left out of the account.
-        handle = Handle.from_config(aio or AioConfig(), bounce_bytes=0)
+    # What bounces are ragged ends: under a cap two buffers a thread do, and what they take is left out of the account.
+    options = {} if config.offload_host_bytes is None else {"bounce_bytes": 0}
+    (handle, owned), budget = handle_of(aio, **options), None
     if config.offload_host_bytes is not None:
         on_nvme = "nvme" in (config.offload_param.device, config.offload_optimizer.device)
         bounce = handle.most_bounce_bytes if on_nvme else 0
