@@ -27,14 +27,10 @@ def signs(x: Array, group: int) -> Array:
 
 @dataclass
 class OnebitAllReduce:
-    """1-bit Adam, algorithm 1, lines 6 to 12: worker i sends C[x_i + δ_i]; server j averages chunk j, compressed.
-
-    Where ``used`` is 0 there is no parameter, and no error is kept.
-    """
+    """1-bit Adam, algorithm 1, lines 6 to 12: worker i sends C[x_i + δ_i]; server j averages chunk j, compressed."""
 
     group: int
     chunks: list[slice]
-    used: Array
     worker: dict[int, Array] = field(default_factory=dict)
     server: dict[int, Array] = field(default_factory=dict)
 
@@ -44,12 +40,12 @@ class OnebitAllReduce:
             c = x + self.worker.get(i, 0.0)
             for where in self.chunks:
                 seen[i, where] = signs(c[where], self.group)
-            self.worker[i] = (c - seen[i]) * self.used
+            self.worker[i] = c - seen[i]
         mean = np.empty(xs.shape[1])
         for j, where in enumerate(self.chunks):
             z = seen[:, where].mean(0) + self.server.get(j, 0.0)
             mean[where] = signs(z, self.group)
-            self.server[j] = (z - mean[where]) * self.used[where]
+            self.server[j] = z - mean[where]
         return mean
 
 

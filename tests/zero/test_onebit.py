@@ -38,7 +38,7 @@ def gradients(steps: int, ranks: int, n: int, seed: int = 0) -> np.ndarray:
 
 
 def train(rank: int, grads: np.ndarray, shapes: list[tuple[int, ...]], **options: Any) -> Any:
-    """The parameters after each step, flat, and where they lie in the bucket."""
+    """The parameters after each step, flat: (steps, n)."""
     model = Given(*shapes)
     optimizer = ZeroOptimizer(model, **{"compressor": GROUP, **options})
     found = []
@@ -47,19 +47,7 @@ def train(rank: int, grads: np.ndarray, shapes: list[tuple[int, ...]], **options
         optimizer.step()
         optimizer.zero_grad()
         found.append(torch.cat([w.detach().view(-1) for w in model.weights]).numpy().copy())
-    (bucket,) = optimizer.buckets
-    return np.stack(found), list(bucket.layout.offsets), bucket.layout.size
-
-
-def in_bucket(values: np.ndarray, shapes: list[tuple[int, ...]], offsets: list[int], size: int) -> np.ndarray:
-    """(…, n) as elements of the bucket (…, P), zero where it is padded."""
-    out = np.zeros((*values.shape[:-1], size))
-    at = 0
-    for shape, offset in zip(shapes, offsets, strict=True):
-        numel = int(np.prod(shape))
-        out[..., offset : offset + numel] = values[..., at : at + numel]
-        at += numel
-    return out
+    return np.stack(found)
 
 
 def chunks_of(size: int, ranks: int) -> list[slice]:
@@ -86,18 +74,17 @@ def test_onebit_adam_is_its_paper(
     options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": decay, "bias_correction": corrected,
                "eps_inside_sqrt": inside, "freeze_step": freeze}  # fmt: skip
     got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=OnebitAdam, **options))
-    _, offsets, size = got[0]
     x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
-    reduce: Any = papers.OnebitAllReduce(64, chunks_of(size, ranks), in_bucket(np.ones(n), shapes, offsets, size))
+    reduce: Any = papers.OnebitAllReduce(64, chunks_of(n, ranks))
     if ranks == 1:
         reduce = alone
     want = papers.onebit_adam(
-        in_bucket(x, shapes, offsets, size), in_bucket(grads, shapes, offsets, size), reduce, freeze_step=freeze,
+        x, grads, reduce, freeze_step=freeze,
         lr=0.01, beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=decay, corrected=corrected, eps_inside=inside,
     )  # fmt: skip
-    for rank, (params, _, _) in enumerate(got):
-        assert np.array_equal(params, got[0][0])
-        np.testing.assert_allclose(in_bucket(params, shapes, offsets, size), want[:, rank], rtol=2e-3, atol=2e-4)
+    for rank, params in enumerate(got):
+        assert np.array_equal(params, got[0])
+        np.testing.assert_allclose(params, want[:, rank], rtol=2e-3, atol=2e-4)
 
 
 @examples(times=4)
@@ -115,20 +102,19 @@ def test_zero_one_adam_is_its_paper(
                "var_freeze_step": last, "var_update_scaler": kappa, "local_step_scaler": scaler,
                "local_step_clipper": clipper}  # fmt: skip
     got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=ZeroOneAdam, **options))
-    _, offsets, size = got[0]
     x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
-    reduce: Any = papers.OnebitAllReduce(64, chunks_of(size, ranks), in_bucket(np.ones(n), shapes, offsets, size))
+    reduce: Any = papers.OnebitAllReduce(64, chunks_of(n, ranks))
     if ranks == 1:
         reduce = alone
     want = papers.zero_one_adam(
-        in_bucket(x, shapes, offsets, size), in_bucket(grads, shapes, offsets, size), reduce, last_variance=last,
+        x, grads, reduce, last_variance=last,
         kappa=kappa, syncs=synchronised(last, scaler, clipper), lr=np.full(12, 0.01), beta1=0.8, beta2=0.95, eps=1e-3,
         weight_decay=decay,
     )  # fmt: skip
-    for rank, (params, _, _) in enumerate(got):
-        np.testing.assert_allclose(in_bucket(params, shapes, offsets, size), want[:, rank], rtol=2e-3, atol=2e-4)
+    for rank, params in enumerate(got):
+        np.testing.assert_allclose(params, want[:, rank], rtol=2e-3, atol=2e-4)
     for step in synchronised(last, scaler, clipper)[:-1]:
-        assert all(np.array_equal(params[step - 1], got[0][0][step - 1]) for params, _, _ in got if step <= 12)
+        assert all(np.array_equal(params[step - 1], got[0][step - 1]) for params in got if step <= 12)
 
 
 def synchronised(last: int, scaler: int, clipper: int) -> list[int]:
@@ -149,20 +135,20 @@ def test_onebit_lamb_is_its_paper(shapes: list[tuple[int, ...]], ranks: int, fre
                "coeff_beta": 0.5, "max_coeff": 3.0, "min_coeff": 0.1, "factor_min": 0.7, "factor_max": 1.5,
                "factor_threshold": 0.2}  # fmt: skip
     got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=OnebitLamb, **options))
-    _, offsets, size = got[0]
     x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
-    reduce: Any = papers.OnebitAllReduce(64, chunks_of(size, ranks), in_bucket(np.ones(n), shapes, offsets, size))
+    reduce: Any = papers.OnebitAllReduce(64, chunks_of(n, ranks))
     if ranks == 1:
         reduce = alone
-    tensors = [slice(o, o + int(np.prod(s))) for o, s in zip(offsets, shapes, strict=True)]
+    ends = np.cumsum([int(np.prod(s)) for s in shapes])
+    tensors = [slice(end - int(np.prod(s)), end) for end, s in zip(ends, shapes, strict=True)]
     want = papers.onebit_lamb(
-        in_bucket(x, shapes, offsets, size), in_bucket(grads, shapes, offsets, size), reduce, tensors,
+        x, grads, reduce, tensors,
         freeze_step=freeze, lr=0.01, beta1=0.8, beta2=0.95, beta3=0.5, eps=1e-3, phi=(0.1, 3.0),
         factor=(0.7, 1.5, 0.2),
     )  # fmt: skip
-    for rank, (params, _, _) in enumerate(got):
-        assert np.array_equal(params, got[0][0])
-        np.testing.assert_allclose(in_bucket(params, shapes, offsets, size), want[:, rank], rtol=2e-3, atol=2e-4)
+    for rank, params in enumerate(got):
+        assert np.array_equal(params, got[0])
+        np.testing.assert_allclose(params, want[:, rank], rtol=2e-3, atol=2e-4)
 
 
 def alone(xs: np.ndarray) -> np.ndarray:

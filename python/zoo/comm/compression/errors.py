@@ -99,6 +99,11 @@ class Error:
             encode(c[where], where, error, sent[place][1] if sent else None, wire)
         self._given, self._given_sent = c, pieces
 
+    def memory_bytes(self) -> int:
+        """Bytes held now, the spare tensor among them."""
+        held = {id(t): t for t in (self._kept, self._given, self._spare) if t is not None}
+        return sum(t.nbytes for t in held.values())
+
     def commit(self) -> None:
         """What was sent counts: the error is what it left out."""
         if self._given is None:
@@ -158,6 +163,11 @@ class Owed:
     def prepare(self, left: Tensor) -> None:
         """What the reduction leaves out."""
         self._next = left
+
+    def memory_bytes(self) -> int:
+        """Bytes held now, the spare tensor among them."""
+        held = {id(t): t for t in (self.value, self._next, self._spare) if t is not None}
+        return sum(t.nbytes for t in held.values())
 
     def commit(self) -> None:
         """What was sent counts."""

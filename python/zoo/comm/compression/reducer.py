@@ -43,6 +43,10 @@ class Reducer:
         """That a rank sends to others for one mean."""
         raise NotImplementedError
 
+    def memory_bytes(self) -> int:
+        """Bytes of errors on this rank now."""
+        return self.worker.memory_bytes() + (self.server.memory_bytes() if self.server is not None else 0)
+
     def commit(self) -> None:
         """What was sent counts: see :mod:`zoo.comm.compression.errors`."""
         self.worker.commit()

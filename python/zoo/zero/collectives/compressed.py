@@ -25,6 +25,7 @@ from zoo.comm.handles import DONE
 from zoo.layout import FlatLayout
 from zoo.zero.collectives.feedback import Feedback, GradientFeedback, Range
 from zoo.zero.collectives.routes import FlatReduce, Hop, Reduce, Routes
+from zoo.zero.collectives.used import Used
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
 
@@ -106,44 +107,54 @@ class Switched:
 
 
 class CompressedMean:
-    """The mean over R ranks of elements [start, stop) of a bucket, compressed both ways.
+    """The mean over R ranks of the parameters in [start, stop) of a bucket, compressed both ways.
 
     Errors are those of :mod:`zoo.comm.compression.errors`, without a loss scale; see
-    :class:`~zoo.zero.collectives.feedback.Feedback`.
+    :class:`~zoo.zero.collectives.feedback.Feedback`. Padding is not sent: it would be part of the scale of its group.
+
+    Attributes:
+        used: the elements that it is the mean of.
     """
 
     has_loss_scale: ClassVar[bool] = False
 
-    def __init__(self, comm: Communicator, codec: Codec, layout: FlatLayout, start: int, stop: int) -> None:
-        self.unit, self.comm, self._two_step = 1.0, comm, TwoStep(comm, codec, stop - start)
-        self.range, self._layout = (start, stop), layout
+    def __init__(self, comm: Communicator, codec: Codec, used: Used) -> None:
+        self.unit, self.comm, self.used = 1.0, comm, used
+        self._two_step = TwoStep(comm, codec, used.numel)
+
+    @property
+    def _mine(self) -> slice:
+        """The used elements of which this rank is the server."""
+        return self._two_step.reduce.where(self.comm.rank)
 
     @property
     def error(self) -> Tensor | None:
-        """The worker error."""
-        return self._two_step.worker.value
+        """The worker error, as elements of the bucket."""
+        value = self._two_step.worker.value
+        return None if value is None else self.used.expanded(value, 0)
 
     @error.setter
     def error(self, value: Tensor | None) -> None:
-        self._two_step.worker.value = value
+        self._two_step.worker.value = None if value is None else self.used.packed(value, 0, self.used.numel)
 
     @property
     def owed(self) -> Tensor | None:
-        """The server error."""
-        return self._two_step.server.value
+        """The server error, as elements of the bucket."""
+        value = self._two_step.server.value
+        return None if value is None else self.used.expanded(value, self._mine.start)
 
     @owed.setter
     def owed(self, value: Tensor | None) -> None:
-        self._two_step.server.value = value
+        mine = self._mine
+        self._two_step.server.value = None if value is None else self.used.packed(value, mine.start, mine.stop)
 
     def error_range(self, bucket: Bucket) -> Range:
         """What the R ranks have alike."""
-        return self.range
+        return self.used.range_of(0, self.used.numel)
 
     def owed_range(self, bucket: Bucket) -> Range:
         """The chunk of which this rank is the server."""
-        mine = self._two_step.reduce.where(self.comm.rank)
-        return self.range[0] + mine.start, self.range[0] + mine.stop
+        return self.used.range_of(self._mine.start, self._mine.stop)
 
     def peers(self, axes: Axes) -> Communicator:
         """The R ranks."""
@@ -157,9 +168,9 @@ class CompressedMean:
         """The mean is over ranks."""
         return num_ranks
 
-    def start(self, c: Tensor, out: Tensor, label: str) -> Handle:
-        """``out`` ← what all ranks see of the mean; ``c`` belongs to this object until commit or roll-back."""
-        return self._two_step.start(c, out, label)
+    def start(self, x: Tensor, out: Tensor, label: str) -> Handle:
+        """``out`` ← what all ranks see of the mean; of the used elements."""
+        return self._two_step.start(x, out, label)
 
     def hops(self) -> list[Hop]:
         """The collectives of a mean."""
@@ -169,8 +180,6 @@ class CompressedMean:
     def commit(self) -> None:
         """See :class:`Feedback`."""
         self._two_step.commit()
-        _forget_padding(self._layout, self.error, self.range[0])
-        _forget_padding(self._layout, self.owed, self.range[0] + self._two_step.reduce.where(self.comm.rank).start)
 
     def roll_back(self) -> None:
         """See :class:`Feedback`."""
@@ -183,7 +192,7 @@ class CompressedMean:
 
     def memory_bytes(self) -> int:
         """See :class:`Feedback`."""
-        return sum(t.nbytes for t in (self.error, self.owed) if t is not None)
+        return self._two_step.memory_bytes()
 
 
 class CompressedLeg(GradientFeedback):
@@ -210,9 +219,7 @@ class CompressedLeg(GradientFeedback):
 
     def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
         """See :class:`~zoo.zero.collectives.routes.Reduce`."""
-        given = full.to(torch.float32, copy=True)
-        if self._scale != 1.0:
-            given.mul_(self._scale)
+        given = full if self._scale == 1.0 else full.float() * self._scale
         mean = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         handle = self._paying(self._leg.start(given, mean, label), mean)
 
@@ -244,11 +251,11 @@ class CompressedLeg(GradientFeedback):
 
     def memory_bytes(self) -> int:
         """See :class:`Feedback`."""
-        return sum(t.nbytes for t in (self.error, self.owed) if t is not None)
+        return self._leg.memory_bytes() + (self.owed.nbytes if self.owed is not None else 0)
 
 
 def _forget_padding(layout: FlatLayout, error: Tensor | None, start: int) -> None:
-    """Between parameters there is nothing to say: a checkpoint does not have it, and the scales of a group feel it."""
+    """A checkpoint does not have what lies between parameters, and the scales of groups feel it."""
     if error is None:
         return
     at = 0
@@ -274,10 +281,11 @@ def left_to_the_optimizer(
     if not placed.states.is_split:
         mean: Reduce = WholeReduce(routes.reduce, axes.shard)
         own: Reduce = Own(None, axes.world.size / axes.num_losses)
-        feedback = CompressedMean(axes.world, switch.codec, layout, 0, layout.size)
+        feedback = CompressedMean(axes.world, switch.codec, Used(layout, 0, layout.size))
     elif axes.replicas.size > 1:
         mean, own = routes.reduce, Own(FlatReduce(axes.shard, axes.num_losses // axes.replicas.size, predivide), 1.0)
-        feedback = CompressedMean(axes.replicas, switch.codec, layout, *layout.shard_range(axes.place, axes.shard.size))
+        used = Used(layout, *layout.shard_range(axes.place, axes.shard.size))
+        feedback = CompressedMean(axes.replicas, switch.codec, used)
     else:
         mean = routes.reduce
         own = feedback = CompressedLeg(axes, switch, layout)

@@ -188,20 +188,22 @@ def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float
     pays = feedback.pays(axes)
     found = pays and _fill(owed, bucket, low, high, "owed", read)
     divisor = feedback.divisor(saved_losses, num_saved)
+    factor = scalars.get(_number("unit", bucket), 1.0) / feedback.unit
     if divisor == feedback.divisor(axes.num_losses, peers.size) and num_saved <= peers.size:
         first, last = feedback.error_range(bucket)
         error = torch.zeros(last - first, device=bucket.device)
-        feedback.error = error if _fill(error, bucket, first, last, f"feedback.{peers.rank}", read) else None
+        had = _fill(error, bucket, first, last, f"feedback.{peers.rank}", read)
+        feedback.error = _times(error, factor) if had else None
     elif pays:
         part = torch.empty_like(owed)
         for other in range(num_saved):
             found |= _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read)
             owed.add_(part, alpha=1.0 / divisor)
-    feedback.owed = owed if found else None
-    factor = scalars.get(_number("unit", bucket), 1.0) / feedback.unit
-    for tensor in (feedback.error, feedback.owed) if factor != 1.0 else ():
-        if tensor is not None:
-            tensor.mul_(factor)
+    feedback.owed = _times(owed, factor) if found else None
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor.mul_(factor)
 
 
 def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, read: Reader) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zoo.comm import Communicator, advance
+from zoo.comm import Communicator, Handle, Then, advance
 from zoo.zero.collectives.compressed import CompressedMean, Switch
 from zoo.zero.collectives.routes import Hop
 from zoo.zero.offload.tiers import Tier
@@ -90,42 +90,51 @@ class BucketPeers(BucketParts):
 
     def compressed_mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
         """See ``zoo.optim.synced.Peers``."""
-        found = list(values)
-        handles: list[Any] = []
+
+        def start(mean: CompressedMean, bucket: Bucket, x: Tensor) -> Handle:
+            return mean.start(x, x, f"momentum of {bucket.label}")
+
+        return self._each(params, values, start)
+
+    def mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """See ``zoo.optim.synced.Peers``."""
+
+        def start(mean: CompressedMean, bucket: Bucket, x: Tensor) -> Handle:
+            return Then([mean.comm.all_reduce(x)], lambda: _multiply(x, 1.0 / mean.comm.size))
+
+        return self._each(params, values, start)
+
+    def _each(
+        self, params: Sequence[Tensor], values: Sequence[Tensor],
+        start: Callable[[CompressedMean, Bucket, Tensor], Handle],
+    ) -> list[Tensor]:  # fmt: skip
+        """What ``start`` makes, in place, of the values of each bucket that has a mean, without padding."""
+        found, spread = list(values), list[tuple[Tensor, Tensor]]()
+        handles: list[Handle] = []
         for bucket in self._buckets:
             mean = _mean_of(bucket)
             if mean is None:
                 continue
-            start, stop = mean.range
-            c = torch.zeros(stop - start, dtype=torch.float32, device=bucket.device)
-            out = torch.empty_like(c)
+            x = torch.empty(mean.used.numel, dtype=torch.float32, device=bucket.device)
             for i, low, high in self._places(bucket, params):
-                c[low - start : high - start] = values[i]
-                found[i] = out[low - start : high - start]
+                runs = mean.used.within(low, high)
+                for run in runs:
+                    x[run.at : run.at + run.length] = values[i][run.start - low : run.start - low + run.length]
+                if len(runs) == 1 and runs[0].length == high - low:
+                    found[i] = x[runs[0].at : runs[0].at + runs[0].length]
+                    continue
+                found[i] = torch.zeros(high - low, dtype=torch.float32, device=bucket.device)
+                spread += [
+                    (found[i][run.start - low : run.start - low + run.length], x[run.at : run.at + run.length])
+                    for run in runs
+                ]
             for older in handles:
                 advance(older)
-            handles.append(mean.start(c, out, f"momentum of {bucket.label}"))
+            handles.append(start(mean, bucket, x))
         for handle in handles:
             handle.wait()
-        return found
-
-    def mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-        """See ``zoo.optim.synced.Peers``."""
-        found = list(values)
-        handles: list[Any] = []
-        for bucket in self._buckets:
-            of_bucket = _mean_of(bucket)
-            if of_bucket is None:
-                continue
-            start, stop = of_bucket.range
-            flat = torch.zeros(stop - start, dtype=torch.float32, device=bucket.device)
-            for i, low, high in self._places(bucket, params):
-                flat[low - start : high - start] = values[i]
-                found[i] = flat[low - start : high - start]
-            handles.append((flat, of_bucket.comm.size, of_bucket.comm.all_reduce(flat)))
-        for flat, size, handle in handles:
-            handle.wait()
-            flat.mul_(1.0 / size)
+        for to, part in spread:
+            to.copy_(part)
         return found
 
     def total(self, values: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
@@ -156,8 +165,12 @@ def sent_by_peers(bucket: Bucket, sync: Any) -> list[Hop]:
     if mean is not None and sync.momentum:
         found += mean.hops()
     if mean is not None and sync.variance and not sync.gradients:
-        found.append(Hop("all_reduce", mean.comm, 4 * (mean.range[1] - mean.range[0])))
+        found.append(Hop("all_reduce", mean.comm, 4 * mean.used.numel))
     return found
+
+
+def _multiply(x: Tensor, factor: float) -> None:
+    x.mul_(factor)
 
 
 def _mean_of(bucket: Bucket) -> CompressedMean | None:
