@@ -12,7 +12,7 @@ from tests.profiles import examples
 from torch import nn
 
 from zoo import sim
-from zoo.optim import AdamW, OnebitAdam, OnebitLamb, ZeroOneAdam
+from zoo.optim import AdamW, DiLoCo, LocalSGD, OnebitAdam, OnebitLamb, ZeroOneAdam
 from zoo.zero import ZeroOptimizer
 
 GROUP = {"type": "onebit", "params": {"group_size": 64}}
@@ -25,6 +25,17 @@ ZERO_ONE = {
 }  # fmt: skip
 
 
+LOCAL = {
+    "optimizer": LocalSGD,
+    "lr": 0.1,
+    "sync_every": 3,
+    "momentum": 0.5,
+    "outer_momentum": 0.4,
+    "outer_nesterov": True,
+}
+DILOCO = {"optimizer": DiLoCo, "lr": 0.05, "sync_every": 3, "compressor": GROUP}
+
+
 def make(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 5)).to(dtype)
@@ -33,8 +44,9 @@ def make(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def build(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, ZeroOptimizer]:
     model = make(dtype)
     given = {"betas": (0.8, 0.95), "eps": 1e-4, "compressor": GROUP, "param_persistence_threshold": 0, **options}
-    if given["optimizer"] is AdamW:
-        del given["compressor"]
+    unknown = {AdamW: ["compressor"], LocalSGD: ["betas", "eps", "compressor"]}
+    for key in unknown.get(given["optimizer"], []):
+        del given[key]
     return model, ZeroOptimizer(model, **given)
 
 
@@ -164,6 +176,53 @@ def test_nothing_is_lost_over_a_change_of_ranks(before: Any, after: Any, way: di
         assert same(loaded[0][2], saved[0][3])
 
 
+@pytest.mark.parametrize("way", [ZERO_ONE, LOCAL, DILOCO], ids=["ZeroOne", "LocalSGD", "DiLoCo"])
+@pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 2, "mics_shard_size": 2}], ids=str)
+@pytest.mark.parametrize("other", [1, 2, 3, 4])
+def test_ranks_that_step_by_themselves_are_saved(way: dict[str, Any], placement: dict[str, Any], other: int) -> None:
+    """The same bits on as many ranks; on others all go on from the mean."""
+    if other in (1, 2, 3) and "mics_shard_size" in placement:  # nothing that would be repeated
+        other = 6
+
+    def save(rank: int) -> Any:
+        model, optimizer = build(**way, **placement)
+        for step in range(5):
+            advance(model, optimizer, rank, step)
+        saved = collect(optimizer), optimizer.state_scalars(), [dict(g) for g in optimizer.param_groups]
+        own = {name: value.clone() for name, value in optimizer.whole_parameters()}
+        for step in range(5, 8):
+            advance(model, optimizer, rank, step)
+        return *saved, own, optimizer.consolidated_parameters()
+
+    saved = sim.run(4, save)
+    state = whole([found for found, *_ in saved])
+    scalars = {k: v for _, found, *_ in saved for k, v in found.items()}
+    assert not same(saved[0][3], saved[3][3])
+
+    def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+        return state[name, role].view(-1)[start : start + length]
+
+    def load(rank: int) -> Any:
+        model, optimizer = build(**way, **placement)
+        for group, options in zip(optimizer.param_groups, saved[0][2], strict=True):
+            group.update({k: v for k, v in options.items() if k != "params"})
+        optimizer.load_state(read, scalars)
+        own = {name: value.clone() for name, value in optimizer.whole_parameters()}
+        for step in range(5, 8):
+            advance(model, optimizer, rank, step)
+        return own, optimizer.consolidated_parameters()
+
+    loaded = sim.run(other, load)
+    for rank, (own, after) in enumerate(loaded):
+        if other == 4:
+            assert same(own, saved[rank][3])
+            assert same(after, saved[rank][4])
+        else:
+            for name in own:
+                mean = torch.stack([of_rank[3][name] for of_rank in saved]).mean(0)
+                torch.testing.assert_close(own[name], mean)
+
+
 @pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE], ids=["Adam", "Lamb", "ZeroOne"])
 @pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 2}, {"stage": 3, "mics_shard_size": 2}], ids=str)
 def test_a_state_dict_goes_on_with_the_same_bits(way: dict[str, Any], placement: dict[str, Any]) -> None:
@@ -187,7 +246,7 @@ def test_a_state_dict_goes_on_with_the_same_bits(way: dict[str, Any], placement:
     sim.run(4, fn)
 
 
-@pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE], ids=["Adam", "Lamb", "ZeroOne"])
+@pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE, DILOCO], ids=["Adam", "Lamb", "ZeroOne", "DiLoCo"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_that_is_skipped_changes_nothing(way: dict[str, Any], bad: float) -> None:
     def fn(rank: int, fails: bool) -> dict[str, torch.Tensor]:
@@ -227,12 +286,16 @@ def test_clipping_is_by_the_root_mean_square_of_the_ranks_norms(placement: dict[
     sim.run(4, fn)
 
 
-@pytest.mark.parametrize("way", [ADAM, LAMB, ZERO_ONE], ids=["Adam", "Lamb", "ZeroOne"])
-@pytest.mark.parametrize("placement", PURE + GROUPS, ids=str)
-@pytest.mark.parametrize("clip", [0.0, 1.0])
+WAYS = {"Adam": ADAM, "Lamb": LAMB, "ZeroOne": ZERO_ONE, "LocalSGD": LOCAL, "DiLoCo": DILOCO}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("placement", "clip"), [(p, i % 2) for i, p in enumerate(PURE + GROUPS)], ids=str)
 def test_the_forecast_is_what_is_sent_and_held(way: dict[str, Any], placement: dict[str, Any], clip: float) -> None:
     if placement in PURE[1:] and way is ZERO_ONE:
         way = ZERO_ONE | {"local_step_clipper": 1}
+    if placement in PURE[1:] and way in (LOCAL, DILOCO):
+        return
 
     def fn(rank: int) -> None:
         model, optimizer = build(**way, **placement, clip_norm=clip)
@@ -267,6 +330,8 @@ def test_what_cannot_be_is_said() -> None:
         (ADAM | {"compressor": "top_k"}, ValueError, "two steps"),
         (LAMB | {"freeze_step": 5, "coeff_beta": 0.9}, ValueError, "takes 1/\\(1 - coeff_beta\\) = 10 steps"),
         (ZERO_ONE | {"stage": 1}, NotImplementedError, "local_step_clipper"),
+        (DILOCO | {"stage": 2}, NotImplementedError, "DiLoCo with local steps"),
+        (DILOCO | {"sync_every": 0}, ValueError, "sync_every=0"),
         (ADAM | {"stage": 2, "offload_optimizer": {"device": "cpu"}}, NotImplementedError, "offload_optimizer"),
         (ADAM | {"stage": 2, "update_in_backward": True}, ValueError, "update_in_backward"),
         (ADAM | {"stage": 2, "loss_scale": 8.0}, ValueError, "with a loss scale"),

@@ -47,5 +47,7 @@ BATTERY = {
         optim.OnebitLamb, {"lr": 0.01, "freeze_step": 2, "coeff_beta": 0.5}, elementwise=False, meets=True
     ),
     "ZeroOneAdam": Entry(optim.ZeroOneAdam, {"lr": 0.01, "var_freeze_step": 2, "local_step_scaler": 2}, meets=True),
+    "LocalSGD": Entry(optim.LocalSGD, {"lr": 0.1, "sync_every": 2, "momentum": 0.5}, meets=True),
+    "DiLoCo": Entry(optim.DiLoCo, {"lr": 0.01, "sync_every": 2}, meets=True),
     "Muon": Entry(optim.Muon, {"lr": 0.01}, torch.optim.Muon, elementwise=False, smooth=False),
 }  # fmt: skip

@@ -8,6 +8,7 @@ groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,3 +140,37 @@ def onebit_lamb(
             x[where] -= lr * ratio * u[where]
         found.append(np.stack([x] * len(g)))
     return np.stack(found)
+
+
+def local_steps(
+    x: Array, grads: Array, inner: Callable[[Array, Array, int], Array], *, every: int, outer_lr: float,
+    momentum: float, nesterov: bool,
+) -> Array:  # fmt: skip
+    """DiLoCo, algorithm 1: ``inner(x, g, rank)`` is a step of one rank; Local SGD has outer_lr 1 and no momentum."""
+    ranks, found = grads.shape[1], []
+    local, shared, b = np.stack([x] * ranks), x, np.zeros_like(x)
+    for t, g in enumerate(grads, 1):
+        local = np.stack([inner(local[r], g[r], r) for r in range(ranks)])
+        if t % every == 0:
+            delta = (shared - local).mean(0)
+            b = momentum * b + delta
+            shared = shared - outer_lr * (delta + momentum * b if nesterov else b)
+            local = np.stack([shared] * ranks)
+        found.append(local)
+    return np.stack(found)
+
+
+class Adamw:
+    """Loshchilov and Hutter 2019, algorithm 2, of each of several ranks."""
+
+    def __init__(self, ranks: int, n: int, *, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> None:
+        self.m, self.v, self.t = np.zeros((ranks, n)), np.zeros((ranks, n)), [0] * ranks
+        self.lr, self.betas, self.eps, self.decay = lr, (beta1, beta2), eps, decay
+
+    def __call__(self, x: Array, g: Array, rank: int) -> Array:
+        beta1, beta2 = self.betas
+        self.t[rank] += 1
+        self.m[rank] = beta1 * self.m[rank] + (1 - beta1) * g
+        self.v[rank] = beta2 * self.v[rank] + (1 - beta2) * g**2
+        m, v = self.m[rank] / (1 - beta1 ** self.t[rank]), self.v[rank] / (1 - beta2 ** self.t[rank])
+        return x - self.lr * (m / (np.sqrt(v) + self.eps) + self.decay * x)

@@ -14,7 +14,7 @@ from tests.profiles import examples
 from torch import nn
 
 from zoo import sim
-from zoo.optim import OnebitAdam, OnebitLamb, ZeroOneAdam
+from zoo.optim import DiLoCo, LocalSGD, OnebitAdam, OnebitLamb, ZeroOneAdam
 from zoo.zero import ZeroOptimizer
 
 GROUP = {"type": "onebit", "params": {"group_size": 64}}
@@ -154,3 +154,33 @@ def test_onebit_lamb_is_its_paper(shapes: list[tuple[int, ...]], ranks: int, fre
 def alone(xs: np.ndarray) -> np.ndarray:
     """What a single rank agrees on with itself."""
     return xs[0]
+
+
+@examples(times=3)
+@given(SHAPES, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 99))
+def test_diloco_and_local_sgd_are_their_papers(
+    shapes: list[tuple[int, ...]], ranks: int, every: int, nesterov: bool, seed: int
+) -> None:
+    n = sum(int(np.prod(s)) for s in shapes)
+    grads = gradients(7, ranks, n, seed)
+    x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
+    outer = {
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "outer_nesterov": nesterov,
+        "sync_every": every,
+        "compressor": None,
+    }
+    adam = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+    inner = papers.Adamw(ranks, n, lr=0.01, beta1=0.8, beta2=0.95, eps=1e-3, decay=0.1)
+    got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=DiLoCo, compressor=None, **adam, **outer))
+    want = papers.local_steps(x, grads, inner, every=every, outer_lr=0.7, momentum=0.9, nesterov=nesterov)
+    for rank, params in enumerate(got):
+        np.testing.assert_allclose(params, want[:, rank], rtol=1e-3, atol=1e-5)
+    plain = {"sync_every": every, "lr": 0.1, "compressor": None}
+    got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=LocalSGD, **plain))
+    want = papers.local_steps(
+        x, grads, lambda x, g, _: x - 0.1 * g, every=every, outer_lr=1.0, momentum=0.0, nesterov=False
+    )
+    for rank, params in enumerate(got):
+        np.testing.assert_allclose(params, want[:, rank], rtol=1e-3, atol=1e-5)

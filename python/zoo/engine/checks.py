@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zoo.zero import ShardedModel, ZeroOptimizer
 
 PARAMETER = "parameter"
-_OF_REDUCTIONS = ("feedback.", "owed")
+_OF_RANKS = ("feedback.", "owed", "apart.")
 _log = logging.getLogger("zoo.engine")
 
 
@@ -189,7 +189,7 @@ def states_of(found: AnyCheckpoint) -> dict[str, set[str]]:
     states: dict[str, set[str]] = {}
     for name, roles in found.roles.items():
         states[name] = {role for role in roles if role not in (PARAMETER, BUFFER)}
-        states[name] -= {role for role in states[name] if role.startswith(_OF_REDUCTIONS)}
+        states[name] -= {role for role in states[name] if role.startswith(_OF_RANKS)}
     for key in found.scalars:
         role, _, name = key.partition("/")
         if role != "zero" and name in states:

@@ -18,6 +18,7 @@ from zoo.optim.adam import Adam, AdamW
 from zoo.optim.base import ElementwiseOptimizer
 from zoo.optim.lamb import Lamb
 from zoo.optim.lion import Lion
+from zoo.optim.local_steps import DiLoCo, LocalSGD
 from zoo.optim.muon import Muon
 from zoo.optim.onebit_adam import OnebitAdam
 from zoo.optim.onebit_lamb import OnebitLamb
@@ -29,9 +30,11 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "DiLoCo",
     "ElementwiseOptimizer",
     "Lamb",
     "Lion",
+    "LocalSGD",
     "Muon",
     "OnebitAdam",
     "OnebitLamb",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from zoo.optim.base import flattened
-from zoo.optim.options import not_supported_compressed
+from zoo.optim.options import adam_compressed
 from zoo.optim.plan import Batch
 from zoo.optim.sync_policy import AfterWarmUp
 from zoo.optim.synced import SyncedOptimizer
@@ -34,7 +34,7 @@ class FrozenVariance(SyncedOptimizer):
     def __init__(
         self, params: Any, name: str, freeze_step: FreezeStep, defaults: dict[str, Any], **more: Any
     ) -> None:  # fmt: skip
-        not_supported_compressed(name, amsgrad=defaults.pop("amsgrad"))
+        adam_compressed(name, defaults)
         super().__init__(params, {**defaults, "freeze_step": freeze_step, "variance_norm": 0.0}, **more)
 
     def policy(self, group: dict[str, Any]) -> AfterWarmUp:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def at_least_zero(**options: float) -> None:
     """Raise ValueError unless each is a number >= 0."""
@@ -26,9 +28,11 @@ def not_supported(name: str, **options: bool) -> None:
             )
 
 
-def not_supported_compressed(name: str, *, amsgrad: bool) -> None:
-    """Raise ValueError for what has no meaning where the variance is frozen."""
-    if amsgrad:
+def adam_compressed(name: str, defaults: dict[str, Any]) -> None:
+    """Raise ValueError for options of Adam out of their range, and for those without a meaning where v is frozen."""
+    at_least_zero(lr=float(defaults["lr"]), eps=defaults["eps"], weight_decay=defaults["weight_decay"])
+    betas_in_range(defaults["betas"])
+    if amsgrad := defaults.pop("amsgrad"):
         raise ValueError(
             f"amsgrad={amsgrad}: {name} keeps its variance as it is for most steps, and has no maximum of it. Leave it "
             "False, or use Adam."

@@ -116,4 +116,4 @@ class EverySteps:
 
     def at(self, step: int) -> Sync:
         """See :class:`SyncPolicy`."""
-        return Sync(variance=True, parameters=step % self.interval == 0)
+        return Sync(parameters=step % self.interval == 0)

@@ -12,7 +12,6 @@ from zoo import registry
 from zoo.comm.compression import Codec, OneBit, TopK
 from zoo.kernels.update import Settings, lamb, lamb_apply_
 from zoo.optim.base import flat
-from zoo.optim.options import at_least_zero, betas_in_range
 from zoo.optim.sync_policy import Sync, SyncPolicy
 from zoo.optim.whole import Measured, Parts, WholeTensorOptimizer
 
@@ -98,8 +97,6 @@ class SyncedOptimizer(WholeTensorOptimizer):
         self, params: Any, defaults: dict[str, Any], *, peers: Peers | None = None, parts: Parts | None = None,
         master_dtype: torch.dtype | None = torch.float32, compressor: Any = None,
     ) -> None:  # fmt: skip
-        at_least_zero(lr=float(defaults["lr"]), eps=defaults["eps"], weight_decay=defaults["weight_decay"])
-        betas_in_range(defaults["betas"])
         self.peers, self.compressor, self.codec = peers, compressor, codec_of(compressor)
         self._now, self._at = Sync(), 0
         super().__init__(params, {**defaults, "num_steps": 0}, parts=parts, master_dtype=master_dtype)

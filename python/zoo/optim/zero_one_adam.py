@@ -9,7 +9,7 @@ import torch
 
 from zoo.kernels.update import Settings
 from zoo.optim.base import flattened
-from zoo.optim.options import not_supported_compressed
+from zoo.optim.options import adam_compressed
 from zoo.optim.plan import Batch
 from zoo.optim.sync_policy import ZeroOneSchedule
 from zoo.optim.synced import Flat, Peers, SyncedOptimizer
@@ -73,14 +73,14 @@ class ZeroOneAdam(SyncedOptimizer):
         eps_inside_sqrt: bool = False, amsgrad: bool = False, maximize: bool = False,
         master_dtype: torch.dtype | None = torch.float32, compressor: Any = None, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        not_supported_compressed("ZeroOneAdam", amsgrad=amsgrad)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "eps_inside_sqrt": eps_inside_sqrt, "decoupled_weight_decay": True, "maximize": maximize,
             "var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler,
             "local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper,
-            "moved_rate": 0.0, "kept": 1.0,
+            "moved_rate": 0.0, "kept": 1.0, "amsgrad": amsgrad,
         }  # fmt: skip
+        adam_compressed("ZeroOneAdam", defaults)
         super().__init__(params, defaults, master_dtype=master_dtype, compressor=compressor, peers=peers)
 
     def policy(self, group: dict[str, Any]) -> ZeroOneSchedule:

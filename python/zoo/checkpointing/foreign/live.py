@@ -24,7 +24,7 @@ from zoo.checkpointing.names import StateSlice
 from zoo.comm import Communicator
 from zoo.layout import Box
 
-_FED_BACK = ("feedback.", "owed")
+_OF_RANKS = ("feedback.", "owed", "apart.")
 
 
 class LiveState(Protocol):
@@ -57,7 +57,7 @@ def live(optimizer: Any, *, model: str = "model", states: str = "optimizer") -> 
     Raises:
         NotImplementedError: errors of reductions that are fed back, which belong to ranks.
     """
-    if any(s.role.startswith(_FED_BACK) for s in optimizer.live_slices(owned=True)) or (
+    if any(s.role.startswith(_OF_RANKS) for s in optimizer.live_slices(owned=True)) or (
         "zero/feedback_ranks" in optimizer.live_scalars()
     ):
         raise NotImplementedError(

@@ -141,6 +141,39 @@ def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored
     return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype, place=shard.place())
 
 
+APART = "apart."
+"""Roles of what each of the ranks that repeat a state has for itself: ``apart.<rank among them>.<role>``."""
+
+
+def apart_slices(segments: Iterable[Segment], state: Mapping[Any, Any]) -> Iterator[StateSlice]:
+    """The parameters and states of this rank, where it steps by itself and so do those that repeat them."""
+    for segment in segments:
+        axes, repeat = segment.bucket.routes.axes, segment.bucket.placements.states.repeat
+        if not axes.counts or repeat.size == 1:
+            continue
+        entries = state.get(segment.tensor, {})
+        roles = {"parameter": segment.value(entries), **tensor_states(entries, segment)}
+        for role, tensor in roles.items():
+            yield from _cut(segment.bucket, segment.slices(), f"{APART}{repeat.rank}.{role}", tensor)
+
+
+def from_ranks_apart(read: Reader, bucket: Bucket, scalars: Mapping[str, float]) -> Reader:
+    """Reads what was saved apart: by as many ranks as repeat the state now what each had, by others the mean of all."""
+    num_saved = int(scalars.get(_number("peers", bucket), 0))
+    repeat = bucket.placements.states.repeat
+
+    def reader(name: str, role: str, start: Any, length: int) -> torch.Tensor:
+        try:
+            if num_saved == repeat.size:
+                return read(name, f"{APART}{repeat.rank}.{role}", start, length)
+            parts = [read(name, f"{APART}{r}.{role}", start, length).float() for r in range(num_saved)]
+        except KeyError:  # what a rank has saved for itself
+            return read(name, role, start, length)
+        return torch.stack(parts).mean(0) if parts else read(name, role, start, length)
+
+    return reader
+
+
 def feedback_slices(bucket: Bucket, *, owned: bool = True) -> Iterator[StateSlice]:
     """What a collective of ``bucket`` still owes; with ``owned`` of ranks that have the same only one says it."""
     feedback, axes = bucket.routes.feedback, bucket.routes.axes

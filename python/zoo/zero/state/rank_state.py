@@ -31,7 +31,7 @@ from zoo.zero.update.segments import Segment
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
-_OF_REDUCTIONS = ("feedback.", "owed")
+_OF_RANKS = ("feedback.", "owed", "apart.")
 _DCP = ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader")
 _PARTS = {"slices": Mapping, "scalars": Mapping, "param_groups": list, "rank": int, "world_size": int}
 
@@ -226,7 +226,7 @@ def _check(optimizer: ZeroOptimizer, state: Any) -> None:
 
 def _saved_lengths(slices: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Of what the optimizer keeps; an entry that is none of ours is there as it is, and will not be found wanted."""
-    kept = {key: value.numel() for key, value in slices.items() if not key.startswith(_OF_REDUCTIONS)}
+    kept = {key: value.numel() for key, value in slices.items() if not key.startswith(_OF_RANKS)}
     starts = _starts(kept)
     ours = {f"{tensor}|{start}" for tensor, of in starts.items() for start in of}
     parts = {tensor: {start: kept[f"{tensor}|{start}"] for start in of} for tensor, of in starts.items()}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zoo.zero.sharding.buckets import Bucket
     from zoo.zero.update.in_backward import UpdateInBackward
     from zoo.zero.update.loss_scaler import LossScaler
+    from zoo.zero.update.segments import Segment
     from zoo.zero.update.updater import Updater
 
 
@@ -57,6 +58,8 @@ class SavedState:
         if self._feedback:
             found["zero/feedback_ranks"] = float(self.comm.size)
             found |= state_io.feedback_scalars(self._trainable)
+            if self._updater.apart:
+                found["zero/apart"] = 1.0
         return found
 
     def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
@@ -88,13 +91,14 @@ class SavedState:
         self._runtime.backward.check_running()
         if self._in_backward is not None or self._runtime.backward.failed:
             self._whole.zero_grad()
-        exact = self.config.load_from_fp32_weights
-        self._updater.load(
-            lambda segment, state: state_io.fill_segment(
-                segment, state, read if exact else state_io.rounded(read, segment.bucket.spec.dtype), scalars
-            ),
-            self._whole._options_of_update(),
-        )
+        exact, apart = self.config.load_from_fp32_weights, bool(scalars.get("zero/apart"))
+
+        def fill(segment: Segment, state: dict[str, Any]) -> bool:
+            reader = state_io.from_ranks_apart(read, segment.bucket, scalars) if apart else read
+            reader = reader if exact else state_io.rounded(reader, segment.bucket.spec.dtype)
+            return state_io.fill_segment(segment, state, reader, scalars)
+
+        self._updater.load(fill, self._whole._options_of_update())
         state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
         self._whole._publish()
         mine = {k.removeprefix("zero/"): v for k, v in scalars.items() if k.startswith("zero/")}
@@ -136,4 +140,6 @@ class SavedState:
         found = list(
             state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=owned, stored=stored)
         )
+        if owned and self._updater.apart:
+            found += state_io.apart_slices(self._updater.segments, self.inner.state)
         return found + [s for b in self._trainable for s in state_io.feedback_slices(b, owned=owned)]

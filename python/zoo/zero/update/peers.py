@@ -113,7 +113,7 @@ class BucketPeers(BucketParts):
         handles: list[Handle] = []
         for bucket in self._buckets:
             mean = _mean_of(bucket)
-            if mean is None:
+            if mean is None or not mean.used.numel:
                 continue
             x = torch.empty(mean.used.numel, dtype=torch.float32, device=bucket.device)
             for i, low, high in self._places(bucket, params):
@@ -158,15 +158,16 @@ class BucketPeers(BucketParts):
         return found
 
 
-def sent_by_peers(bucket: Bucket, sync: Any) -> list[Hop]:
+def sent_by_peers(bucket: Bucket, sync: Any, *, compresses: bool) -> list[Hop]:
     """The collectives of a bucket in a step that synchronises this (``zoo.optim.sync_policy.Sync``)."""
-    found: list[Hop] = []
     mean = _mean_of(bucket)
-    if mean is not None and sync.momentum:
-        found += mean.hops()
-    if mean is not None and sync.variance and not sync.gradients:
-        found.append(Hop("all_reduce", mean.comm, 4 * mean.used.numel))
-    return found
+    if mean is None or not mean.used.numel:
+        return []
+    whole = [Hop("all_reduce", mean.comm, 4 * mean.used.numel)]
+    found = mean.hops() if sync.momentum else []
+    if sync.parameters:
+        found = mean.hops() if compresses else whole
+    return [*found, *whole] if sync.variance and sync.momentum else found
 
 
 def _multiply(x: Tensor, factor: float) -> None:

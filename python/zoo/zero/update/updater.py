@@ -204,9 +204,17 @@ class Updater:
         for buckets, _ in self._pieces:
             found += self._parts.hops(buckets, sums)
         if self._switch is not None:
-            found += [hop for b in self._buckets for hop in sent_by_peers(b, self.inner.now)]
+            found += [hop for b in self._buckets for hop in self._sent(b)]
             found += [Hop("all_reduce", self._everyone, 8)] * (self._everyone.size > 1 and self.inner.asks_for_total)
         return found
+
+    def _sent(self, bucket: Bucket) -> list[Hop]:
+        return sent_by_peers(bucket, self.inner.now, compresses=self.inner.compressor is not None)
+
+    @property
+    def apart(self) -> bool:
+        """Ranks that repeat a state have different ones after the steps so far."""
+        return self._switch is not None and self._everyone.size > 1 and not self.inner.together()
 
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that an update reads from and writes to NVMe, once states exist."""
