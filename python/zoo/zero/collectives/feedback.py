@@ -11,7 +11,8 @@ The new error is *prepared* by the reduction and *committed* by the step: a step
 dropped, leave e_r as it was. Several reductions before one step follow each other. The error is a logical tensor for
 each rank and parameter (role ``feedback.<rank>``, with the rank among those between which the parameter travels). At
 another number of ranks nothing of it is lost: whoever owns an element of the sharded gradient owes s = 1/N Σ_r e_r
-(role ``owed``), adds it to the next mean, and e_r begins at zero.
+(role ``owed``), adds it to the next mean, and e_r begins at zero. Means that an optimizer makes inside of its update
+(``compressed.py``) keep theirs in the same form.
 
 Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
 Speech DNNs", section 3; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
