@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zoo import registry, sim
 from zoo.comm import Communicator
 from zoo.comm.compression import HookState, OneBit, TopK, hook
+from zoo.comm.compression.hook import _finite
 
 Tensor = torch.Tensor
 
@@ -66,6 +67,15 @@ def test_a_gradient_that_is_not_finite_leaves_the_errors_alone() -> None:
         assert all(
             bool(torch.isfinite(r.worker.value).all()) for r in state.reducers.values() if r.worker.value is not None
         )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_seen(bad: float) -> None:
+    for place in (0, 17, 63, 99):
+        x = torch.zeros(100)
+        x[place] = bad
+        assert not _finite(x)
+    assert _finite(torch.full((100,), 3e38))
 
 
 def test_within_nodes_it_is_exact() -> None:

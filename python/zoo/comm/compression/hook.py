@@ -83,9 +83,14 @@ class HookState:
         for handle, reducer, buffer, out, found in under_way:
             handle.wait()
             if reducer is not None:
-                reducer.commit() if bool(torch.isfinite(out).all()) else reducer.roll_back()
+                reducer.commit() if _finite(out) else reducer.roll_back()
                 buffer.copy_(out)  # nothing where they are one
             found.set_result(buffer)
+
+
+def _finite(x: Tensor) -> bool:
+    # Both are NaN where any element is. One pass, where isfinite has several with temporaries.
+    return bool(torch.isfinite(torch.stack(x.aminmax())).all())
 
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]

@@ -74,22 +74,26 @@ class PowerSGDReducer(Reducer):
 
     def _begin(self, x: Tensor, out: Tensor, label: str) -> Handle:
         c = self.worker.added(x)
-        matrix = F.pad(c, (0, self.rows * self.columns - self.numel)).view(self.rows, self.columns)
+        missing = self.rows * self.columns - self.numel
+        matrix = (F.pad(c, (0, missing)) if missing else c).view(self.rows, self.columns)
         q = self._next_q if self._next_q is not None else self.q
-        p = matrix @ q.to(c.device)
+        # Thin matrices lie on their side: products with them are two to eight times as fast so.
+        p = q.to(c.device).t() @ matrix.t()
         handle = self.comm.all_reduce(p)
 
         def second() -> Handle:
-            basis = orthogonal(p)
-            found = matrix.t().contiguous() @ basis
+            basis = orthogonal(p.t())
+            found = basis.t() @ matrix
             more = self.comm.all_reduce(found)
 
             def unpack() -> None:
                 found.mul_(1.0 / self.comm.size)
-                mean = (basis @ found.t()).view(-1)[: self.numel]
-                out.copy_(mean)
-                self._next_q = found
-                self.worker.prepare(c.sub_(mean))
+                if missing:
+                    out.copy_((basis @ found).view(-1)[: self.numel])
+                else:
+                    torch.mm(basis, found, out=out.view(self.rows, self.columns))
+                self._next_q = found.t()
+                self.worker.prepare(c.sub_(out))
 
             return Then([more], unpack)
 

@@ -72,3 +72,11 @@ class TopK(Codec):
         if not add:
             out.zero_()
         out.index_add_(0, places, values)
+
+    def owed_(self, error: Tensor, c: Tensor, wire: Tensor) -> None:
+        """See :class:`Codec`."""
+        k = self._k(c.numel())
+        places, values = wire[: 4 * k].view(torch.int32).long(), wire[4 * k :].view(torch.float32)
+        if error.data_ptr() != c.data_ptr():
+            error.copy_(c)
+        error.index_add_(0, places, values, alpha=-1)
