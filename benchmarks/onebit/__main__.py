@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, Spread, machine, remarks, table
 from benchmarks.onebit.link import LinkError, cable
+from benchmarks.onebit.steps import LAYERS, PLAIN, ROWS, WIDTH
 from benchmarks.onebit.worker import GLOO
 
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -45,20 +46,35 @@ def run(args: argparse.Namespace, prefixes: Sequence[Sequence[str]], address: st
 
 
 def section(name: str, found: dict[str, Any], numel: int) -> str:
-    """A table of one link."""
-    rows, base = [], found["contenders"].get(GLOO, [])
-    for contender, rounds in found["contenders"].items():
-        times = [r["s"] for r in rounds]
-        ratios = [b["s"] / r["s"] for b, r in zip(base, rounds, strict=True)] if base else [1.0]
-        sent = statistics.median(r["bytes"] for r in rounds)
+    """The tables of one link."""
+    rows = []
+    for contender, (times, ratios, cpu_s, sent) in summary(found["contenders"], GLOO).items():
         counted = found["said"].get(contender)
         rows.append([
-            contender, Spread(tuple(times)).text(1, 1e3), Spread(tuple(ratios)).text(2),
-            f"{1e3 * statistics.median(r['cpu_s'] for r in rounds):.0f}",
-            "–" if counted is None else f"{counted / 1e6:.2f}", f"{sent / 1e6:.2f}", f"1/{4 * numel / sent:.1f}",
+            contender, times, ratios, cpu_s, "–" if counted is None else f"{counted / 1e6:.2f}", f"{sent / 1e6:.2f}",
+            f"1/{4 * numel / sent:.1f}",
         ])  # fmt: skip
     header = ["contender", "ms", "times as fast as gloo", "CPU ms", "MB sent, counted", "by the interface", "of 4 n"]
-    return f"### {name}\n\n{table(header, rows)}\n"
+    text = f"### {name}\n\n{table(header, rows)}\n"
+    if "steps" not in found:
+        return text
+    rows = [
+        [contender, *shown, f"{sent / 1e6:.2f}"] for contender, (*shown, sent) in summary(found["steps"], PLAIN).items()
+    ]
+    header = ["a step of a small model", "ms", "times as fast as without", "CPU ms", "MB by the interface"]
+    return f"{text}\n{table(header, rows)}\n"
+
+
+def summary(found: dict[str, list[dict[str, float]]], base: str) -> dict[str, tuple[str, str, str, float]]:
+    """Of each contender: milliseconds, times as fast as ``base`` in the same round, CPU milliseconds, bytes."""
+    shown = {}
+    for contender, rounds in found.items():
+        ratios = [b["s"] / r["s"] for b, r in zip(found.get(base, rounds), rounds, strict=True)]
+        shown[contender] = (
+            Spread(tuple(r["s"] for r in rounds)).text(1, 1e3), Spread(tuple(ratios)).text(2),
+            f"{1e3 * statistics.median(r['cpu_s'] for r in rounds):.0f}", statistics.median(r["bytes"] for r in rounds),
+        )  # fmt: skip
+    return shown
 
 
 def write(raw: dict[str, Any]) -> None:
@@ -68,7 +84,8 @@ def write(raw: dict[str, Any]) -> None:
     intro = (
         f"Written by `python -m benchmarks.onebit`. The mean of {raw['numel']:,} fp32 numbers on two gloo ranks, "
         f"{raw['threads']} thread each, contenders in turn, {raw['rounds']} rounds; ratios are of one round: median "
-        "(smallest–largest). A compressed mean includes the commit of its error. Gloo's is a sum."
+        "(smallest–largest). All work in place; a compressed mean includes the commit of its error, gloo's is a sum. "
+        f"The small model: {LAYERS} layers of {WIDTH}×{WIDTH}, DistributedDataParallel, {ROWS} rows a rank, SGD."
     )
     PAGE.write_text(f"# Compressed communication\n\n{intro}\n\n{about}\n\n" + "\n".join(parts) + f"\n{remarks(PAGE)}")
 

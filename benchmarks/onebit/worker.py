@@ -13,17 +13,19 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.onebit import steps
 
 from zoo.comm import Communicator
 from zoo.comm.compression import Blockwise, Fp8, OneBit, PowerSGD, RandomK, TopK
 
 Tensor = torch.Tensor
-Reduce = Callable[[Tensor, Tensor], None]
+Reduce = Callable[[Tensor], None]
 COMPRESSORS: dict[str, Any] = {
     "zoo, 1 bit": OneBit(),
     "zoo, int8": Blockwise(),
@@ -37,18 +39,17 @@ GLOO = "gloo, fp32"
 TORCH = "torch's PowerSGD hook, rank 4"
 
 
-def gloo(x: Tensor, out: Tensor) -> None:
-    """torch's all-reduce; the mean is left out, which no other contender can."""
-    out.copy_(x)
-    dist.all_reduce(out)
+def gloo(x: Tensor) -> None:
+    """torch's all-reduce, in place; the mean is left out, which no other contender can."""
+    dist.all_reduce(x)
 
 
 def compressed(compressor: Any, comm: Communicator, numel: int) -> Reduce:
-    """The mean and the commit, as a step has both."""
+    """The mean in place and the commit, as a step has both."""
     reducer = compressor.reducer(comm, numel)
 
-    def reduce(x: Tensor, out: Tensor) -> None:
-        reducer.start(x, out).wait()
+    def reduce(x: Tensor) -> None:
+        reducer.start(x, x).wait()
         reducer.commit()
 
     return reduce
@@ -65,7 +66,7 @@ def torch_hook(numel: int) -> Reduce:
     model = torch.nn.parallel.DistributedDataParallel(_Bucket(side), bucket_cap_mb=10**6)
     model.register_comm_hook(state, power.powerSGD_hook)
 
-    def reduce(x: Tensor, out: Tensor) -> None:
+    def reduce(x: Tensor) -> None:
         model.zero_grad()
         model(x[: side * side].view(side, side)).backward()
 
@@ -103,20 +104,35 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         contenders = {name: run for name, run in contenders.items() if name in args.only}
     generator = torch.Generator().manual_seed(dist.get_rank())
     given = torch.randn(args.numel, generator=generator)
-    x, out = torch.empty_like(given), torch.empty_like(given)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-    for turn in range(args.rounds + 2):  # two to warm up: buffers, buckets, the first Q
-        for name, run in contenders.items():
-            x.copy_(given)
+    x = torch.empty_like(given)
+    runs = {name: partial(run, x) for name, run in contenders.items()}
+    found = {
+        "contenders": take_turns(runs, args, before=lambda: x.copy_(given)),
+        "said": said(contenders, comm, args.numel),
+    }
+    if not args.only:
+        width = min(steps.WIDTH, int((args.numel / steps.LAYERS) ** 0.5))
+        found["steps"] = take_turns(steps.contenders(width), args)
+    return found
+
+
+def take_turns(
+    runs: dict[str, Callable[[], None]], args: argparse.Namespace, before: Callable[[], object] = lambda: None
+) -> dict[str, list[dict[str, float]]]:
+    """Of each round and contender the seconds, the CPU time of this rank, and the bytes by the interface."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for turn in range(args.rounds + 3):  # three to warm up: buffers, buckets, the first Q
+        for name, run in runs.items():
+            before()
             dist.barrier()
-            before, began, cpu = interface_bytes(args.device), time.perf_counter(), cpu_s()
-            run(x, out)
+            counted, began, cpu = interface_bytes(args.device), time.perf_counter(), cpu_s()
+            run()
             seconds, used = time.perf_counter() - began, cpu_s() - cpu
             dist.barrier()
-            sent = interface_bytes(args.device) - before
-            if turn >= 2:
+            sent = interface_bytes(args.device) - counted
+            if turn >= 3:
                 found[name].append({"s": seconds, "cpu_s": used, "bytes": sent})
-    return {"contenders": found, "said": said(contenders, comm, args.numel)}
+    return found
 
 
 def said(contenders: dict[str, Reduce], comm: Communicator, numel: int) -> dict[str, int]:

@@ -31,3 +31,6 @@ def test_it_runs_and_counts() -> None:
             # The interface sees both ranks, headers, acknowledgements and two barriers; and what others send.
             assert one["bytes"] >= 2 * said, name
     assert found["said"]["zoo, 1 bit"] * 30 < found["said"]["gloo, fp32"]
+    assert len(found["steps"]) == 4
+    sent = {name: min(one["bytes"] for one in rounds) for name, rounds in found["steps"].items()}
+    assert sent["zoo's hook, 1 bit"] * 8 < sent["no hook, fp32"]
