@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import processes
 from tests.profiles import examples
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +25,7 @@ from zoo.checkpointing.activation.storages import Contiguous, Host, Keep, Nvme, 
 from zoo.checkpointing.activation.storages.extents import Extents
 from zoo.checkpointing.activation.storages.host import _OnHost
 from zoo.comm import Communicator
+from zoo.io import File, Handle
 
 
 @examples(times=12)
@@ -375,6 +377,37 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"activation_checkpointing.nvme_path='.*': no file can be made there: "):
         Nvme(tmp_path / "file")
+
+
+def test_a_file_that_cannot_be_opened_twice_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Handle.open
+
+    def once(self: Handle, path: Any, mode: Any = "r") -> File:
+        if mode == "r":
+            raise OSError(24, os.strerror(24))
+        return real(self, path, mode)
+
+    monkeypatch.setattr(Handle, "open", once)
+    with pytest.raises(ValueError, match=r"no file can be made there: .*Too many open files"):
+        Nvme(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+FORKED = """
+import os, sys, torch
+from zoo.checkpointing.activation.storages import Nvme
+storage = Nvme(sys.argv[1])
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+storage.close()
+"""
+
+
+def test_the_end_of_a_forked_child_says_nothing_of_its_parents_file(tmp_path: Path) -> None:
+    done = processes.run(FORKED, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_full_disk_ends_the_forward_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

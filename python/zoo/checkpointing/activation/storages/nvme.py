@@ -63,7 +63,7 @@ class Nvme:
         self._writing: deque[weakref.ref[_OnDisk]] = deque()
         self._leaving: list[tuple[Future, int, int]] = []
         self._staged = 0
-        self._finalizer = weakref.finalize(self, _close, self._handle, self._writes, self._reads)
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), self._handle, self._writes, self._reads)
 
     @property
     def file_bytes(self) -> int:
@@ -221,7 +221,9 @@ class _OnDisk:
         self._storage.free(self._start, self._length, self._write or self._read)
 
 
-def _close(handle: Handle, *files: Any) -> None:
+def _close(process: int, handle: Handle, *files: Any) -> None:
+    if process != os.getpid():
+        return  # of a forked child, whose parent goes on
     for file in files:
         file.close()
     handle.close()
