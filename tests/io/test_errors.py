@@ -1,6 +1,8 @@
 """Every mistake and every failure is an exception that says what, where and how to fix it."""
 
+import contextlib
 import copy
+import ctypes
 import errno
 import gc
 import os
@@ -262,6 +264,47 @@ def test_a_full_disk_is_known_before_anything_is_written(folder: Path) -> None:
             assert back.eq(1).all()
             # Room again: the failed write left nothing behind.
             handle.write(torch.ones(200_000), place / "fits")
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk_has_as_much_room_after_a_write_that_found_none(folder: Path) -> None:
+    """ext4 keeps what was allocated past the end of a file."""
+    image, place = folder / "image", folder / "ext4"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    make, mount = ["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]
+    try:
+        refused = any(subprocess.run(command, capture_output=True, check=False).returncode for command in (make, mount))
+    except FileNotFoundError:
+        refused = True
+    if refused:
+        pytest.skip("no right to mount a small file system, or no ext4")
+    try:
+        with Handle() as handle:
+            handle.write(torch.ones(1000), place / "grows")
+            for name in ("new", "grows"):
+                before = os.statvfs(place).f_bavail
+                with pytest.raises(
+                    TransferError, match=r"allocate 67108864 bytes .*No space left on device .* free some"
+                ):
+                    handle.pwrite(torch.zeros(64 << 20, dtype=torch.uint8), place / name)
+                assert os.statvfs(place).f_bavail == before
+            handle.pwrite(torch.zeros(4 << 20, dtype=torch.uint8), place / "new")
+            # Space that was set aside is space, and so is the rest of a block that is begun.
+            with (place / "kept").open("wb") as file:
+                fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+                fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+                size = 16 << 20
+                assert fallocate(file.fileno(), 1, 0, size) == 0
+            with (place / "rest").open("wb") as rest, contextlib.suppress(OSError):
+                while True:
+                    rest.write(bytes(4096))
+                    rest.flush()
+            handle.pwrite(torch.zeros(size, dtype=torch.uint8), place / "kept")
+            handle.pwrite(torch.ones(10), place / "grows", 4000)
+            assert (place / "grows").stat().st_size == 4040
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 

@@ -283,6 +283,11 @@ impl File {
             return Ok(());
         }
         let from = offset.max(old);
+        if sys::lacks_room(fd, from, end) {
+            // Trying would take all that is left, and ext4 gives back none of what lies past the end of a file but when
+            // the file is cut: that may be to less than another writer has made of it meanwhile.
+            return Err(Error::os("allocate", &self.path, offset, len, libc::ENOSPC));
+        }
         // First the space, which changes no size. The size follows only once all space is there, by an operation that
         // can lengthen but not shorten: another writer may have lengthened the file meanwhile.
         for mode in [libc::FALLOC_FL_KEEP_SIZE, 0] {

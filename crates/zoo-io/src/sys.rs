@@ -108,6 +108,39 @@ pub fn block_size(fd: RawFd) -> u64 {
     if unsafe { libc::fstatvfs(fd, &raw mut facts) } == 0 { facts.f_bsize } else { 4096 }
 }
 
+/// `FS_IOC_FIEMAP` asks where `[offset, offset + len)` lies; with no room for extents it counts them.
+#[repr(C)]
+struct Extents {
+    offset: u64,
+    len: u64,
+    flags: u32,
+    found: u32,
+    room: u32,
+    _reserved: u32,
+}
+
+/// Whether the file system has certainly less than `[from, end)` of an open file needs: none of the blocks that begin there
+/// has space yet, and fewer are free. False where it does not say.
+pub fn lacks_room(fd: RawFd, from: u64, end: u64) -> bool {
+    const FS_IOC_FIEMAP: libc::Ioctl = 0xC020_660B_u32 as libc::Ioctl;
+    // SAFETY: statvfs is plain numbers, for which zeros are a value.
+    let mut facts: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: `facts` is writable and of the right size.
+    if unsafe { libc::fstatvfs(fd, &raw mut facts) } != 0 || facts.f_blocks == 0 {
+        return false;
+    }
+    // SAFETY: no memory is passed.
+    let blocks = if unsafe { libc::geteuid() } == 0 { facts.f_bfree } else { facts.f_bavail };
+    let offset = from.next_multiple_of(facts.f_bsize.max(1));
+    let len = end.saturating_sub(offset);
+    if len <= blocks.saturating_mul(facts.f_frsize) {
+        return false;
+    }
+    let mut asked = Extents { offset, len, flags: 0, found: 0, room: 0, _reserved: 0 };
+    // SAFETY: `asked` is writable and of the layout that the call has.
+    unsafe { libc::ioctl(fd, FS_IOC_FIEMAP, &raw mut asked) == 0 && asked.found == 0 }
+}
+
 /// Size in bytes of an open regular file or block device.
 pub fn size(fd: RawFd) -> io::Result<u64> {
     // SAFETY: no memory is passed.
