@@ -244,6 +244,27 @@ def test_ctrl_c_ends_a_close_which_may_be_called_again(folder: Path) -> None:
     ], done.stderr
 
 
+TOO_LARGE = """
+import os, resource, signal, sys, torch, zoo.io
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+for backend in ("uring", "threads"):
+    with zoo.io.Handle(backend=backend) as handle:
+        handle.pwrite(torch.zeros(1 << 14), sys.argv[1])
+        try:
+            handle.pwrite(torch.zeros(1 << 20), sys.argv[1], 4096)
+        except zoo.io.TransferError as error:
+            print(error.errno, "the file system's or the process's limit" in str(error))
+    facts = os.stat(sys.argv[1])
+    print(facts.st_size, facts.st_blocks * 512 <= 1 << 17)
+"""
+
+
+def test_a_file_that_would_be_too_large_takes_no_space_and_ends_no_process(folder: Path) -> None:
+    done = run(TOO_LARGE, folder / "f")
+    assert done.stdout.split() == ["27", "True", "65536", "True"] * 2, done.stderr
+
+
 NO_MEMORY = """
 import resource, sys, torch, zoo.io
 handle, tensor = zoo.io.Handle(block_size=1 << 30, bounce_bytes=0), torch.zeros(1 << 16, dtype=torch.uint8)[1:]

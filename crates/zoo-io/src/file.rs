@@ -283,10 +283,15 @@ impl File {
             return Ok(());
         }
         let from = offset.max(old);
-        if sys::lacks_room(fd, from, end) {
-            // Trying would take all that is left, and ext4 gives back none of what lies past the end of a file but when
-            // the file is cut: that may be to less than another writer has made of it meanwhile.
-            return Err(Error::os("allocate", &self.path, offset, len, libc::ENOSPC));
+        // Trying in vain would take all that is left, and ext4 gives back none of what lies past the end of a file but when
+        // the file is cut: that may be to less than another writer has made of it meanwhile.
+        let known = if end > sys::largest_file() {
+            Some(libc::EFBIG)
+        } else {
+            sys::lacks_room(fd, from, end).then_some(libc::ENOSPC)
+        };
+        if let Some(errno) = known {
+            return Err(Error::os("allocate", &self.path, offset, len, errno));
         }
         // First the space, which changes no size. The size follows only once all space is there, by an operation that
         // can lengthen but not shorten: another writer may have lengthened the file meanwhile.

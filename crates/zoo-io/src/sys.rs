@@ -108,6 +108,14 @@ pub fn block_size(fd: RawFd) -> u64 {
     if unsafe { libc::fstatvfs(fd, &raw mut facts) } == 0 { facts.f_bsize } else { 4096 }
 }
 
+/// The largest file that this process may write, in bytes (`ulimit -f`).
+pub fn largest_file() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is writable and of the right size.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    limit.rlim_cur
+}
+
 /// `FS_IOC_FIEMAP` asks where `[offset, offset + len)` lies; with no room for extents it counts them.
 #[repr(C)]
 struct Extents {
