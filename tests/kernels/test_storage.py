@@ -76,6 +76,23 @@ def test_what_it_cannot_be_for() -> None:
     assert not lend(memory, torch.empty(4, device="meta").untyped_storage())
 
 
+@native
+def test_memory_that_is_lent_stays_where_it_is() -> None:
+    """Else whoever has it would go on in memory that is freed."""
+    holder, memory, other = (torch.full((1024,), float(i)).untyped_storage() for i in range(3))
+    assert lend(holder, memory)
+    assert not lend(memory, holder)
+    assert not lend(memory, other)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        memory.resize_(0)
+    assert lend(other, holder)  # which keeps what it was lent, as long as others have that too
+    with pytest.raises(RuntimeError, match="not resizable"):
+        holder.resize_(0)
+    assert other.tolist() == holder.tolist() == memory.tolist()
+    other.resize_(0)
+    assert memory.nbytes() == holder.nbytes() == 4096
+
+
 def test_there_is_none_without_the_library() -> None:
     code = (
         "import torch; from zoo.kernels.storage import lend; a, b = torch.zeros(4), torch.ones(4)\n"

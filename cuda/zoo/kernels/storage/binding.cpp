@@ -20,12 +20,14 @@ void let_go(void* context) { delete static_cast<Kept*>(context); }
 }  // namespace
 
 // `holder` and `memory` are addresses of StorageImpls. What holder had is freed; memory lives until holder's storage is
-// resized or dies. Returns 0, and changes nothing, unless both are plain memory of a CPU and holder may be resized.
+// resized or dies, and keeps its own size from now on: resized, or given other memory, it would leave holder in memory
+// that is freed. Returns 0, and changes nothing, unless both are plain memory of a CPU and holder may be resized.
 ZOO_EXPORT int32_t zoo_lend_storage(void* holder, void* memory) {
   auto* to = static_cast<c10::StorageImpl*>(holder);
   auto* from = static_cast<c10::StorageImpl*>(memory);
   if (to == from || !to->resizable() || !to->device().is_cpu() || !from->device().is_cpu()) return 0;
   auto* kept = new Kept(Kept::reclaim_copy(from));
+  from->set_resizable(false);
   // Whatever was in `to` is freed at the end of this statement.
   to->set_data_ptr(c10::DataPtr(from->mutable_data(), kept, &let_go, from->device()));
   to->set_nbytes(from->nbytes());

@@ -17,9 +17,9 @@ def lend(holder: torch.UntypedStorage, memory: torch.UntypedStorage) -> bool:
 
     All tensors that share ``holder`` see it. ``holder.resize_(0)`` gives the memory back: ``memory`` dies then, if
     nobody else has it. The way to memory of one's own for a storage: torch's allocator asks the system for every large
-    block anew, and each page of it is a fault.
+    block anew, and each page of it is a fault. ``memory`` has a fixed size from then on, so that it stays where it is.
 
-    Returns False, and changes nothing, where that cannot be: no native library, not a CPU, a storage of a fixed size.
+    Returns False, and changes nothing, where that cannot be: no native library, not a CPU, a holder of a fixed size.
     """
     function = loading.native_function("zoo_lend_storage", ctypes.c_void_p, ctypes.c_void_p)
     return function is not None and bool(function(holder._cdata, memory._cdata))
