@@ -67,6 +67,19 @@ def test_the_operations_for_cuda_are_those_that_its_library_registered(
     assert not loading.has_cuda_kernel("sum_squares")
 
 
+@native
+def test_other_threads_see_the_library_when_its_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.kernels import operators
+
+    library, seen = loading._library, []
+    monkeypatch.setattr(loading, "_library", None)
+    monkeypatch.setattr(loading, "_open_library", lambda: library)
+    monkeypatch.setattr(operators, "register", lambda: seen.append(loading._library))
+    assert loading.native()
+    assert seen == [None]
+    assert loading._library is library
+
+
 def test_the_environment_decides_when_the_first_operation_runs() -> None:
     """And a block with another mode ends with what was before it."""
     program = (

@@ -201,8 +201,8 @@ def _load() -> None:
 def _load_once() -> None:
     global _library, _why_not
     try:
-        _library = _open_library()
-        _library.zoo_use_isa.argtypes = [ctypes.c_int32]
+        library = _open_library()
+        library.zoo_use_isa.argtypes = [ctypes.c_int32]
     except (BuildError, OSError) as error:
         _why_not = str(error)
         logger.warning(
@@ -212,6 +212,7 @@ def _load_once() -> None:
     from zoo.kernels import operators
 
     operators.register()
+    _library = library  # only now: other threads look at it without the lock, and need the gradients
 
 
 def _open_library() -> ctypes.CDLL:
