@@ -92,6 +92,20 @@ def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode
         activate_backward_(a, pre, a[:2], pre, "silu", gated=True)
 
 
+def test_autograd_notices_that_tensors_were_changed() -> None:
+    a, pre, grad_pre = torch.ones(3), torch.ones(3), torch.ones(3)
+    w = torch.ones(3, requires_grad=True)
+    for change, tensor_ in (
+        (lambda: activate_(a, pre, "relu"), a),
+        (lambda: activate_backward_(a, grad_pre, a.clone(), pre, "relu"), a),
+        (lambda: activate_backward_(a, grad_pre, a.clone(), pre, "relu"), grad_pre),
+    ):
+        y = (w * tensor_).sum()
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
 def test_opcheck() -> None:
     a, pre = torch.rand(3, 4), torch.rand(3, 8)
     torch.library.opcheck(torch.ops.zoo.activate_.default, (a, pre, "silu", True))

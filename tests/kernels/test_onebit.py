@@ -190,6 +190,16 @@ def test_mistakes_are_value_errors(mode: str, use_mode: UseMode) -> None:
         compress_mean_(e, wires.view(torch.int8))
 
 
+def test_autograd_notices_what_was_changed_and_nothing_else() -> None:
+    x, w = torch.ones(100), torch.ones(100, requires_grad=True)
+    y = (w * x).sum()
+    compress_(x)  # reads alone
+    y.backward(retain_graph=True)
+    compress_(x, torch.zeros(100))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_opcheck() -> None:
     for n, dtype in itertools.product((0, 5, 200), DTYPES):
         x, e = torch.randn(n).to(dtype), torch.zeros(n)

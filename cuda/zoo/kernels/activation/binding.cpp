@@ -25,7 +25,7 @@ Activation checked(const at::Tensor& a, const at::Tensor& pre, c10::string_view 
   c.gated = gated;
   c.rows = m.rows;
   c.dim = m.dim;
-  c.a = a.mutable_data_ptr();
+  c.a = writable(a);
   std::vector<int64_t> wide(a.sizes().begin(), a.sizes().end());
   if (gated) wide.back() *= 2;
   check_argument(pre, "pre", wide, a.scalar_type(), device);
@@ -44,7 +44,7 @@ void backward(const at::Tensor& a, const at::Tensor& grad_pre, const at::Tensor&
   Activation c = checked(a, pre, activation, gated, device);
   check_argument(grad_pre, "grad_pre", pre.sizes(), a.scalar_type(), device);
   check_argument(grad_a, "grad_a", a.sizes(), a.scalar_type(), device);
-  c.grad_pre = grad_pre.mutable_data_ptr();
+  c.grad_pre = writable(grad_pre);
   c.grad_a = grad_a.const_data_ptr();
   ZOO_LAUNCH(activate_backward, a, c);
 }
