@@ -284,6 +284,16 @@ def test_unknown_flags_are_refused_by_both_layers() -> None:
         torch.ops.zoo.update_(2, 0, one, one, one, [], [], [], [1.0])
 
 
+def test_a_list_without_tensors_is_refused() -> None:
+    numbers, none, one = Scalars(rate=1.0).values(), [], [torch.ones(3)]
+    with pytest.raises(ValueError, match="params has no tensors"):
+        torch.ops.zoo.update_(2, 0, none, one, one, none, none, none, numbers)
+    with pytest.raises(ValueError, match="params has no tensors"):
+        torch.ops.zoo.lamb_direction_(0, none, one, one, one, none, numbers)
+    with pytest.raises(ValueError, match="params has no tensors"):
+        torch.ops.zoo.lamb_apply_(0, none, none, none, none, torch.ones(0), numbers)
+
+
 # What torch asks of an operator --------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,12 @@ inline at::Device device_of(const at::Tensor& first) {
   return first.device().type() == DEVICE ? first.device() : at::Device(DEVICE);
 }
 
+// The first of a list, which says where a call runs.
+inline const at::Tensor& head_of(at::TensorList list, const char* what) {
+  TORCH_CHECK_VALUE(!list.empty(), what, " has no tensors; it must have at least one.");
+  return list[0];
+}
+
 inline std::string name_of(const at::Device& device) { return device.is_cpu() ? "the CPU" : device.str(); }
 
 inline void check_device(const at::Tensor& t, const Name& name, const at::Device& device) {

@@ -9,8 +9,9 @@ namespace zoo {
 namespace {
 
 at::Tensor run(at::TensorList tensors, double factor, bool writes) {
-  const Dtype dtype = dtype_of(tensors[0], {"tensors", 0});
-  const at::Device device = device_of(tensors[0]);
+  const at::Tensor& first = head_of(tensors, "tensors");
+  const Dtype dtype = dtype_of(first, {"tensors", 0});
+  const at::Device device = device_of(first);
   std::vector<NormRow> rows;
   rows.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -19,9 +20,9 @@ at::Tensor run(at::TensorList tensors, double factor, bool writes) {
     rows.push_back({writes ? writable(t) : const_cast<void*>(t.const_data_ptr()), t.numel()});
   }
   const int64_t count = int64_t(rows.size());
-  at::Tensor sums = new_tensor(tensors[0], {count}, at::kDouble);
-  const KernelScratch<double> parts(tensors[0], square_parts(rows.data(), count));
-  ZOO_LAUNCH(scale_norm, tensors[0], rows.data(), count, dtype, float(factor), parts.data(),
+  at::Tensor sums = new_tensor(first, {count}, at::kDouble);
+  const KernelScratch<double> parts(first, square_parts(rows.data(), count));
+  ZOO_LAUNCH(scale_norm, first, rows.data(), count, dtype, float(factor), parts.data(),
              sums.mutable_data_ptr<double>());
   return sums;
 }

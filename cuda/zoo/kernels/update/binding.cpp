@@ -159,26 +159,27 @@ void check_rule(int64_t rule, int64_t flags) {
 void update_lists(int64_t rule, int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList states0,
                   at::TensorList states1, at::TensorList states2, at::TensorList masters, c10::ArrayRef<double> scalars,
                   const std::optional<at::Tensor>& there) {
-  Table table(rule, flags, device_of(params[0]));
+  const at::Tensor& first = head_of(params, "params");
+  Table table(rule, flags, device_of(first));
   fill(table, params, &grads, {states0, states1, states2}, masters);
   check_rule(rule, flags);
-  const StepScalars step(scalars, there, device_of(params[0]));
+  const StepScalars step(scalars, there, device_of(first));
   if (step.skips) return;
-  ZOO_LAUNCH(update, params[0], int(rule), int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(),
-             table.size());
+  ZOO_LAUNCH(update, first, int(rule), int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(), table.size());
 }
 
 at::Tensor direction_of_lists(int64_t flags, at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                               at::TensorList exp_avg_sqs, at::TensorList masters, c10::ArrayRef<double> scalars,
                               const std::optional<at::Tensor>& there) {
-  Table table(LAMB, flags, device_of(params[0]), /*params=*/Table::READ);
+  const at::Tensor& first = head_of(params, "params");
+  Table table(LAMB, flags, device_of(first), /*params=*/Table::READ);
   fill(table, params, &grads, {exp_avgs, exp_avg_sqs, {}}, masters);
   check_lamb(table, flags);
-  at::Tensor norms = new_tensor(params[0], {table.size(), 2}, at::kDouble);
-  const StepScalars step(scalars, there, device_of(params[0]));
+  at::Tensor norms = new_tensor(first, {table.size(), 2}, at::kDouble);
+  const StepScalars step(scalars, there, device_of(first));
   if (step.skips) return norms.zero_();
-  const KernelScratch<double> parts(params[0], 2 * square_parts(table.rows.data(), table.size()));
-  ZOO_LAUNCH(lamb_direction, params[0], int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(), table.size(),
+  const KernelScratch<double> parts(first, 2 * square_parts(table.rows.data(), table.size()));
+  ZOO_LAUNCH(lamb_direction, first, int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(), table.size(),
              parts.data(), norms.mutable_data_ptr<double>());
   return norms;
 }
@@ -186,14 +187,15 @@ at::Tensor direction_of_lists(int64_t flags, at::TensorList params, at::TensorLi
 void apply_to_lists(int64_t flags, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
                     at::TensorList masters, const at::Tensor& ratios, c10::ArrayRef<double> scalars,
                     const std::optional<at::Tensor>& there) {
-  const at::Device device = device_of(params[0]);
+  const at::Tensor& first = head_of(params, "params");
+  const at::Device device = device_of(first);
   Table table(LAMB, flags, device, /*params=*/Table::WRITE, /*states=*/Table::READ);
   fill(table, params, nullptr, {exp_avgs, exp_avg_sqs, {}}, masters);
   check_lamb(table, flags);
   check_flat(ratios, "ratios", int64_t(params.size()), at::kFloat, device);
   const StepScalars step(scalars, there, device);
   if (step.skips) return;
-  ZOO_LAUNCH(lamb_apply, params[0], int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(), table.size(),
+  ZOO_LAUNCH(lamb_apply, first, int(flags), ZOO_SCALARS(step), table.formats, table.rows.data(), table.size(),
              ratios.const_data_ptr<float>());
 }
 
