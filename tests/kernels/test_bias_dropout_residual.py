@@ -177,6 +177,7 @@ def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode
         ((x, b, x[:2]), {}, "residual has shape .*2, 4.*must be .*3, 4"),
         ((x, b, x.half()), {}, "residual is"),
         ((x, b, torch.ones(3, 4, device="meta")), {}, "residual is on meta"),
+        ((x, b.double(), x), {}, "bias is torch.float64; allowed are torch.float32"),
         ((x, b, x), {"p": 1.5}, "p is 1.5; it must be between 0 and 1"),
         ((x, b, x), {"p": -0.1}, "p is -0.1"),
         ((x, b, x), {"p": float("nan")}, "p is nan"),

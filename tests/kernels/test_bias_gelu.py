@@ -108,6 +108,7 @@ def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode
         ((torch.tensor(1.0), b), "x has"),
         ((x, torch.ones(5)), "bias has shape .*5.*must be .*4"),
         ((x, torch.ones(4, device="meta")), "bias is on meta"),
+        ((x, b.double()), "bias is torch.float64; allowed are torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             bias_gelu(*args)

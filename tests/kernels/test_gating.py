@@ -192,6 +192,14 @@ def test_first_choices_come_before_second_ones() -> None:
     assert (by_token.counts.tolist(), by_token.demand.tolist()) == ([2, 2], [3, 3])
 
 
+def test_an_index_that_has_no_place_has_no_row() -> None:
+    """As on CUDA, where an index of no expert is not refused."""
+    at = Positions(torch.tensor([[0, -1], [-1, 1]]), torch.tensor([1, 2]), torch.tensor([1, 2]), 3)
+    indices = torch.tensor([[0, 2], [-5, 1]])
+    assert expert_rows(indices, at).tolist() == [[0, -1], [-1, 2]]
+    assert expert_rows(indices, at, padded=True).tolist() == [[0, -1], [-1, 4]]
+
+
 @examples(times=3)
 @given(
     tokens=TOKENS, experts=EXPERTS, k=st.integers(1, 4), capacity=CAPACITIES, priority=PRIORITIES, padded=st.booleans(),
@@ -418,6 +426,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: unpermute(Y, R + 1), r"rows\[2, 1\] is 6"),
     (lambda: unpermute(Y, R, W[:2]), "weights has shape .*2, 2"),
     (lambda: unpermute(Y, R, W.int()), "weights is .*[iI]nt"),
+    (lambda: unpermute(Y, R, W.double()), "weights is torch.float64; allowed are torch.float32"),
     (lambda: unpermute(Y[:, ::2], R), "y of shape .*6, 3.*strides"),
     (lambda: unpermute(Y, R, W.to("meta")), "weights is on meta"),
     (lambda: unpermute_backward(Y, Y, R, W), "grad_out has shape .*6, 5.*must be .*3, 5"),

@@ -140,6 +140,7 @@ WRONG = [
     ({"weight": torch.ones(5)}, r"weight has shape .*5.*must be .*4"),
     ({"weight": torch.ones(4).bfloat16()}, r"bias is .*Float|bias is torch.float32"),
     ({"weight": torch.ones(4, device="meta")}, "weight is on meta"),
+    ({"weight": torch.ones(4).double(), "bias": torch.ones(4).double()}, "weight is torch.float64; allowed are"),
     ({"bias": torch.ones(8)[::2]}, r"bias .*strides .*2"),
     ({"residual": torch.ones(4, 4)}, r"residual has shape .*4, 4.*must be .*3, 4"),
     ({"residual": torch.ones(3, 4).half()}, "residual is .*(Half|float16)"),

@@ -176,6 +176,7 @@ def test_mistakes_are_value_errors_with_the_numbers(mode: str, use_mode: UseMode
         (x, torch.ones(5), r"mask has shape \(5,\), which does not broadcast to \(3, 4\)"),
         (x, torch.ones(4, dtype=torch.bool), "mask is .*[bB]ool"),
         (x, torch.ones(4, device="meta"), "mask is on meta"),
+        (x, torch.ones(4).double(), "mask is torch.float64; allowed are torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             softmax(bad, mask=mask)

@@ -10,13 +10,22 @@ NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels take; the references take fp64 too."""
 
 
-def check_input(what: str, t: torch.Tensor, *, min_dims: int = 1) -> None:
-    """Raise ValueError unless ``t`` is a dense, contiguous, floating tensor of at least ``min_dims`` dims."""
-    if t.dtype not in (*NATIVE, torch.float64):
-        raise ValueError(f"{what} is {t.dtype}; allowed are {', '.join(map(str, NATIVE))}.")
+def check_input(what: str, t: torch.Tensor, *, min_dims: int = 1, like: torch.Tensor | None = None) -> None:
+    """Raise ValueError unless ``t`` is a dense, contiguous, floating tensor of at least ``min_dims`` dims.
+
+    ``like``: the tensor of the call whose dtype decides where it runs; without fp64 there, none is allowed here.
+    """
+    check_floating(what, t, like)
     if t.dim() < min_dims:
         raise ValueError(f"{what} has shape {tuple(t.shape)}; it must have at least {min_dims} dims.")
     _check_memory(what, t)
+
+
+def check_floating(what: str, t: torch.Tensor, like: torch.Tensor | None = None) -> None:
+    """Raise ValueError unless ``t`` is of a dtype of the kernels; or fp64, which the references take, as ``like``."""
+    fp64 = t.dtype is torch.float64 and (like is None or like.dtype is torch.float64)
+    if t.dtype not in NATIVE and not fp64:
+        raise ValueError(f"{what} is {t.dtype}; allowed are {', '.join(map(str, NATIVE))}.")
 
 
 def check_like(

@@ -93,5 +93,5 @@ def _check_p(p: float) -> None:
 
 def _check(what: str, x: Tensor, bias: Tensor) -> None:
     check_input(what, x)
-    check_input("bias", bias)
+    check_input("bias", bias, like=x)
     check_like("bias", bias, x.shape[-1:], x, bias.dtype)

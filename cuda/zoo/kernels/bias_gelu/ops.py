@@ -70,5 +70,5 @@ def _is_tanh(approximate: str) -> bool:
 
 def _check(x: Tensor, bias: Tensor) -> None:
     check_input("x", x)
-    check_input("bias", bias)
+    check_input("bias", bias, like=x)
     check_like("bias", bias, x.shape[-1:], x, bias.dtype)

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from zoo.kernels.checks import NATIVE, check_input, check_like
+from zoo.kernels.checks import check_floating, check_input, check_like
 from zoo.kernels.gating import reference
 from zoo.kernels.operators import Operator
 
@@ -139,7 +139,8 @@ def expert_rows(indices: Tensor, at: Positions, *, padded: bool = False) -> Tens
         first = torch.arange(len(at.counts), device=indices.device) * at.capacity
     else:
         first = at.counts.cumsum(0) - at.counts
-    return torch.where(at.positions >= 0, first[indices] + at.positions, -1)
+    # On CUDA an index of no expert is not refused: it has no place, and must not be looked up.
+    return torch.where(at.positions >= 0, first[indices.clamp(0, len(first) - 1)] + at.positions, -1)
 
 
 def permute(x: Tensor, rows: Tensor, *, num_rows: int | None = None) -> Tensor:
@@ -291,8 +292,7 @@ def _check_gate(logits: Tensor, k: int) -> None:
 
 
 def _check_weights(weights: Tensor, rows: Tensor, y: Tensor) -> None:
-    if weights.dtype not in (*NATIVE, torch.float64):
-        raise ValueError(f"weights is {weights.dtype}; allowed are {', '.join(map(str, NATIVE))}.")
+    check_floating("weights", weights, y)
     check_like("weights", weights, rows.shape, y, weights.dtype)
 
 

@@ -110,7 +110,7 @@ _backward = Operator("layer_norm_backward", reference.layer_norm_backward, fake=
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None) -> None:
     _check_rows("x", x)
-    check_input("weight", weight)
+    check_input("weight", weight, like=x)
     check_like("weight", weight, x.shape[-1:], x, weight.dtype)
     check_like("bias", bias, x.shape[-1:], x, weight.dtype)
     if not eps >= 0:
@@ -132,6 +132,7 @@ def _check_backward(
     check_like("grad_y", grad_y, total.shape, total)
     if grad_sum is not None:
         check_like("grad_sum", grad_sum, total.shape, total)
+    check_input("weight", weight, like=total)
     check_like("weight", weight, total.shape[-1:], total, weight.dtype)
     stats = torch.promote_types(total.dtype, torch.float32)
     check_like("mean", mean, total.shape[:-1], total, stats)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.checks import check_input, check_like
+from zoo.kernels.checks import check_floating, check_input, check_like
 from zoo.kernels.operators import Operator
 from zoo.kernels.softmax import reference
 
@@ -88,7 +88,6 @@ def _check(x: Tensor, mask: Tensor | None, what: str = "x") -> None:
     if not 2 <= x.dim() <= MAX_DIMS:
         raise ValueError(f"{what} has shape {tuple(x.shape)}; it must have 2 to {MAX_DIMS} dims.")
     if mask is not None:
-        if not mask.is_floating_point():
-            raise ValueError(f"mask is {mask.dtype}; allowed are torch.float32, torch.bfloat16 and torch.float16.")
+        check_floating("mask", mask, x)
         if mask.device != x.device:
             raise ValueError(f"mask is on {mask.device}; all tensors of a call must be on one device, here {x.device}.")
