@@ -78,6 +78,15 @@ def test_only_the_same_torch_processor_and_sources_fit(tmp_path: Path, monkeypat
             assert built_ahead() is None
 
 
+def test_without_a_folder_no_source_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise AssertionError("the sources were read for a name that nothing can have")
+
+    monkeypatch.setattr(ahead, "FOLDER", tmp_path / "ahead")
+    monkeypatch.setattr(ahead, "name_ahead", refuse)
+    assert built_ahead() is None
+
+
 def test_what_cannot_be_compiled_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(plan: object) -> Path:
         raise BuildError("no")

@@ -29,6 +29,8 @@ def name_ahead() -> str:
 
 def built_ahead() -> Path | None:
     """The library that came with the package and fits, if there is one."""
+    if not FOLDER.exists():
+        return None  # the name is made of all sources, which takes longer than to look
     path = FOLDER / name_ahead()
     return path if path.exists() else None
 

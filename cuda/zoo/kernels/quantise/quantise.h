@@ -5,7 +5,9 @@
 //   Q    = 127 (int8) or 7 (int4)
 //   s_G  = max_{i in G} |x_i| / Q            one fp32 scale for each group G of consecutive elements
 //   q_i  = round(x_i · (Q / max_G |x|))      to nearest, ties to even, within [-Q, Q]
-//   y_i  = q_i · s_G                         |x_i - y_i| <= s_G / 2 · (1 + 2^-21) + 2^-22 |x_i|
+//   y_i  = q_i · s_G                         |x_i - y_i| <= s_G / 2 · (1 + 2^-21) + 2^-22 |x_i| + 2^-120
+//
+// A group with max |x| < Q / FLT_MAX, which is below 2^-120, has the codes -Q, 0 and Q alone.
 //
 // Asymmetric, for numbers that do not lie around zero:
 //
