@@ -299,16 +299,25 @@ class Rows : public torch::CustomClassHolder {
     return complete;
   }
 
+  // Objects begin anywhere in a cache line, so of what is looked at both ends are asked for: the storage and the
+  // counter of versions, which stand beside each other, and the last members, from the offset and the number of
+  // elements on.
   static void ask_for_object(const at::Tensor& t) {
-    const char* object = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
-    for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) __builtin_prefetch(object + at);
+    const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
+    const char* const end = reinterpret_cast<const char*>(impl + 1);
+    __builtin_prefetch(&impl->unsafe_storage());
+    __builtin_prefetch(&impl->version_counter());
+    __builtin_prefetch(end - 32);
+    __builtin_prefetch(end - 1);
   }
 
+  // The address of its memory and the flags beside it, in the first 64 bytes but for those that every object begins
+  // with.
   static void ask_for_storage(const at::Tensor& t) {
     const char* storage =
         reinterpret_cast<const char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    __builtin_prefetch(storage);
-    __builtin_prefetch(storage + 64);
+    __builtin_prefetch(storage + 16);
+    __builtin_prefetch(storage + 63);
   }
 
   template <class Fn>

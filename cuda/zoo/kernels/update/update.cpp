@@ -34,20 +34,24 @@ void update_block(const Scalars& scalars, float rate, float* __restrict p, const
   }
 }
 
-// Elements [at, at + n) of a row with a master, fp32 states, and parameters and gradients of 16 bits: nothing goes through
-// a buffer.
+// Elements [begin, end) where nothing goes through a buffer: states and what is updated are fp32; gradients, and the
+// parameters of rows with a master, of format D. What is written goes out in the order in which it came in, the states
+// first: parameters first cost 2 to 7 percent on one large tensor.
 template <int RULE, int FLAGS, Dtype D>
-void update_master(const Scalars& scalars, float rate, const Row& row, int64_t at, int64_t n) {
+void update_directly(const Scalars& scalars, float rate, const Row& given, int64_t begin, int64_t end) {
   constexpr int states = kept<RULE, FLAGS>();
   const Scalars c = scalars;
-  each_vector(n, [&](int64_t i, int64_t count) {
+  const Row row = given;  // a copy, which no store can change
+  void* const source = row.master != nullptr ? row.master : row.param;
+  each_vector(end - begin, [&](int64_t i, int64_t count) {
+    const int64_t at = begin + i;
+    const Vec g = load<D>(row.grad, at, count);
     Vec s[MAX_STATES] = {};
-    for (int k = 0; k < states; ++k) s[k] = load<F32>(row.state[k], at + i, count);
-    const Vec p = load<F32>(row.master, at + i, count), g = load<D>(row.grad, at + i, count);
-    const Vec next = updated<RULE, FLAGS>(c, rate, p, g, s[0], s[1], s[2]);
-    store<F32>(next, row.master, at + i, count);
-    store<D>(next, row.param, at + i, count);
-    for (int k = 0; k < states; ++k) store<F32>(s[k], row.state[k], at + i, count);
+    for (int k = 0; k < states; ++k) s[k] = load<F32>(row.state[k], at, count);
+    const Vec p = load<F32>(source, at, count), next = updated<RULE, FLAGS>(c, rate, p, g, s[0], s[1], s[2]);
+    for (int k = 0; k < states; ++k) store<F32>(s[k], row.state[k], at, count);
+    store<F32>(next, source, at, count);
+    if constexpr (D != F32) store<D>(next, row.param, at, count);
   });
 }
 
@@ -56,18 +60,17 @@ void update_range(const Scalars& c, Formats f, const Row& row, int64_t begin, in
   void* const source = row.master != nullptr ? row.master : row.param;
   const Dtype source_dtype = row.master != nullptr ? F32 : f.param;
   const float rate = c.rate * row.ratio;
-  if (source_dtype == F32 && f.grad == F32 && f.state == F32 && row.master == nullptr) {
-    const auto state = [&](int k) { return row.state[k] != nullptr ? static_cast<float*>(row.state[k]) + begin : nullptr; };
-    update_block<RULE, FLAGS>(c, rate, static_cast<float*>(source) + begin, static_cast<const float*>(row.grad) + begin,
-                              state(0), state(1), state(2), end - begin);
+  const bool direct = f.state == F32 && f.param == f.grad && (f.param == F32) == (row.master == nullptr);
+  if (direct && f.param == F32) {
+    update_directly<RULE, FLAGS, F32>(c, rate, row, begin, end);
     return;
   }
   for (int64_t at = begin; at < end; at += BLOCK) {
     const int64_t n = end - at < BLOCK ? end - at : BLOCK;
     if (at + AHEAD < end) ask_for_row(row, f, at + AHEAD, n);
-    if (row.master != nullptr && f.state == F32 && f.param == f.grad && f.param != F32) {
-      if (f.param == BF16) update_master<RULE, FLAGS, BF16>(c, rate, row, at, n);
-      else update_master<RULE, FLAGS, F16>(c, rate, row, at, n);
+    if (direct) {
+      if (f.param == BF16) update_directly<RULE, FLAGS, BF16>(c, rate, row, at, at + n);
+      else update_directly<RULE, FLAGS, F16>(c, rate, row, at, at + n);
       continue;
     }
     float* p = fp32_block(source, source_dtype, at, n, buffers.p);
