@@ -134,6 +134,20 @@ def test_what_the_scaler_sets_is_refused_where_the_host_counts() -> None:
         optimizer.step()
 
 
+def test_the_option_may_change_between_steps() -> None:
+    p, q = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    one, other = optim.AdamW([p]), optim.AdamW([q])
+    for capturable, found in ((False, None), (True, 1.0), (True, 0.0), (False, None)):
+        other.param_groups[0]["capturable"] = capturable
+        other.found_inf = None if found is None else torch.tensor(found)
+        for optimizer, param in ((one, p), (other, q)):
+            param.grad = torch.ones(3)
+            if optimizer is other or not found:
+                optimizer.step()
+        same([p], [q], one, other)
+    assert float(other.state[q]["step"]) == 3.0
+
+
 def test_a_rate_on_another_device_is_refused() -> None:
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)

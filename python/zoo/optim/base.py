@@ -6,14 +6,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from operator import is_
 from typing import Any
 
 import torch
 
 from zoo.kernels import loading
 from zoo.kernels.update import Scalars, Settings, update_, update_scalars_
-from zoo.optim.plan import Batch, Plan, State, Watch
+from zoo.optim.plan import Batch, Plan, State, States, Watch
 
 Tensor = torch.Tensor
 LOW = (torch.bfloat16, torch.float16)
@@ -64,6 +63,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self.master_dtype, self.state_dtype = master_dtype, state_dtype
         self._forget()
         super().__init__(params, defaults)
+        self._watch_states()
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The names of the states with an element for each of the parameter's."""
@@ -101,7 +101,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._notice_replaced_states()
+        self._watch_states()
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             if not params:
@@ -142,11 +142,12 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         return True
 
     def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> bool:
-        if batch.rows is None and any(p.grad is None for p in batch.params):
+        rows = batch.rows if batch.rows is not None and loading.native() else None
+        if rows is None and any(p.grad is None for p in batch.params):
             return False
         with self._scalars(group, batch, grad_scale) as (settings, scalars):
-            if batch.rows is not None and isinstance(scalars, Scalars):
-                return bool(batch.rows.update(int(settings.rule), int(settings.flags), scalars.values()))
+            if rows is not None and isinstance(scalars, Scalars):
+                return bool(rows.update(int(settings.rule), int(settings.flags), scalars.values()))
             params, grads, states, masters = flattened(batch)
             update_(settings.rule, settings.flags, params, grads, states, masters, scalars=scalars)
         return True
@@ -180,21 +181,19 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._plans: dict[tuple[int, int, int], Plan] = {}
-        self._seen: list[dict[str, Any]] = []
         self._watch = Watch()
 
-    def _notice_replaced_states(self) -> None:
-        states = self.state.values()
-        if len(states) != len(self._seen) or not all(map(is_, states, self._seen)):
+    def _watch_states(self) -> None:
+        states = self.state
+        if not isinstance(states, States) or states.watch is not self._watch:
             self._forget()
-            self._seen = list(states)
+            self.state = States(self._watch, states)
 
     def _plan(self, key: tuple[int, int, int], group: dict[str, Any], params: list[Tensor]) -> Plan:
         # ZeRO swaps the list of a group within a step, piece by piece: a plan is kept for each list.
         plan = self._plans.get(key)
-        if plan is None or not plan.fits(params):
+        if plan is None or not plan.fits(params, on_device=bool(group.get("capturable"))):
             plan = self._plans[key] = self._make_plan(group, params)
-            self._seen = list(self.state.values())
         return plan
 
     def _make_plan(self, group: dict[str, Any], params: list[Tensor]) -> Plan:
@@ -208,21 +207,22 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             plain = p.is_contiguous() and p.grad.is_contiguous()
             key = (p.dtype, p.grad.dtype, p.device, int(self.state[p]["step"]), plain)
             batches.setdefault(key, []).append(p)
-        made = []
+        made, on_device = [], bool(group.get("capturable"))
         for (dtype, _, device, step, plain), members in batches.items():
             with_master = dtype in LOW and self.master_dtype is not None
-            dicts, on_device = [self.state[p] for p in members], bool(group.get("capturable"))
+            dicts = [self.state[p] for p in members]
             names_here = names + ("master",) * with_master
             batch = Batch(members, dicts, names_here, step, device if on_device else None)
             if not on_device and plain and device.type == "cpu" and dtype is not torch.float64 and loading.native():
                 batch.use_rows()
             made.append(batch)
-        return Plan(list(params), [p for p in params if p.grad is None], made)
+        return Plan(list(params), [p for p in params if p.grad is None], made, on_device=on_device)
 
     def _make_states(self, group: dict[str, Any], p: Tensor, names: tuple[str, ...]) -> None:
-        state = self.state[p]
+        state = self.state.get(p, {})
         if not isinstance(state, State) or state.watch is not self._watch:
-            state = self.state[p] = State(self._watch, state)
+            state = State(self._watch, state)
+            States.put(self.state, p, state)
         if "step" not in state:
             state.put("step", torch.tensor(0.0))
         dtype = self._dtype_of_states(p)
@@ -277,6 +277,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
+        self._watch_states()
 
 
 def check_layout(p: Tensor) -> None:

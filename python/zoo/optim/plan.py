@@ -7,17 +7,18 @@ checks that parameters and states are still those, and hands a batch over withou
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 Tensor = torch.Tensor
 
 
 class Watch:
-    """How often anybody but the optimizer set an entry of its states, or took one away."""
+    """How often anybody but the optimizer set an entry of its states, or a whole state, or took one away."""
 
     changes = 0
 
@@ -25,7 +26,7 @@ class Watch:
 def _noting(name: str) -> Callable[..., Any]:
     method = getattr(dict, name)
 
-    def changed(self: State, *args: Any, **more: Any) -> Any:
+    def changed(self: State | States, *args: Any, **more: Any) -> Any:
         self.watch.changes += 1
         return method(self, *args, **more)
 
@@ -61,6 +62,66 @@ class State(dict[str, Any]):
     popitem = _noting("popitem")
     setdefault = _noting("setdefault")
     update = _noting("update")
+
+
+class States(defaultdict[Tensor, Any]):
+    """The states of all parameters: ``optimizer.state``, which tells of changes as each :class:`State` does.
+
+    Copied or pickled it is what torch makes.
+    """
+
+    __slots__ = ("watch",)
+
+    def __init__(self, watch: Watch, values: Mapping[Tensor, Any]) -> None:
+        self.watch = watch
+        super().__init__(dict, values)
+
+    @staticmethod
+    def put(states: dict[Tensor, Any], param: Tensor, value: Any) -> None:
+        """Set the state of a parameter without telling: for the optimizer itself."""
+        dict.__setitem__(states, param, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))
+
+    def copy(self) -> Any:
+        """A dictionary that tells nobody."""
+        return defaultdict(dict, self)
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    __copy__ = copy
+    __setitem__ = _noting("__setitem__")
+    __delitem__ = _noting("__delitem__")
+    __ior__ = _noting("__ior__")
+    clear = _noting("clear")
+    pop = _noting("pop")
+    popitem = _noting("popitem")
+    setdefault = _noting("setdefault")
+    update = _noting("update")
+
+
+class _DifferentError(Exception):
+    """Two tensors would have been compared by their values."""
+
+
+class _ByIdentity(TorchFunctionMode):
+    def __torch_function__(self, *_: Any) -> Any:
+        raise _DifferentError
+
+
+def same_tensors(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether the lists have the very same tensors at the same places.
+
+    Python compares the items of lists by address first. So this touches none, where ``is`` in a loop touches each,
+    which the update of the step before has driven out of the caches.
+    """
+    try:
+        with _ByIdentity():
+            return a == b
+    except _DifferentError:
+        return False
 
 
 class Batch:
@@ -114,16 +175,20 @@ class Batch:
 
 
 class Plan:
-    """A list of parameters as batches; ``absent`` are those that had no gradient when it was made."""
+    """A list of parameters as batches; ``absent`` are those that had no gradient when it was made.
 
-    def __init__(self, params: list[Tensor], absent: list[Tensor], batches: list[Batch]) -> None:
-        self.params, self.absent, self.batches = params, absent, batches
+    ``on_device``: whether the batches count their steps there.
+    """
 
-    def fits(self, params: Sequence[Tensor]) -> bool:
+    def __init__(self, params: list[Tensor], absent: list[Tensor], batches: list[Batch], *, on_device: bool) -> None:
+        self.params, self.absent, self.batches, self.on_device = params, absent, batches, on_device
+
+    def fits(self, params: list[Tensor], *, on_device: bool) -> bool:
         """Whether it is of these parameters, states replaced by nobody, and no parameter got its first gradient."""
         return (
             len(params) == len(self.params)
-            and all(map(is_, params, self.params))
+            and on_device == self.on_device
+            and same_tensors(params, self.params)
             and all(p.grad is None for p in self.absent)
             and all(batch.is_current() for batch in self.batches)
         )
