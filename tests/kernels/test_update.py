@@ -294,6 +294,33 @@ def test_a_list_without_tensors_is_refused() -> None:
         torch.ops.zoo.lamb_apply_(0, none, none, none, none, torch.ones(0), numbers)
 
 
+class Wrapper(torch.Tensor):
+    """As DTensor: what it is made of is elsewhere."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(func)
+
+
+@pytest.mark.parametrize("which", ["params", "grads", "states"])
+@pytest.mark.parametrize("kind", ["wrapper", "emptied"])
+def test_a_tensor_without_memory_is_refused(which: str, kind: str) -> None:
+    one = {name: torch.ones(3) for name in ("params", "grads", "states")}
+    if kind == "wrapper":
+        one[which] = Wrapper(torch.ones(3))
+    else:
+        one[which].untyped_storage().resize_(0)
+    param = one["params"].requires_grad_() if kind == "emptied" or which != "params" else one["params"]
+    param.grad = one["grads"]
+    rows = torch.classes.zoo.Rows([param], [one["states"]], [], [], [])
+    with pytest.raises(ValueError, match=rf"{which}0?\[0\] of shape \[3\] has no memory.*to_local"):
+        rows.update(int(Rule.LION), 0, lion(lr=0.1, beta1=0.9, beta2=0.99).at(1).values())
+
+
 # What torch asks of an operator --------------------------------------------------------------------------------------
 
 
