@@ -25,6 +25,10 @@ from zoo.kernels import loading
 loading.load_cuda((90,))
 print([name for name in loading.operations() if loading.has_cuda_kernel(name)])
 """
+REGISTERS = """
+from zoo.kernels.building import build_cuda, usage_of
+print(max(usage.registers for path, _ in build_cuda((90,)) for usage in usage_of(path)))
+"""
 
 
 def files() -> dict[str, str]:
@@ -74,6 +78,9 @@ def test_the_kernel_of_the_page_builds_and_passes_its_test(tmp_path: Path) -> No
     assert "skipped" not in said
     if not cuda_is_missing():
         assert run(tmp_path, "-c", FOR_CUDA) == "['squared_relu', 'squared_relu_backward']\n"
+        limit = re.search(r"squared_relu_kernel 256 threads, <= (\d+) registers", files()["squared_relu/squared_relu.h"])
+        assert limit
+        assert int(run(tmp_path, "-c", REGISTERS)) <= int(limit[1])
 
 
 def test_the_benchmark_of_the_page_compares_the_same_thing() -> None:
