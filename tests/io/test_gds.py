@@ -327,6 +327,23 @@ def test_a_forked_child_closes_nothing_of_its_parents(folder: Path, library: Pat
     assert done.returncode == 0, done.stderr
 
 
+CLOSED = """
+import gc, os, zoo.io
+handle = zoo.io.Handle(use_gds=True)
+assert handle.gds
+handle.close()
+del handle
+gc.collect()
+print(os.environ["ZOO_CUFILE"] in open("/proc/self/maps").read())
+"""
+
+
+def test_the_library_stays_loaded_when_its_driver_is_closed(library: Path) -> None:
+    """Threads of its own may still be about to end."""
+    done = processes.run(CLOSED, env=environment(library))
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_the_page_locked_pool_is_as_before(stub: Stub) -> None:
     """The stand-in has no `cudaHostRegister`: asking for page-locked memory says so, and needs nothing of cuFile."""
     assert not BufferPool(1 << 20).pinned

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -118,8 +119,8 @@ pub(crate) struct CuFile {
     process: u32,
     /// Registered memory by its first address.
     registered: Mutex<BTreeMap<usize, Weak<Registration>>>,
-    // Never unloaded while it is used: the function pointers come from them.
-    _libraries: [Library; 2],
+    // Never unloaded: the function pointers come from them, and their threads may outlive the driver.
+    _libraries: ManuallyDrop<[Library; 2]>,
 }
 
 impl fmt::Debug for CuFile {
@@ -191,7 +192,7 @@ impl CuFile {
         // SAFETY: no memory is passed.
         unsafe { (calls.open)() }.check("open its driver")?;
         let (process, registered) = (std::process::id(), Mutex::default());
-        Ok(CuFile { calls, process, registered, _libraries: [library, cuda] })
+        Ok(CuFile { calls, process, registered, _libraries: ManuallyDrop::new([library, cuda]) })
     }
 
     fn is_here(&self) -> bool {
