@@ -109,7 +109,7 @@ print(hung)
 
 
 def test_a_child_that_is_forked_while_operations_end_does_not_hang(folder: Path) -> None:
-    done = run(FORK_UNDER_FIRE, folder / "f", 300)
+    done = run(FORK_UNDER_FIRE, folder / "f", 100)
     assert done.stdout.strip() == "[]", done.stderr
 
 
