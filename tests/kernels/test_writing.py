@@ -78,7 +78,7 @@ def test_the_kernel_of_the_page_builds_and_passes_its_test(tmp_path: Path) -> No
     assert "skipped" not in said
     if not cuda_is_missing():
         assert run(tmp_path, "-c", FOR_CUDA) == "['squared_relu', 'squared_relu_backward']\n"
-        limit = re.search(r"squared_relu_kernel 256 threads, <= (\d+) registers", files()["squared_relu/squared_relu.h"])
+        limit = re.search(r"256 threads, <= (\d+) registers", files()["squared_relu/squared_relu.h"])
         assert limit
         assert int(run(tmp_path, "-c", REGISTERS)) <= int(limit[1])
 
