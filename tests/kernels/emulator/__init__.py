@@ -61,10 +61,10 @@ def write_sources(folder: Path) -> list[Path]:
             if text.count(old) != 1:
                 raise AssertionError(f"{path.name} has {old!r} {text.count(old)} times; the emulator expects it once.")
             text = text.replace(old, new)
-        is_kernel = path.suffix == ".cu"
+        is_kernel, launches = path.suffix == ".cu", path.suffix in (".cu", ".cuh")
         to = folder / path.parent.name / (path.name + ".cpp" * is_kernel)
         to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_text(translated(text) if is_kernel else text, encoding="utf-8")
+        to.write_text(translated(text) if launches else text, encoding="utf-8")
         if is_kernel or (path.name == "binding.cpp" and path.with_name(f"{path.parent.name}.cu").exists()):
             made.append(to)
     return made

@@ -2,8 +2,7 @@
 //
 // A counter gives the words of four elements that follow each other. Eight columns have two counters of their own;
 // where threads have one, those of a block make the words of 8 rows together, in shared memory.
-#include "../common/lanes.h"
-#include "../common/matrix.cuh"
+#include "../common/columns.cuh"
 #include "bias_dropout_residual.h"
 
 namespace zoo {
@@ -89,10 +88,7 @@ __global__ void __launch_bounds__(THREADS) bias_dropout_kernel(BiasDropout c, fl
     }
     if (!inside) return;
   }
-  if constexpr (BACKWARD) {
-#pragma unroll
-    for (int m = 0; m < WIDTH; ++m) parts[blockIdx.x * c.dim + i + m] = sum.x[m];
-  }
+  if constexpr (BACKWARD) put_sums(sum, parts, c.dim, i);
 }
 
 template <bool BACKWARD, int WIDTH>
@@ -117,10 +113,7 @@ int32_t bias_dropout_residual(const BiasDropout& c, void* stream) {
 int32_t bias_dropout_residual_backward(const BiasDropout& c, float* parts, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   const int32_t failed = in_packs(c.dim, {c.x, c.out}) ? launch<true, WIDE>(c, parts, s) : launch<true, 1>(c, parts, s);
-  if (failed != cudaSuccess || c.dim == 0) return failed;
-  sum_parts_kernel<<<blocks_for(c.dim, THREADS), THREADS, 0, s>>>(parts, num_parts(c.rows), c.dim, c.grad_bias,
-                                                                  c.bias_dtype, c.dim);
-  return cudaGetLastError();
+  return failed != cudaSuccess ? failed : sum_parts(parts, c.rows, c.dim, c.grad_bias, c.bias_dtype, c.dim, s);
 }
 
 }  // namespace cuda

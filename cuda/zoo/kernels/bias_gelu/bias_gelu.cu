@@ -1,6 +1,5 @@
 // Bias and GELU on CUDA: a thread eight columns, or one, of 16 rows, or of the 64 that a sum has.
-#include "../common/lanes.h"
-#include "../common/matrix.cuh"
+#include "../common/columns.cuh"
 #include "bias_gelu.h"
 
 namespace zoo {
@@ -33,10 +32,7 @@ __global__ void __launch_bounds__(THREADS) bias_gelu_kernel(BiasGelu c, float* p
     }
     store_pack(out, c.out, c.dtype, row * c.dim + i);
   });
-  if constexpr (BACKWARD) {
-#pragma unroll
-    for (int m = 0; m < WIDTH; ++m) parts[blockIdx.x * c.dim + i + m] = sum.x[m];
-  }
+  if constexpr (BACKWARD) put_sums(sum, parts, c.dim, i);
 }
 
 template <bool BACKWARD, int WIDTH>
@@ -62,10 +58,7 @@ int32_t bias_gelu_backward(const BiasGelu& c, float* parts, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   const bool wide = in_packs(c.dim, {c.grad_y, c.x, c.bias, c.out});
   const int32_t failed = wide ? launch<true, WIDE>(c, parts, s) : launch<true, 1>(c, parts, s);
-  if (failed != cudaSuccess || c.dim == 0) return failed;
-  sum_parts_kernel<<<blocks_for(c.dim, THREADS), THREADS, 0, s>>>(parts, num_parts(c.rows), c.dim, c.grad_bias,
-                                                                  c.bias_dtype, c.dim);
-  return cudaGetLastError();
+  return failed != cudaSuccess ? failed : sum_parts(parts, c.rows, c.dim, c.grad_bias, c.bias_dtype, c.dim, s);
 }
 
 }  // namespace cuda

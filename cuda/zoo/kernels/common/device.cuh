@@ -1,9 +1,6 @@
 // What the CUDA versions share: elements as fp32, and the sums of lanes.h with a warp for a row.
 //
 // Compile with -fmad=false: a fused multiply-add would give other bits than the CPU and the reference.
-//
-// On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
-//   sum_parts_kernel 256 threads, <= 32 registers, >= 64 warps
 #pragma once
 
 #include <cuda_runtime.h>
@@ -48,17 +45,6 @@ __device__ __forceinline__ float warp_sum(int64_t n, const Fn& value) {
   low += high;
   for (int half = WARP / 2; half > 0; half /= 2) low += __shfl_xor_sync(ALL, low, half);
   return low;
-}
-
-// to[i] = Σ_p parts[p·stride + i] in the order of p.
-static __global__ void sum_parts_kernel(const float* parts, int64_t num_parts, int64_t stride, void* to, Dtype dtype,
-                                        int64_t n) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int64_t p = 0; p < num_parts; ++p) sum += parts[p * stride + i];
-  store(to, dtype, i, sum);
 }
 
 static inline unsigned blocks_for(int64_t work, int64_t each) { return unsigned(ceil_div(work, each)); }

@@ -1,6 +1,6 @@
 // Layer normalisation on CUDA: a block a row, which is in shared memory between its sums; for dw and db a thread eight
 // columns, or one, and a part of 64 rows.
-#include "../common/matrix.cuh"
+#include "../common/columns.cuh"
 #include "../common/rows.cuh"
 #include "layer_norm.h"
 
@@ -137,12 +137,8 @@ __global__ void __launch_bounds__(THREADS) parts_kernel(LayerNormBackward c, flo
       db.x[m] += grad.x[m];
     }
   });
-  float* mine = parts + blockIdx.x * parts_width(c.dim);
-#pragma unroll
-  for (int m = 0; m < WIDTH; ++m) {
-    mine[i + m] = dw.x[m];
-    mine[padded(c.dim) + i + m] = db.x[m];
-  }
+  put_sums(dw, parts, parts_width(c.dim), i);
+  put_sums(db, parts, parts_width(c.dim), padded(c.dim) + i);
 }
 
 }  // namespace
@@ -160,19 +156,18 @@ int32_t layer_norm(const LayerNorm& c, void* stream) {
 
 int32_t layer_norm_backward(const LayerNormBackward& c, float* parts, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const int64_t n = c.dim, count = num_parts(c.rows), width = parts_width(n);
+  const int64_t n = c.dim, width = parts_width(n);
   const bool wide = in_packs(n, {c.grad_y, c.grad_sum, c.sum, c.weight, c.grad_x});
   const Grid g = grid_of(c.rows, PART_ROWS, n, wide ? WIDE : 1);
   if (!g.fits || c.rows > MAX_ROWS) return cudaErrorInvalidValue;
-  if (count > 0) {
+  if (c.rows > 0) {
     backward_kernel<<<unsigned(c.rows), row_threads(n), row_bytes(n, 2), s>>>(c, wide);
     if (wide) parts_kernel<WIDE><<<g.blocks, g.threads, 0, s>>>(c, parts);
     else parts_kernel<1><<<g.blocks, g.threads, 0, s>>>(c, parts);
   }
-  const unsigned columns = blocks_for(n, THREADS);
-  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts, count, width, c.grad_weight, c.weight_dtype, n);
-  sum_parts_kernel<<<columns, THREADS, 0, s>>>(parts + padded(n), count, width, c.grad_bias, c.weight_dtype, n);
-  return cudaGetLastError();
+  const int32_t failed = sum_parts(parts, c.rows, width, c.grad_weight, c.weight_dtype, n, s);
+  return failed != cudaSuccess ? failed
+                               : sum_parts(parts + padded(n), c.rows, width, c.grad_bias, c.weight_dtype, n, s);
 }
 
 }  // namespace cuda
