@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,16 +165,10 @@ def test_diloco_and_local_sgd_are_their_papers(
     n = sum(int(np.prod(s)) for s in shapes)
     grads = gradients(7, ranks, n, seed)
     x = torch.cat([w.detach().view(-1) for w in Given(*shapes).weights]).numpy()
-    outer = {
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-        "outer_nesterov": nesterov,
-        "sync_every": every,
-        "compressor": None,
-    }
-    adam = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": nesterov, "sync_every": every}
+    adam = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "compressor": None}
     inner = papers.Adamw(ranks, n, lr=0.01, beta1=0.8, beta2=0.95, eps=1e-3, decay=0.1)
-    got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=DiLoCo, compressor=None, **adam, **outer))
+    got = sim.run(ranks, lambda r: train(r, grads, shapes, stage=0, optimizer=DiLoCo, **adam, **outer))
     want = papers.local_steps(x, grads, inner, every=every, outer_lr=0.7, momentum=0.9, nesterov=nesterov)
     for rank, params in enumerate(got):
         np.testing.assert_allclose(params, want[:, rank], rtol=1e-3, atol=1e-5)
@@ -184,3 +179,36 @@ def test_diloco_and_local_sgd_are_their_papers(
     )
     for rank, params in enumerate(got):
         np.testing.assert_allclose(params, want[:, rank], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 1}, {"stage": 2, "mics_shard_size": 2}], ids=str)
+def test_a_warm_up_ends_when_the_variance_is_stable(placement: dict[str, Any]) -> None:
+    """β2 = 0.8: looked at every 5 steps, frozen when ‖v‖₁ has changed by less than 4 %; the forecast knows of it."""
+    shapes, steps = [(33, 3), (7,)], 40
+    grads = gradients(1, 4, 106).repeat(steps, 0)
+    grads *= np.where(np.arange(steps) < 8, 3.0, 1.0)[:, None, None].astype(np.float32)
+    v, norms, want = np.zeros(106), {}, None
+    for t, g in enumerate(grads, 1):
+        v = 0.8 * v + 0.2 * g.mean(0) ** 2
+        if t % 5 == 0:
+            norms[t] = v.sum()
+            before = norms.get(t - 5, 0.0)
+            if want is None and min(before, v.sum()) >= 0.96 * max(before, v.sum()):
+                want = t
+
+    def fn(rank: int) -> Any:
+        model = Given(*shapes)
+        options = {"freeze_step": "auto", "betas": (0.9, 0.8), "lr": 1e-3, "compressor": GROUP, **placement}
+        optimizer = ZeroOptimizer(model, optimizer=OnebitAdam, **options)
+        for step in grads:
+            expected = optimizer.forecast().wire_bytes
+            optimizer.comm.log.reset()
+            model(torch.from_numpy(step[rank])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent = {op: row.wire_bytes for op, row in optimizer.comm.log.ops.items() if row.wire_bytes}
+            assert sent == expected
+        return optimizer.param_groups[0]["freeze_step"]
+
+    assert want is not None
+    assert sim.run(4, fn) == [want] * 4

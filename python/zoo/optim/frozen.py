@@ -109,11 +109,10 @@ class FrozenVariance(SyncedOptimizer):
     @torch.no_grad()
     def finish_step(self) -> None:
         """With ``freeze_step="auto"``: freezes the variance when it has become stable. Collective."""
-        asks = self.asks_for_total
         super().finish_step()
-        if self.forming or not asks:
-            return
         group, step = self.param_groups[0], self._at
+        if self.forming or group["freeze_step"] != "auto" or step % self._every:
+            return
         states = {p: state["exp_avg_sq"] for p, state in self.state.items() if "exp_avg_sq" in state}
         if self.peers is None:
             norm = float(sum(v.double().sum() for v in states.values()))
