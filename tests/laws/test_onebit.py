@@ -138,7 +138,7 @@ def peers_of(world: int, placement: dict[str, Any]) -> int:
     return world // placement.get("mics_shard_size", 1)
 
 
-@examples(times=3)
+@examples(times=1)
 @given(st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from([ADAM, LAMB]))
 def test_nothing_is_lost_over_a_change_of_ranks(before: Any, after: Any, way: dict[str, Any]) -> None:
     def save(rank: int) -> Any:
@@ -178,7 +178,7 @@ def test_nothing_is_lost_over_a_change_of_ranks(before: Any, after: Any, way: di
 
 @pytest.mark.parametrize("way", [ZERO_ONE, LOCAL, DILOCO], ids=["ZeroOne", "LocalSGD", "DiLoCo"])
 @pytest.mark.parametrize("placement", [{"stage": 0}, {"stage": 2, "mics_shard_size": 2}], ids=str)
-@pytest.mark.parametrize("other", [1, 2, 3, 4])
+@pytest.mark.parametrize("other", [3, 4])
 def test_ranks_that_step_by_themselves_are_saved(way: dict[str, Any], placement: dict[str, Any], other: int) -> None:
     """The same bits on as many ranks; on others all go on from the mean."""
     if other in (1, 2, 3) and "mics_shard_size" in placement:  # nothing that would be repeated

@@ -60,7 +60,7 @@ def chunks_of(size: int, ranks: int) -> list[slice]:
 SHAPES = st.lists(st.sampled_from([(1,), (7,), (33, 3), (64,), (5, 5, 5)]), min_size=1, max_size=3)
 
 
-@examples(times=5)
+@examples(times=2)
 @given(
     SHAPES, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.1]),
     st.integers(0, 99),
@@ -88,7 +88,7 @@ def test_onebit_adam_is_its_paper(
         np.testing.assert_allclose(params, want[:, rank], rtol=2e-3, atol=2e-4)
 
 
-@examples(times=4)
+@examples(times=2)
 @given(
     SHAPES, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 4]),
     st.sampled_from([0.0, 0.1]), st.integers(0, 99),
@@ -126,7 +126,7 @@ def synchronised(last: int, scaler: int, clipper: int) -> list[int]:
     return found
 
 
-@examples(times=4)
+@examples(times=2)
 @given(SHAPES, st.integers(1, 4), st.integers(2, 4), st.integers(0, 99))
 def test_onebit_lamb_is_its_paper(shapes: list[tuple[int, ...]], ranks: int, freeze: int, seed: int) -> None:
     n = sum(int(np.prod(s)) for s in shapes)
@@ -157,7 +157,7 @@ def alone(xs: np.ndarray) -> np.ndarray:
     return xs[0]
 
 
-@examples(times=3)
+@examples(times=1)
 @given(SHAPES, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 99))
 def test_diloco_and_local_sgd_are_their_papers(
     shapes: list[tuple[int, ...]], ranks: int, every: int, nesterov: bool, seed: int
