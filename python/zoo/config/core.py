@@ -39,7 +39,7 @@ class Optimizer(ComponentChoice):
     """Which optimizer, such as "AdamW", and its options."""
 
     kind: ClassVar[str] = "optimizer"
-    runtime: ClassVar[tuple[str, ...]] = ("params", "parts")
+    runtime: ClassVar[tuple[str, ...]] = ("params", "parts", "peers")
 
 
 class Scheduler(ComponentChoice):
