@@ -35,7 +35,7 @@ class FrozenVariance(SyncedOptimizer):
         self, params: Any, name: str, freeze_step: FreezeStep, defaults: dict[str, Any], **more: Any
     ) -> None:  # fmt: skip
         adam_compressed(name, defaults)
-        super().__init__(params, {**defaults, "freeze_step": freeze_step, "variance_norm": 0.0}, **more)
+        super().__init__(params, {**defaults, "freeze_step": freeze_step}, **more)
 
     def policy(self, group: dict[str, Any]) -> AfterWarmUp:
         """See :class:`~zoo.optim.sync_policy.AfterWarmUp`."""
@@ -47,6 +47,10 @@ class FrozenVariance(SyncedOptimizer):
             )
         return AfterWarmUp(freeze_step=None if given == "auto" else given)
 
+    def counters(self, num_steps: int = 0) -> dict[str, Any]:
+        """How many steps updated v, how many have not since, and its norm when it was last looked at."""
+        return {**super().counters(), "num_variances": num_steps, "frozen_steps": 0, "variance_norm": 0.0}
+
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """m and v."""
         return ("exp_avg", "exp_avg_sq")
@@ -56,7 +60,7 @@ class FrozenVariance(SyncedOptimizer):
             return self._warm_up(group, batch, grad_scale)
         if any(p.grad is None for p in batch.params):
             return False
-        if self._at == group["freeze_step"] + 1:
+        if not group["frozen_steps"]:
             self._report(batch)
         found = flattened(batch)
         values = batch.step + 1, found, self._momenta(group, found, float(grad_scale))
@@ -83,7 +87,7 @@ class FrozenVariance(SyncedOptimizer):
 
     def _num_variances(self, group: dict[str, Any], step: int) -> int:
         """How many updates the variance of parameters has had that make step ``step`` now."""
-        return max(int(group["freeze_step"]) - (self._at - step), 1)
+        return max(int(group["num_variances"]) - (self._at - step), 1)
 
     def _report(self, batch: Batch) -> None:
         variances = batch.lists["exp_avg_sq"]
@@ -110,8 +114,13 @@ class FrozenVariance(SyncedOptimizer):
     def finish_step(self) -> None:
         """With ``freeze_step="auto"``: freezes the variance when it has become stable. Collective."""
         super().finish_step()
+        if self.forming:
+            return
+        for each in self.param_groups:
+            each["num_variances"] += self._now.variance
+            each["frozen_steps"] = each["frozen_steps"] + 1 if self._now.momentum else 0
         group, step = self.param_groups[0], self._at
-        if self.forming or group["freeze_step"] != "auto" or step % self._every:
+        if group["freeze_step"] != "auto" or step % self._every:
             return
         states = {p: state["exp_avg_sq"] for p, state in self.state.items() if "exp_avg_sq" in state}
         if self.peers is None:

@@ -45,6 +45,8 @@ class LocalSteps(SyncedOptimizer):
         }  # fmt: skip
         super().__init__(params, {**defaults, **outer}, compressor=compressor, **more)
 
+    follows = ("anchor",)
+
     def policy(self, group: dict[str, Any]) -> EverySteps:
         """See :class:`~zoo.optim.sync_policy.EverySteps`."""
         every = group["sync_every"]
@@ -64,8 +66,21 @@ class LocalSteps(SyncedOptimizer):
     def together(self) -> bool:
         """Of what the step keeps each rank has its own."""
         kept = any(self.inner_names(group) for group in self.param_groups)
-        steps = self.num_steps
-        return steps == 0 or (not kept and steps % self.param_groups[0]["sync_every"] == 0)
+        return self.num_steps == 0 or (not kept and self.agreed())
+
+    def agreed(self) -> bool:
+        """All ranks have the same parameters."""
+        return not self.param_groups[0]["local_steps"]
+
+    def counters(self, num_steps: int = 0) -> dict[str, Any]:
+        """Steps since the ranks agreed on parameters."""
+        return {**super().counters(), "local_steps": 0}
+
+    def finish_step(self) -> None:
+        """See :class:`~zoo.optim.synced.SyncedOptimizer`."""
+        super().finish_step()
+        for group in self.param_groups if not self.forming else ():
+            group["local_steps"] = 0 if self._now.parameters else group["local_steps"] + 1
 
     def inner_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of the step."""

@@ -178,7 +178,7 @@ class OnebitLamb(FrozenVariance):
         beta1, beta2 = group["betas"]
         rows = []
         for m, v, w, mean in zip(*found[2], means, strict=True):
-            if self._at == group["freeze_step"] + 1:
+            if not group["frozen_steps"]:
                 w.copy_(v)
             g = mean.sub(m, alpha=beta1).div_(1 - beta1)
             w.mul_(beta2).addcmul_(g, g, value=1 - beta2)

@@ -88,6 +88,8 @@ class SyncedOptimizer(WholeTensorOptimizer):
     needs_whole_tensors = False
     driven = False
     """Whoever calls :meth:`step`, for some parameters at a time, calls :meth:`begin_step` and :meth:`finish_step`."""
+    follows: tuple[str, ...] = ()
+    """States that are the parameter's value where all ranks have the same: who writes to it writes to them."""
     forming = False
     """States are to be made by a step that meets nobody, and does not count."""
     synchronises = True
@@ -99,7 +101,8 @@ class SyncedOptimizer(WholeTensorOptimizer):
     ) -> None:  # fmt: skip
         self.peers, self.compressor, self.codec = peers, compressor, codec_of(compressor)
         self._now, self._at = Sync(), 0
-        super().__init__(params, {**defaults, "num_steps": 0}, parts=parts, master_dtype=master_dtype)
+        self._names: list[tuple[str, ...]] = []
+        super().__init__(params, {**defaults, **self.counters()}, parts=parts, master_dtype=master_dtype)
         self._check_groups()
 
     @property
@@ -131,7 +134,29 @@ class SyncedOptimizer(WholeTensorOptimizer):
     def num_steps(self) -> int:
         """Steps taken so far; known to a rank without parameters too."""
         counted = max((int(group["num_steps"]) for group in self.param_groups), default=0)
+        if self.driven:  # states of padding count otherwise
+            return counted
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=counted)
+
+    def resume(self, num_steps: int) -> None:
+        """States of so many steps were loaded; a group that counts otherwise has not counted those."""
+        for group in self.param_groups:
+            if int(group["num_steps"]) != num_steps:
+                group.update(self.counters(num_steps), num_steps=num_steps)
+
+    def counters(self, num_steps: int = 0) -> dict[str, Any]:
+        """What a group counts, after as many steps of an optimizer that does not."""
+        return {"num_steps": 0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`~zoo.optim.base.ElementwiseOptimizer.load_state_dict`; options that are not there stay."""
+        kept = [{**{k: v for k, v in g.items() if k != "params"}, **self.counters()} for g in self.param_groups]
+        saved = state_dict["param_groups"]
+        if len(kept) == len(saved):
+            saved = [{**mine, **theirs} for mine, theirs in zip(kept, saved, strict=True)]
+        super().load_state_dict({**state_dict, "param_groups": saved})
+        self._check_groups()
+        self.resume(self.num_steps)
 
     @property
     def now(self) -> Sync:
@@ -147,6 +172,10 @@ class SyncedOptimizer(WholeTensorOptimizer):
     def together(self) -> bool:
         """After the steps so far all ranks have the same parameters and states."""
         return True
+
+    def agreed(self) -> bool:
+        """After the steps so far all ranks have the same parameters."""
+        return self.together()
 
     def steps_by_itself(self) -> bool:
         """There are steps after which ranks have other parameters."""
@@ -168,7 +197,16 @@ class SyncedOptimizer(WholeTensorOptimizer):
         return False
 
     def begin_step(self) -> None:
-        """No parameter has had the next step yet."""
+        """No parameter has had the next step yet.
+
+        Raises:
+            ValueError: options that cannot be, since they were changed.
+        """
+        self._check_groups()
+        names = [self.state_names(group) for group in self.param_groups]
+        if names != self._names:  # states that the plans do not have
+            self._forget()
+            self._names = names
         self._now, self._at = self.now, self.num_steps + 1
 
     def finish_step(self) -> None:

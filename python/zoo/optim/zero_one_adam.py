@@ -78,7 +78,7 @@ class ZeroOneAdam(SyncedOptimizer):
             "eps_inside_sqrt": eps_inside_sqrt, "decoupled_weight_decay": True, "maximize": maximize,
             "var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler,
             "local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper,
-            "moved_rate": 0.0, "kept": 1.0, "amsgrad": amsgrad,
+            "amsgrad": amsgrad,
         }  # fmt: skip
         adam_compressed("ZeroOneAdam", defaults)
         super().__init__(params, defaults, master_dtype=master_dtype, compressor=compressor, peers=peers)
@@ -106,11 +106,16 @@ class ZeroOneAdam(SyncedOptimizer):
 
     def together(self) -> bool:
         """All ranks have the same parameters and states."""
-        return self.policy(self.param_groups[0]).last_sync(self.num_steps) == self.num_steps
+        return not self.param_groups[0]["local_steps"]
+
+    def counters(self, num_steps: int = 0) -> dict[str, Any]:
+        """Steps since the latest of T_u, Σγ over them, and what weight decay has left of x_(t')."""
+        return {**super().counters(), "local_steps": 0, "moved_rate": 0.0, "kept": 1.0}
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """m and v, and with local steps u and x_(t')."""
-        return ("exp_avg", "exp_avg_sq", *(("moved", "anchor") if group["local_step_clipper"] > 1 else ()))
+        local = group["local_step_clipper"] > 1 or group["local_steps"]
+        return ("exp_avg", "exp_avg_sq", *(("moved", "anchor") if local else ()))
 
     def settings(self, group: dict[str, Any], lr: float) -> Settings:
         """Of a step along m̂ / (√v̂ + ε)."""
@@ -137,11 +142,11 @@ class ZeroOneAdam(SyncedOptimizer):
             return
         if self._now.variance:
             self._update_variance(measured)
-        schedule = self.policy(self.param_groups[0])
-        local = schedule.last_sync(self._at - 1) != self._at - 1 or not self._now.momentum
+        begins = self.together()
+        local = not begins or not self._now.momentum
         for one in measured:
             if local:
-                self._local_step(one, begins=schedule.last_sync(self._at - 1) == self._at - 1)
+                self._local_step(one, begins=begins)
         if self._now.momentum:
             self._agree(measured, local=local)
 
@@ -207,7 +212,8 @@ class ZeroOneAdam(SyncedOptimizer):
             return
         for group in self.param_groups:
             if self._now.momentum:
-                group["moved_rate"], group["kept"] = 0.0, 1.0
+                group["local_steps"], group["moved_rate"], group["kept"] = 0, 0.0, 1.0
             else:
+                group["local_steps"] += 1
                 group["moved_rate"] += self._rate(group, self._at)
                 group["kept"] *= 1.0 - float(group["lr"]) * group["weight_decay"]

@@ -51,6 +51,7 @@ class Inspection:
     _buckets: Sequence[Bucket]
     _gradients: list[BucketGradients]
     _feedback: list[Feedback]
+    param_groups: list[dict[str, Any]]
 
     # What the latest step came to ----------------------------------------------------------------------------------
 
@@ -182,6 +183,7 @@ class Inspection:
             drives: of a step in a window, what its schedule does from the window's beginning to its end; None: one
                 forward and its backward. max_bytes: of the window.
         """
+        self._updater.decide(self.param_groups)
         states, runtime = self._updater.forecast_bytes(), self._runtime
         plan = runtime.plan() if drives is None else runtime.plan_window(drives, max_bytes)
         clips = self.clipping.measures

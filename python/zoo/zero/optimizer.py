@@ -208,14 +208,14 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward, multiplies=self._scaler is not None, switch=sharded.switch,
-            everyone=sharded.comm,
+            everyone=sharded.everyone,
         )  # fmt: skip
         sharded.hand_over(self._updater)
         self._in_backward = (
             UpdateInBackward(self._updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
         )  # fmt: skip
-        self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater)
+        self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater, lambda: self.param_groups)
         self._runtime.backward.scale = self.loss_scale
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late

@@ -374,6 +374,8 @@ class ShardedModel:
 
     def hold(self, bucket: Bucket, *, writes: bool) -> tuple[bool, bool]:
         """See :class:`~zoo.zero.state.gathered.Owner`; what is held is exact in any case."""
+        if writes and bucket.spec.trainable and (user := self.user) is not None:
+            user.updater.check_writable()
         return self.runtime.hold(bucket)
 
     def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:

@@ -42,6 +42,7 @@ class Switch:
 
     Attributes:
         own: they do.
+        left: of the gradients that there are some have stayed so.
         codec: what compresses.
         unit: an error of a gradient that much smaller is one of what the optimizer compresses: 1 - β1 of a momentum.
     """
@@ -49,6 +50,11 @@ class Switch:
     codec: Codec
     unit: float = 1.0
     own: bool = False
+    left: bool = False
+
+    def decide(self, *, own: bool, afresh: bool) -> None:
+        """What the next reductions do; ``afresh``: there are no gradients yet."""
+        self.own, self.left = own, self.left and not afresh
 
 
 class Own:
@@ -99,6 +105,7 @@ class Switched:
 
     def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
         """See :class:`~zoo.zero.collectives.routes.Reduce`."""
+        self._switch.left |= self._switch.own
         return self._now.start(full, out, label)
 
     def hops(self, numel: int, itemsize: int) -> list[Hop]:

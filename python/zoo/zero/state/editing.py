@@ -42,6 +42,9 @@ def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Value
         changes: for each bucket the values by name. Whole parameters must be given where copies are whole.
         keep_equal: an fp32 value stays where it rounds to the value given: what nobody changed keeps its precision.
     """
+    trainable = [bucket for bucket in changes if bucket.spec.trainable]
+    if trainable and optimizer is not None:
+        optimizer.updater.check_writable()
     for bucket, values in changes.items():
         parameters = bucket.parameters
         parameters.drop_secondary()
@@ -55,9 +58,12 @@ def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Value
     def change(segment: Segment, state: dict[str, Any]) -> None:
         target = segment.value(state)
         for offset, part in overlaps(changes[segment.bucket], segment.slices()):
-            _overwrite(target[offset : offset + part.numel()], part, segment.bucket, keep_equal=keep_equal)
+            place = slice(offset, offset + part.numel())
+            _overwrite(target[place], part, segment.bucket, keep_equal=keep_equal)
+            for name in follows & state.keys():
+                state[name][place].copy_(target[place])
 
-    trainable = [bucket for bucket in changes if bucket.spec.trainable]
+    follows = set(getattr(optimizer.inner, "follows", ())) if optimizer is not None else set[str]()
     if trainable and optimizer is not None:
         optimizer.updater.edit(trainable, change)
 

@@ -49,7 +49,8 @@ class Writes:
         """Bring what was written to where the optimizer keeps it. Every rank writes the same and calls this.
 
         Raises:
-            RuntimeError: something was written to a parameter that was whole only for the moment.
+            RuntimeError: something was written to a parameter that was whole only for the moment, or while each rank
+                had parameters of its own (then every step is refused until a state is loaded).
         """
         changes, lost = {}, []
         for bucket, noted in self._noted.items():
@@ -65,6 +66,12 @@ class Writes:
                 bucket.parameters.take_back(slot)
             if bucket.spec.trainable or bucket.parameters.originals is not None:
                 changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
+        if any(bucket.spec.trainable for bucket in changes):
+            try:
+                optimizer.updater.check_writable()
+            except RuntimeError:
+                optimizer.updater.give_up("parameters were written to while each rank had its own")
+                raise
         if changes:
             write_values(optimizer, changes, keep_equal=True)
         if lost:

@@ -12,6 +12,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,12 +29,14 @@ PATIENCE = 1
 class UpdateInStep:
     """The update comes with ``step()``; only the buffers of the one before have to be free when gradients need them."""
 
-    def __init__(self, updater: Updater) -> None:
-        self._updater = updater
+    def __init__(self, updater: Updater, options: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        self._updater, self._options = updater, options
 
     def begin(self) -> None:
         """A backward that reduces starts: what the latest update wrote is on its device now."""
         self._updater.settle()
+        with contextlib.suppress(ValueError):  # which the step will say
+            self._updater.decide(self._options())
 
     def reduced(self, bucket: Bucket) -> None:
         """Nothing happens yet."""

@@ -46,7 +46,7 @@ def peers_for(
     if everyone.size == 1:
         return (BucketParts(comm) if whole else None), options
     off = next((b for b in buckets if b.updates_off_device or b.placements.states.tier is not Tier.DEVICE), None)
-    if off is not None:
+    if off is not None and any(b.routes.axes.world.size > 1 for b in buckets):
         raise NotImplementedError(
             f"offload_optimizer with {optimizer.__name__}, which sends what it updates: that has to be where the "
             "gradients are. Leave one of the two out."

@@ -96,7 +96,7 @@ class Updater:
         if switch is not None:
             self.inner.driven = True
             check_local_steps(self.inner, buckets)
-            switch.own = not self.inner.takes_means()
+            self.decide([dict(group) for group in groups])
         streams = scratch is not None and needs_stream(buckets)
         copies = multiplies and not self._scales
         if (
@@ -216,6 +216,18 @@ class Updater:
         """Ranks that repeat a state have different ones after the steps so far."""
         return self._switch is not None and self._everyone.size > 1 and not self.inner.together()
 
+    def check_writable(self) -> None:
+        """Raise RuntimeError where values for parameters would be those of one rank, or undone.
+
+        Between steps at which ranks agree each has parameters of its own, and the next agreement starts from others.
+        """
+        if self._switch is not None and not self.inner.agreed():
+            raise RuntimeError(
+                f"parameters cannot be written to between two steps at which the ranks of {type(self.inner).__name__} "
+                "agree on them: each rank has its own now, and what is written would be lost. Write after a step that "
+                "ends with an agreement, before the first step, or into a checkpoint."
+            )
+
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that an update reads from and writes to NVMe, once states exist."""
         return self._stream.traffic() if self._stream is not None else (0, 0)
@@ -264,7 +276,7 @@ class Updater:
         if self._switch is not None:
             self.inner.finish_step()
             self._give_options()
-            self._switch.own = not self.inner.takes_means()
+            self.decide(self._outer)
         self.skips_on_device.updated()
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -273,8 +285,20 @@ class Updater:
         self._finish_writes()
         self._take_options(groups)
         if self._switch is not None:
+            check_local_steps(self.inner, self._buckets)
+            self._check_means()
             self.inner.begin_step()
         self.read_ahead()
+
+    def _check_means(self) -> None:
+        """Raise ValueError if gradients were left to an optimizer that takes means now."""
+        if self._switch is not None and self._switch.left and self._has_reduced() and self.inner.takes_means():
+            raise ValueError(
+                "the step takes the mean gradient of all ranks, and the gradients are not: "
+                f"{type(self.inner).__name__} was to compress when they were reduced, and its options or its state "
+                "have changed since. Call "
+                "zero_grad() and backward again; change options between zero_grad() and backward."
+            )
 
     def _take_options(self, groups: Sequence[dict[str, Any]]) -> None:
         for outer, group in zip(groups, self.inner.param_groups, strict=True):
@@ -485,7 +509,25 @@ class Updater:
                     for segment in piece:
                         self._fill(segment, fill)
         if self._switch is not None:
-            self._switch.own = not self.inner.takes_means()
+            self._agree_on_steps()
+
+    def _agree_on_steps(self) -> None:
+        """Ranks whose segments are padding do not see it in their states."""
+        states = [self.inner.state.get(s.tensor, {}) for s in self.segments if s.slices()]
+        mine = max((int(state["step"]) for state in states if "step" in state), default=0)
+        self.inner.resume(max(self._everyone.all_gather_object(mine)))
+        self._give_options()
+        self.decide(self._outer)
+
+    def decide(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Gradients may be reduced for the next step, with the options of ``groups``: whether to means."""
+        if self._switch is None:
+            return
+        self._take_options(groups)
+        self._switch.decide(own=not self.inner.takes_means(), afresh=not self._has_reduced())
+
+    def _has_reduced(self) -> bool:
+        return any(b.gradients is not None and b.gradients.reduced for b in self._buckets)
 
     def _make_states(self, piece: Sequence[Segment]) -> None:
         # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
