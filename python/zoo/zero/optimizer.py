@@ -38,7 +38,7 @@ from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.outer import OuterOptimizer
-from zoo.zero.update.peers import switch_for
+from zoo.zero.update.peers import switch_for, tell_ratio
 from zoo.zero.update.updater import Updater, try_out
 
 if TYPE_CHECKING:
@@ -222,6 +222,9 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.inner = self._updater.inner
         self.seal(wrapped.groups, self.inner, self._look_at_states)
         wrapped.taken_over_by(self)
+        if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
+            sent = sum(self.forecast().wire_bytes.values())
+            tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.reduce_dtype)
 
     # Training --------------------------------------------------------------------------------------------------------
 

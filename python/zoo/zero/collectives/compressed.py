@@ -97,11 +97,11 @@ class Switched:
     """One of two reductions, as the switch says."""
 
     def __init__(self, switch: Switch, mean: Reduce, own: Reduce) -> None:
-        self._switch, self._mean, self._own = switch, mean, own
+        self._switch, self.mean, self.own = switch, mean, own
 
     @property
     def _now(self) -> Reduce:
-        return self._own if self._switch.own else self._mean
+        return self.own if self._switch.own else self.mean
 
     def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
         """See :class:`~zoo.zero.collectives.routes.Reduce`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zoo.comm import Communicator, Handle, Then, advance
-from zoo.zero.collectives.compressed import CompressedMean, Switch
+from zoo.zero.collectives.compressed import CompressedLeg, CompressedMean, Switch
 from zoo.zero.collectives.routes import Hop
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
@@ -16,6 +17,7 @@ from zoo.zero.update.segments import Segment
 from zoo.zero.update.whole_tensors import BucketParts
 
 Tensor = torch.Tensor
+_log = logging.getLogger("zoo.zero")
 
 
 def switch_for(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Switch | None:
@@ -36,6 +38,30 @@ def check_local_steps(inner: Any, buckets: Sequence[Bucket]) -> None:
             "that are split over all ranks, which have parameters only together. Use stage 0, groups of "
             "mics_shard_size ranks, or no local steps (local_step_clipper=1)."
         )
+
+
+def tell_ratio(buckets: Sequence[Bucket], name: str, total_bytes: int, reduce_dtype: torch.dtype | None) -> None:
+    """Log what is saved where gradients are compressed on their way to their owners, and nothing else is.
+
+    Args:
+        total_bytes: of a step whose gradients are means, sent by this rank.
+    """
+    legs = [b for b in buckets if isinstance(b.routes.feedback, CompressedLeg) and b.routes.axes.shard.size > 1]
+    if not legs:
+        return
+    before = after = 0
+    for bucket in legs:
+        reduce: Any = bucket.routes.reduce
+        itemsize = (reduce_dtype or bucket.spec.gradient_dtype).itemsize
+        before += sum(hop.sent()[0] for hop in reduce.mean.hops(bucket.layout.size, itemsize))
+        after += sum(hop.sent()[0] for hop in reduce.own.hops(bucket.layout.size, itemsize))
+    left = total_bytes - before + after
+    _log.info(
+        "%s with states that are split over all %d ranks: a step that compresses sends gradients in 1/%.1f of the "
+        "bytes (%s instead of %s a rank), and parameters as before: 1/%.2f of all it sends (%s instead of %s).",
+        name, legs[0].routes.axes.shard.size, before / after, f"{after:,}", f"{before:,}", total_bytes / left,
+        f"{left:,}", f"{total_bytes:,}",
+    )  # fmt: skip
 
 
 def peers_for(
