@@ -348,3 +348,80 @@ def test_what_cannot_be_is_said() -> None:
                 build(**{"stage": 0, **options})
 
     sim.run(2, fn)
+
+
+@examples(times=3)
+@given(st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from([ADAM, LAMB]))
+def test_folded_errors_lose_nothing(before: Any, after: Any, way: dict[str, Any]) -> None:
+    """One tensor in the place of R + 1, on any number of ranks; who saved goes on with his own."""
+
+    def save(rank: int) -> Any:
+        model, optimizer = build(**way, **before[1])
+        for step in range(4):
+            advance(model, optimizer, rank, step)
+        apiece, live = collect(optimizer), optimizer.memory()
+        folded = [(s.name, s.role, s.start, s.shape, s.tensor) for s in optimizer.state_slices(errors="folded")]
+        assert optimizer.memory() == live
+        again = collect(optimizer)
+        assert [s[:4] for s in again] == [s[:4] for s in apiece]
+        assert all(torch.equal(a[4], b[4]) for a, b in zip(again, apiece, strict=True))
+        return apiece, folded, optimizer.state_scalars(), [dict(g) for g in optimizer.param_groups]
+
+    saved = sim.run(before[0], save)
+    apiece, folded = whole([one for one, *_ in saved]), whole([one for _, one, *_ in saved])
+    roles = {role for _, role in folded}
+    assert not any(role.startswith("feedback.") for role in roles)
+    scalars = {k: v for _, _, found, _ in saved for k, v in found.items()}
+    names = [name for name, _ in make().named_parameters()]
+    for name in names:
+        want = kept(apiece, name, peers_of(*before))
+        torch.testing.assert_close(folded[name, "owed"], want.expand_as(folded[name, "owed"]), rtol=1e-5, atol=1e-7)
+
+    def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+        return folded[name, role].view(-1)[start : start + length]
+
+    def load(rank: int) -> Any:
+        model, optimizer = build(**way, **after[1])
+        for group, options in zip(optimizer.param_groups, saved[0][3], strict=True):
+            group.update({k: v for k, v in options.items() if k != "params"})
+        optimizer.load_state(read, scalars)
+        found = collect(optimizer), optimizer.state_scalars()["zero/feedback_unit"]
+        advance(model, optimizer, rank, 4)
+        return found
+
+    loaded = sim.run(after[0], load)
+    again, units = whole([found for found, _ in loaded]), (scalars["zero/feedback_unit"], loaded[0][1])
+    for name in names:
+        got = kept(again, name, peers_of(*after)) * units[1]
+        torch.testing.assert_close(got, folded[name, "owed"] * units[0], rtol=1e-5, atol=1e-7)
+
+
+def test_errors_of_another_kind_are_refused() -> None:
+    def fn(rank: int) -> None:
+        _, optimizer = build(**ADAM, stage=0)
+        with pytest.raises(ValueError, match="errors='sum'; it is 'ranks'"):
+            optimizer.state_slices(errors="sum")  # type: ignore[arg-type]
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize(("placement", "told"), [(p, p in PURE[1:]) for p in PURE + GROUPS[:1]], ids=str)
+def test_what_is_saved_is_told_where_only_gradients_are_compressed(
+    placement: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bytes of the line are those that a step sends then."""
+    caplog.set_level("INFO", logger="zoo.zero")
+
+    def fn(rank: int) -> Any:
+        model, optimizer = build(**ADAM, **placement)
+        sent = []
+        for step in range(3):
+            optimizer.comm.log.reset()
+            advance(model, optimizer, rank, step)
+            sent.append(sum(row.wire_bytes for row in optimizer.comm.log.ops.values()))
+        return sent
+
+    first, _, last = sim.run(4, fn)[0]
+    lines = [r.getMessage() for r in caplog.records if "a step that compresses sends" in r.getMessage()]
+    assert len(lines) == told
+    assert not told or lines[0].endswith(f"1/{first / last:.2f} of all it sends ({last:,} instead of {first:,}).")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from zoo.config import Section
 from zoo.config.fates import Fate, refused, setting, unnecessary
@@ -20,6 +20,11 @@ class CheckpointConfig(Section):
     """Whether training goes on while a checkpoint is written: ``save_checkpoint`` returns when this rank's state is
     copied to host memory, which takes as much of it as the state has. States on NVMe are not copied: an update waits
     before it overwrites one that is not written yet."""
+
+    errors: Literal["ranks", "folded"] = "ranks"
+    """Of what compressed reductions have not sent yet: "ranks" saves the error of each of R ranks, from which as many
+    go on with the same bits; "folded" saves their sum, one tensor in the place of R + 1, which any number of ranks goes
+    on from with nothing lost."""
 
     load_universal: bool = False
     """Of a folder that DeepSpeed wrote ``load_checkpoint`` without a tag takes what ``latest_universal`` names, and not

@@ -124,6 +124,8 @@ class Checkpoints(WholeStates):
         what = f"saving the checkpoint {tag!r}"
         # What one rank raises alone, all raise: the others would wait for it.
         scalars, states = alike(everyone, what, self._state)
+        if getattr(getattr(self._engine.config, "checkpoint", None), "errors", "ranks") == "folded":
+            states = list(self.training("save_checkpoint()").folded(states))
         slices: list[StateSlice] = [*states, *buffer_slices(self.module, self.sharded)]
         if exclude_frozen_parameters:
             frozen = {b.logical(n)[0] for b in self.sharded.buckets if not b.spec.trainable for n in b.spec.names}

@@ -186,6 +186,28 @@ def feedback_slices(bucket: Bucket, *, owned: bool = True) -> Iterator[StateSlic
         yield from _cut(bucket, bucket.layout.slices(*feedback.owed_range(bucket)), "owed", feedback.owed)
 
 
+def folded_slices(bucket: Bucket) -> Iterator[StateSlice]:
+    """The same as one tensor, s + Σ_r e_r / D, on those who make the means: what a load at another number of ranks
+    makes of it. Collective over the ranks that have errors for the same elements; nothing here changes.
+    """
+    feedback, axes = bucket.routes.feedback, bucket.routes.axes
+    if feedback is None:
+        return
+    peers, error, (first, last) = feedback.peers(axes), feedback.error, feedback.error_range(bucket)
+    total = torch.zeros(last - first + 1, dtype=torch.float32, device=bucket.device)
+    if error is not None:
+        total[:-1] = error
+        total[-1] = 1  # somebody has one
+    peers.all_reduce(total).wait()
+    low, high = feedback.owed_range(bucket)
+    if low == high or not (axes.counts and feedback.pays(axes)) or (feedback.owed is None and not total[-1]):
+        return
+    found = total[low - first : high - first] / feedback.divisor(axes.num_losses, peers.size)
+    if feedback.owed is not None:
+        found += feedback.owed
+    yield from _cut(bucket, bucket.layout.slices(low, high), "owed", found)
+
+
 def feedback_scalars(buckets: Iterable[Bucket]) -> dict[str, float]:
     """For each set of mesh axes that parameters are split along: how many ranks have errors for the same elements, and
     the unit of these.

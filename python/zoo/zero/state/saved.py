@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -44,9 +44,27 @@ class SavedState:
     def _whole(self) -> ZeroOptimizer:
         return cast("ZeroOptimizer", self)
 
-    def state_slices(self) -> list[state_io.StateSlice]:
-        """This rank's part of the training state. Every element of every tensor belongs to exactly one rank."""
-        return self.held_slices(owned=True)
+    def state_slices(self, *, errors: Literal["ranks", "folded"] = "ranks") -> list[state_io.StateSlice]:
+        """This rank's part of the training state. Every element of every tensor belongs to exactly one rank.
+
+        Args:
+            errors: of lossy reductions: "ranks" saves e_r of each of the R ranks and what servers owe, s, from which
+                as many ranks go on with the same bits. "folded" saves s + Σ_r e_r / R alone, one tensor in the place of
+                R + 1, from which any number of ranks goes on; it is collective.
+
+        Raises:
+            ValueError: ``errors`` is neither.
+        """
+        if errors not in ("ranks", "folded"):
+            raise ValueError(f"errors={errors!r}; it is 'ranks', for those of each rank, or 'folded', for their sum.")
+        found = self.held_slices(owned=True)
+        return self.folded(found) if errors == "folded" else found
+
+    @torch.no_grad()
+    def folded(self, slices: Iterable[Any]) -> list[state_io.StateSlice]:
+        """``slices`` with errors as :meth:`state_slices` has them with ``errors="folded"``. Collective."""
+        kept = [s for s in slices if s.role != "owed" and not s.role.startswith("feedback.")]
+        return kept + [s for b in self._trainable for s in state_io.folded_slices(b)]
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
