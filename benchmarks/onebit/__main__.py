@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.onebit.launch import start
 from benchmarks.onebit.link import LinkError, cable
 from benchmarks.onebit.steps import LAYERS, PLAIN, ROWS, WIDTH
 from benchmarks.onebit.worker import GLOO
@@ -25,23 +23,9 @@ LOOPBACK = "loopback"
 
 def run(args: argparse.Namespace, prefixes: Sequence[Sequence[str]], address: str, device: str) -> dict[str, Any]:
     """Both ranks; what rank 0 says."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank, prefix in enumerate(prefixes):
-        environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": device,
-        }  # fmt: skip
-        command = [*prefix, sys.executable, "-m", "benchmarks.onebit.worker", "--device", device]
-        command += ["--numel", str(args.numel), "--rounds", str(args.rounds), "--threads", str(args.threads)]
-        command += ["--only", *args.only] if args.only else []
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=3600)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"a rank failed: {[rank.returncode for rank in ranks]}")
-    found: dict[str, Any] = json.loads(said[0])
+    given = ["--device", device, "--numel", str(args.numel), "--rounds", str(args.rounds)]
+    given += ["--threads", str(args.threads), *(["--only", *args.only] if args.only else [])]
+    found: dict[str, Any] = start("benchmarks.onebit.worker", given, prefixes, address, device)
     return found
 
 

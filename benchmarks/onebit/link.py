@@ -1,7 +1,10 @@
 """Two network namespaces and a cable between them with a limited rate: what two machines are to each other.
 
+Each end has processes of its own too (a pid namespace), or ZeRO would find that both ranks are on one host, and go
+through memory that they share.
+
 Linux, with the right to make namespaces (root, or a container that has it); ``ip`` and ``tc`` are in the package
-iproute2.
+iproute2, ``unshare`` in util-linux.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ def cable(mbit: int) -> Iterator[list[Sequence[str]]]:
     Raises:
         LinkError: they cannot be made.
     """
-    if not all(map(shutil.which, ("ip", "tc"))):
-        raise LinkError("`ip` and `tc` are missing; they are in the package iproute2")
+    if not all(map(shutil.which, ("ip", "tc", "unshare"))):
+        raise LinkError("`ip`, `tc` or `unshare` is missing; they are in the packages iproute2 and util-linux")
     names = [f"zoo-{os.getpid()}-{rank}" for rank in range(2)]
     made = []
     try:
@@ -51,7 +54,8 @@ def cable(mbit: int) -> Iterator[list[Sequence[str]]]:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             limit = ("rate", f"{mbit}mbit", "burst", str(burst), "latency", "50ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", "cable", "root", "tbf", *limit)
-        yield [("ip", "netns", "exec", name) for name in names]
+        apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+        yield [("ip", "netns", "exec", name, *apart) for name in names]
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
