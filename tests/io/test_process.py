@@ -108,6 +108,7 @@ print(hung)
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_is_forked_while_operations_end_does_not_hang(folder: Path) -> None:
     done = run(FORK_UNDER_FIRE, folder / "f", 100)
     assert done.stdout.strip() == "[]", done.stderr
@@ -121,6 +122,7 @@ for k in range(8):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_end_of_the_process_waits_for_writes(folder: Path) -> None:
     command = [sys.executable, "-W", "always", "-c", END, str(folder / "f")]  # a new one: this is about how it ends

@@ -36,6 +36,7 @@ def run(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", RUN, str(folder)], env=with_path, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_library_that_came_along_runs_where_nothing_can_be_compiled(tmp_path: Path) -> None:
     built = build_ahead(tmp_path / "ahead")
     assert (built.name, built.parent) == (name_ahead(), tmp_path / "ahead")

@@ -269,6 +269,10 @@ class SyncedOptimizer(WholeTensorOptimizer):
             bias_correction=group["bias_correction"], eps_inside_sqrt=group["eps_inside_sqrt"],
         )  # fmt: skip
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "compressor": self.compressor}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.peers = None
+        self.peers, self.codec = None, codec_of(self.compressor)
+        self._now, self._at, self._names = Sync(), 0, []

@@ -215,7 +215,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             UpdateInBackward(self._updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
         )  # fmt: skip
-        self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater, lambda: self.param_groups)
+        self._runtime.reductions.follower = self._in_backward or UpdateInStep(self._updater, self._current_groups)
         self._runtime.backward.scale = self.loss_scale
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late
@@ -396,6 +396,9 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         for gradients in self._gradients:
             gradients.make_zero()
         return True
+
+    def _current_groups(self) -> list[dict[str, Any]]:
+        return self.param_groups
 
     def _options_of_update(self) -> list[dict[str, Any]]:
         if self._away is not None:

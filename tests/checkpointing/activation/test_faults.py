@@ -205,6 +205,7 @@ def test_profile_logs_forward_and_recomputation(reentrant: bool, caplog: pytest.
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_compiler_follows_plain_checkpoints_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
 

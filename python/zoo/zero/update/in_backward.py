@@ -13,6 +13,7 @@ meanwhile.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,13 +31,16 @@ class UpdateInStep:
     """The update comes with ``step()``; only the buffers of the one before have to be free when gradients need them."""
 
     def __init__(self, updater: Updater, options: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        self._updater, self._options = updater, options
+        # A model keeps who follows its reductions, and must not keep its optimizer by that.
+        self._updater, self._options = updater, weakref.WeakMethod(options)
 
     def begin(self) -> None:
         """A backward that reduces starts: what the latest update wrote is on its device now."""
         self._updater.settle()
-        with contextlib.suppress(ValueError):  # which the step will say
-            self._updater.decide(self._options())
+        options = self._options()
+        if options is not None:
+            with contextlib.suppress(ValueError):  # which the step will say
+                self._updater.decide(options())
 
     def reduced(self, bucket: Bucket) -> None:
         """Nothing happens yet."""

@@ -67,9 +67,10 @@ class Updater:
         self.skips_on_device = SkipsOnDevice(self._takes_found_inf, "capturable" if self._scales else "fused")
         name = getattr(optimizer, "__name__", str(optimizer))
         plain = _without_params(groups)
-        if (whole or switch is not None) and in_backward:
+        what = "whole tensors" if whole else "the other ranks" if switch is not None else ""
+        if what and in_backward:
             raise ValueError(
-                f"update_in_backward=True with {name}, which brings ranks together: they would meet in the middle of "
+                f"update_in_backward=True with {name}, which needs {what}: ranks would meet in the middle of "
                 "backward. Use an elementwise optimizer, or leave update_in_backward out."
             )
         self._plain, self._optimizer, self._options = plain, optimizer, options
