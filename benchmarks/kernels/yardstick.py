@@ -39,10 +39,10 @@ class Yardstick:
             subprocess.run(
                 [*compiler, "-shared", f"{folder}/loop.o", "-o", library, f"-L{lib}", "-ltorch_cpu"], check=True
             )
-            self.library = ctypes.CDLL(str(library))
+            self.loop = ctypes.CDLL(str(library))
 
     def _bind(self, name: str, rows: ctypes.Array[Row]) -> Callable[[], None]:
-        function, count = getattr(self.library, name), ctypes.c_int64(len(rows))
+        function, count = getattr(self.loop, name), ctypes.c_int64(len(rows))
         return lambda: function(rows, count, ctypes.c_int64(torch.get_num_threads()))
 
     def fp32(self, lists: Sequence[Sequence[torch.Tensor]]) -> Callable[[], None]:

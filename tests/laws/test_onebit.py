@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import examples
+from tests.zero.saved import collect, whole
 from torch import nn
 
 from zoo import sim
@@ -110,19 +111,6 @@ def test_how_buckets_and_pieces_are_cut_does_not_matter_much(way: dict[str, Any]
     assert all(bool(many[name].isfinite().all()) for name in one)
     if way is not ZERO_ONE:  # which has no warm-up
         assert same(one, many)
-
-
-def collect(optimizer: ZeroOptimizer) -> Any:
-    return [(s.name, s.role, s.start, s.shape, s.tensor.clone()) for s in optimizer.state_slices()]
-
-
-def whole(runs: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
-    found: dict[tuple[str, str], torch.Tensor] = {}
-    for name, role, start, shape, values in (piece for run in runs for piece in run):
-        flat = found.setdefault((name, role), torch.full(shape, torch.nan)).view(-1)
-        assert bool(flat[start : start + values.numel()].isnan().all())
-        flat[start : start + values.numel()] = values
-    return found
 
 
 def kept(state: dict[tuple[str, str], torch.Tensor], name: str, peers: int) -> torch.Tensor:

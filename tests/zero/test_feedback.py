@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import examples
+from tests.zero.saved import collect, whole
 from torch import nn
 
 from zoo import sim
@@ -100,19 +101,6 @@ def test_training_follows_exact_gradients_more_closely(nodes: int, steps: int, r
         return float(torch.cat([(found[n] - exact[n]).flatten() for n in exact]).norm())
 
     assert away(fed) < ratio * away(plain)
-
-
-def collect(optimizer: ZeroOptimizer) -> Any:
-    return [(s.name, s.role, s.start, s.shape, s.tensor.clone()) for s in optimizer.state_slices()]
-
-
-def whole(runs: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
-    found: dict[tuple[str, str], torch.Tensor] = {}
-    for name, role, start, shape, values in (piece for run in runs for piece in run):
-        flat = found.setdefault((name, role), torch.full(shape, torch.nan)).view(-1)
-        assert bool(flat[start : start + values.numel()].isnan().all())
-        flat[start : start + values.numel()] = values
-    return found
 
 
 def total(state: dict[tuple[str, str], torch.Tensor], name: str, world: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from zoo.kernels.update import Settings, adam, num_states, sgd, update_
 from zoo.optim.base import flattened
-from zoo.optim.options import at_least_zero, betas_in_range
+from zoo.optim.options import at_least_zero, betas_in_range, nesterov_possible
 from zoo.optim.plan import Batch
 from zoo.optim.sync_policy import EverySteps
 from zoo.optim.synced import Peers, SyncedOptimizer
@@ -163,11 +163,7 @@ class LocalSGD(LocalSteps):
         compressor: Any = None, peers: Peers | None = None,
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(
-                f"nesterov=True with momentum={momentum} and dampening={dampening}; it needs a momentum > 0 and "
-                "dampening=0."
-            )
+        nesterov_possible(momentum, dampening, nesterov=nesterov)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,

@@ -43,3 +43,12 @@ def coefficients_in_order(min_coeff: float | None, max_coeff: float | None) -> N
     """Raise ValueError unless limits of a trust ratio leave something between them."""
     if min_coeff is not None and max_coeff is not None and not 0 <= min_coeff <= max_coeff:
         raise ValueError(f"min_coeff={min_coeff}, max_coeff={max_coeff}; needed is 0 <= min_coeff <= max_coeff.")
+
+
+def nesterov_possible(momentum: float, dampening: float, *, nesterov: bool) -> None:
+    """Raise ValueError for Nesterov's momentum without momentum, or dampened."""
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"nesterov=True with momentum={momentum} and dampening={dampening}; it needs a momentum > 0 and "
+            "dampening=0."
+        )

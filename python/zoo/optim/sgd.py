@@ -8,7 +8,7 @@ import torch
 
 from zoo.kernels.update import Settings, sgd
 from zoo.optim.base import ElementwiseOptimizer
-from zoo.optim.options import at_least_zero, not_supported
+from zoo.optim.options import at_least_zero, nesterov_possible, not_supported
 
 
 class SGD(ElementwiseOptimizer):
@@ -30,11 +30,7 @@ class SGD(ElementwiseOptimizer):
     ) -> None:  # fmt: skip
         at_least_zero(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
         not_supported("SGD", differentiable=differentiable)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(
-                f"nesterov=True with momentum={momentum} and dampening={dampening}; it needs a momentum > 0 and "
-                "dampening=0."
-            )
+        nesterov_possible(momentum, dampening, nesterov=nesterov)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize, "capturable": capturable,
