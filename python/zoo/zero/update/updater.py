@@ -19,7 +19,8 @@ from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
 from zoo.zero.update.factors import Factors
-from zoo.zero.update.peers import check_local_steps, peers_for, sent_by_peers
+from zoo.zero.update.meetings import Meetings
+from zoo.zero.update.peers import peers_for
 from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of, updated_dtype
 from zoo.zero.update.skipping import SkipsOnDevice
@@ -59,7 +60,7 @@ class Updater:
         *, comm: Communicator, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
         everyone: Communicator, in_backward: bool = False, multiplies: bool = False, switch: Switch | None = None,
     ) -> None:  # fmt: skip
-        self._buckets, self._switch, self._everyone = buckets, switch, everyone
+        self._buckets = buckets
         self.broken: str | None = None
         self._outer: Sequence[dict[str, Any]] = ()
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
@@ -94,9 +95,9 @@ class Updater:
         for segment in self.segments:
             inner[segment.group]["params"].append(segment.tensor)
         self.inner = optimizer(inner, **options)
+        self._meetings: Meetings | None = None
         if switch is not None:
-            self.inner.driven = True
-            check_local_steps(self.inner, buckets)
+            self._meetings = Meetings(self.inner, switch, buckets, self.segments, everyone)
             self.decide([dict(group) for group in groups])
         streams = scratch is not None and needs_stream(buckets)
         copies = multiplies and not self._scales
@@ -204,30 +205,17 @@ class Updater:
         sums, found = int(getattr(self.inner, "num_sums", 0)), list[Hop]()
         for buckets, _ in self._pieces:
             found += self._parts.hops(buckets, sums)
-        if self._switch is not None:
-            found += [hop for b in self._buckets for hop in self._sent(b)]
-            found += [Hop("all_reduce", self._everyone, 8)] * (self._everyone.size > 1 and self.inner.asks_for_total)
-        return found
-
-    def _sent(self, bucket: Bucket) -> list[Hop]:
-        return sent_by_peers(bucket, self.inner.now, compresses=self.inner.compressor is not None)
+        return found + (self._meetings.hops() if self._meetings is not None else [])
 
     @property
     def apart(self) -> bool:
         """Ranks that repeat a state have different ones after the steps so far."""
-        return self._switch is not None and self._everyone.size > 1 and not self.inner.together()
+        return self._meetings is not None and self._meetings.apart
 
     def check_writable(self) -> None:
-        """Raise RuntimeError where values for parameters would be those of one rank, or undone.
-
-        Between steps at which ranks agree each has parameters of its own, and the next agreement starts from others.
-        """
-        if self._switch is not None and not self.inner.agreed():
-            raise RuntimeError(
-                f"parameters cannot be written to between two steps at which the ranks of {type(self.inner).__name__} "
-                "agree on them: each rank has its own now, and what is written would be lost. Write after a step that "
-                "ends with an agreement, before the first step, or into a checkpoint."
-            )
+        """Raise RuntimeError where each rank has parameters of its own now: see :class:`Meetings`."""
+        if self._meetings is not None:
+            self._meetings.check_writable()
 
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that an update reads from and writes to NVMe, once states exist."""
@@ -274,7 +262,7 @@ class Updater:
         self.begin(groups)
         for index in range(len(self._pieces)):
             self.run(index, factors)
-        if self._switch is not None:
+        if self._meetings is not None:
             self.inner.finish_step()
             self._give_options()
             self.decide(self._outer)
@@ -285,21 +273,9 @@ class Updater:
         self.check_whole()
         self._finish_writes()
         self._take_options(groups)
-        if self._switch is not None:
-            check_local_steps(self.inner, self._buckets)
-            self._check_means()
-            self.inner.begin_step()
+        if self._meetings is not None:
+            self._meetings.begin()
         self.read_ahead()
-
-    def _check_means(self) -> None:
-        """Raise ValueError if gradients were left to an optimizer that takes means now."""
-        if self._switch is not None and self._switch.left and self._has_reduced() and self.inner.takes_means():
-            raise ValueError(
-                "the step takes the mean gradient of all ranks, and the gradients are not: "
-                f"{type(self.inner).__name__} was to compress when they were reduced, and its options or its state "
-                "have changed since. Call "
-                "zero_grad() and backward again; change options between zero_grad() and backward."
-            )
 
     def _take_options(self, groups: Sequence[dict[str, Any]]) -> None:
         for outer, group in zip(groups, self.inner.param_groups, strict=True):
@@ -509,26 +485,16 @@ class Updater:
                     self._make_states(piece)
                     for segment in piece:
                         self._fill(segment, fill)
-        if self._switch is not None:
-            self._agree_on_steps()
-
-    def _agree_on_steps(self) -> None:
-        """Ranks whose segments are padding do not see it in their states."""
-        states = [self.inner.state.get(s.tensor, {}) for s in self.segments if s.slices()]
-        mine = max((int(state["step"]) for state in states if "step" in state), default=0)
-        self.inner.resume(max(self._everyone.all_gather_object(mine)))
-        self._give_options()
-        self.decide(self._outer)
+        if self._meetings is not None:
+            self._meetings.resume()
+            self._give_options()
+            self.decide(self._outer)
 
     def decide(self, groups: Sequence[dict[str, Any]]) -> None:
         """Gradients may be reduced for the next step, with the options of ``groups``: whether to means."""
-        if self._switch is None:
-            return
-        self._take_options(groups)
-        self._switch.decide(own=not self.inner.takes_means(), afresh=not self._has_reduced())
-
-    def _has_reduced(self) -> bool:
-        return any(b.gradients is not None and b.gradients.reduced for b in self._buckets)
+        if self._meetings is not None:
+            self._take_options(groups)
+            self._meetings.decide()
 
     def _make_states(self, piece: Sequence[Segment]) -> None:
         # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
@@ -536,12 +502,8 @@ class Updater:
         for segment in piece:
             self.inner.state.pop(segment.tensor, None)
             segment.tensor.grad = torch.zeros_like(segment.tensor)
-        if self._switch is not None:
-            self.inner.forming = True
-            self.inner.begin_step()
-        self.inner.step()
-        if self._switch is not None:
-            self.inner.forming = False
+        with self._meetings.forming() if self._meetings is not None else contextlib.nullcontext():
+            self.inner.step()
         for segment in piece:
             segment.tensor.grad = None
 
