@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.onebit.torchft_diloco import NAME as TORCHFT
+from benchmarks.onebit.torchft_diloco import TorchftDiLoCo, there
+
 from zoo.optim import AdamW, DiLoCo, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from zoo.zero import ZeroOptimizer
 
 ADAMW, LAMB, ZERO_ONE = "AdamW", "Lamb", "ZeroOneAdam"
-BASE = {"OnebitAdam": ADAMW, ZERO_ONE: ADAMW, "DiLoCo": ADAMW, "OnebitLamb": LAMB}
+LOCAL = "nothing (a step of its own)"
+BASE = {"OnebitAdam": ADAMW, ZERO_ONE: ADAMW, "DiLoCo": ADAMW, TORCHFT: ADAMW, "OnebitLamb": LAMB}
 """Which one each is compared with."""
 
 
@@ -34,24 +38,28 @@ class Schedule:
                 "var_freeze_step": self.freeze_step, "var_update_scaler": self.var_update_scaler,
                 "local_step_scaler": self.local_step_scaler, "local_step_clipper": self.local_step_clipper,
             },
-            "DiLoCo": {"sync_every": self.sync_every},
+            "DiLoCo": {"sync_every": self.sync_every}, TORCHFT: {"sync_every": self.sync_every},
         }  # fmt: skip
         return found.get(name, {})
 
 
 CLASSES: dict[str, Any] = {
     ADAMW: AdamW, "OnebitAdam": OnebitAdam, ZERO_ONE: ZeroOneAdam, "DiLoCo": DiLoCo, LAMB: Lamb,
-    "OnebitLamb": OnebitLamb,
+    "OnebitLamb": OnebitLamb, **({TORCHFT: TorchftDiLoCo} if there() else {}),
 }  # fmt: skip
 
 
-def build(name: str, model: Any, schedule: Schedule, **options: Any) -> ZeroOptimizer:
+def build(name: str, model: Any, schedule: Schedule, **options: Any) -> ZeroOptimizer | TorchftDiLoCo:
     """A contender at stage 0, with these options of its own and of :class:`~zoo.zero.ZeroOptimizer`."""
+    if name == TORCHFT:
+        return TorchftDiLoCo(model, **schedule.options(name), **options)
     return ZeroOptimizer(model, stage=0, optimizer=CLASSES[name], **schedule.options(name), **options)
 
 
-def kind_of(optimizer: ZeroOptimizer) -> str:
+def kind_of(optimizer: ZeroOptimizer | TorchftDiLoCo) -> str:
     """What the next step sends, in words."""
+    if isinstance(optimizer, TorchftDiLoCo):
+        return "parameters" if optimizer.meets else LOCAL
     inner: Any = optimizer.inner
     now: Callable[[], Any] | Any = getattr(inner, "now", None)
     if now is None:
@@ -62,4 +70,4 @@ def kind_of(optimizer: ZeroOptimizer) -> str:
             ("momentum", now.momentum and not now.variance), ("parameters", now.parameters),
         ) if there
     ]  # fmt: skip
-    return " + ".join(parts) or "nothing (a step of its own)"
+    return " + ".join(parts) or LOCAL

@@ -156,13 +156,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--only", nargs="*", default=list(CLASSES))
+    parser.add_argument("--warm-up", type=float, default=0.2, help="share of the run, until v is frozen")
     parser.add_argument("--options", type=json.loads, default={}, help="of all optimizers, in JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     job = JOBS[args.job]()
-    # A fifth to warm up; the distance of 0/1 Adam's steps doubles in as large a share of the run as in its paper.
-    schedule = Schedule(freeze_step=args.steps // 5, local_step_scaler=round(0.28 * args.steps))
+    # The distance of 0/1 Adam's steps doubles in as large a share of the run as in its paper.
+    schedule = Schedule(freeze_step=round(args.warm_up * args.steps), local_step_scaler=round(0.28 * args.steps))
     found = []
     for seed in args.seeds:
         for name in args.only:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, Spread, machine, remarks, table
-from benchmarks.onebit.contenders import ADAMW, BASE, CLASSES, ZERO_ONE
+from benchmarks.onebit.contenders import ADAMW, BASE, CLASSES, LOCAL, ZERO_ONE
 from benchmarks.onebit.launch import start
 from benchmarks.onebit.link import LinkError, cable
 
@@ -23,7 +23,7 @@ RAW = ROOT / "build/benchmarks/onebit_optimizers.json"
 PARTS = ["steps", "bytes", "digits"]
 BIT_S = 1e-9
 """Seconds a bit at 1 Gbit/s."""
-VARIANCE, MOMENTUM, LOCAL = "variance and momentum", "momentum", "nothing (a step of its own)"
+VARIANCE, MOMENTUM = "variance and momentum", "momentum"
 
 
 def _schedule(freeze: int, scaler: int) -> ZeroOneSchedule:

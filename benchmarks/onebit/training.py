@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.onebit.contenders import ADAMW, ZERO_ONE, Schedule, build, kind_of
+from benchmarks.onebit.contenders import CLASSES, LAMB, ZERO_ONE, Schedule, build, kind_of
 from benchmarks.onebit.worker import cpu_s, interface_bytes
 
 from zoo.examples.byte_lm.model import ByteGPT, ModelConfig
@@ -31,7 +31,7 @@ SCHEDULE = Schedule(
     freeze_step=4, local_step_scaler=2, local_step_clipper=2, var_update_scaler=4, sync_every=3, coeff_beta=0.5
 )
 ZERO_ONE_SCHEDULE = dataclasses.replace(SCHEDULE, freeze_step=15)
-NAMES = (ADAMW, "OnebitAdam", "OnebitLamb", ZERO_ONE, "DiLoCo")
+NAMES = tuple(name for name in CLASSES if name != LAMB)
 
 
 def contender(name: str, size: ModelConfig) -> tuple[Any, Any]:
