@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -212,6 +212,9 @@ def build(
     tensor = Communicator.of_axes(mesh, ["tensor"]) if case.tensor > 1 else None
     model = Model(case.expert * case.per_rank, expert, tensor).to(dtype)
     given = {"optimizer": torch.optim.SGD, "lr": RATE, "momentum": 0.9, **dict(case.options), **options}
+    if name := given.pop("whole", None):
+        groups, of_kind = whole_tensors(name, model)
+        given = {**dict(case.options), "optimizer": getattr(zoo.optim, name), "params": groups, **of_kind}
     optimizer = ZeroOptimizer(
         model, stage=case.stage, mesh=mesh, data_axes=[axis for axis in case.order if axis != "tensor"],
         clip_norm=case.clip_norm, reduce_bucket_size=case.bucket_size, param_persistence_threshold=case.threshold,
@@ -228,10 +231,11 @@ def train(model: Model, optimizer: ZeroOptimizer, case: Case, replica: int, step
         optimizer.zero_grad()
 
 
-def reference(case: Case, steps: int) -> dict[str, torch.Tensor]:
+def reference(case: Case, steps: int, make: Any = None) -> dict[str, torch.Tensor]:
     """One process with the tokens of all replicas."""
     model = Model(case.expert * case.per_rank, None, None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    make = make or (lambda model: torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9))
+    optimizer = make(model)
     num = case.data * case.expert
     for step in range(steps):
         for replica in range(num):
@@ -289,6 +293,39 @@ def test_experts_and_tensor_parallel_layers_equal_one_process(case: Case) -> Non
         torch.testing.assert_close(
             got[name, "parameter"], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def whole_tensors(name: str, model: Model) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Parameter groups and options of an optimizer that needs whole tensors."""
+    if name == "Lamb":
+        return [{"params": list(model.parameters())}], {"lr": RATE, "weight_decay": 0.1}
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = {"params": [p for p in model.parameters() if p.dim() != 2], "use_muon": False}
+    return [{"params": matrices}, rest], {"lr": 0.02}
+
+
+@given(case=cases(), name=st.sampled_from(["Lamb", "Muon"]))
+@example(case=Case(tensor=2, stage=2, bucket_size=10**6), name="Lamb")
+@example(case=Case(stage=2, per_rank=2, bucket_size=10**6), name="Muon")
+def test_optimizers_of_whole_tensors_equal_one_process(case: Case, name: str) -> None:
+    """Trust ratios are of whole tensors: an expert's own, and all columns of a matrix that ranks have parts of."""
+    kind: Any = getattr(zoo.optim, name)
+    options = {**dict(case.options), "offload_optimizer": {"device": "none"}}
+    case = replace(case, tensor=1 if name == "Muon" else case.tensor, options=tuple(options.items()) * (name == "Lamb"))
+
+    def fn(rank: int) -> Any:
+        model, optimizer, replica = build(case, rank, whole=name)
+        train(model, optimizer, case, replica, range(3))
+        return states(optimizer)
+
+    def make(model: Any) -> Any:
+        groups, options = whole_tensors(name, model)
+        return kind(groups, **options)
+
+    got, expected = whole(sim.run(case.world, fn, seed=case.seed)), reference(case, 3, make)
+    close = {"rtol": 1e-9, "atol": 1e-9} if name == "Lamb" else {"rtol": 1e-2, "atol": 1e-3}  # directions are bf16
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key, "parameter"], value, **close, msg=lambda m, n=key: f"{n}: {m}")
 
 
 @given(case=cases(), other=cases())
@@ -381,8 +418,6 @@ def test_what_cannot_be_is_said() -> None:
             ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes="data")
         with pytest.raises(ValueError, match=r"layer_axes='expert' is one string"):
             ZeroOptimizer(model, stage=2, lr=0.1, mesh=mesh, data_axes=("data",), layer_axes="expert")
-        with pytest.raises(NotImplementedError, match=r"Lamb needs whole tensors, and 'moe\.experts"):
-            ZeroOptimizer(model, stage=2, lr=0.1, optimizer=zoo.optim.Lamb, **axes)
         with pytest.raises(ValueError, match="group= and mesh="):
             ZeroOptimizer(model, stage=2, lr=0.1, group=mesh, **axes)
         assert type(model.first.weight) is nn.Parameter

@@ -99,6 +99,11 @@ class FrozenVariance(SyncedOptimizer):
                 "A longer warm-up would include them.", idle, sum(v.numel() for v in variances) - padding,
             )  # fmt: skip
 
+    def meetings(self) -> str:
+        """See :class:`~zoo.optim.synced.SyncedOptimizer`; with "auto" they look at the variance every Δ steps."""
+        auto = self.param_groups[0]["freeze_step"] == "auto"
+        return super().meetings() + (f", looked at every {self._every} steps" if auto else "")
+
     @property
     def asks_for_total(self) -> bool:
         """See :class:`~zoo.optim.synced.SyncedOptimizer`."""

@@ -32,6 +32,7 @@ class Lamb(WholeTensorOptimizer):
         ValueError: an option out of its range.
     """
 
+    adds_up_parts = True
     num_sums = 2
     """Of a step, over the parts of each tensor: ‖p‖² and ‖d‖²."""
 

@@ -63,7 +63,7 @@ class OnebitLamb(FrozenVariance):
         ValueError: an option out of its range, or groups with different ``freeze_step``.
     """
 
-    needs_whole_tensors = True
+    needs_whole_tensors = adds_up_parts = True
 
     def __init__(
         self, params: Any, lr: float = 1e-3, freeze_step: FreezeStep = 100_000,

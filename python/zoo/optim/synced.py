@@ -27,8 +27,6 @@ class Peers(Protocol):
     same tensors, and gets the same bits.
     """
 
-    size: int
-
     def compressed_mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
         """What all ranks see of the mean of ``values``, fp32, one for each of ``params``; what they do not see is kept,
         and added next time.
@@ -164,6 +162,10 @@ class SyncedOptimizer(WholeTensorOptimizer):
         if self.forming:
             return Sync(gradients=True, variance=True)
         return self.policy(self.param_groups[0]).at(self.num_steps + 1)
+
+    def meetings(self) -> str:
+        """What ranks with other parameters of the model have to say alike, so that all meet in the same steps."""
+        return f"{type(self).__name__} with {self.policy(self.param_groups[0])}"
 
     def takes_means(self) -> bool:
         """The gradients of the next step are to be means over ranks."""

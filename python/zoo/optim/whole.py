@@ -57,6 +57,8 @@ class WholeTensorOptimizer(ElementwiseOptimizer):
     """
 
     needs_whole_tensors = True
+    adds_up_parts = False
+    """It asks ``parts`` for :meth:`~Parts.sum` and :meth:`~Parts.largest` only: tensors may be cut along mesh axes."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, parts: Parts | None = None, **more: Any) -> None:
         self.parts = parts

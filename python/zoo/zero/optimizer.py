@@ -38,8 +38,9 @@ from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.outer import OuterOptimizer
-from zoo.zero.update.peers import switch_for, tell_ratio
+from zoo.zero.update.peers import cannot_be_sent, switch_for, tell_ratio
 from zoo.zero.update.updater import Updater, try_out
+from zoo.zero.update.whole_tensors import cannot_be_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -186,26 +187,16 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.comm, self._runtime, self._buckets = sharded.comm, sharded.runtime, sharded.buckets
         self._trainable = sharded.trainable
         self._feedback = [f for f in (b.routes.feedback for b in self._trainable) if f is not None]
-        scaled = self._scaler is not None and any(f.has_loss_scale for f in self._feedback)
-        if scaled:
-            what = "quantized_gradients_feedback=True"
-            if sharded.switch is not None:
-                what = f"{wrapped.make.__name__}, whose states are split over all ranks,"
-            raise ValueError(
-                f"{what} with a loss scale: errors are in units of the scale, which changes. Train in bf16, or leave "
-                "one of the two out (at stage 0 and among groups of mics_shard_size ranks errors are in another unit)."
-            )
-        parts = [b for b in self._trainable if b.spec.axes]
-        if parts and getattr(wrapped.make, "needs_whole_tensors", False):
-            raise NotImplementedError(
-                f"{wrapped.make.__name__} needs whole tensors, and {parts[0].spec.names[0]!r} is a part along the mesh "
-                f"axes {parts[0].spec.axes}. Use an elementwise optimizer."
-            )
+        sharded.refuse_together(
+            self._cannot_scale(wrapped.make)
+            or cannot_be_whole(wrapped.make, self._trainable)
+            or (cannot_be_sent(self._trainable, wrapped.make) if sharded.switch is not None else None)
+        )
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
         self.clipping.adopt(self._gradients, sharded.layers)
         self._updater = Updater(
-            self._trainable, wrapped.make, wrapped.groups, wrapped.options, comm=sharded.axes.shard,
+            self._trainable, wrapped.make, wrapped.groups, wrapped.options,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward, multiplies=self._scaler is not None, switch=sharded.switch,
             everyone=sharded.everyone,
@@ -225,6 +216,17 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
             sent = sum(self.forecast().wire_bytes.values())
             tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.reduce_dtype)
+
+    def _cannot_scale(self, optimizer: Any) -> ValueError | None:
+        if self._scaler is None or not any(f.has_loss_scale for f in self._feedback):
+            return None
+        what = "quantized_gradients_feedback=True"
+        if self.sharded.switch is not None:
+            what = f"{optimizer.__name__}, whose states are split over all ranks,"
+        return ValueError(
+            f"{what} with a loss scale: errors are in units of the scale, which changes. Train in bf16, or leave "
+            "one of the two out (at stage 0 and among groups of mics_shard_size ranks errors are in another unit)."
+        )
 
     # Training --------------------------------------------------------------------------------------------------------
 

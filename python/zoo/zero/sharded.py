@@ -23,7 +23,7 @@ from zoo.comm import Communicator, Recovery, report_uncaught
 from zoo.io import AioConfig, Handle
 from zoo.layout import enter_mesh, logical_name
 from zoo.plan import Actions
-from zoo.zero.collectives.choice import choose_routes
+from zoo.zero.collectives.choice import cannot_be_left, choose_routes
 from zoo.zero.collectives.routes import Hop
 from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast.dry_run import DryRun
@@ -238,6 +238,8 @@ class ShardedModel:
         for spec, placed in zip(plan, placements, strict=True):
             # What is kept as int8 is rounded anyway, and what never changes back needs no memory.
             spec.keeps_originals = self._trains and rounds(spec.original, spec.dtype) and not placed.parameters.packed
+        if self.switch is not None:
+            self.refuse_together(cannot_be_left(plan, cfg))
         routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype, self._predivide, self.switch)
         chunks = [route.axes.shard.size for route in routes]
         placements = offload(plan, placements, chunks, cfg)
@@ -363,11 +365,18 @@ class ShardedModel:
         self.layers.all_reduce(found).wait()
         return bool(found.item() > 0)
 
+    def refuse_together(self, wrong: Exception | None) -> None:
+        """Raise ``wrong``, or what a rank with other layers refuses: these would wait for this one. Collective over
+        them."""
+        for found in [wrong] if self.layers is None else self.layers.all_gather_object(wrong):
+            if found is not None:
+                raise found
+
     def hops_of_step(self, *, clips: bool) -> list[Hop]:
         """What a step sends beside gradients and parameters: buffers of the model, and numbers between its layers."""
         found = self.module_buffers.hops() if self.module_buffers is not None else []
         if self.layers is not None:
-            found.append(Hop("all_reduce", self.layers, 4))
+            found += [Hop("all_reduce", self.layers, 4)] * (2 if self._tied_anywhere else 1)
             if clips:
                 found.append(Hop("all_gather", self.layers, 8 * self.layers.size))
         return found

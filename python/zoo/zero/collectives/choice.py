@@ -41,30 +41,28 @@ def choose_routes(
     every = {key: plain_routes(of, two_stages=staged, predivide=predivide) for key, of in axes.items()}
     found = _choose(plan, placements, every, config, reduce_dtype)
     if switch is not None:
-        return _left_to_the_optimizer(found, plan, placements, config, switch, predivide)
+        from zoo.zero.collectives.compressed import left_to_the_optimizer  # the only part that needs a codec
+
+        return [
+            left_to_the_optimizer(route, spec, placed, switch, predivide) if spec.trainable else route
+            for route, spec, placed in zip(found, plan, placements, strict=True)
+        ]
     return [
         with_rows(route, spec, placed, predivide) if spec.row and route.axes.shard.size > 1 else route
         for route, spec, placed in zip(found, plan, placements, strict=True)
     ]
 
 
-def _left_to_the_optimizer(
-    routes: Sequence[Routes], plan: Sequence[BucketSpec], placements: Sequence[Placements], config: ZeroConfig,
-    switch: Switch, predivide: float,
-) -> list[Routes]:  # fmt: skip
-    from zoo.zero.collectives.compressed import left_to_the_optimizer  # the only part that needs a codec
-
+def cannot_be_left(plan: Sequence[BucketSpec], config: ZeroConfig) -> NotImplementedError | None:
+    """What is wrong with leaving gradients to an optimizer that brings ranks together by itself; None for nothing."""
     other = "zero_quantized_gradients" if config.zero_quantized_gradients else ""
     other = "sparse_gradients" if any(spec.row for spec in plan) else other
-    if other:
-        raise NotImplementedError(
-            f"{other} with an optimizer that compresses what ranks tell each other: both change how gradients travel. "
-            "Leave one of the two out."
-        )
-    return [
-        left_to_the_optimizer(route, spec, placed, switch, predivide) if spec.trainable else route
-        for route, spec, placed in zip(routes, plan, placements, strict=True)
-    ]
+    if not other:
+        return None
+    return NotImplementedError(
+        f"{other} with an optimizer that compresses what ranks tell each other: both change how gradients travel. "
+        "Leave one of the two out."
+    )
 
 
 def with_rows(routes: Routes, spec: BucketSpec, placed: Placements, predivide: float) -> Routes:

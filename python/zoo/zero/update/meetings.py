@@ -10,7 +10,7 @@ from zoo.comm import Communicator
 from zoo.zero.collectives.compressed import Switch
 from zoo.zero.collectives.routes import Hop
 from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.update.peers import check_local_steps, sent_by_peers
+from zoo.zero.update.peers import sent_by_peers
 from zoo.zero.update.segments import Segment
 
 
@@ -23,6 +23,7 @@ class Meetings:
         everyone: all ranks with this optimizer.
 
     Raises:
+        ValueError: ranks with other layers would meet in other steps.
         NotImplementedError: ranks would step by themselves where none has all that it needs for that.
     """
 
@@ -32,7 +33,15 @@ class Meetings:
         self._inner, self._switch, self._everyone = inner, switch, everyone
         self._buckets, self._segments = buckets, segments
         inner.driven = True
-        check_local_steps(inner, buckets)
+        split = any(b.placements.states.repeat.size == 1 and b.routes.axes.world.size > 1 for b in buckets)
+        every = everyone.all_gather_object((inner.meetings(), split))
+        self._split_anywhere = any(split for _, split in every)
+        if len({told for told, _ in every}) > 1:
+            raise ValueError(
+                "ranks with other layers of the model bring their optimizers together in other steps: "
+                f"{', '.join(sorted({told for told, _ in every}))}. Construct all of them with the same options."
+            )
+        self._check_local_steps()
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -46,7 +55,7 @@ class Meetings:
         Raises:
             ValueError: gradients were left to an optimizer that takes means now.
         """
-        check_local_steps(self._inner, self._buckets)
+        self._check_local_steps()
         if self._switch.left and self._has_reduced() and self._inner.takes_means():
             raise ValueError(
                 "the step takes the mean gradient of all ranks, and the gradients are not: "
@@ -55,6 +64,15 @@ class Meetings:
                 "backward."
             )
         self._inner.begin_step()
+
+    def _check_local_steps(self) -> None:
+        """Raise NotImplementedError, on all ranks, for steps of a rank where none has all that it needs for them."""
+        if self._split_anywhere and self._inner.steps_by_itself():
+            raise NotImplementedError(
+                f"{type(self._inner).__name__} with local steps, after which each rank has parameters of its own, and "
+                "states that are split over all ranks, which have parameters only together. Use stage 0, groups of "
+                "mics_shard_size ranks, or no local steps (local_step_clipper=1)."
+            )
 
     @contextlib.contextmanager
     def forming(self) -> Iterator[None]:

@@ -29,15 +29,15 @@ def switch_for(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: Map
     return Switch(codec=made.codec, unit=made.gradient_unit)
 
 
-def check_local_steps(inner: Any, buckets: Sequence[Bucket]) -> None:
-    """Raise NotImplementedError for an optimizer that steps by itself where no rank has all that it needs for that."""
-    alone = [b for b in buckets if b.placements.states.repeat.size == 1 and b.routes.axes.world.size > 1]
-    if alone and inner.steps_by_itself():
-        raise NotImplementedError(
-            f"{type(inner).__name__} with local steps, after which each rank has parameters of its own, and states "
-            "that are split over all ranks, which have parameters only together. Use stage 0, groups of "
-            "mics_shard_size ranks, or no local steps (local_step_clipper=1)."
-        )
+def cannot_be_sent(buckets: Sequence[Bucket], optimizer: Any) -> NotImplementedError | None:
+    """What is wrong with offloading for an optimizer that brings ranks together by itself; None for nothing."""
+    off = any(b.updates_off_device or b.placements.states.tier is not Tier.DEVICE for b in buckets)
+    if not off or all(b.routes.feedback is None for b in buckets):
+        return None
+    return NotImplementedError(
+        f"offload_optimizer with {optimizer.__name__}, which sends what it updates: that has to be where the "
+        "gradients are. Leave one of the two out."
+    )
 
 
 def tell_ratio(buckets: Sequence[Bucket], name: str, total_bytes: int, reduce_dtype: torch.dtype | None) -> None:
@@ -65,19 +65,12 @@ def tell_ratio(buckets: Sequence[Bucket], name: str, total_bytes: int, reduce_dt
 
 
 def peers_for(
-    buckets: Sequence[Bucket], optimizer: Any, comm: Communicator, everyone: Communicator,
-    options: dict[str, Any], *, whole: bool,
+    buckets: Sequence[Bucket], optimizer: Any, everyone: Communicator, options: dict[str, Any], *, whole: bool
 ) -> tuple[BucketParts | None, dict[str, Any]]:  # fmt: skip
     """What brings ranks together inside of an update, and the options with it. Only with somebody to meet."""
     if everyone.size == 1:
-        return (BucketParts(comm) if whole else None), options
-    off = next((b for b in buckets if b.updates_off_device or b.placements.states.tier is not Tier.DEVICE), None)
-    if off is not None and any(b.routes.axes.world.size > 1 for b in buckets):
-        raise NotImplementedError(
-            f"offload_optimizer with {optimizer.__name__}, which sends what it updates: that has to be where the "
-            "gradients are. Leave one of the two out."
-        )
-    peers = BucketPeers(comm, everyone, by_tensor=whole)
+        return (BucketParts() if whole else None), options
+    peers = BucketPeers(everyone, by_tensor=whole)
     return peers, {**options, "peers": peers}
 
 
@@ -89,30 +82,26 @@ class BucketPeers(BucketParts):
     left_to_the_optimizer`) has none: all ranks that have its elements make the same of them.
 
     Args:
-        comm: the shard group, for parts.
         everyone: all ranks with this optimizer.
         by_tensor: it needs parts.
     """
 
-    def __init__(self, comm: Communicator, everyone: Communicator, *, by_tensor: bool) -> None:
-        super().__init__(comm)
+    def __init__(self, everyone: Communicator, *, by_tensor: bool) -> None:
+        super().__init__()
         self._everyone, self._by_tensor = everyone, by_tensor
         self._segments: dict[int, Segment] = {}
+        self._device = torch.device("cpu")
 
-    def adopt(self, segments: Sequence[Segment]) -> None:
-        """These are the parameters that the optimizer gets."""
+    def adopt(self, segments: Sequence[Segment], buckets: Sequence[Bucket]) -> None:
+        """These are the parameters that the optimizer gets, of these buckets. Collective."""
         self._segments = {id(segment.tensor): segment for segment in segments}
+        self._device = next((bucket.device for bucket in buckets), self._device)
         if self._by_tensor:
-            super().adopt(segments)
+            super().adopt(segments, buckets)
 
     def numel(self, param: Tensor) -> int:
         """See ``zoo.optim.synced.Peers``."""
         return sum(piece.length for piece in self._segments[id(param)].slices())
-
-    @property
-    def size(self) -> int:
-        """See ``zoo.optim.synced.Peers``: of dense parameters."""
-        return max((m.comm.size for b in self._buckets if (m := _mean_of(b)) is not None), default=1)
 
     def compressed_mean(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
         """See ``zoo.optim.synced.Peers``."""
@@ -164,13 +153,14 @@ class BucketPeers(BucketParts):
         return found
 
     def total(self, values: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
-        """See ``zoo.optim.synced.Peers``; of all buckets."""
-        mine = torch.zeros((), dtype=torch.float64, device=values[0].device if values else "cpu")
+        """See ``zoo.optim.synced.Peers``; of all buckets, on all layers."""
+        mine = torch.zeros(1, dtype=torch.float64, device=self._device)
         for param, value in zip(params, values, strict=True):
             bucket = self._segments[id(param)].bucket
-            mine += value.double().sum() / bucket.placements.states.repeat.size
-        self._everyone.all_reduce(mine.view(1)).wait()
-        return mine
+            if bucket.routes.axes.counts:
+                mine += value.double().sum().to(mine.device) / bucket.placements.states.repeat.size
+        self._everyone.all_reduce(mine).wait()
+        return mine[0]
 
     def _places(self, bucket: Bucket, params: Sequence[Tensor]) -> list[tuple[int, int, int]]:
         """Which of ``params`` are in a bucket, and which of its elements: (index, start, stop)."""

@@ -57,7 +57,7 @@ class Updater:
 
     def __init__(
         self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
-        *, comm: Communicator, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
+        *, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
         everyone: Communicator, in_backward: bool = False, multiplies: bool = False, switch: Switch | None = None,
     ) -> None:  # fmt: skip
         self._buckets = buckets
@@ -85,11 +85,11 @@ class Updater:
         for segment in self.segments:
             if self._gradient_dtype(segment) is not segment.tensor.dtype:
                 segment.tensor.grad_dtype = None  # whatever it is given
-        self._parts: BucketParts | None = BucketParts(comm) if whole else None
+        self._parts: BucketParts | None = BucketParts() if whole else None
         if switch is not None:
-            self._parts, options = peers_for(buckets, optimizer, comm, everyone, options, whole=whole)
+            self._parts, options = peers_for(buckets, optimizer, everyone, options, whole=whole)
         if self._parts is not None:
-            self._parts.adopt(self.segments)
+            self._parts.adopt(self.segments, buckets)
             options = {**options, "parts": self._parts} if whole else options
         inner: list[dict[str, Any]] = [{**g, "params": []} for g in plain]
         for segment in self.segments:
@@ -133,16 +133,17 @@ class Updater:
 
     def _cut(self, limit: int, *, small: bool, in_backward: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
         if self._parts is not None:  # pieces of whole buckets, the same on every rank
-            pieces: list[tuple[list[Bucket], list[Segment]]] = []
+            together = [b for b in self._buckets if self._parts.is_cut(b)]
+            of_pieces: list[list[Bucket]] = []
             size = 0
-            for bucket in self._buckets:
-                if not pieces or size + bucket.layout.size > limit:
-                    pieces.append(([], []))
+            for bucket in (b for b in self._buckets if b not in together):
+                if not of_pieces or size + bucket.layout.size > limit:
+                    of_pieces.append([])
                     size = 0
                 size += bucket.layout.size
-                pieces[-1][0].append(bucket)
-                pieces[-1][1].extend(s for s in self.segments if s.bucket is bucket)
-            return list(pieces)
+                of_pieces[-1].append(bucket)
+            of_pieces += [together] if together else []
+            return [(each, [s for b in each for s in self.segments if s.bucket is b]) for each in of_pieces]
         if in_backward:
             backwards = [s for b in reversed(self._buckets) for s in self.segments if s.bucket is b]
             return [((), piece) for piece in in_pieces(backwards, limit)]
