@@ -123,7 +123,7 @@ class Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             expert.weight.data = weight(f"expert {first + index}", WIDTH, WIDTH)
             expert.bias.data = weight(f"bias {first + index}", WIDTH)
-            for parameter in expert.parameters():
+            for parameter in expert.parameters() if comm is not None else ():
                 declare_split(parameter, ["expert"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,10 +247,10 @@ def reference(case: Case, steps: int, make: Any = None) -> dict[str, torch.Tenso
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def states(optimizer: ZeroOptimizer) -> list[tuple[str, str, int, tuple[int, ...], torch.Tensor]]:
+def states(optimizer: ZeroOptimizer, errors: Any = "ranks") -> list[Any]:
     """(name, role, first element, shape, values) of runs; a slice that is a box is one for each of its rows."""
     found = []
-    for s in optimizer.state_slices():
+    for s in optimizer.state_slices(errors=errors):
         values = s.tensor.clone()
         for start, length in [(s.start, s.length)] if s.box is None else s.box.runs_in(s.shape):
             found.append((s.name, s.role, start, s.shape, values[:length]))

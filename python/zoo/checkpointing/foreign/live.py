@@ -61,7 +61,8 @@ def live(optimizer: Any, *, model: str = "model", states: str = "optimizer") -> 
         "zero/feedback_ranks" in optimizer.live_scalars()
     ):
         raise NotImplementedError(
-            "live() of an optimizer with quantized_gradients_feedback=True: errors that are fed back belong to ranks. "
+            "live() of an optimizer with errors that are fed back, which belong to ranks "
+            "(quantized_gradients_feedback=True, or an optimizer that compresses what ranks tell each other). "
             "Save with save_dcp(folder, optimizer.state_slices(), optimizer.state_scalars())."
         )
     return {model: LiveModel(optimizer), states: LiveOptimizer(optimizer)}

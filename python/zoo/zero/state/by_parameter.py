@@ -129,7 +129,8 @@ def members(optimizer: ZeroOptimizer) -> Iterator[tuple[int, Any, Bucket, int]]:
 def _refuse_others(optimizer: ZeroOptimizer) -> None:
     if optimizer._feedback:
         raise NotImplementedError(
-            "states by parameter with quantized_gradients_feedback=True: errors that are fed back belong to ranks. "
+            "states by parameter of an optimizer with errors that are fed back, which belong to ranks "
+            "(quantized_gradients_feedback=True, or an optimizer that compresses what ranks tell each other). "
             "Save state_slices() and state_scalars(), as zoo's checkpoints do."
         )
     for bucket in optimizer.updater.buckets:

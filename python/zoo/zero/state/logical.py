@@ -149,7 +149,7 @@ def apart_slices(segments: Iterable[Segment], state: Mapping[Any, Any]) -> Itera
     """The parameters and states of this rank, where it steps by itself and so do those that repeat them."""
     for segment in segments:
         axes, repeat = segment.bucket.routes.axes, segment.bucket.placements.states.repeat
-        if not axes.counts or repeat.size == 1:
+        if not axes.counts or repeat.size == 1 or segment.bucket.routes.feedback is None:
             continue
         entries = state.get(segment.tensor, {})
         roles = {"parameter": segment.value(entries), **tensor_states(entries, segment)}
@@ -158,13 +158,16 @@ def apart_slices(segments: Iterable[Segment], state: Mapping[Any, Any]) -> Itera
 
 
 def from_ranks_apart(read: Reader, bucket: Bucket, scalars: Mapping[str, float]) -> Reader:
-    """Reads what was saved apart: by as many ranks as repeat the state now what each had, by others the mean of all."""
-    num_saved = int(scalars.get(_number("peers", bucket), 0))
-    repeat = bucket.placements.states.repeat
+    """Reads what was saved apart: by as many ranks as repeat the state now what each had, by others the mean of all.
+
+    Ranks that never bring the parameters of ``bucket`` together would have other ones for ever: they have the mean too.
+    """
+    repeat, meets = bucket.placements.states.repeat, bucket.routes.feedback is not None
 
     def reader(name: str, role: str, start: Any, length: int) -> torch.Tensor:
+        num_saved = int(_number("peers", name, scalars, 0))
         try:
-            if num_saved == repeat.size:
+            if num_saved == repeat.size and meets:
                 return read(name, f"{APART}{repeat.rank}.{role}", start, length)
             parts = [read(name, f"{APART}{r}.{role}", start, length).float() for r in range(num_saved)]
         except KeyError:  # what a rank has saved for itself
@@ -209,27 +212,32 @@ def folded_slices(bucket: Bucket) -> Iterator[StateSlice]:
 
 
 def feedback_scalars(buckets: Iterable[Bucket]) -> dict[str, float]:
-    """For each set of mesh axes that parameters are split along: how many ranks have errors for the same elements, and
-    the unit of these.
+    """How many ranks have errors for the same elements, and the unit of these: once for all dense parameters, and by
+    name for those with mesh axes of their own, which other runs may have without.
     """
     found: dict[str, float] = {}
     for bucket in buckets:
         feedback = bucket.routes.feedback
-        if feedback is not None:
-            found[_number("peers", bucket)] = float(feedback.peers(bucket.routes.axes).size)
-            found[_number("unit", bucket)] = feedback.unit
+        if feedback is None:
+            continue
+        names = [f"/{bucket.logical(name)[0]}" for name in bucket.spec.names] if bucket.spec.axes else [""]
+        for name in names:
+            found[f"zero/feedback_peers{name}"] = float(feedback.peers(bucket.routes.axes).size)
+            found[f"zero/feedback_unit{name}"] = feedback.unit
     return found
 
 
-def _number(what: str, bucket: Bucket) -> str:
-    return "/".join(("zero", f"feedback_{what}", *bucket.spec.axes))
+def _number(what: str, name: str, scalars: Mapping[str, float], default: float) -> float:
+    """What :func:`feedback_scalars` said of parameter ``name``."""
+    found = scalars.get(f"zero/feedback_{what}/{name}")
+    return scalars.get(f"zero/feedback_{what}", default) if found is None else found
 
 
 def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float], read: Reader) -> None:
     """Take over what was owed to means of ``saved_losses`` losses, 0 if nothing was.
 
-    Each rank goes on with its own error where as many ranks had errors as have them now, of means with the same
-    divisor. Elsewhere those who make the means owe the sum.
+    Each rank goes on with its own error of a parameter where as many ranks had errors as have them now, of means with
+    the same divisor. Elsewhere those who make the means owe the sum.
     """
     feedback, axes = bucket.routes.feedback, bucket.routes.axes
     if feedback is None:
@@ -237,41 +245,59 @@ def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float
     feedback.forget()
     if not saved_losses:
         return
-    peers, num_saved = feedback.peers(axes), int(scalars.get(_number("peers", bucket), saved_losses))
+    peers = feedback.peers(axes)
+    mine = feedback.divisor(axes.num_losses, peers.size)
+
+    def saved(name: str) -> tuple[int, int, float]:
+        """How many ranks had errors, what their sum is divided by, and what one of them is in our unit."""
+        num = int(_number("peers", name, scalars, saved_losses))
+        unit = _number("unit", name, scalars, 1.0) / feedback.unit
+        return num, feedback.divisor(saved_losses, num), unit
+
+    def goes_on(name: str) -> bool:
+        num, divisor, _ = saved(name)
+        return divisor == mine and num <= peers.size
+
+    first, last = feedback.error_range(bucket)
     low, high = feedback.owed_range(bucket)
-    owed = torch.zeros(high - low, device=bucket.device)
-    pays = feedback.pays(axes)
-    found = pays and _fill(owed, bucket, low, high, "owed", read)
-    divisor = feedback.divisor(saved_losses, num_saved)
-    factor = scalars.get(_number("unit", bucket), 1.0) / feedback.unit
-    if divisor == feedback.divisor(axes.num_losses, peers.size) and num_saved <= peers.size:
-        first, last = feedback.error_range(bucket)
-        error = torch.zeros(last - first, device=bucket.device)
-        had = _fill(error, bucket, first, last, f"feedback.{peers.rank}", read)
-        feedback.error = _times(error, factor) if had else None
-    elif pays:
-        part = torch.empty_like(owed)
-        for other in range(num_saved):
-            found |= _fill(part.zero_(), bucket, low, high, f"feedback.{other}", read)
-            owed.add_(part, alpha=1.0 / divisor)
-    feedback.owed = _times(owed, factor) if found else None
+    error, owed = (torch.zeros(size, device=bucket.device) for size in (last - first, high - low))
+    had = found = False
+    for run in runs_of(bucket, bucket.layout.slices(first, last)):
+        if goes_on(run.name):
+            had |= _add(error, run, f"feedback.{peers.rank}", read, saved(run.name)[2])
+    for run in runs_of(bucket, bucket.layout.slices(low, high)) if feedback.pays(axes) else ():
+        num, divisor, unit = saved(run.name)
+        found |= _add(owed, run, "owed", read, unit)
+        for rank in range(0 if goes_on(run.name) else num):
+            found |= _add(owed, run, f"feedback.{rank}", read, unit / divisor)
+    feedback.error = error if had else None
+    feedback.owed = owed if found else None
 
 
-def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1.0 else tensor.mul_(factor)
+def owed_to_nobody(bucket: Bucket, saved_losses: int, read: Reader) -> list[str]:
+    """The parameters of which something was owed to a mean that no ranks make any more: it is left out."""
+    if bucket.routes.feedback is not None or not saved_losses:
+        return []
+    firsts = {run.name: run for run in reversed(list(runs_of(bucket, bucket.layout.slices())))}
+    return [name for name, run in firsts.items() if _has(run, "owed", read) or _has(run, "feedback.0", read)]
 
 
-def _fill(out: torch.Tensor, bucket: Bucket, low: int, high: int, role: str, read: Reader) -> bool:
-    """Elements [low, high) of a bucket from ``read``, as far as there are any; False if there is no such state."""
-    found = False
-    for run in runs_of(bucket, bucket.layout.slices(low, high)):
-        try:
-            value = read(run.name, role, run.where, run.length)
-        except KeyError:  # other parameters may have been on more ranks
-            continue
-        out[run.offset : run.offset + run.length].copy_(value)
-        found = True
-    return found
+def _has(run: Run, role: str, read: Reader) -> bool:
+    try:
+        read(run.name, role, run.start, 1)
+    except KeyError:
+        return False
+    return True
+
+
+def _add(out: torch.Tensor, run: Run, role: str, read: Reader, factor: float) -> bool:
+    """Add what ``read`` has of a run, times ``factor``; False if there is no such state."""
+    try:
+        value = read(run.name, role, run.where, run.length)
+    except KeyError:  # other parameters may have been on more ranks
+        return False
+    out[run.offset : run.offset + run.length].add_(value.to(out.device, out.dtype), alpha=factor)
+    return True
 
 
 def _cut(

@@ -73,7 +73,7 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
         _load(optimizer, _options(state), found.read, found.scalars)
     else:
         together(
-            optimizer.comm, "loading a state_dict", lambda: _check(optimizer, state),
+            optimizer.sharded.everyone, "loading a state_dict", lambda: _check(optimizer, state),
             error=lambda text, ranks: ValueError(text), plain=ValueError,
         )  # fmt: skip
         _load(optimizer, _options(state), _reader(optimizer, _rejoined(state["slices"])), state["scalars"])
@@ -83,7 +83,7 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
 
 def _by_parameter_anywhere(optimizer: ZeroOptimizer, state: Any) -> bool:
     """Whether the state is one by parameter, as that of other ranks. Collective."""
-    kinds = optimizer.comm.all_gather_object(is_by_parameter(state))
+    kinds = optimizer.sharded.everyone.all_gather_object(is_by_parameter(state))
     if len(set(kinds)) > 1:
         raise ValueError(
             f"loading a state_dict failed: ranks {[r for r, kind in enumerate(kinds) if kind]} were given states by "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from zoo.zero.update.loss_scaler import LossScaler
     from zoo.zero.update.segments import Segment
     from zoo.zero.update.updater import Updater
+
+
+_log = logging.getLogger("zoo.zero")
 
 
 class SavedState:
@@ -123,6 +127,12 @@ class SavedState:
         saved_losses = int(mine.pop("feedback_ranks", 0))
         for bucket in self._trainable:
             state_io.fill_feedback(bucket, saved_losses, scalars, read)
+        lost = [name for b in self._trainable for name in state_io.owed_to_nobody(b, saved_losses, read)]
+        if lost and self.comm.rank == 0:
+            _log.warning(
+                "what compressed messages still owed to %d of the parameters (%s) is left out: here no ranks bring "
+                "these together by such messages.", len(lost), ", ".join(lost[:3] + ["..."] * (len(lost) > 3)),
+            )  # fmt: skip
         if self._scaler is not None and "scale" in mine:
             self._scaler.load(mine)
 
