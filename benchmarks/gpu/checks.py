@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.gpu import layers
+from benchmarks.gpu import layers, packed
 from benchmarks.gpu.cases import DTYPES, Case, differing, flat, moved, ordered_sum_squares, values
 
 from zoo.kernels import loading, norm, onebit, quantise, update
@@ -343,5 +343,8 @@ CHECKS = (
     Check(
         name="permute and unpermute", operators=("permute", "unpermute", "unpermute_backward"),
         cases=layers.permute_cases,
+    ),
+    Check(
+        name="packed linear", operators=("packed_linear", "packed_linear_backward"), cases=packed.linear_cases,
     ),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.gpu import packed
 
 from zoo.kernels import gating
 from zoo.kernels.activation import activate_, activate_backward_
@@ -519,4 +520,6 @@ STAGES = (
     ),
     Stage(name="unpermute, weighted", make=unpermute, note="torch: indexing, product and sum"),
     Stage(name="unpermute, gradient", make=unpermute_grad, note="torch: those of the three"),
+    Stage(name="packed linear, int8, 4 tokens", make=packed.decode(8), note="torch: W in bf16"),
+    Stage(name="packed linear, int4, 4 tokens", make=packed.decode(4), note="torch: W in bf16"),
 )  # fmt: skip

@@ -2,6 +2,10 @@
 
 #include <atomic>
 
+#if defined(ZOO_X86)
+#include <cpuid.h>
+#endif
+
 namespace zoo {
 namespace {
 
@@ -23,7 +27,37 @@ std::atomic<int32_t>& chosen() {
   return value;
 }
 
+#if defined(ZOO_X86)
+
+bool found_dots() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+}
+
+// Not every compiler knows the name of it.
+bool found_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0;
+}
+
+#else
+
+bool found_dots() { return false; }
+bool found_tiles() { return false; }
+
+#endif
+
 }  // namespace
+
+bool dots_bf16() {
+  static const bool found = found_dots();
+  return found;
+}
+
+bool multiplies_bf16_tiles() {
+  static const bool found = found_tiles();
+  return found;
+}
 
 Isa isa() { return Isa(chosen().load(std::memory_order_relaxed)); }
 

@@ -39,7 +39,9 @@ namespace zoo {
 
 enum Isa : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
 
-Isa isa();  // the one in use
+Isa isa();                     // the one in use
+bool dots_bf16();              // this processor has AVX-512 BF16 and VBMI
+bool multiplies_bf16_tiles();  // this processor has AMX BF16
 
 }  // namespace zoo
 

@@ -1,0 +1,356 @@
+// A linear layer on packed weights on the CPU. Compiled once for each instruction set.
+//
+// Few tokens, one tile of them: codes become numbers in registers, and blocks of rows are taken two at a time where
+// one alone would leave the arithmetic waiting for itself. More tokens: PIECE columns of a block become numbers in the
+// L1 cache, which all tiles are multiplied by; four blocks at a time, so that x comes from the L2 cache once for them.
+// The order of sums is the same.
+#include "packed_linear.h"
+
+#include "../common/blocks.h"
+#include "../common/parallel.h"
+#include "../common/scratch.h"
+#include "codes.h"
+
+namespace zoo {
+namespace ZOO_ISA {
+namespace {
+
+constexpr int64_t ROWS = PACKED_ROWS, MOST_TOKENS = 504, TOGETHER = 4;
+
+int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
+struct Block {
+  const uint8_t* lines;
+  const float *scales, *minima;  // [group][32]
+  int64_t row, rows;
+};
+
+// The last rows of W, which are not a whole block, in the order of one; zeros for the rows that are not there.
+class Rest {
+ public:
+  explicit Rest(const PackedWeight& w)
+      : row_(w.rows / ROWS * ROWS), rows_(w.rows - row_), lines_(rows_ > 0 ? w.columns / 2 * w.line_bytes() : 0),
+        of_groups_(rows_ > 0 ? 2 * w.groups() * ROWS : 0) {
+    if (rows_ == 0) return;
+    uint8_t* const lines = lines_.data();
+    memset(lines, 0, size_t(w.columns / 2 * w.line_bytes()));
+    const uint8_t* from = static_cast<const uint8_t*>(w.q) + row_ * w.columns * w.bits / 8;
+    for (int r = 0; r < rows_; ++r)
+      for (int64_t pair = 0; pair < w.columns / 2; ++pair) {
+        uint8_t* const line = lines + pair * w.line_bytes();
+        for (int i = 0; i < 2; ++i) {
+          if (w.bits == 8) line[place_in_line(8, r, i)] = *from++;
+          else line[place_in_line(4, r, i)] |= uint8_t(((*from >> 4 * i) & 15) << (r / 16 * 4));
+        }
+        if (w.bits == 4) ++from;
+      }
+    place(w.scales, w.groups(), of_groups_.data());
+    if (w.minima != nullptr) place(w.minima, w.groups(), of_groups_.data() + w.groups() * ROWS);
+  }
+
+  Block block(const PackedWeight& w) const {
+    const float* const minima = w.minima == nullptr ? nullptr : of_groups_.data() + w.groups() * ROWS;
+    return {lines_.data(), of_groups_.data(), minima, row_, rows_};
+  }
+
+ private:
+  void place(const float* from, int64_t groups, float* to) const {
+    memset(to, 0, size_t(groups * ROWS) * 4);
+    for (int64_t r = 0; r < rows_; ++r)
+      for (int64_t g = 0; g < groups; ++g) to[g * ROWS + r] = from[(row_ + r) * groups + g];
+  }
+
+  int64_t row_, rows_;
+  Scratch<uint8_t> lines_;
+  Scratch<float> of_groups_;
+};
+
+Block block_of(const PackedWeight& w, const Rest& rest, int64_t index) {
+  const int64_t row = index * ROWS, of_group = row * w.groups();
+  if (row + ROWS > w.rows) return rest.block(w);
+  return {static_cast<const uint8_t*>(w.q) + row * w.columns * w.bits / 8, w.scales + of_group,
+          w.minima == nullptr ? nullptr : w.minima + of_group, row, ROWS};
+}
+
+// The tokens [first, first + count) of x, in tiles of TILE tokens or one less; the numbers of a tile lie
+// [k / STEP][token]. With minima the sums of x over each piece besides, [piece][token].
+template <class A>
+class Tokens {
+ public:
+  typedef typename A::Number Number;
+
+  Tokens(const PackedLinear& c, int64_t first, int64_t count)
+      : c_(c), first_(first), count_(count), tiles_(ceil_div(count, A::TILE)),
+        pieces_(c.w.groups() * ceil_div(c.w.group, A::PIECE)), numbers_(count * c.w.columns / A::STEP),
+        sums_(c.w.minima == nullptr ? 0 : count * pieces_) {
+    split_evenly(tiles_, 1, count * c.w.columns, [&](int64_t begin, int64_t end) {
+      Scratch<float> row(A::STEP == 1 || c.w.minima != nullptr ? c.w.columns : 0);
+      for (int64_t tile = begin; tile < end; ++tile)
+        for (int64_t m = 0; m < tokens(tile); ++m) take(tile, m, row.data());
+    });
+  }
+
+  int64_t tiles() const { return tiles_; }
+  int64_t begin(int64_t tile) const { return count_ * tile / tiles_; }
+  int tokens(int64_t tile) const { return int(begin(tile + 1) - begin(tile)); }
+  const Number* numbers(int64_t tile) const { return numbers_.data() + begin(tile) * (c_.w.columns / A::STEP); }
+  const float* sums(int64_t tile) const { return sums_.data() + begin(tile) * pieces_; }
+
+ private:
+  void take(int64_t tile, int64_t m, float* row) const {
+    const int64_t columns = c_.w.columns, stride = tokens(tile), at = (first_ + begin(tile) + m) * columns;
+    Number* const to = numbers_.data() + begin(tile) * (columns / A::STEP) + m;
+    if (A::STEP == 1 || c_.w.minima != nullptr) {
+      if (c_.dtype == F32) memcpy(row, static_cast<const float*>(c_.x) + at, size_t(columns) * 4);
+      else widen(static_cast<const uint16_t*>(c_.x) + at, row, c_.dtype, columns);
+    }
+    if constexpr (A::STEP == 1) {
+      for (int64_t k = 0; k < columns; ++k) to[k * stride] = row[k];
+    } else {
+      const char* const from = static_cast<const char*>(c_.x) + at * 2;
+      for (int64_t k = 0; k < columns / 2; ++k) memcpy(&to[k * stride], from + 4 * k, 4);
+    }
+    if (c_.w.minima != nullptr) add_up(row, sums_.data() + begin(tile) * pieces_ + m, stride);
+  }
+
+  void add_up(const float* row, float* to, int64_t stride) const {
+    for (int64_t k = 0; k < c_.w.columns; to += stride) {
+      const int64_t end = lesser(k + A::PIECE, (k / c_.w.group + 1) * c_.w.group);
+      Vec sum{};
+      for (; k < end; k += WIDTH) sum = sum + load<F32>(row, k);  // groups are multiples of 16
+      *to = 0.0f;
+      for (int i = 0; i < WIDTH; ++i) *to += sum[i];
+    }
+  }
+
+  const PackedLinear& c_;
+  int64_t first_, count_, tiles_, pieces_;
+  Scratch<Number> numbers_;
+  Scratch<float> sums_;
+};
+
+// What a tile of MT tokens and NB blocks are multiplied from.
+template <class A>
+struct Factors {
+  const PackedWeight& w;
+  const Block* blocks;
+  const typename A::Weights* ready;  // the lines of columns [begin, end) as numbers; null: they are made from the codes
+  const typename A::Number* x;
+  const float* sums;
+};
+
+// c += the columns [begin, end), which are whole pieces, for MT tokens and NB blocks; c is [token][NB · 32].
+template <class A, int BITS, bool SYMMETRIC, bool READY, int MT, int NB>
+void multiply(const Factors<A>& f, float* c, int64_t begin, int64_t end) {
+  Vec total[MT][NB][VECTORS];
+  memcpy(total, c, sizeof(total));
+  const int64_t group = f.w.group, pieces_of_group = ceil_div(group, A::PIECE);
+  for (int64_t k = begin; k < end;) {
+    const int64_t g = k / group, stop = lesser(lesser(k + A::PIECE, (g + 1) * group), end);
+    Vec acc[MT][NB][VECTORS] = {};
+    const typename A::Number* x = f.x + k / A::STEP * MT;
+    for (int64_t pair = k / 2; pair < stop / 2; ++pair, x += 2 / A::STEP * MT)
+#pragma GCC unroll 2
+      for (int b = 0; b < NB; ++b) {
+        const auto add = [&](const typename A::Weights& w) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+          for (int m = 0; m < MT; ++m) A::add(acc[m][b], w, x + m, MT);
+        };
+        if constexpr (READY) {
+          add(f.ready[pair - begin / 2]);
+        } else {
+          const uint8_t* const line = f.blocks[b].lines + pair * (8 * BITS);
+          __builtin_prefetch(line + 1024);
+          add(A::template line<BITS, SYMMETRIC>(line));
+        }
+      }
+    const float* const sums = f.sums + (g * pieces_of_group + (k - g * group) / A::PIECE) * MT;
+    for (int b = 0; b < NB; ++b)
+      for (int v = 0; v < VECTORS; ++v) {
+        const Vec scale = load<F32>(f.blocks[b].scales, g * ROWS + v * WIDTH);
+        for (int m = 0; m < MT; ++m) total[m][b][v] = multiply_add(scale, acc[m][b][v], total[m][b][v]);
+        if (f.w.minima == nullptr) continue;
+        const Vec low = load<F32>(f.blocks[b].minima, g * ROWS + v * WIDTH);
+        const Vec zero = f.w.bits == 8 ? multiply_add(spread(A::OFFSET), scale, low) : low;
+        for (int m = 0; m < MT; ++m) total[m][b][v] = multiply_add(zero, spread(sums[m]), total[m][b][v]);
+      }
+    k = stop;
+  }
+  memcpy(c, total, sizeof(total));
+}
+
+template <class A>
+using Multiply = void (*)(const Factors<A>&, float*, int64_t, int64_t);
+
+// fn(std::integral_constant<int, tokens>) of a tile.
+template <class A, class Fn>
+void with_tokens(int tokens, const Fn& fn) {
+  if (tokens == 1) fn(std::integral_constant<int, 1>());
+  if constexpr (A::TILE > 1)
+    if (tokens == 2) fn(std::integral_constant<int, 2>());
+  if constexpr (A::TILE > 2) {
+    if (tokens == 3) fn(std::integral_constant<int, 3>());
+    if (tokens == 4) fn(std::integral_constant<int, 4>());
+    if (tokens == 5) fn(std::integral_constant<int, 5>());
+    if (tokens == 6) fn(std::integral_constant<int, 6>());
+  }
+}
+
+// y of the tokens from `token` on and the rows of a block; c has `stride` numbers a token.
+void write(const PackedLinear& c, const float* sums, int64_t stride, const Block& block, int64_t token, int64_t count) {
+  float bias[ROWS];
+  if (c.bias != nullptr && c.bias_dtype == F32)
+    memcpy(bias, static_cast<const float*>(c.bias) + block.row, size_t(block.rows) * 4);
+  else if (c.bias != nullptr)
+    widen(static_cast<const uint16_t*>(c.bias) + block.row, bias, c.bias_dtype, block.rows);
+  with_dtype(c.dtype, [&](auto of) {
+    constexpr Dtype D = decltype(of)::value;
+    for (int64_t m = 0; m < count; ++m)
+      for (int64_t r = 0; r < block.rows; r += WIDTH) {
+        const int64_t num = lesser(WIDTH, block.rows - r);
+        Vec y = load<F32>(sums, m * stride + r);
+        if (c.bias != nullptr) y = y + load<F32>(bias, r, num);
+        store<D>(y, c.y, (token + m) * c.w.rows + block.row + r, num);
+      }
+  });
+}
+
+// One tile of tokens: the blocks [begin, end), two at a time where a tile has few tokens.
+template <class A, int BITS, bool SYMMETRIC>
+void by_registers(const PackedLinear& c, const Tokens<A>& tokens, const Rest& rest, int64_t first, int64_t begin,
+                  int64_t end) {
+  with_tokens<A>(tokens.tokens(0), [&](auto of) {
+    constexpr int MT = decltype(of)::value, NB = WIDTH == 16 && MT <= 3 ? 2 : 1;
+    for (int64_t i = begin; i < end;) {
+      const int64_t now = end - i >= NB ? NB : 1;
+      Block blocks[NB];
+      for (int64_t b = 0; b < now; ++b) blocks[b] = block_of(c.w, rest, i + b);
+      alignas(64) float sums[MT * NB * ROWS] = {};
+      const Factors<A> factors{c.w, blocks, nullptr, tokens.numbers(0), tokens.sums(0)};
+      if (now == NB) multiply<A, BITS, SYMMETRIC, false, MT, NB>(factors, sums, 0, c.w.columns);
+      else multiply<A, BITS, SYMMETRIC, false, MT, 1>(factors, sums, 0, c.w.columns);
+      for (int64_t b = 0; b < now; ++b) write(c, sums + b * ROWS, now * ROWS, blocks[b], first, MT);
+      i += now;
+    }
+  });
+}
+
+// Where a chunk of columns ends: at most PIECE columns, whole groups or a piece of one.
+template <class A>
+int64_t end_of_chunk(const PackedWeight& w, int64_t k) {
+  if (w.group <= A::PIECE) return lesser(k + A::PIECE / w.group * w.group, w.columns);
+  return lesser(k + A::PIECE, (k / w.group + 1) * w.group);
+}
+
+// Several tiles: the blocks [begin, end).
+template <class A, int BITS, bool SYMMETRIC>
+void by_cache(const PackedLinear& c, const Tokens<A>& tokens, const Rest& rest, int64_t first, int64_t count,
+              int64_t begin, int64_t end) {
+  Scratch<typename A::Weights> ready(A::PIECE / 2);
+  Scratch<float> sums(TOGETHER * count * ROWS);
+  for (int64_t i = begin; i < end; i += TOGETHER) {
+    const int64_t now = lesser(TOGETHER, end - i);
+    memset(sums.data(), 0, size_t(now * count * ROWS) * 4);
+    for (int64_t k = 0, stop; k < c.w.columns; k = stop) {
+      stop = end_of_chunk<A>(c.w, k);
+      for (int64_t b = 0; b < now; ++b) {
+        const Block block = block_of(c.w, rest, i + b);
+        for (int64_t pair = k / 2; pair < stop / 2; ++pair)
+          ready.data()[pair - k / 2] = A::template line<BITS, SYMMETRIC>(block.lines + pair * (8 * BITS));
+        for (int64_t tile = 0; tile < tokens.tiles(); ++tile) {
+          const Factors<A> factors{c.w, &block, ready.data(), tokens.numbers(tile), tokens.sums(tile)};
+          float* const to = sums.data() + (b * count + tokens.begin(tile)) * ROWS;
+          with_tokens<A>(tokens.tokens(tile), [&](auto of) {
+            multiply<A, 0, true, true, decltype(of)::value, 1>(factors, to, k, stop);
+          });
+        }
+      }
+    }
+    for (int64_t b = 0; b < now; ++b)
+      write(c, sums.data() + b * count * ROWS, ROWS, block_of(c.w, rest, i + b), first, count);
+  }
+}
+
+template <class A, int BITS, bool SYMMETRIC>
+void product(const PackedLinear& c) {
+  const Rest rest(c.w);
+  for (int64_t first = 0; first < c.tokens; first += MOST_TOKENS) {
+    const int64_t count = lesser(MOST_TOKENS, c.tokens - first);
+    const Tokens<A> tokens(c, first, count);
+    const int64_t work = c.w.rows * c.w.columns * (1 + count / 8);
+    split_evenly(ceil_div(c.w.rows, ROWS), 1, work, [&](int64_t begin, int64_t end) {
+      if (tokens.tiles() == 1) by_registers<A, BITS, SYMMETRIC>(c, tokens, rest, first, begin, end);
+      else by_cache<A, BITS, SYMMETRIC>(c, tokens, rest, first, count, begin, end);
+    });
+  }
+}
+
+template <class A>
+void with_codes(const PackedLinear& c) {
+  const bool symmetric = c.w.minima == nullptr;
+  const auto run = c.w.bits == 8 ? symmetric ? product<A, 8, true> : product<A, 8, false>
+                   : symmetric   ? product<A, 4, true>
+                                 : product<A, 4, false>;
+  run(c);
+}
+
+// A block's columns [begin, end), as they are to be written: (columns, rows).
+template <Dtype D, int BITS, bool SYMMETRIC>
+void columns_of(const Block& block, const PackedWeight& w, void* out, int64_t stride, int64_t begin, int64_t end) {
+  for (int64_t k = begin; k < end; k += 2) {
+    const Line line = Floats::line<BITS, SYMMETRIC>(block.lines + k / 2 * (8 * BITS));
+    for (int v = 0; v < VECTORS && v * WIDTH < block.rows; ++v) {
+      const int64_t at = k / w.group * ROWS + v * WIDTH, num = lesser(WIDTH, block.rows - v * WIDTH);
+      const Vec scale = load<F32>(block.scales, at), low = SYMMETRIC ? Vec{} : load<F32>(block.minima, at);
+      for (int i = 0; i < 2; ++i) {
+        const Vec y = SYMMETRIC ? scale * line.at[i][v] : scale * line.at[i][v] + low;
+        store<D>(y, out, (k + i - begin) * stride + v * WIDTH, num);
+      }
+    }
+  }
+}
+
+bool has_pairs() {
+#if defined(ZOO_HAS_PAIRS)
+  return dots_bf16();
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+void packed_linear(const PackedLinear& c) {
+#if defined(ZOO_HAS_PAIRS)
+  if (c.dtype == BF16 && has_pairs()) return with_codes<Pairs>(c);
+#endif
+  with_codes<Floats>(c);
+}
+
+void packed_columns(const PackedWeight& w, void* out, Dtype dtype, int64_t row, int64_t num_rows, int64_t begin,
+                    int64_t count) {
+  const Rest rest(w);
+  split_evenly(ceil_div(num_rows, ROWS), 1, num_rows * count, [&](int64_t first, int64_t last) {
+    with_dtype(dtype, [&](auto of) {
+      constexpr Dtype D = decltype(of)::value;
+      const auto run = w.minima == nullptr ? w.bits == 8 ? columns_of<D, 8, true> : columns_of<D, 4, true>
+                       : w.bits == 8       ? columns_of<D, 8, false>
+                                           : columns_of<D, 4, false>;
+      for (int64_t i = first; i < last; ++i) {
+        const Block block = block_of(w, rest, row / ROWS + i);
+        char* const to = static_cast<char*>(out) + i * ROWS * (D == F32 ? 4 : 2);
+        run(block, w, to, num_rows, begin, begin + count);
+      }
+    });
+  });
+}
+
+void packed_most_tokens(Dtype dtype, int64_t& tokens) {
+  // Without AVX-512 torch's product is the faster one once W is read more than a few times, and for bf16 wherever the
+  // processor has neither dot products, or whole tiles of them.
+  const bool fast = WIDTH == 16 && (dtype != BF16 || (has_pairs() && !multiplies_bf16_tiles()));
+  tokens = fast ? INT64_MAX : PACKED_TOKENS;
+}
+
+}  // namespace ZOO_ISA
+}  // namespace zoo
