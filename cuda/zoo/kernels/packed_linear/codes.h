@@ -16,6 +16,17 @@ inline namespace ZOO_ISA {
 
 constexpr int VECTORS = int(PACKED_ROWS) / WIDTH;  // of 32 rows
 
+// All elements equal. spread() adds to zero, which no compiler may leave out.
+ZOO_HD Vec all_of(float x) {
+#if defined(__AVX512BW__)
+  return Vec(_mm512_set1_ps(x));
+#elif defined(__AVX2__)
+  return Vec(_mm256_set1_ps(x));
+#else
+  return Vec{x, x, x, x};
+#endif
+}
+
 // a·b + c: rounded once with AVX-512, else twice.
 ZOO_HD Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512BW__)
@@ -47,11 +58,12 @@ ZOO_HD Vec numbers_of(IntVec words, int from) {
 }
 
 struct Floats {
-  typedef float Number;                  // of x, one k
-  typedef Line Weights;                  // of a line
-  static constexpr int64_t STEP = 1;     // how many k a Number has
-  static constexpr int64_t PIECE = 128;  // 32 rows of it are half an L1 cache
-  static constexpr int TILE = WIDTH == 16 ? 6 : WIDTH == 8 ? 2 : 1;
+  typedef float Number;                                             // of x, one k
+  typedef Line Weights;                                             // of a line
+  static constexpr int64_t STEP = 1;                                // how many k a Number has
+  static constexpr int64_t PIECE = 128;                             // 32 rows of it are half an L1 cache
+  static constexpr int FEW = WIDTH == 16 ? 6 : WIDTH == 8 ? 2 : 1;  // tokens for which codes become numbers each time
+  static constexpr int TILE = WIDTH == 16 ? 7 : FEW;                // tokens of a tile beyond
   static constexpr float OFFSET = 0.0f;
 
   template <int BITS, bool SYMMETRIC>
@@ -82,7 +94,7 @@ struct Floats {
   // acc += line · the two k of x of one token.
   static ZOO_HD void add(Vec (&acc)[VECTORS], const Line& w, const float* x, int64_t stride) {
     for (int k = 0; k < 2; ++k)
-      for (int v = 0; v < VECTORS; ++v) acc[v] = multiply_add(w.at[k][v], spread(x[k * stride]), acc[v]);
+      for (int v = 0; v < VECTORS; ++v) acc[v] = multiply_add(w.at[k][v], all_of(x[k * stride]), acc[v]);
   }
 };
 
@@ -115,7 +127,7 @@ struct Pairs {
   };
   static constexpr int64_t STEP = 2;
   static constexpr int64_t PIECE = 256;
-  static constexpr int TILE = 6;
+  static constexpr int FEW = 6, TILE = 7;
   static constexpr float OFFSET = 127.5f;  // what unsigned codes of 8 bits are too small by
 
   template <int BITS, bool SYMMETRIC>

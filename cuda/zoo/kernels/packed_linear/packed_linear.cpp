@@ -1,9 +1,9 @@
 // A linear layer on packed weights on the CPU. Compiled once for each instruction set.
 //
-// Few tokens, one tile of them: codes become numbers in registers, and blocks of rows are taken two at a time where
-// one alone would leave the arithmetic waiting for itself. More tokens: PIECE columns of a block become numbers in the
-// L1 cache, which all tiles are multiplied by; four blocks at a time, so that x comes from the L2 cache once for them.
-// The order of sums is the same.
+// Few tokens: codes become numbers in registers, and blocks of rows are taken two at a time where one alone would leave
+// the arithmetic waiting for itself. More tokens: a chunk of the columns of a block becomes numbers in the L1 cache,
+// by which all tiles of tokens are multiplied; for many tokens four blocks at a time, so that x comes from memory once
+// for them. The order of sums is the same.
 #include "packed_linear.h"
 
 #include "../common/blocks.h"
@@ -15,7 +15,7 @@ namespace zoo {
 namespace ZOO_ISA {
 namespace {
 
-constexpr int64_t ROWS = PACKED_ROWS, MOST_TOKENS = 504, TOGETHER = 4;
+constexpr int64_t ROWS = PACKED_ROWS, MOST_TOKENS = 528;
 
 int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -72,15 +72,22 @@ Block block_of(const PackedWeight& w, const Rest& rest, int64_t index) {
           w.minima == nullptr ? nullptr : w.minima + of_group, row, ROWS};
 }
 
-// The tokens [first, first + count) of x, in tiles of TILE tokens or one less; the numbers of a tile lie
-// [k / STEP][token]. With minima the sums of x over each piece besides, [piece][token].
+// Where a chunk of columns ends: at most PIECE columns, whole groups or a piece of one.
+template <class A>
+int64_t end_of_chunk(const PackedWeight& w, int64_t k) {
+  if (w.group <= A::PIECE) return lesser(k + A::PIECE / w.group * w.group, w.columns);
+  return lesser(k + A::PIECE, (k / w.group + 1) * w.group);
+}
+
+// The tokens [first, first + count) of x, in tiles of about equal size, for few tokens one; the numbers lie
+// [chunk][tile][k / STEP][token of the tile]. With minima the sums of x over each piece besides, [tile][piece][token].
 template <class A>
 class Tokens {
  public:
   typedef typename A::Number Number;
 
   Tokens(const PackedLinear& c, int64_t first, int64_t count)
-      : c_(c), first_(first), count_(count), tiles_(ceil_div(count, A::TILE)),
+      : c_(c), first_(first), count_(count), tiles_(count <= A::FEW ? 1 : ceil_div(count, A::TILE)),
         pieces_(c.w.groups() * ceil_div(c.w.group, A::PIECE)), numbers_(count * c.w.columns / A::STEP),
         sums_(c.w.minima == nullptr ? 0 : count * pieces_) {
     split_evenly(tiles_, 1, count * c.w.columns, [&](int64_t begin, int64_t end) {
@@ -93,24 +100,28 @@ class Tokens {
   int64_t tiles() const { return tiles_; }
   int64_t begin(int64_t tile) const { return count_ * tile / tiles_; }
   int tokens(int64_t tile) const { return int(begin(tile + 1) - begin(tile)); }
-  const Number* numbers(int64_t tile) const { return numbers_.data() + begin(tile) * (c_.w.columns / A::STEP); }
-  const float* sums(int64_t tile) const { return sums_.data() + begin(tile) * pieces_; }
+  // From a chunk [k, end) on. Where there is one tile, chunks follow each other.
+  Number* numbers(int64_t tile, int64_t k, int64_t end) const {
+    return numbers_.data() + (k * count_ + begin(tile) * (end - k)) / A::STEP;
+  }
+  float* sums(int64_t tile) const { return sums_.data() + begin(tile) * pieces_; }
 
  private:
   void take(int64_t tile, int64_t m, float* row) const {
     const int64_t columns = c_.w.columns, stride = tokens(tile), at = (first_ + begin(tile) + m) * columns;
-    Number* const to = numbers_.data() + begin(tile) * (columns / A::STEP) + m;
     if (A::STEP == 1 || c_.w.minima != nullptr) {
       if (c_.dtype == F32) memcpy(row, static_cast<const float*>(c_.x) + at, size_t(columns) * 4);
       else widen(static_cast<const uint16_t*>(c_.x) + at, row, c_.dtype, columns);
     }
-    if constexpr (A::STEP == 1) {
-      for (int64_t k = 0; k < columns; ++k) to[k * stride] = row[k];
-    } else {
-      const char* const from = static_cast<const char*>(c_.x) + at * 2;
-      for (int64_t k = 0; k < columns / 2; ++k) memcpy(&to[k * stride], from + 4 * k, 4);
+    for (int64_t k = 0, stop; k < columns; k = stop) {
+      stop = end_of_chunk<A>(c_.w, k);
+      Number* const to = numbers(tile, k, stop) + m;
+      for (int64_t i = 0; i < (stop - k) / A::STEP; ++i) {
+        if constexpr (A::STEP == 1) to[i * stride] = row[k + i];
+        else memcpy(&to[i * stride], static_cast<const char*>(c_.x) + 2 * (at + k) + 4 * i, 4);
+      }
     }
-    if (c_.w.minima != nullptr) add_up(row, sums_.data() + begin(tile) * pieces_ + m, stride);
+    if (c_.w.minima != nullptr) add_up(row, sums(tile) + m, stride);
   }
 
   void add_up(const float* row, float* to, int64_t stride) const {
@@ -135,25 +146,38 @@ struct Factors {
   const PackedWeight& w;
   const Block* blocks;
   const typename A::Weights* ready;  // the lines of columns [begin, end) as numbers; null: they are made from the codes
-  const typename A::Number* x;
+  const typename A::Number* x;       // from column `begin` on
   const float* sums;
 };
+
+// fn(token, block, vector of its rows), written out: indices that are known keep sums in registers.
+template <int MT, int NB, class Fn>
+ZOO_HD void each_sum(const Fn& fn) {
+#pragma GCC unroll 16
+  for (int m = 0; m < MT; ++m)
+#pragma GCC unroll 2
+    for (int b = 0; b < NB; ++b)
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) fn(m, b, v);
+}
 
 // c += the columns [begin, end), which are whole pieces, for MT tokens and NB blocks; c is [token][NB · 32].
 template <class A, int BITS, bool SYMMETRIC, bool READY, int MT, int NB>
 void multiply(const Factors<A>& f, float* c, int64_t begin, int64_t end) {
-  Vec total[MT][NB][VECTORS];
-  memcpy(total, c, sizeof(total));
   const int64_t group = f.w.group, pieces_of_group = ceil_div(group, A::PIECE);
+  Vec total[MT][NB][VECTORS];
+  each_sum<MT, NB>([&](int m, int b, int v) __attribute__((always_inline)) {
+    total[m][b][v] = load<F32>(c, (m * NB + b) * ROWS + v * WIDTH);
+  });
+  const typename A::Number* x = f.x;
   for (int64_t k = begin; k < end;) {
     const int64_t g = k / group, stop = lesser(lesser(k + A::PIECE, (g + 1) * group), end);
     Vec acc[MT][NB][VECTORS] = {};
-    const typename A::Number* x = f.x + k / A::STEP * MT;
     for (int64_t pair = k / 2; pair < stop / 2; ++pair, x += 2 / A::STEP * MT)
 #pragma GCC unroll 2
       for (int b = 0; b < NB; ++b) {
         const auto add = [&](const typename A::Weights& w) __attribute__((always_inline)) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (int m = 0; m < MT; ++m) A::add(acc[m][b], w, x + m, MT);
         };
         if constexpr (READY) {
@@ -165,35 +189,37 @@ void multiply(const Factors<A>& f, float* c, int64_t begin, int64_t end) {
         }
       }
     const float* const sums = f.sums + (g * pieces_of_group + (k - g * group) / A::PIECE) * MT;
+#pragma GCC unroll 2
     for (int b = 0; b < NB; ++b)
+#pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) {
         const Vec scale = load<F32>(f.blocks[b].scales, g * ROWS + v * WIDTH);
-        for (int m = 0; m < MT; ++m) total[m][b][v] = multiply_add(scale, acc[m][b][v], total[m][b][v]);
-        if (f.w.minima == nullptr) continue;
-        const Vec low = load<F32>(f.blocks[b].minima, g * ROWS + v * WIDTH);
-        const Vec zero = f.w.bits == 8 ? multiply_add(spread(A::OFFSET), scale, low) : low;
-        for (int m = 0; m < MT; ++m) total[m][b][v] = multiply_add(zero, spread(sums[m]), total[m][b][v]);
+        const auto add = [&](int m, Vec before) __attribute__((always_inline)) {
+          total[m][b][v] = multiply_add(scale, acc[m][b][v], before);
+        };
+        if (f.w.minima == nullptr) {
+#pragma GCC unroll 16
+          for (int m = 0; m < MT; ++m) add(m, total[m][b][v]);
+        } else {
+          const Vec low = load<F32>(f.blocks[b].minima, g * ROWS + v * WIDTH);
+          const Vec zero = f.w.bits == 8 ? multiply_add(all_of(A::OFFSET), scale, low) : low;
+#pragma GCC unroll 16
+          for (int m = 0; m < MT; ++m) add(m, multiply_add(zero, all_of(sums[m]), total[m][b][v]));
+        }
       }
     k = stop;
   }
-  memcpy(c, total, sizeof(total));
+  each_sum<MT, NB>([&](int m, int b, int v) __attribute__((always_inline)) {
+    store<F32>(total[m][b][v], c, (m * NB + b) * ROWS + v * WIDTH);
+  });
 }
 
-template <class A>
-using Multiply = void (*)(const Factors<A>&, float*, int64_t, int64_t);
-
-// fn(std::integral_constant<int, tokens>) of a tile.
-template <class A, class Fn>
+// fn(std::integral_constant<int, tokens>) for 1 to MOST tokens.
+template <int MOST, class Fn>
 void with_tokens(int tokens, const Fn& fn) {
-  if (tokens == 1) fn(std::integral_constant<int, 1>());
-  if constexpr (A::TILE > 1)
-    if (tokens == 2) fn(std::integral_constant<int, 2>());
-  if constexpr (A::TILE > 2) {
-    if (tokens == 3) fn(std::integral_constant<int, 3>());
-    if (tokens == 4) fn(std::integral_constant<int, 4>());
-    if (tokens == 5) fn(std::integral_constant<int, 5>());
-    if (tokens == 6) fn(std::integral_constant<int, 6>());
-  }
+  if constexpr (MOST > 1)
+    if (tokens < MOST) return with_tokens<MOST - 1>(tokens, fn);
+  fn(std::integral_constant<int, MOST>());
 }
 
 // y of the tokens from `token` on and the rows of a block; c has `stride` numbers a token.
@@ -215,18 +241,18 @@ void write(const PackedLinear& c, const float* sums, int64_t stride, const Block
   });
 }
 
-// One tile of tokens: the blocks [begin, end), two at a time where a tile has few tokens.
+// Few tokens: the blocks [begin, end), two at a time for up to three tokens.
 template <class A, int BITS, bool SYMMETRIC>
 void by_registers(const PackedLinear& c, const Tokens<A>& tokens, const Rest& rest, int64_t first, int64_t begin,
                   int64_t end) {
-  with_tokens<A>(tokens.tokens(0), [&](auto of) {
+  with_tokens<A::FEW>(tokens.tokens(0), [&](auto of) {
     constexpr int MT = decltype(of)::value, NB = WIDTH == 16 && MT <= 3 ? 2 : 1;
     for (int64_t i = begin; i < end;) {
       const int64_t now = end - i >= NB ? NB : 1;
       Block blocks[NB];
       for (int64_t b = 0; b < now; ++b) blocks[b] = block_of(c.w, rest, i + b);
       alignas(64) float sums[MT * NB * ROWS] = {};
-      const Factors<A> factors{c.w, blocks, nullptr, tokens.numbers(0), tokens.sums(0)};
+      const Factors<A> factors{c.w, blocks, nullptr, tokens.numbers(0, 0, 0), tokens.sums(0)};
       if (now == NB) multiply<A, BITS, SYMMETRIC, false, MT, NB>(factors, sums, 0, c.w.columns);
       else multiply<A, BITS, SYMMETRIC, false, MT, 1>(factors, sums, 0, c.w.columns);
       for (int64_t b = 0; b < now; ++b) write(c, sums + b * ROWS, now * ROWS, blocks[b], first, MT);
@@ -235,32 +261,29 @@ void by_registers(const PackedLinear& c, const Tokens<A>& tokens, const Rest& re
   });
 }
 
-// Where a chunk of columns ends: at most PIECE columns, whole groups or a piece of one.
-template <class A>
-int64_t end_of_chunk(const PackedWeight& w, int64_t k) {
-  if (w.group <= A::PIECE) return lesser(k + A::PIECE / w.group * w.group, w.columns);
-  return lesser(k + A::PIECE, (k / w.group + 1) * w.group);
-}
-
-// Several tiles: the blocks [begin, end).
+// Many tokens: the blocks [begin, end).
 template <class A, int BITS, bool SYMMETRIC>
 void by_cache(const PackedLinear& c, const Tokens<A>& tokens, const Rest& rest, int64_t first, int64_t count,
               int64_t begin, int64_t end) {
   Scratch<typename A::Weights> ready(A::PIECE / 2);
-  Scratch<float> sums(TOGETHER * count * ROWS);
-  for (int64_t i = begin; i < end; i += TOGETHER) {
-    const int64_t now = lesser(TOGETHER, end - i);
+  const int64_t together = count <= 64 ? 1 : 4;  // a chunk of few tokens stays in the L1 cache
+  Scratch<float> sums(together * count * ROWS);
+  for (int64_t i = begin; i < end; i += together) {
+    const int64_t now = lesser(together, end - i);
     memset(sums.data(), 0, size_t(now * count * ROWS) * 4);
     for (int64_t k = 0, stop; k < c.w.columns; k = stop) {
       stop = end_of_chunk<A>(c.w, k);
       for (int64_t b = 0; b < now; ++b) {
         const Block block = block_of(c.w, rest, i + b);
-        for (int64_t pair = k / 2; pair < stop / 2; ++pair)
-          ready.data()[pair - k / 2] = A::template line<BITS, SYMMETRIC>(block.lines + pair * (8 * BITS));
+        for (int64_t pair = k / 2; pair < stop / 2; ++pair) {
+          const uint8_t* const line = block.lines + pair * (8 * BITS);
+          __builtin_prefetch(line + 2048);
+          ready.data()[pair - k / 2] = A::template line<BITS, SYMMETRIC>(line);
+        }
         for (int64_t tile = 0; tile < tokens.tiles(); ++tile) {
-          const Factors<A> factors{c.w, &block, ready.data(), tokens.numbers(tile), tokens.sums(tile)};
+          const Factors<A> factors{c.w, &block, ready.data(), tokens.numbers(tile, k, stop), tokens.sums(tile)};
           float* const to = sums.data() + (b * count + tokens.begin(tile)) * ROWS;
-          with_tokens<A>(tokens.tokens(tile), [&](auto of) {
+          with_tokens<A::TILE>(tokens.tokens(tile), [&](auto of) {
             multiply<A, 0, true, true, decltype(of)::value, 1>(factors, to, k, stop);
           });
         }
@@ -274,12 +297,13 @@ void by_cache(const PackedLinear& c, const Tokens<A>& tokens, const Rest& rest, 
 template <class A, int BITS, bool SYMMETRIC>
 void product(const PackedLinear& c) {
   const Rest rest(c.w);
-  for (int64_t first = 0; first < c.tokens; first += MOST_TOKENS) {
-    const int64_t count = lesser(MOST_TOKENS, c.tokens - first);
+  const int64_t parts = ceil_div(c.tokens, MOST_TOKENS);
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t first = c.tokens * part / parts, count = c.tokens * (part + 1) / parts - first;
     const Tokens<A> tokens(c, first, count);
     const int64_t work = c.w.rows * c.w.columns * (1 + count / 8);
     split_evenly(ceil_div(c.w.rows, ROWS), 1, work, [&](int64_t begin, int64_t end) {
-      if (tokens.tiles() == 1) by_registers<A, BITS, SYMMETRIC>(c, tokens, rest, first, begin, end);
+      if (count <= A::FEW) by_registers<A, BITS, SYMMETRIC>(c, tokens, rest, first, begin, end);
       else by_cache<A, BITS, SYMMETRIC>(c, tokens, rest, first, count, begin, end);
     });
   }

@@ -7,17 +7,20 @@
 //
 // Arithmetic. Products and sums are fp32, whatever x is; y is rounded once, at the end. Two ways:
 //
-// - fused: every product x·q is made of the x that was given, and sums of at most PIECE elements of a group are
-//   multiplied by s. With u = 2^-24 and n_G = ceil(K / min(G, PIECE)) sums:
-//     |error of y| <= (G' + n_G + 6)·u·Σ_k |x_k| (127 s + 2 |lo|) (15 s, 255 s: as the codes) and one rounding of y,
-//   G' = min(G, PIECE). An order of sums that depends on K and G alone: neither on N, M nor on the threads, so that a
-//   row of y depends on its row of x only. It does depend on the instruction set.
-// - by tiles: a tile of W as y_i of quantise.h, rounded to bf16 where x is (on CUDA: to the dtype of x), times x by
-//   torch. dx is always made so. For bf16 that adds 2^-9 |w| to each w.
+// - fused: every product is made of the x that was given. On CPUs of x·q, and sums of at most G' elements of a group
+// are
+//   multiplied by s; on CUDA of x·w, w as y_i of quantise.h. With u = 2^-24, c the greatest code (127, 7, 255 or 15)
+//   and G' = min(G, PIECE):
+//     |error of y| <= (G' + ceil(K / G') + 8)·u·Σ_k |x_k| (c·s + 2 |lo|), and one rounding of y.
+//   The order of sums depends on K and G alone, neither on N, M nor on the threads, so that a row of y depends on its
+//   row of x only. It does depend on the instruction set.
+// - by tiles: a tile of W as y_i of quantise.h, for bf16 x rounded to bf16 (2^-9 |w| for each w; on CUDA: to the dtype
+// of
+//   x), times x by torch. dx is always made so.
 //
 // The CPU's fused way takes bf16 dot products where the processor has them (AVX-512 BF16 and VBMI; codes are exact in
 // bf16). Those take subnormal x for 0, and give 0 for sums below 2^-126. A y of an infinite or NaN x is infinite or
-// NaN; where |x|·127·G' passes 2^128, it may be. A scale or minimum that is infinite or NaN makes its row of y infinite
+// NaN; where |x|·c·G' passes 2^128, it may be. A scale or minimum that is infinite or NaN makes its row of y infinite
 // or NaN.
 //
 // Memory order ("packed"). Blocks of 32 rows, from row 0 on; in a block, for each pair of k (0, 1), (2, 3), ... one
@@ -30,14 +33,14 @@
 // each: what quantise has; pack and unpack only change places.
 //
 // Memory contract. x (M, K) and y (M, N) contiguous, of one format (fp32, bf16, fp16); b (N,) of any of them; a fused
-// call of few tokens reads each byte of q once. Scratch: M·K numbers, and in each thread 48 KB and up to 128 KB a
-// block.
+// call of few tokens reads each byte of q once. Scratch of the fused way: min(M, 528)·K numbers, in each thread 16 KB
+// and 128 to 512 bytes for each of these tokens. A tile of W has 4 MB, or 32 rows or columns of fp32.
 //
 // On CUDA, held against nvcc by make kernels-check (warps: of 64, that a multiprocessor has at a time):
 //   packed_linear_kernel 256 threads, <= 128 registers, >= 16 warps
-//   packed_rest_kernel 32 threads, <= 56 registers, >= 32 warps
+//   packed_rest_kernel 32 threads, <= 64 registers, >= 32 warps
 //   packed_columns_kernel 256 threads, <= 56 registers, >= 32 warps
-// q, scales and minima begin at multiples of 16 bytes there.
+// q begins at a multiple of 16 bytes there.
 #pragma once
 
 #include "../common/isa.h"
