@@ -1,0 +1,129 @@
+"""From the section of a configuration to transforms on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from zoo.compression.attach import attach, class_of, detach
+from zoo.compression.config import ROOT, CompressionConfig
+from zoo.compression.patterns import matches, nothing_matches
+from zoo.compression.technique import Site, Technique, Transform, inner_weights, parameter_of, weights_of
+from zoo.layout import logical_name
+from zoo.registry import DEFAULT, Registry
+
+KIND = "compression_technique"
+
+
+def techniques_of(config: CompressionConfig, *, seed: int = 0, registry: Registry = DEFAULT) -> dict[str, Technique]:
+    """The techniques that a section asks for, by name.
+
+    Raises:
+        NotImplementedError: nobody has registered one of them.
+    """
+    known = registry.names(KIND)
+    found: dict[str, Technique] = {}
+    for name, section in config.techniques.items():
+        if name not in known:
+            raise NotImplementedError(
+                f"{ROOT}.{name}: asked for, and there is no technique of this name; there are "
+                f"{', '.join(sorted(known)) or 'none'}. Leave the section out, or register one as {KIND}.{name}."
+            )
+        found[name] = registry.get(KIND, name)(section, seed=seed)
+    return found
+
+
+def chosen(
+    model: nn.Module, patterns: Iterable[str], where: str, usable: Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """The modules of ``usable`` (name → module) that patterns mean, in the order of the model.
+
+    Raises:
+        ValueError: a pattern that means none of them.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        these = {name for name in usable if matches(pattern, name)}
+        if not these:
+            others = [m for name, m in model.named_modules() if name and matches(pattern, name)]
+            kinds = ", ".join(sorted({class_of(m).__name__ for m in others}))
+            why = f"matches only what cannot be compressed so ({kinds})" if others else ""
+            raise nothing_matches(where, pattern, usable, why)
+        found |= these
+    return {name: module for name, module in usable.items() if name in found}
+
+
+def usable_by(technique: Technique, model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have something for a technique, by their names in the whole model."""
+    inside = inner_weights(model)
+    found = {name: module for name, module in model.named_modules() if id(module) not in inside}
+    return {logical_name(model, name) if name else "": m for name, m in found.items() if technique.sites(m)}
+
+
+def compress(model: nn.Module, techniques: Mapping[str, Technique]) -> list[Transform]:
+    """Attach what techniques make for their groups: all of it or, after an error, nothing.
+
+    A weight that several modules share is changed in all of them, whichever the patterns mean.
+
+    Raises:
+        ValueError: a pattern without modules, a module in two groups, options that do not fit, two transforms that
+            contradict each other.
+    """
+    holders = _holders(model)
+    made = [transform for technique in techniques.values() for transform in _made(technique, model, holders)]
+    try:
+        for module, transform in made:
+            site = transform.site
+            attach(module, site.where, site.parameter, transform)
+            weight = parameter_of(module, site.parameter) if site.where == "weight" else None
+            for partner, parameter in holders.get(id(weight), ()):
+                if (partner, parameter) != (module, site.parameter):
+                    attach(partner, "weight", parameter, transform, partner=True)
+    except BaseException:
+        detach(model, [transform for _, transform in made])
+        raise
+    return [transform for _, transform in made]
+
+
+Holders = Mapping[int, list[tuple[nn.Module, str]]]
+
+
+def _holders(model: nn.Module) -> Holders:
+    """id of a parameter → the modules in whose forward it is used, and its name there."""
+    inside = inner_weights(model)
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        if id(module) not in inside:
+            for name in {**module._parameters, **dict.fromkeys(weights_of(module))}:
+                weight = parameter_of(module, name)
+                if weight is not None:
+                    found.setdefault(id(weight), []).append((module, name))
+    return found
+
+
+def _made(technique: Technique, model: nn.Module, holders: Holders) -> list[tuple[nn.Module, Transform]]:
+    """The transforms of one technique, and the modules of their sites."""
+    usable = usable_by(technique, model)
+    group_of: dict[str, str] = {}
+    known: dict[int, tuple[str, str]] = {}  # weights that have a transform → their group and name
+    made: list[tuple[nn.Module, Transform]] = []
+    for name, group in technique.groups().items():
+        where = f"{ROOT}.{technique.name}.different_groups.{name}"
+        for path, module in chosen(model, group.modules, f"{where}.modules", usable).items():
+            for tensor, parameter in technique.sites(module):
+                site = Site(module=path, where=tensor, parameter=parameter, technique=technique.name, group=where)
+                weight = parameter_of(module, parameter) if tensor == "weight" else None
+                before = (group_of.get(path), site.name) if weight is None else known.get(id(weight))
+                if before is not None and before[0] not in (None, name):
+                    raise ValueError(
+                        f"{where}.modules: {site.name!r} belongs to the group {before[0]!r} too"
+                        f"{f' as {before[1]!r}' if before[1] != site.name else ''}; a tensor is in one group of a "
+                        "technique. Make the patterns of one of them narrower."
+                    )
+                if weight is not None and before is None:
+                    known[id(weight)] = (name, site.name)
+                if weight is None or before is None:
+                    made.append((module, technique.transform(site, group, weight)))
+            group_of[path] = name
+    return made

@@ -1,0 +1,194 @@
+"""What a compression technique is: sites, transforms, and the technique that makes a transform for a site.
+
+* A *site* is one tensor of one module: a parameter of it, its input or its output.
+* A *transform* stands at a site and changes the tensor on its way: v → T(v). It is differentiable (where it rounds,
+  straight through) and, before its step has come, not there at all.
+* A *technique* looks at modules and makes transforms. It is one file, registered as ``compression_technique.<name>``
+  with the name of its section in ``compression_training``.
+
+Several transforms may stand at one site: masks come before quantisers, so that what is rounded is what is left.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from zoo.compression.config import GroupSection, TechniqueSection
+
+Where = Literal["weight", "input", "output"]
+"""Which tensor of a module: a parameter, the first tensor that it is called with, the first that it returns."""
+
+
+class Order(enum.IntEnum):
+    """Which transform of a site comes first."""
+
+    MASK = 0
+    QUANTISER = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One tensor of one module."""
+
+    module: str
+    """The module's name in the whole model, "" for the model itself."""
+    where: Where
+    parameter: str = ""
+    """Of a weight: its name, as seen from the module; "out_proj.weight" is one of a child that is never called."""
+    technique: str = ""
+    """Name of the technique that stands here."""
+    group: str = ""
+    """What asked for it: "compression_training.weight_quantization.different_groups.wq1"."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name: "encoder.0.fc.weight", "encoder.0.fc:input"."""
+        if self.where == "weight":
+            return f"{self.module}.{self.parameter}" if self.module else self.parameter
+        return f"{self.module}:{self.where}"
+
+
+class Transform:
+    """Changes the tensor of one site. Subclasses are plain classes of some module, so that models are copied and
+    pickled with them; state that is no function of the step is plain values and tensors.
+
+    Called on every rank alike, with whole tensors: under ZeRO stage 3 inside of the forward of the weight's unit, where
+    it is whole. What a transform computes is the same on all ranks if its value is.
+
+    Args:
+        site: where it stands.
+        offset: steps that are over before it begins.
+
+    Attributes:
+        active: whether it changes anything at this step. While False it is not called, and where no transform of a
+            module is active the module's own forward runs, untouched.
+    """
+
+    order: ClassVar[Order]
+    """Where it stands among the transforms of its site."""
+
+    def __init__(self, site: Site, *, offset: int = 0) -> None:
+        self.site, self.offset = site, offset
+        self.active = False
+        self.set_step(0)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """T(value): same shape, dtype and device; never written in place. With gradients."""
+        raise NotImplementedError
+
+    def set_step(self, step: int) -> None:
+        """``step`` steps are over. What follows from it (``active``, bits) is a pure function of it."""
+        self.active = step >= self.offset
+
+    def fixed(self, value: Tensor) -> Tensor:
+        """What ``redundancy_clean`` writes in the place of a weight: T at the end of its schedule, no gradients."""
+        return self(value.detach()).detach()
+
+    @property
+    def learned(self) -> Mapping[str, nn.Parameter]:
+        """Parameters of its own, such as scores of a mask. They are registered on the site's module under these names,
+        and trained and sharded as any other."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is no function of the step and no parameter: masks, ranges. Empty for most."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        if state:
+            raise ValueError(f"{self.site.name}: a {type(self).__name__} has no state, and was given {sorted(state)}.")
+
+
+class Technique:
+    """Makes transforms for the modules that a section names.
+
+    Args:
+        section: of ``compression_training``.
+        seed: of whatever is drawn.
+    """
+
+    name: ClassVar[str]
+    """Of the section and in the registry."""
+
+    def __init__(self, section: TechniqueSection, *, seed: int = 0) -> None:
+        self.section, self.seed = section, seed
+
+    def groups(self) -> Mapping[str, GroupSection]:
+        """The groups by name."""
+        return self.section.different_groups
+
+    def sites(self, module: nn.Module) -> Sequence[tuple[Where, str]]:
+        """The tensors of ``module`` that it can change, (where, name of the parameter or ""); empty: none."""
+        raise NotImplementedError
+
+    def transform(self, site: Site, group: GroupSection, tensor: Tensor | None) -> Transform:
+        """The transform for a site. Called once for each, before anything is sharded, on every rank.
+
+        Args:
+            tensor: the whole parameter, None for an input or an output.
+
+        Raises:
+            ValueError: options of the group that do not fit the tensor; the sentence names ``site.name`` and
+                ``site.group``.
+        """
+        raise NotImplementedError
+
+    def shrink(self, model: nn.Module, transforms: Sequence[Transform]) -> None:
+        """``redundancy_clean`` has written what its transforms left; take away what is zero now. Most do nothing."""
+
+
+_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
+
+
+def weights_of(module: nn.Module) -> list[str]:
+    """The parameters of a module that count as its weights: ``weight`` where it has two dimensions or more and is of
+    floating point, as of linear layers, convolutions and embeddings; of ``nn.MultiheadAttention`` its projections,
+    that of the output too, whose own forward it never calls."""
+    if isinstance(module, nn.MultiheadAttention):
+        return [name for name in _ATTENTION if parameter_of(module, name) is not None]
+    weight = module._parameters.get("weight")
+    return ["weight"] if weight is not None and weight.dim() >= 2 and weight.is_floating_point() else []
+
+
+def inner_weights(model: nn.Module) -> set[int]:
+    """``id`` of modules whose weights belong to the module around them."""
+    return {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+
+
+def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and its name there."""
+    *above, name = path.split(".")
+    for part in above:
+        module = module._modules[part]  # type: ignore[assignment]
+    return module, name
+
+
+def parameter_of(module: nn.Module, path: str) -> nn.Parameter | None:
+    """The parameter at a path, None where there is none."""
+    owner, name = owner_of(module, path)
+    return owner._parameters.get(name)
+
+
+def in_order(transforms: Iterable[Transform]) -> list[Transform]:
+    """The transforms of one site as they are applied.
+
+    Raises:
+        ValueError: two of them contradict each other: both quantise, or one technique asks twice.
+    """
+    found = sorted(transforms, key=lambda t: (t.order, t.site.technique))
+    for first, second in itertools.pairwise(found):
+        if first.site.technique == second.site.technique or first.order == second.order == Order.QUANTISER:
+            raise ValueError(
+                f"{first.site.name} is changed twice in one way: {first.site.group or first.site.technique} and "
+                f"{second.site.group or second.site.technique} both apply to it (a tied weight counts as one). Let the "
+                "patterns of one of them leave it out."
+            )
+    return found
