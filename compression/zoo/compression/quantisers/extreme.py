@@ -1,0 +1,36 @@
+"""Three values and two (XTC: Wu et al. 2022, "Extreme Compression for Pre-trained Transformers Made Simple and
+Efficient", section 2), with scales that are means of magnitudes. w (G, n) groups in fp32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+THRESHOLD = 0.7
+
+
+def ternary(w: Tensor) -> tuple[Tensor, Tensor]:
+    """v in {-a, 0, a}: v = a·sign(w) where |w| > d, else 0; d = 0.7·mean|w|, a = mean of |w| over |w| > d.
+
+    0.7 is nearly the best threshold for weights that are normal or uniform (Li, Zhang, Liu 2016, "Ternary Weight
+    Networks", section 2.2).
+
+    Returns:
+        v, (G, n), and the means of |w|, (G, 1).
+    """
+    size = w.abs()
+    mean = size.mean(1, keepdim=True)
+    large = size > THRESHOLD * mean
+    scale = (size * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1)
+    return w.sign() * large * scale, mean
+
+
+def binary(w: Tensor) -> tuple[Tensor, Tensor]:
+    """v in {-a, a}: v = a where w >= 0, else -a; a = mean|w|.
+
+    a is the best scale for v = a·sign(w) in the least squares sense (Rastegari et al. 2016, "XNOR-Net", section 3.1).
+
+    Returns:
+        v, (G, n), and the scales, (G, 1).
+    """
+    scale = w.abs().mean(1, keepdim=True)
+    return (w >= 0).to(w.dtype).mul(2).sub(1) * scale, scale
