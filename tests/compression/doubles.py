@@ -51,7 +51,7 @@ class Masked(Transform):
         self.mask = state.get("mask")
 
 
-class Timesing(Technique):
+class Timesing(Technique[Any, Any]):
     """Weights times a number, under the name and the section of weight quantisation."""
 
     name = "weight_quantization"
@@ -59,8 +59,7 @@ class Timesing(Technique):
     def sites(self, module: nn.Module) -> Sequence[tuple[Where, str]]:
         return [("weight", name) for name in weights_of(module)]
 
-    def transform(self, site: Site, group: Any, tensor: Tensor | None) -> Transform:
-        assert tensor is not None
+    def transform(self, site: Site, group: Any, module: nn.Module) -> Transform:
         return Times(
             site, offset=self.section.shared_parameters.schedule_offset, factor=float(group.params.target_bits)
         )

@@ -1,16 +1,42 @@
-"""Model compression: quantisation, pruning and distillation schedules."""
+"""Model compression: quantisation, pruning, and students that begin as their teachers.
+
+* :func:`init_compression` and :func:`redundancy_clean` around training; an engine does the first by itself.
+* :class:`CompressionScheduler` for training loops of one's own.
+* :class:`Technique`, :class:`Transform` and :class:`Site`: what one more technique is made of.
+"""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
+from zoo.compression.attach import attach, attached_to, class_of, detach, transforms_of
+from zoo.compression.compressing import init_compression, redundancy_clean
+from zoo.compression.config import CompressionConfig
+from zoo.compression.scheduler import CompressionScheduler
+from zoo.compression.technique import Observes, Order, Site, Technique, Transform
 from zoo.registry import Subpackage
 
-__all__ = ["ABOUT"]
+__all__ = [
+    "ABOUT",
+    "CompressionConfig",
+    "CompressionScheduler",
+    "Observes",
+    "Order",
+    "Site",
+    "Technique",
+    "Transform",
+    "attach",
+    "attached_to",
+    "class_of",
+    "detach",
+    "init_compression",
+    "redundancy_clean",
+    "transforms_of",
+]
 
 ABOUT = Subpackage(
     name="compression",
     version=version("zoo-compression"),
-    summary=("Model compression: quantisation, pruning and distillation schedules; the folder holds no component yet."),
+    summary="Model compression: weights and inputs with few bits, schedules, students that begin as their teachers.",
 )
 """What the registry tells about this distribution, under the kind "subpackage"."""

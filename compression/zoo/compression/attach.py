@@ -178,7 +178,7 @@ def _changed(module: nn.Module, attached: Attached, own: Callable[..., Any], arg
         for (where, path), transforms in attached.transforms.items():
             if where == "weight" and any(t.active for t in transforms):
                 owner, name = owner_of(module, path)
-                value = _through(transforms, owner._parameters[name])
+                value = _through(module, transforms, owner._parameters[name])
                 shadowed.append((owner.__dict__, name, owner.__dict__.get(name)))
                 owner.__dict__[name] = value
         inputs = attached.transforms.get(("input", ""))
@@ -200,9 +200,10 @@ _changed_eagerly: Callable[..., Any] = torch.compiler.disable(_changed)  # type:
 """A graph that is compiled breaks here; what is inert compiles whole."""
 
 
-def _through(transforms: Iterable[Transform], value: Any) -> Any:
+def _through(module: nn.Module, transforms: Iterable[Transform], value: Any) -> Any:
     for transform in transforms:
         if transform.active:
+            transform.training = module.training
             value = transform(value)
     return value
 
@@ -212,10 +213,10 @@ def _with_input(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for i, value in enumerate(args):
         if _is_real(value):
-            return (*args[:i], _through(transforms, value), *args[i + 1 :]), kwargs
+            return (*args[:i], _through(module, transforms, value), *args[i + 1 :]), kwargs
     for key, value in kwargs.items():
         if _is_real(value):
-            return args, {**kwargs, key: _through(transforms, value)}
+            return args, {**kwargs, key: _through(module, transforms, value)}
     raise TypeError(
         f"{transforms[0].site.name}: a {class_of(module).__name__} was called without a tensor of floating point, and "
         f"{transforms[0].site.group or 'a transform'} changes its input. Let its patterns leave the module out."
@@ -224,11 +225,11 @@ def _with_input(
 
 def _with_output(module: nn.Module, transforms: Sequence[Transform], output: Any) -> Any:
     if _is_real(output):
-        return _through(transforms, output)
+        return _through(module, transforms, output)
     if type(output) in (tuple, list):
         for i, value in enumerate(output):
             if _is_real(value):
-                return type(output)([*output[:i], _through(transforms, value), *output[i + 1 :]])
+                return type(output)([*output[:i], _through(module, transforms, value), *output[i + 1 :]])
     raise TypeError(
         f"{transforms[0].site.name}: a {class_of(module).__name__} returned a {type(output).__name__}, and "
         f"{transforms[0].site.group or 'a transform'} changes its output; that is a tensor of floating point, or a "

@@ -384,6 +384,18 @@ class CompressionConfig(Section):
         return bool(self.techniques) or self.layer_reduction.enabled
 
     def contradictions(self, config: Config) -> Iterable[str]:
+        yield from self.problems()
+        if not self.weight_quantization.enabled or config.bf16.enabled or config.fp16.enabled:
+            return
+        if not self.weight_quantization.shared_parameters.quantize_weight_in_forward:
+            yield (
+                f"{ROOT}.weight_quantization.shared_parameters.quantize_weight_in_forward = false (its default) rounds "
+                "weights when an update brings them from fp32 masters to 16-bit parameters, and there are no 16-bit "
+                "parameters: enable bf16 or fp16, or set it to true"
+            )
+
+    def problems(self) -> Iterable[str]:
+        """Sentences about what cannot be meant, whatever the rest of the document says."""
         for name, section in self.techniques.items():
             free = isinstance(section, SparsePruningSection) and section.shared_parameters.method == "snip_momentum"
             if not section.different_groups and not free:

@@ -23,18 +23,22 @@ def matches(pattern: str, name: str) -> bool:
 def nothing_matches(where: str, pattern: str, names: Iterable[str], why: str = "") -> ValueError:
     """The error for a pattern without a module: its place, and the nearest names."""
     there = sorted(names)
-    plain = re.sub(r"[\\^$*+?()\[\]{}|]", "", pattern)
-
-    def distance(name: str) -> float:
-        parts = name.split(".")
-        size = plain.count(".") + 1
-        windows = [".".join(parts[i : i + size]) for i in range(max(1, len(parts) - size + 1))]
-        return max(difflib.SequenceMatcher(None, plain, window).ratio() for window in windows)
-
-    near = sorted(there, key=distance, reverse=True)[:4]
+    near = nearest_names(re.sub(r"[\\^$*+?()\[\]{}|]", "", pattern), there)
     known = f"the nearest of {len(there)} names are {', '.join(map(repr, near))}" if near else "it has none"
     return ValueError(
         f"{where}: the pattern {pattern!r} {why or 'matches no module of the model that can be compressed so'}; "
         f"{known}. "
         'A pattern is a regular expression searched for in the name, and "*" is all.'
     )
+
+
+def nearest_names(name: str, names: Iterable[str], limit: int = 4) -> list[str]:
+    """Names of which some run of parts is like ``name``, the nearest first."""
+
+    def likeness(other: str) -> float:
+        parts = other.split(".")
+        size = name.count(".") + 1
+        runs = [".".join(parts[i : i + size]) for i in range(max(1, len(parts) - size + 1))]
+        return max(difflib.SequenceMatcher(None, name, run).ratio() for run in runs)
+
+    return sorted(sorted(names), key=likeness, reverse=True)[:limit]

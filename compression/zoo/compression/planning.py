@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -14,16 +15,17 @@ from zoo.layout import logical_name
 from zoo.registry import DEFAULT, Registry
 
 KIND = "compression_technique"
+AnyTechnique = Technique[Any, Any]
 
 
-def techniques_of(config: CompressionConfig, *, seed: int = 0, registry: Registry = DEFAULT) -> dict[str, Technique]:
+def techniques_of(config: CompressionConfig, *, seed: int = 0, registry: Registry = DEFAULT) -> dict[str, AnyTechnique]:
     """The techniques that a section asks for, by name.
 
     Raises:
         NotImplementedError: nobody has registered one of them.
     """
     known = registry.names(KIND)
-    found: dict[str, Technique] = {}
+    found: dict[str, AnyTechnique] = {}
     for name, section in config.techniques.items():
         if name not in known:
             raise NotImplementedError(
@@ -54,14 +56,14 @@ def chosen(
     return {name: module for name, module in usable.items() if name in found}
 
 
-def usable_by(technique: Technique, model: nn.Module) -> dict[str, nn.Module]:
+def usable_by(technique: AnyTechnique, model: nn.Module) -> dict[str, nn.Module]:
     """The modules that have something for a technique, by their names in the whole model."""
     inside = inner_weights(model)
     found = {name: module for name, module in model.named_modules() if id(module) not in inside}
     return {logical_name(model, name) if name else "": m for name, m in found.items() if technique.sites(m)}
 
 
-def compress(model: nn.Module, techniques: Mapping[str, Technique]) -> list[Transform]:
+def compress(model: nn.Module, techniques: Mapping[str, AnyTechnique]) -> list[Transform]:
     """Attach what techniques make for their groups: all of it or, after an error, nothing.
 
     A weight that several modules share is changed in all of them, whichever the patterns mean.
@@ -102,7 +104,7 @@ def _holders(model: nn.Module) -> Holders:
     return found
 
 
-def _made(technique: Technique, model: nn.Module, holders: Holders) -> list[tuple[nn.Module, Transform]]:
+def _made(technique: AnyTechnique, model: nn.Module, holders: Holders) -> list[tuple[nn.Module, Transform]]:
     """The transforms of one technique, and the modules of their sites."""
     usable = usable_by(technique, model)
     group_of: dict[str, str] = {}
@@ -124,6 +126,6 @@ def _made(technique: Technique, model: nn.Module, holders: Holders) -> list[tupl
                 if weight is not None and before is None:
                     known[id(weight)] = (name, site.name)
                 if weight is None or before is None:
-                    made.append((module, technique.transform(site, group, weight)))
+                    made.append((module, technique.transform(site, group, module)))
             group_of[path] = name
     return made

@@ -15,13 +15,15 @@ import enum
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from zoo.compression.config import GroupSection, TechniqueSection
 
+SectionT = TypeVar("SectionT", bound="TechniqueSection")
+GroupT = TypeVar("GroupT", bound="GroupSection")
 Where = Literal["weight", "input", "output"]
 """Which tensor of a module: a parameter, the first tensor that it is called with, the first that it returns."""
 
@@ -67,8 +69,9 @@ class Transform:
         offset: steps that are over before it begins.
 
     Attributes:
-        active: whether it changes anything at this step. While False it is not called, and where no transform of a
-            module is active the module's own forward runs, untouched.
+        active: whether it is called at this step. Where no transform of a module is, the module's own forward runs,
+            untouched.
+        training: whether the module whose forward calls it is in training mode; set before each call.
     """
 
     order: ClassVar[Order]
@@ -76,7 +79,7 @@ class Transform:
 
     def __init__(self, site: Site, *, offset: int = 0) -> None:
         self.site, self.offset = site, offset
-        self.active = False
+        self.active = self.training = False
         self.set_step(0)
 
     def __call__(self, value: Tensor) -> Tensor:
@@ -107,7 +110,23 @@ class Transform:
             raise ValueError(f"{self.site.name}: a {type(self).__name__} has no state, and was given {sorted(state)}.")
 
 
-class Technique:
+@runtime_checkable
+class Observes(Protocol):
+    """A transform that learns from what it sees in training, such as the range of an input. Ranks see different data;
+    what they have seen is brought together after each update, so that all go on with the same."""
+
+    def seen(self) -> Tensor:
+        """(k,) fp32, what this rank has seen since the last ``commit``. Ranks are combined by the larger element;
+        -infinity: nothing."""
+
+    def commit(self, seen: Tensor) -> None:
+        """An update was made, before which all ranks together have seen this. Not called for a step that is skipped."""
+
+    def forget(self) -> None:
+        """Drop what was seen: the step is skipped."""
+
+
+class Technique(Generic[SectionT, GroupT]):
     """Makes transforms for the modules that a section names.
 
     Args:
@@ -118,25 +137,25 @@ class Technique:
     name: ClassVar[str]
     """Of the section and in the registry."""
 
-    def __init__(self, section: TechniqueSection, *, seed: int = 0) -> None:
+    def __init__(self, section: SectionT, *, seed: int = 0) -> None:
         self.section, self.seed = section, seed
 
-    def groups(self) -> Mapping[str, GroupSection]:
+    def groups(self) -> Mapping[str, GroupT]:
         """The groups by name."""
-        return self.section.different_groups
+        return self.section.different_groups  # type: ignore[return-value]
 
     def sites(self, module: nn.Module) -> Sequence[tuple[Where, str]]:
         """The tensors of ``module`` that it can change, (where, name of the parameter or ""); empty: none."""
         raise NotImplementedError
 
-    def transform(self, site: Site, group: GroupSection, tensor: Tensor | None) -> Transform:
+    def transform(self, site: Site, group: GroupT, module: nn.Module) -> Transform:
         """The transform for a site. Called once for each, before anything is sharded, on every rank.
 
         Args:
-            tensor: the whole parameter, None for an input or an output.
+            module: that of the site; its weight is ``parameter_of(module, site.parameter)``, whole.
 
         Raises:
-            ValueError: options of the group that do not fit the tensor; the sentence names ``site.name`` and
+            ValueError: options of the group that do not fit the module; the sentence names ``site.name`` and
                 ``site.group``.
         """
         raise NotImplementedError

@@ -1,0 +1,137 @@
+"""Inputs of modules with few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from zoo.compression.config import ActivationQuantizationGroup, ActivationQuantizationSection
+from zoo.compression.quantisers import asymmetric, straight_through, symmetric, within
+from zoo.compression.technique import Order, Site, Technique, Transform, Where, weights_of
+
+OFF = 16
+MOMENTUM = 0.95
+
+
+class InputQuantizer(Transform):
+    """x → Q_b(x), with dL/dx = dL/dQ: each token (the last dimension), or each image of a convolution, has the range of
+    its own elements. Infinite elements and NaN make NaN of what shares a range with them.
+
+    Args:
+        site: an input.
+        offset: steps that are over before it begins.
+        bits: b.
+        asymmetric: from the minimum to the maximum, else around zero.
+        by_sample: ranges are those of samples, not of tokens.
+    """
+
+    order: ClassVar[Order] = Order.QUANTISER
+
+    def __init__(
+        self, site: Site, *, offset: int, bits: int, asymmetric: bool, by_sample: bool = False
+    ) -> None:  # fmt: skip
+        self.bits, self._asymmetric, self._by_sample = bits, asymmetric, by_sample
+        self._begun = False
+        super().__init__(site, offset=offset)
+
+    def set_step(self, step: int) -> None:
+        """``step`` steps are over."""
+        self.active = self._begun = step >= self.offset and self.bits < OFF
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """T(x)."""
+        if not self._begun or not value.numel():
+            return value
+        x = value.detach()
+        found = self._quantised(x if x.dtype is torch.float64 else x.float())
+        return straight_through(value, found.reshape(x.shape).to(x.dtype))
+
+    def _quantised(self, x: Tensor) -> Tensor:
+        rows = x.reshape(x.shape[0] if self._by_sample else x.numel() // x.shape[-1], -1)
+        return (asymmetric if self._asymmetric else symmetric)(rows, self.bits)[0]
+
+
+class StaticInputQuantizer(InputQuantizer):
+    """x → Q_b(x) with one range for all inputs, fixed for inference; what lies outside becomes the nearer end.
+
+    After each step of training it becomes m·range + (1 - m)·(what all ranks have seen in the step), m = 0.95. The first
+    is what was seen in the first step, in which nothing is rounded yet: ranges are looked for from the first step on,
+    also before the technique begins. They do not move in evaluation, and do not follow what is infinite or NaN.
+
+    Args:
+        as of :class:`InputQuantizer`.
+
+    Attributes:
+        range: (2,) fp32, minimum and maximum; None before the first step.
+    """
+
+    def __init__(self, site: Site, **options: Any) -> None:
+        self.range: Tensor | None = None
+        self._seen: Tensor | None = None
+        super().__init__(site, **options)
+
+    def set_step(self, step: int) -> None:
+        """``step`` steps are over."""
+        super().set_step(step)
+        self.active = self.bits < OFF
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """T(x)."""
+        if self.training and value.numel():
+            x = value.detach()
+            now = torch.stack([-x.amin(), x.amax()]).float()
+            self._seen = now if self._seen is None else torch.maximum(self._seen, now)
+        return value if self.range is None else super().__call__(value)
+
+    def _quantised(self, x: Tensor) -> Tensor:
+        ends = self.range.to(x) if self.range is not None else x.new_zeros(2)
+        if self._asymmetric:
+            return within(x, ends[0], ends[1], self.bits)[0]
+        return symmetric(x.reshape(1, -1), self.bits, span=ends.abs().amax().reshape(1, 1))[0]
+
+    def seen(self) -> Tensor:
+        """(-minimum, maximum) of this rank's inputs in the step."""
+        return torch.full((2,), -torch.inf) if self._seen is None else self._seen
+
+    def commit(self, seen: Tensor) -> None:
+        """The range moves towards what all ranks have seen."""
+        self._seen = None
+        new = torch.stack([-seen[0], seen[1]])
+        if bool(torch.isfinite(new).all()):
+            self.range = new if self.range is None else self.range.to(new) * MOMENTUM + new * (1 - MOMENTUM)
+
+    def forget(self) -> None:
+        """The step is skipped."""
+        self._seen = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The range."""
+        return {} if self.range is None else {"range": self.range}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with that range."""
+        self._seen, found = None, state.get("range")
+        self.range = None if found is None else torch.as_tensor(found, dtype=torch.float32)
+
+
+class ActivationQuantization(Technique[ActivationQuantizationSection, ActivationQuantizationGroup]):
+    """The section ``activation_quantization``: inputs of linear layers, convolutions and attention."""
+
+    name = "activation_quantization"
+
+    def sites(self, module: nn.Module) -> Sequence[tuple[Where, str]]:
+        """The module's input, if it has weights; those of embeddings are integers."""
+        return [("input", "")] if weights_of(module) and not isinstance(module, nn.Embedding | nn.EmbeddingBag) else []
+
+    def transform(self, site: Site, group: ActivationQuantizationGroup, module: nn.Module) -> Transform:
+        """A quantiser."""
+        shared = self.section.shared_parameters
+        made = StaticInputQuantizer if shared.range_calibration == "static" else InputQuantizer
+        return made(
+            site, offset=shared.schedule_offset, bits=group.params.bits,
+            asymmetric=shared.quantization_type == "asymmetric", by_sample=isinstance(module, _ConvNd),
+        )  # fmt: skip

@@ -1,0 +1,149 @@
+"""``init_compression`` and ``redundancy_clean``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.compression.attach import attached_to, detach, transforms_of
+from zoo.compression.config import ROOT, CompressionConfig
+from zoo.compression.layer_reduction import begin_as_teacher
+from zoo.compression.planning import compress, techniques_of
+from zoo.compression.technique import Transform, parameter_of
+from zoo.config import Config, read, read_section
+from zoo.registry import DEFAULT, Registry
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+Source = str | Path | Mapping[str, Any] | Config
+
+
+def init_compression(
+    model: ModelT, config: Source, teacher_model: nn.Module | None = None, mpu: Any = None, *,
+    registry: Registry = DEFAULT,
+) -> ModelT:  # fmt: skip
+    """Compress a model as the section ``compression_training`` says, before it is trained.
+
+    Its modules get transforms (:mod:`zoo.compression.attach`), which begin at their steps; an engine that is made with
+    the same configuration takes them over. Call it on every rank, before anything is sharded.
+
+    Args:
+        model: itself changed; what is wrapped (with an attribute ``module``) is compressed inside.
+        config: path of a document, the document, or what ``zoo.config.load`` returned.
+        teacher_model: what layer_reduction takes layers from; it may be the same class with more layers.
+        mpu: None. What DeepSpeed asks here (which ranks are tensor-parallel) is said by the mesh.
+
+    Returns:
+        the model.
+
+    Raises:
+        ValueError: what is wrong in the section, with the group, the pattern or the module.
+        NotImplementedError: a technique that is not there.
+    """
+    _check_mpu(mpu)
+    section, seed = section_of(config, registry)
+    inner = inner_of(model)
+    techniques = techniques_of(section, seed=seed, registry=registry)
+    if section.layer_reduction.enabled:
+        if teacher_model is None:
+            raise ValueError(
+                f"{ROOT}.layer_reduction: enabled, and there is no teacher; call init_compression(model, config, "
+                "teacher_model=...) with the model whose layers the student begins with."
+            )
+        begin_as_teacher(inner, inner_of(teacher_model), section.layer_reduction)
+    compress(inner, techniques)
+    return model
+
+
+def redundancy_clean(
+    model: ModelT, config: Source, mpu: Any = None, *, registry: Registry = DEFAULT
+) -> ModelT:  # fmt: skip
+    """Make what was trained with transforms a model without them: each weight becomes what its transforms make of it
+    at the end of their schedule, and what is zero goes away where a technique can take it away.
+
+    Transforms of inputs and outputs stay, because no weight can stand for them; ``detach`` of ``zoo.compression`` takes
+    them off. Under ZeRO call ``engine.destroy()`` first.
+
+    Args:
+        model: with transforms, of ``init_compression`` or of an engine; itself changed.
+        config: as it was compressed with.
+        mpu: None.
+
+    Raises:
+        ValueError: the model has no transforms, or others than the configuration says.
+    """
+    _check_mpu(mpu)
+    section, seed = section_of(config, registry)
+    inner = inner_of(model)
+    check_same(inner, section)
+    found = [t for t in transforms_of(inner) if t.site.where == "weight"]
+    with torch.no_grad():
+        fixed = [(weight, _fixed(weight, transforms)) for weight, transforms in _by_weight(inner)]
+        for weight, value in fixed:
+            weight.data.copy_(value)
+    detach(inner, found)
+    for technique in techniques_of(section, seed=seed, registry=registry).values():
+        technique.shrink(inner, [t for t in found if t.site.technique == technique.name])
+    return model
+
+
+def section_of(config: Source, registry: Registry = DEFAULT) -> tuple[CompressionConfig, int]:
+    """The section of a configuration, and the seed."""
+    if isinstance(config, Config):
+        return getattr(config, ROOT), int(config.seed)
+    section = read_section(ROOT, config, registry=registry)
+    found: CompressionConfig = section if section is not None else CompressionConfig()
+    problems = list(found.problems())
+    if problems:
+        raise ValueError("; ".join(problems))
+    seed = read(config, registry=registry).values.get("seed")
+    return found, int(seed) if isinstance(seed, int) else int(Config.model_fields["seed"].default)
+
+
+def inner_of(model: nn.Module) -> nn.Module:
+    """What a wrapper (an engine, DistributedDataParallel) has inside."""
+    inner = getattr(model, "module", None)
+    return inner_of(inner) if isinstance(inner, nn.Module) and len(list(model.children())) == 1 else model
+
+
+def check_same(model: nn.Module, section: CompressionConfig) -> None:
+    """Raise ValueError unless the model has transforms of just the groups that a section has."""
+    there, techniques = transforms_of(model), section.techniques
+    asked = {
+        f"{ROOT}.{name}.different_groups.{group}" for name, s in techniques.items() for group in s.different_groups
+    }
+    lacking = sorted(asked - {t.site.group for t in there})
+    strange = sorted({t.site.group or t.site.technique for t in there if t.site.technique not in techniques})
+    if lacking or strange:
+        both = [f"lacks {', '.join(lacking)}"] * bool(lacking) + [f"has {', '.join(strange)} besides"] * bool(strange)
+        raise ValueError(
+            f"the model is not compressed as the configuration says: it {' and '.join(both)}. Give the configuration "
+            "that it was compressed with, or call init_compression(model, config) first."
+        )
+
+
+def _by_weight(model: nn.Module) -> list[tuple[nn.Parameter, Sequence[Transform]]]:
+    found: dict[int, tuple[nn.Parameter, Sequence[Transform]]] = {}
+    for module in model.modules():
+        for (where, path), transforms in attached_to(module).items():
+            weight = parameter_of(module, path) if where == "weight" else None
+            if weight is not None:
+                found[id(weight)] = (weight, transforms)
+    return list(found.values())
+
+
+def _fixed(weight: Tensor, transforms: Sequence[Transform]) -> Tensor:
+    for transform in transforms:
+        weight = transform.fixed(weight)
+    return weight
+
+
+def _check_mpu(mpu: Any) -> None:
+    if mpu is not None:
+        raise ValueError(
+            f"mpu = {type(mpu).__name__}: the section mesh of the configuration names the ranks along a tensor axis. "
+            "Leave mpu out."
+        )

@@ -1,0 +1,97 @@
+"""What an engine does for a model that is compressed: the part "compression_training"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from zoo.comm import Communicator
+from zoo.compression.attach import transforms_of
+from zoo.compression.compressing import check_same
+from zoo.compression.config import ROOT, CompressionConfig
+from zoo.compression.layer_reduction import has_begun
+from zoo.compression.planning import compress, techniques_of
+from zoo.compression.scheduler import CompressionScheduler
+from zoo.compression.technique import Observes
+from zoo.parts import Clock, Environment, StepRecord
+
+
+class CompressionPart:
+    """Compresses the model before it is sharded, unless ``init_compression`` has, and tells its transforms the step.
+
+    The record has ``bits/<technique>.<group>``, the mean over the group's tensors, for transforms that have bits.
+
+    Args:
+        section: ``compression_training``.
+        environment: of the engine.
+    """
+
+    before = ("data_efficiency", "progressive_layer_drop", "moe")
+    """Parts that give modules another forward."""
+
+    def __init__(self, section: CompressionConfig, environment: Environment) -> None:
+        self.section, self._environment = section, environment
+        self.scheduler: CompressionScheduler | None = None
+
+    def prepare(self, module: nn.Module, mesh: Any) -> None:
+        """Attach what the section asks for."""
+        if self.section.layer_reduction.enabled and not has_begun(module):
+            raise ValueError(
+                f"{ROOT}.layer_reduction: enabled, and an engine has no teacher; call init_compression(model, config, "
+                "teacher_model=...) before initialize."
+            )
+        if transforms_of(module):
+            check_same(module, self.section)
+        else:
+            compress(module, techniques_of(self.section, seed=int(self._environment.config.seed)))
+        learning = [t for t in transforms_of(module) if isinstance(t, Observes)]
+        if learning and dict(self._environment.config.mesh.axes).get("pipe", 1) > 1:
+            raise NotImplementedError(
+                f"{learning[0].site.group}: {learning[0].site.name} has a state that follows what it sees, and on a "
+                "mesh with a pipe axis a checkpoint has that of the first stage only. Use range_calibration dynamic."
+            )
+        self.scheduler = CompressionScheduler(module, self._ranks())
+
+    def on_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward of training begins."""
+        if self.scheduler is not None and self.scheduler.steps != clock.step:
+            self.scheduler.set_step(clock.step)
+        return args, kwargs
+
+    def after_update(self, record: StepRecord) -> None:
+        """A step is over."""
+        if self.scheduler is not None:
+            self.scheduler.set_step(record.step - 1)
+            self.scheduler.step(skipped=record.skipped)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Bits of each group in the step that is over."""
+        found: dict[str, list[float]] = {}
+        for transform in self.scheduler.transforms if self.scheduler is not None else ():
+            bits = getattr(transform, "bits", None)
+            if bits is not None:
+                group = transform.site.group.rpartition(".")[2]
+                found.setdefault(f"bits/{transform.site.technique}.{group}", []).append(float(bits))
+        return {name: sum(values) / len(values) for name, values in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What does not follow from the step."""
+        return self.scheduler.state_dict() if self.scheduler is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state)
+
+    def _ranks(self) -> Communicator | None:
+        """All that see different data."""
+        there = self._environment
+        if there.world_size == 1:
+            return None
+        if there.mesh is None:
+            return Communicator(there.group)
+        return Communicator.of_axes(there.mesh, there.config.mesh.data_axes)

@@ -1,0 +1,123 @@
+"""Weights with few bits."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from zoo.compression.config import WeightQuantizationGroup, WeightQuantizationSection
+from zoo.compression.quantisers import (
+    asymmetric,
+    binary,
+    check_finite,
+    grouped,
+    mixed,
+    noise,
+    straight_through,
+    symmetric,
+    ternary,
+)
+from zoo.compression.schedule import bits_at, share_at, steps_at_bits
+from zoo.compression.technique import Order, Site, Technique, Transform, Where, parameter_of, weights_of
+
+_log = logging.getLogger("zoo.compression")
+OFF = 16
+"""From so many bits on nothing is rounded."""
+
+
+class WeightQuantizer(Transform):
+    """w → r·Q_b(w) + (1 - r)·w, b and r of the step, with dL/dw = dL/dQ.
+
+    Q_b is uniform (``quantisers/uniform.py``) for 3 to 15 bits and asymmetric 2, ternary for symmetric 2, binary for 1
+    (``quantisers/extreme.py``), in fp32 over groups of consecutive elements, and returns the dtype of w.
+
+    Args:
+        site: a weight.
+        section: of the technique.
+        group: of the site.
+        num_groups: groups of elements, each with a scale.
+        seed: of stochastic rounding.
+
+    Attributes:
+        bits, share: b and r now.
+    """
+
+    order: ClassVar[Order] = Order.QUANTISER
+
+    def __init__(
+        self, site: Site, section: WeightQuantizationSection, group: WeightQuantizationGroup, *, num_groups: int,
+        seed: int,
+    ) -> None:  # fmt: skip
+        shared, params = section.shared_parameters, group.params
+        self.num_groups, self.seed, self.step = num_groups, seed, 0
+        self._asymmetric = shared.quantization_type == "asymmetric"
+        self._stochastic = shared.rounding == "stochastic"
+        self._ratio = shared.fp16_mixed_quantize.quantize_change_ratio if shared.fp16_mixed_quantize.enabled else 1.0
+        self._start, self.target_bits, self._period = params.start_bits, params.target_bits, params.quantization_period
+        self._verbose = shared.quantize_verbose
+        self.bits, self.share = self._start, 1.0
+        super().__init__(site, offset=shared.schedule_offset)
+
+    def set_step(self, step: int) -> None:
+        """``step`` steps are over."""
+        before, was_active, self.step = self.bits, self.active, step
+        offset, start, target, period = self.offset, self._start, self.target_bits, self._period
+        self.bits = bits_at(step, offset=offset, start_bits=start, target_bits=target, period=period)
+        since = steps_at_bits(step, offset=offset, start_bits=start, target_bits=target, period=period)
+        self.share = share_at(since, self._ratio)
+        self.active = step >= self.offset and self.bits < OFF
+        if self._verbose and self.active and (self.bits != before or not was_active):
+            _log.info("step %d: %s has %d bits", step, self.site.name, self.bits)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """T(w)."""
+        return straight_through(value, mixed(value.detach(), self._quantised(value.detach(), self.bits), self.share))
+
+    def fixed(self, value: Tensor) -> Tensor:
+        """Q of the target bits, rounded to the nearest also where training rounds stochastically."""
+        value = value.detach()
+        return value if self.target_bits >= OFF else self._quantised(value, self.target_bits, final=True)
+
+    def _quantised(self, value: Tensor, bits: int, *, final: bool = False) -> Tensor:
+        if not value.numel():
+            return value
+        rows = grouped(value, self.num_groups, self.site.name)
+        dice = None
+        if self._stochastic and not final:
+            dice = noise(rows, seed=self.seed, step=self.step, name=self.site.name)
+        if self._asymmetric:
+            found, span = asymmetric(rows, bits, dice)
+        elif bits > 2:
+            found, span = symmetric(rows, bits, dice)
+        else:
+            found, span = ternary(rows) if bits == 2 else binary(rows)
+        check_finite(span, self.site.name)
+        return found.reshape(value.shape).to(value.dtype)
+
+
+class WeightQuantization(Technique[WeightQuantizationSection, WeightQuantizationGroup]):
+    """The section ``weight_quantization``: for linear layers, convolutions, embeddings and attention."""
+
+    name = "weight_quantization"
+
+    def sites(self, module: nn.Module) -> Sequence[tuple[Where, str]]:
+        """The module's weights."""
+        return [("weight", name) for name in weights_of(module)]
+
+    def transform(self, site: Site, group: WeightQuantizationGroup, module: nn.Module) -> Transform:
+        """A quantiser; the weight of an embedding has a scale for each row."""
+        weight = parameter_of(module, site.parameter)
+        shape = tuple(weight.shape) if weight is not None else ()
+        by_row = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        num_groups = shape[0] if by_row else self.section.shared_parameters.quantize_groups
+        if num_groups and math.prod(shape) % num_groups:
+            raise ValueError(
+                f"{site.group}: quantize_groups = {num_groups}, and {site.name} has {shape} = {math.prod(shape)} "
+                "elements, which cannot be cut into so many groups of one size. Give a number that divides it, or let "
+                "the patterns leave the module out."
+            )
+        return WeightQuantizer(site, self.section, group, num_groups=num_groups, seed=self.seed)
