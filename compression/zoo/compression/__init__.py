@@ -2,6 +2,7 @@
 
 * :func:`init_compression` and :func:`redundancy_clean` around training; an engine does the first by itself.
 * :class:`CompressionScheduler` for training loops of one's own.
+* :func:`logits_loss`, :func:`hidden_loss` and :func:`attention_loss`: a student learns from its teacher.
 * :class:`Technique`, :class:`Transform` and :class:`Site`: what one more technique is made of.
 """
 
@@ -12,6 +13,7 @@ from importlib.metadata import version
 from zoo.compression.attach import attach, attached_to, class_of, detach, transforms_of
 from zoo.compression.compressing import init_compression, redundancy_clean
 from zoo.compression.config import CompressionConfig
+from zoo.compression.distillation import attention_loss, hidden_loss, logits_loss
 from zoo.compression.scheduler import CompressionScheduler
 from zoo.compression.technique import Observes, Order, Site, Technique, Transform
 from zoo.registry import Subpackage
@@ -27,9 +29,12 @@ __all__ = [
     "Transform",
     "attach",
     "attached_to",
+    "attention_loss",
     "class_of",
     "detach",
+    "hidden_loss",
     "init_compression",
+    "logits_loss",
     "redundancy_clean",
     "transforms_of",
 ]
