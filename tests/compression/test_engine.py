@@ -14,6 +14,7 @@ from torch import nn
 from zoo.compression import init_compression, redundancy_clean, transforms_of
 from zoo.config import ConfigError, load
 from zoo.engine import Engine
+from zoo.zero import safe_get_full_fp32_param
 
 BOTH = {
     "weight_quantization": weights("layer", start=6, target=3, rounding="stochastic", schedule_offset=1),
@@ -68,6 +69,26 @@ def test_a_run_that_is_saved_and_loaded_goes_on_as_if_it_had_never_stopped(stage
     for name, value in masters(other).items():
         assert torch.equal(value, masters(engine)[name])
     assert float(again.eval_batch(batch)) == float(again.eval_batch(batch)), "evaluation is of the step that was loaded"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_of_sixteen_bits_are_rounded_and_their_masters_are_not(precision: str) -> None:
+    """Rounded between updates, which is what "at the step" and "in forward" both come to: the same bits."""
+
+    def run(stage: int, in_forward: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+        section = weights("layer", start=5, target=3, in_forward=in_forward, rounding="stochastic")
+        engine = start(document(stage, compression={"weight_quantization": section}, **{precision: {"enabled": True}}))
+        found = train(engine, 4), masters(engine)
+        (table,) = [p for n, p in engine.module.named_parameters() if n == "layer.0.up.weight"]
+        return *found, torch.as_tensor(safe_get_full_fp32_param(table))
+
+    first = run(0, True)
+    assert len(first[2].unique()) > 7, "masters keep their precision"
+    for stage, in_forward in ((0, False), (3, True), (3, False)):
+        other = run(stage, in_forward)
+        assert other[0] == first[0]
+        assert all(torch.equal(value, other[1][name]) for name, value in first[1].items())
+        assert torch.equal(other[2], first[2])
 
 
 def test_evaluation_sees_what_the_steps_so_far_have_made() -> None:

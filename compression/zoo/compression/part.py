@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from zoo.comm import Communicator
+from zoo.comm import Communicator, together
 from zoo.compression.attach import transforms_of
 from zoo.compression.compressing import check_same
 from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.layer_reduction import has_begun
-from zoo.compression.planning import compress, techniques_of
+from zoo.compression.planning import AnyTechnique, compress, techniques_of, usable_by
 from zoo.compression.scheduler import CompressionScheduler
 from zoo.compression.technique import Observes
 from zoo.parts import Clock, Environment, StepRecord
@@ -42,17 +42,37 @@ class CompressionPart:
                 f"{ROOT}.layer_reduction: enabled, and an engine has no teacher; call init_compression(model, config, "
                 "teacher_model=...) before initialize."
             )
-        if transforms_of(module):
+        axes = self._environment.config.mesh.layer_axes if mesh is not None else ()
+        if axes:
+            self._prepare_stages(module, Communicator.of_axes(mesh, axes))
+        elif transforms_of(module):
             check_same(module, self.section)
         else:
-            compress(module, techniques_of(self.section, seed=int(self._environment.config.seed)))
-        learning = [t for t in transforms_of(module) if isinstance(t, Observes)]
-        if learning and dict(self._environment.config.mesh.axes).get("pipe", 1) > 1:
-            raise NotImplementedError(
-                f"{learning[0].site.group}: {learning[0].site.name} has a state that follows what it sees, and on a "
-                "mesh with a pipe axis a checkpoint has that of the first stage only. Use range_calibration dynamic."
-            )
+            compress(module, self._techniques())
         self.scheduler = CompressionScheduler(module, self._ranks())
+
+    def _prepare_stages(self, module: nn.Module, comm: Communicator) -> None:
+        """Of a pipeline: a pattern may mean layers of other stages; what is wrong on one stage is raised on all."""
+        techniques = self._techniques()
+        who = f"compressing the stages of a pipeline ({ROOT})"
+        names = together(comm, who, lambda: {name: list(usable_by(t, module)) for name, t in techniques.items()})
+        elsewhere = {name: {other for stage in names for other in stage[name]} for name in techniques}
+
+        def work() -> None:
+            if transforms_of(module):
+                raise ValueError("a pipeline is compressed by its engine; leave init_compression out.")
+            compress(module, techniques, elsewhere)
+            for transform in transforms_of(module):
+                if isinstance(transform, Observes):
+                    raise NotImplementedError(
+                        f"{transform.site.group}: {transform.site.name} learns from what it sees, and a checkpoint of "
+                        "a pipeline has what the first stage has learned only. Use range_calibration dynamic."
+                    )
+
+        together(comm, who, work, error=lambda text, _: ValueError(text), plain=ValueError)
+
+    def _techniques(self) -> dict[str, AnyTechnique]:
+        return techniques_of(self.section, seed=int(self._environment.config.seed))
 
     def on_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock

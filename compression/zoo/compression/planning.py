@@ -11,7 +11,7 @@ from zoo.compression.attach import attach, class_of, detach
 from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.patterns import matches, nothing_matches
 from zoo.compression.technique import Site, Technique, Transform, inner_weights, parameter_of, weights_of
-from zoo.layout import logical_name
+from zoo.layout import logical_name, split_of
 from zoo.registry import DEFAULT, Registry
 
 KIND = "compression_technique"
@@ -37,9 +37,13 @@ def techniques_of(config: CompressionConfig, *, seed: int = 0, registry: Registr
 
 
 def chosen(
-    model: nn.Module, patterns: Iterable[str], where: str, usable: Mapping[str, nn.Module]
-) -> dict[str, nn.Module]:
+    model: nn.Module, patterns: Iterable[str], where: str, usable: Mapping[str, nn.Module],
+    elsewhere: Iterable[str] = (),
+) -> dict[str, nn.Module]:  # fmt: skip
     """The modules of ``usable`` (name → module) that patterns mean, in the order of the model.
+
+    Args:
+        elsewhere: names of such modules on other stages of a pipeline, which a pattern may mean too.
 
     Raises:
         ValueError: a pattern that means none of them.
@@ -47,11 +51,11 @@ def chosen(
     found: set[str] = set()
     for pattern in patterns:
         these = {name for name in usable if matches(pattern, name)}
-        if not these:
+        if not these and not any(matches(pattern, name) for name in elsewhere):
             others = [m for name, m in model.named_modules() if name and matches(pattern, name)]
             kinds = ", ".join(sorted({class_of(m).__name__ for m in others}))
             why = f"matches only what cannot be compressed so ({kinds})" if others else ""
-            raise nothing_matches(where, pattern, usable, why)
+            raise nothing_matches(where, pattern, {*usable, *elsewhere}, why)
         found |= these
     return {name: module for name, module in usable.items() if name in found}
 
@@ -63,17 +67,23 @@ def usable_by(technique: AnyTechnique, model: nn.Module) -> dict[str, nn.Module]
     return {logical_name(model, name) if name else "": m for name, m in found.items() if technique.sites(m)}
 
 
-def compress(model: nn.Module, techniques: Mapping[str, AnyTechnique]) -> list[Transform]:
+def compress(
+    model: nn.Module, techniques: Mapping[str, AnyTechnique], elsewhere: Mapping[str, Iterable[str]] | None = None
+) -> list[Transform]:  # fmt: skip
     """Attach what techniques make for their groups: all of it or, after an error, nothing.
 
     A weight that several modules share is changed in all of them, whichever the patterns mean.
+
+    Args:
+        elsewhere: technique → names of modules that it can change on other stages of a pipeline.
 
     Raises:
         ValueError: a pattern without modules, a module in two groups, options that do not fit, two transforms that
             contradict each other.
     """
     holders = _holders(model)
-    made = [transform for technique in techniques.values() for transform in _made(technique, model, holders)]
+    there = elsewhere or {}
+    made = [m for name, technique in techniques.items() for m in _made(technique, model, there.get(name, ()))]
     try:
         for module, transform in made:
             site = transform.site
@@ -104,7 +114,9 @@ def _holders(model: nn.Module) -> Holders:
     return found
 
 
-def _made(technique: AnyTechnique, model: nn.Module, holders: Holders) -> list[tuple[nn.Module, Transform]]:
+def _made(
+    technique: AnyTechnique, model: nn.Module, elsewhere: Iterable[str]
+) -> list[tuple[nn.Module, Transform]]:  # fmt: skip
     """The transforms of one technique, and the modules of their sites."""
     usable = usable_by(technique, model)
     group_of: dict[str, str] = {}
@@ -112,7 +124,7 @@ def _made(technique: AnyTechnique, model: nn.Module, holders: Holders) -> list[t
     made: list[tuple[nn.Module, Transform]] = []
     for name, group in technique.groups().items():
         where = f"{ROOT}.{technique.name}.different_groups.{name}"
-        for path, module in chosen(model, group.modules, f"{where}.modules", usable).items():
+        for path, module in chosen(model, group.modules, f"{where}.modules", usable, elsewhere).items():
             for tensor, parameter in technique.sites(module):
                 site = Site(module=path, where=tensor, parameter=parameter, technique=technique.name, group=where)
                 weight = parameter_of(module, parameter) if tensor == "weight" else None
@@ -125,7 +137,20 @@ def _made(technique: AnyTechnique, model: nn.Module, holders: Holders) -> list[t
                     )
                 if weight is not None and before is None:
                     known[id(weight)] = (name, site.name)
+                _check_whole(site, weight)
                 if weight is None or before is None:
                     made.append((module, technique.transform(site, group, module)))
             group_of[path] = name
     return made
+
+
+def _check_whole(site: Site, weight: nn.Parameter | None) -> None:
+    """Raise NotImplementedError for a weight of which there is more on other ranks than data-parallel copies."""
+    split = split_of(weight)
+    why = ""
+    if split.axes and split.shape is not None:
+        why = f"is split along the mesh axes {', '.join(split.axes)}, and what is made of parts is not part of a whole"
+    elif split.tied:
+        why = f"is one with a weight of another stage ({split.tied!r}), whose layer may use it in another way"
+    if why:
+        raise NotImplementedError(f"{site.group}: {site.name} {why}. Let the patterns leave the module out.")
