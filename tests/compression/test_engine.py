@@ -72,7 +72,7 @@ def test_a_run_that_is_saved_and_loaded_goes_on_as_if_it_had_never_stopped(stage
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_weights_of_sixteen_bits_are_rounded_and_their_masters_are_not(precision: str) -> None:
+def test_sixteen_bits_are_rounded_and_masters_are_not(precision: str) -> None:
     """Rounded between updates, which is what "at the step" and "in forward" both come to: the same bits."""
 
     def run(stage: int, in_forward: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:

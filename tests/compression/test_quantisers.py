@@ -15,8 +15,10 @@ from zoo.compression.quantisers import (
     asymmetric,
     binary,
     check_finite,
+    fits,
     grouped,
     mixed,
+    nearest,
     noise,
     straight_through,
     symmetric,
@@ -190,3 +192,56 @@ def test_gradients_go_straight_through() -> None:
     assert mixed(w, rounded, 1.0) is rounded
     with torch.no_grad():
         assert not straight_through(w, rounded).requires_grad
+
+
+@given(
+    bits=st.sampled_from([4, 8]), groups=st.integers(1, 3), size=st.sampled_from([16, 48, 256]), asym=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), seed=st.integers(0, 99),
+    kind=st.sampled_from(["normal", "equal", "zeros", "ties", "tiny"]),
+)  # fmt: skip
+def test_the_kernels_give_the_same_bits(
+    bits: int, groups: int, size: int, asym: bool, dtype: torch.dtype, seed: int, kind: str
+) -> None:
+    w = torch.randn(groups, size, generator=torch.Generator().manual_seed(seed))
+    if kind in ("equal", "zeros"):
+        w = torch.full_like(w, 0.0 if kind == "zeros" else -1.7)
+    elif kind == "ties":
+        w = (w * 8).round() / 2
+    elif kind == "tiny":
+        w = w * 1e-30
+    w = w.to(dtype)
+    assert fits(w, groups, bits)
+    found, scales = nearest(w, groups, bits, asymmetric=asym)
+    wanted, _ = (asymmetric if asym else symmetric)(grouped(w, groups, "w"), bits)
+    assert torch.equal(found, wanted.to(dtype))
+    check_finite(scales, "w")
+
+
+@pytest.mark.parametrize("asym", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_the_kernels_show_what_is_not_finite(bad: float, bits: int, asym: bool) -> None:
+    for place in (0, 7, 31):
+        w = torch.randn(2, 32)
+        w[1, place] = bad
+        found, scales = nearest(w, 2, bits, asymmetric=asym)
+        with pytest.raises(ValueError, match="infinite or NaN"):
+            check_finite(scales, "w")
+        assert torch.isfinite(found[0]).all()
+        assert found[1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("value", "groups", "bits"),
+    [
+        (torch.ones(8, 4), 8, 8), (torch.ones(32, 2).t(), 2, 8), (torch.ones(2, 32), 2, 6),
+        (torch.ones(2, 32).double(), 2, 8),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_do_not_take(value: torch.Tensor, groups: int, bits: int) -> None:
+    assert not fits(value, groups, bits)
+
+
+def test_without_the_kernels_nothing_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.compression.quantisers.fused._kernels", lambda: None)
+    assert not fits(torch.ones(2, 32), 2, 8)

@@ -70,9 +70,7 @@ def test_gradients_go_straight_to_the_weight() -> None:
 
 
 @given(step=st.integers(0, 60), offset=st.integers(0, 9), start=st.integers(3, 16), period=st.integers(1, 4))
-def test_bits_follow_the_schedule_and_nothing_happens_before_it(
-    step: int, offset: int, start: int, period: int
-) -> None:
+def test_bits_follow_the_schedule(step: int, offset: int, start: int, period: int) -> None:
     layer, plain, _ = linear(start=start, target=3, period=period, schedule_offset=offset)
     CompressionScheduler(layer).set_step(step)
     x = torch.randn(2, 6)

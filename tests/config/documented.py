@@ -179,11 +179,30 @@ OTHERS: dict[str, str] = {
     "flops_profiler.detailed": "page", "flops_profiler.output_file": "page", "elasticity.enabled": "page",
     "curriculum_learning.enabled": "page", "data_efficiency.enabled": "page", "progressive_layer_drop.enabled": "page",
     "comet.enabled": "page", "sparse_attention.mode": "page", "hybrid_engine.enabled": "page",
-    "compile.deepcompile": "page", "compression_training.layer_reduction": "page", "eigenvalue.enabled": "page",
+    "compile.deepcompile": "page", "eigenvalue.enabled": "page",
     "expert_parallel.enabled": "page", "pipeline.stages": "page", "nebula.enabled": "page", "timers": "page",
     "graph_harvesting": "page", "use_data_before_expert_parallelism": "page", "disable_allgather": "page",
     "dataloader_drop_last": "page", "gradient_allreduce_op": "page", "disable_python_gc": "page",
     "bf16.immediate_grad_update": "page", "bf16.check_grad_overflow": "page", "quantize_training.enabled": "page",
+    "compression_training.weight_quantization.shared_parameters.enabled": "page",
+    "compression_training.weight_quantization.shared_parameters.quantizer_kernel": "page",
+    "compression_training.weight_quantization.shared_parameters.schedule_offset": "page",
+    "compression_training.weight_quantization.shared_parameters.quantize_groups": "page",
+    "compression_training.weight_quantization.shared_parameters.quantize_verbose": "page",
+    "compression_training.weight_quantization.shared_parameters.quantization_type": "page",
+    "compression_training.weight_quantization.shared_parameters.rounding": "page",
+    "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward": "page",
+    "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize.enabled": "page",
+    "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize.quantize_change_ratio": "page",
+    "compression_training.activation_quantization.shared_parameters.enabled": "page",
+    "compression_training.activation_quantization.shared_parameters.quantization_type": "page",
+    "compression_training.activation_quantization.shared_parameters.range_calibration": "page",
+    "compression_training.activation_quantization.shared_parameters.schedule_offset": "page",
+    "compression_training.layer_reduction.enabled": "page",
+    "compression_training.layer_reduction.keep_number_layer": "page",
+    "compression_training.layer_reduction.module_name_prefix": "page",
+    "compression_training.layer_reduction.teacher_layer": "page",
+    "compression_training.layer_reduction.other_module_name": "page",
     "tensor_parallel.autotp_size": "page", "zero_optimization.leaf_module": "page", "aio.use_gds": "page",
 }  # fmt: skip
 """Every other key: line of seed 001, or where else it is from."""
@@ -203,6 +222,24 @@ EFFECTS: dict[str, str] = {
         "tests/data_efficiency/test_layer_drop.py::test_the_blocks_that_run_are_those_that_were_drawn",
     "data_efficiency.enabled":
         "tests/data_efficiency/test_random_ltd.py::test_each_block_sees_the_tokens_of_the_schedule",
+    "compression_training.weight_quantization.shared_parameters":
+        "tests/compression/test_weight_quantization.py::test_forward_sees_the_quantised_weight",
+    "compression_training.weight_quantization.shared_parameters.schedule_offset":
+        "tests/compression/test_weight_quantization.py::test_bits_follow_the_schedule",
+    "compression_training.weight_quantization.shared_parameters.quantize_verbose":
+        "tests/compression/test_weight_quantization.py::test_verbose_says_when_bits_change",
+    "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward":
+        "tests/compression/test_engine.py::test_sixteen_bits_are_rounded_and_masters_are_not",
+    "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize":
+        "tests/compression/test_weight_quantization.py::test_mixing_grows_to_the_quantised_value_and_begins_anew_when_bits_fall",
+    "compression_training.activation_quantization.shared_parameters":
+        "tests/compression/test_activation_quantization.py::test_dynamic_ranges_are_those_of_tokens_and_of_images",
+    "compression_training.activation_quantization.shared_parameters.range_calibration":
+        "tests/compression/test_activation_quantization.py::test_a_static_range_follows_what_training_has_seen",
+    "compression_training.activation_quantization.shared_parameters.schedule_offset":
+        "tests/compression/test_activation_quantization.py::test_before_the_offset_nothing_happens",
+    "compression_training.layer_reduction":
+        "tests/compression/test_layer_reduction.py::test_layers_and_other_modules_begin_as_the_teachers",
     "train_batch_size": "tests/engine/test_steps.py::test_another_batch_size",
     "train_micro_batch_size_per_gpu": "tests/engine/test_loader.py::test_an_epoch_is_dealt_out_once",
     "gradient_accumulation_steps":

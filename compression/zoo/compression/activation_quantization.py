@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from zoo.compression.config import ActivationQuantizationGroup, ActivationQuantizationSection
-from zoo.compression.quantisers import asymmetric, straight_through, symmetric, within
+from zoo.compression.quantisers import asymmetric, fits, grouped, nearest, straight_through, symmetric, within
 from zoo.compression.technique import Order, Site, Technique, Transform, Where, weights_of
 
 OFF = 16
@@ -46,13 +46,15 @@ class InputQuantizer(Transform):
         """T(x)."""
         if not self._begun or not value.numel():
             return value
-        x = value.detach()
-        found = self._quantised(x if x.dtype is torch.float64 else x.float())
-        return straight_through(value, found.reshape(x.shape).to(x.dtype))
+        return straight_through(value, self._quantised(value.detach()))
 
     def _quantised(self, x: Tensor) -> Tensor:
-        rows = x.reshape(x.shape[0] if self._by_sample else x.numel() // x.shape[-1], -1)
-        return (asymmetric if self._asymmetric else symmetric)(rows, self.bits)[0]
+        num_groups = x.shape[0] if self._by_sample else x.numel() // x.shape[-1]
+        if fits(x, num_groups, self.bits):
+            return nearest(x, num_groups, self.bits, asymmetric=self._asymmetric)[0]
+        rows = grouped(x, num_groups, self.site.name)
+        found = (asymmetric if self._asymmetric else symmetric)(rows, self.bits)[0]
+        return found.reshape(x.shape).to(x.dtype)
 
 
 class StaticInputQuantizer(InputQuantizer):
@@ -88,10 +90,13 @@ class StaticInputQuantizer(InputQuantizer):
         return value if self.range is None else super().__call__(value)
 
     def _quantised(self, x: Tensor) -> Tensor:
-        ends = self.range.to(x) if self.range is not None else x.new_zeros(2)
+        row = grouped(x, 1, self.site.name)
+        ends = self.range.to(row) if self.range is not None else row.new_zeros(2)
         if self._asymmetric:
-            return within(x, ends[0], ends[1], self.bits)[0]
-        return symmetric(x.reshape(1, -1), self.bits, span=ends.abs().amax().reshape(1, 1))[0]
+            found = within(row, ends[0], ends[1], self.bits)[0]
+        else:
+            found = symmetric(row, self.bits, span=ends.abs().amax().reshape(1, 1))[0]
+        return found.reshape(x.shape).to(x.dtype)
 
     def seen(self) -> Tensor:
         """(-minimum, maximum) of this rank's inputs in the step."""

@@ -99,8 +99,8 @@ class SharedWeightQuantization(SharedSection):
     """To the nearest (of two as near ones to the even one), or up with the probability of the fraction, drawn from the
     seed of the configuration, the step and the name of the weight."""
     quantize_weight_in_forward: bool = False
-    """True: weights are rounded in each forward, and keep their precision in between. False: they are rounded when an
-    update brings them from fp32 masters to the 16-bit parameters that the model computes with."""
+    """In a model in bf16 or fp16 both mean the same, to the last bit: it computes with Q of its 16-bit weights, and
+    fp32 masters keep their precision. A model in fp32 has no masters, and false, the default, is refused there."""
     fp16_mixed_quantize: MixedSection = Field(default_factory=MixedSection)
     """Mix the exact and the quantised value."""
     quantize_verbose: bool = False
@@ -389,9 +389,9 @@ class CompressionConfig(Section):
             return
         if not self.weight_quantization.shared_parameters.quantize_weight_in_forward:
             yield (
-                f"{ROOT}.weight_quantization.shared_parameters.quantize_weight_in_forward = false (its default) rounds "
-                "weights when an update brings them from fp32 masters to 16-bit parameters, and there are no 16-bit "
-                "parameters: enable bf16 or fp16, or set it to true"
+                f"{ROOT}.weight_quantization.shared_parameters.quantize_weight_in_forward = false (its default) means "
+                "16-bit weights that are rounded beside fp32 masters, and there are no 16-bit weights: enable bf16 or "
+                "fp16, or set it to true"
             )
 
     def problems(self) -> Iterable[str]:

@@ -14,8 +14,10 @@ from zoo.compression.quantisers import (
     asymmetric,
     binary,
     check_finite,
+    fits,
     grouped,
     mixed,
+    nearest,
     noise,
     straight_through,
     symmetric,
@@ -85,9 +87,13 @@ class WeightQuantizer(Transform):
     def _quantised(self, value: Tensor, bits: int, *, final: bool = False) -> Tensor:
         if not value.numel():
             return value
-        rows = grouped(value, self.num_groups, self.site.name)
-        dice = None
-        if self._stochastic and not final:
+        stochastic = self._stochastic and not final
+        if not stochastic and (self._asymmetric or bits > 2) and fits(value, self.num_groups, bits):
+            found, span = nearest(value, self.num_groups, bits, asymmetric=self._asymmetric)
+            check_finite(span, self.site.name)
+            return found
+        rows, dice = grouped(value, self.num_groups, self.site.name), None
+        if stochastic:
             dice = noise(rows, seed=self.seed, step=self.step, name=self.site.name)
         if self._asymmetric:
             found, span = asymmetric(rows, bits, dice)

@@ -22,8 +22,9 @@ def symmetric(w: Tensor, bits: int, u: Tensor | None = None, *, span: Tensor | N
     """
     limit = float(2 ** (bits - 1) - 1)
     if span is None:
-        span = w.abs().amax(1, keepdim=True)
-    return _rounded(w, span, limit, -limit, u) * (span / torch.full_like(span, limit)), span
+        low, high = torch.aminmax(w, dim=1, keepdim=True)
+        span = torch.maximum(low.neg_(), high)
+    return _rounded(w, span, limit, -limit, u).mul_(span / torch.full_like(span, limit)), span
 
 
 def asymmetric(w: Tensor, bits: int, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -34,20 +35,20 @@ def asymmetric(w: Tensor, bits: int, u: Tensor | None = None) -> tuple[Tensor, T
     Returns:
         v, (G, n), and the spans max w - lo, (G, 1).
     """
-    lo = w.amin(1, keepdim=True)
-    return within(w, lo, w.amax(1, keepdim=True), bits, u)
+    lo, hi = torch.aminmax(w, dim=1, keepdim=True)
+    return within(w, lo, hi, bits, u)
 
 
 def within(w: Tensor, lo: Tensor, hi: Tensor, bits: int, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As :func:`asymmetric` between given ends, which broadcast with w; what is outside becomes the nearer end."""
     limit = float(2**bits - 1)
     span = hi - lo
-    return _rounded(w - lo, span, limit, 0.0, u) * (span / torch.full_like(span, limit)) + lo, span
+    return _rounded(w - lo, span, limit, 0.0, u).mul_(span / torch.full_like(span, limit)).add_(lo), span
 
 
 def _rounded(w: Tensor, span: Tensor, limit: float, least: float, u: Tensor | None) -> Tensor:
     scaled = w * (torch.full_like(span, limit) / span)
     if u is not None:
-        scaled = (scaled + u).floor()
+        scaled.add_(u).floor_()
     # 0 · infinity where the span is 0; a NaN span makes v a NaN by its scale.
-    return torch.where(scaled.isnan(), 0.0, scaled).clamp(least, limit).round()
+    return scaled.nan_to_num_(nan=0.0).clamp_(least, limit).round_()
