@@ -14,7 +14,7 @@ from torch import nn
 from zoo.compression import init_compression, redundancy_clean, transforms_of
 from zoo.config import ConfigError, load
 from zoo.engine import Engine
-from zoo.zero import safe_get_full_fp32_param
+from zoo.zero import PartitionedAccessError, safe_get_full_fp32_param
 
 BOTH = {
     "weight_quantization": weights("layer", start=6, target=3, rounding="stochastic", schedule_offset=1),
@@ -120,6 +120,17 @@ def test_after_destroy_a_model_is_cleaned_at_every_stage(stage: int) -> None:
             assert (value - wanted[name]).abs().max() <= wanted[name].abs().max() / 6 + 1e-6
         else:
             assert torch.equal(value, wanted[name])
+
+
+def test_a_model_in_shards_is_not_cleaned() -> None:
+    config = document(3, compression={"weight_quantization": weights("layer", target=3)})
+    engine = start(config)
+    train(engine, 1)
+    before = transforms_of(engine.module)
+    with pytest.raises(PartitionedAccessError, match=r"layer\.0\.up\.weight"):
+        redundancy_clean(engine.module, config)
+    assert transforms_of(engine.module) == before
+    assert len(train(engine, 1)) == 1
 
 
 def refused(compression: dict[str, Any], sentence: str, **more: Any) -> None:

@@ -15,6 +15,7 @@ from zoo.compression.attach import transforms_of
 from zoo.compression.config import CompressionConfig
 from zoo.compression.patterns import matches
 from zoo.compression.planning import compress, techniques_of
+from zoo.config import load
 from zoo.registry import Registry
 
 WQ = "compression_training.weight_quantization"
@@ -175,3 +176,41 @@ def test_a_technique_that_is_not_there_is_an_error(registry: Registry) -> None:
 def test_options_out_of_range(what: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         CompressionConfig(**what)
+
+
+def test_every_documented_key_is_known() -> None:
+    def technique(shared: dict[str, Any], params: dict[str, Any], **more: Any) -> dict[str, Any]:
+        group = {"params": params, "modules": ["attention.self", "layer.\\w+.fc"], **more}
+        return {
+            "shared_parameters": {"enabled": True, "schedule_offset": 30, **shared},
+            "different_groups": {"g": group},
+        }
+
+    mixed, related = {"enabled": False, "quantize_change_ratio": 1}, {"related_modules": [["a", "b"], ["c"]]}
+    quantised = {
+        "quantizer_kernel": False, "quantize_groups": 64, "quantize_verbose": True, "quantization_type": "asymmetric",
+        "rounding": "stochastic", "quantize_weight_in_forward": True, "fp16_mixed_quantize": mixed,
+    }  # fmt: skip
+    snip = {
+        "method": "snip_momentum", "schedule_offset_end": 90, "schedule_offset_stride": 15, "block_pattern": "2:4",
+        "dense_ratio": 0.4, "excluded_modules": ["classifier"],
+    }  # fmt: skip
+    section = {
+        "weight_quantization": technique(quantised, {"start_bits": 8, "target_bits": 8, "quantization_period": 0}),
+        "activation_quantization": technique(
+            {"quantization_type": "symmetric", "range_calibration": "dynamic"}, {"bits": 8}
+        ),
+        "sparse_pruning": technique(snip, {"dense_ratio": 0.5}),
+        "row_pruning": technique({"method": "topk"}, {"dense_ratio": 0.5}, **related),
+        "head_pruning": technique({"method": "topk", "num_heads": 12}, {"dense_ratio": 0.5}, **related),
+        "channel_pruning": technique({"method": "l1"}, {"dense_ratio": 0.5}, **related),
+        "layer_reduction": {
+            "enabled": True, "keep_number_layer": 2, "module_name_prefix": "bert.encoder.layer",
+            "teacher_layer": [2, 4], "other_module_name": ["bert.pooler"],
+        },
+    }  # fmt: skip
+    config = load({"train_batch_size": 1, "compression_training": section}, world_size=1)
+    assert config.asks_for("compression_training")
+    assert set(config.compression_training.techniques) == set(section) - {"layer_reduction"}
+    assert config.compression_training.sparse_pruning.shared_parameters.block_pattern == "2:4"
+    assert config.compression_training.row_pruning.different_groups["g"].related_modules == [["a", "b"], ["c"]]

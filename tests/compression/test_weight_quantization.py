@@ -81,7 +81,7 @@ def test_bits_follow_the_schedule(step: int, offset: int, start: int, period: in
         close(seen(layer), symmetric(plain.weight.detach().reshape(1, -1), bits)[0].reshape(4, 6))
 
 
-def test_mixing_grows_to_the_quantised_value_and_begins_anew_when_bits_fall() -> None:
+def test_mixing_grows_and_begins_anew_when_bits_fall() -> None:
     mixed = {"enabled": True, "quantize_change_ratio": 0.25}
     layer, plain, _ = linear(start=4, target=3, period=6, fp16_mixed_quantize=mixed)
     scheduler, w = CompressionScheduler(layer), plain.weight.detach()

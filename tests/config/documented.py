@@ -231,7 +231,7 @@ EFFECTS: dict[str, str] = {
     "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward":
         "tests/compression/test_engine.py::test_sixteen_bits_are_rounded_and_masters_are_not",
     "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize":
-        "tests/compression/test_weight_quantization.py::test_mixing_grows_to_the_quantised_value_and_begins_anew_when_bits_fall",
+        "tests/compression/test_weight_quantization.py::test_mixing_grows_and_begins_anew_when_bits_fall",
     "compression_training.activation_quantization.shared_parameters":
         "tests/compression/test_activation_quantization.py::test_dynamic_ranges_are_those_of_tokens_and_of_images",
     "compression_training.activation_quantization.shared_parameters.range_calibration":

@@ -203,7 +203,7 @@ _changed_eagerly: Callable[..., Any] = torch.compiler.disable(_changed)  # type:
 def _through(module: nn.Module, transforms: Iterable[Transform], value: Any) -> Any:
     for transform in transforms:
         if transform.active:
-            transform.training = module.training
+            transform.training, transform.used = module.training, True
             value = transform(value)
     return value
 

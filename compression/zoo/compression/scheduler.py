@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from zoo.comm import Communicator
 from zoo.compression.attach import transforms_of
 from zoo.compression.technique import Observes, Transform
+
+_log = logging.getLogger("zoo.compression")
 
 
 class CompressionScheduler:
@@ -35,6 +38,7 @@ class CompressionScheduler:
 
     def __init__(self, model: nn.Module, comm: Communicator | None = None) -> None:
         self._transforms, self._comm, self.steps = transforms_of(model), comm, 0
+        self._told: set[int] = set()
 
     @property
     def transforms(self) -> list[Transform]:
@@ -54,7 +58,21 @@ class CompressionScheduler:
             skipped: nothing was updated; what was seen in it does not count.
         """
         self._commit(skipped)
+        self._look_for_idle()
         self.set_step(self.steps + 1)
+
+    def _look_for_idle(self) -> None:
+        """Say once what was attached and is passed by."""
+        idle = [t.site.name for t in self._transforms if t.active and not t.used and id(t) not in self._told]
+        self._told |= {id(t) for t in self._transforms if t.active}
+        for transform in self._transforms:
+            transform.used = False
+        if idle:
+            _log.warning(
+                "in step %d nobody called the modules of %s: a module whose weight another one reads gives it the "
+                "exact one, not the compressed one",
+                self.steps, ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else ""),
+            )  # fmt: skip
 
     def _commit(self, skipped: bool) -> None:
         observing = [t for t in self._transforms if isinstance(t, Observes)]

@@ -72,6 +72,7 @@ class Transform:
         active: whether it is called at this step. Where no transform of a module is, the module's own forward runs,
             untouched.
         training: whether the module whose forward calls it is in training mode; set before each call.
+        used: it was called since somebody has set this to False.
     """
 
     order: ClassVar[Order]
@@ -79,7 +80,7 @@ class Transform:
 
     def __init__(self, site: Site, *, offset: int = 0) -> None:
         self.site, self.offset = site, offset
-        self.active = self.training = False
+        self.active = self.training = self.used = False
         self.set_step(0)
 
     def __call__(self, value: Tensor) -> Tensor:
