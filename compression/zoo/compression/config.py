@@ -234,13 +234,14 @@ class SharedSparsePruning(SharedSection):
     """l1: the largest magnitudes stay, once for all. topk: scores are learned. snip_momentum: blocks by magnitude times
     gradient, in several strides."""
     schedule_offset_end: int = Field(default=0, ge=0)
-    """snip_momentum: the step after which the mask stays."""
+    """snip_momentum: the step from which on the mask stays."""
     schedule_offset_stride: int = Field(default=1, ge=1)
     """snip_momentum: steps from one mask to the next."""
     block_pattern: str = "4x1"
-    """snip_momentum: "NxM", blocks that stay or go as a whole, or "N:M", N zeros among M."""
+    """"NxM": blocks of N outputs and M inputs that stay or go as a whole, or "N:M": of M inputs that are neighbours N
+    go. Own: l1 and topk have it too, where it is given; else they go by single weights."""
     dense_ratio: Ratio = 0.1
-    """snip_momentum: the share that is kept of the whole model."""
+    """snip_momentum: the share that is kept of all its weights together."""
     excluded_modules: list[str] = Field(default_factory=list)
     """Patterns of modules that are left alone."""
 

@@ -64,7 +64,11 @@ def usable_by(technique: AnyTechnique, model: nn.Module) -> dict[str, nn.Module]
     """The modules that have something for a technique, by their names in the whole model."""
     inside = inner_weights(model)
     found = {name: module for name, module in model.named_modules() if id(module) not in inside}
-    return {logical_name(model, name) if name else "": m for name, m in found.items() if technique.sites(m)}
+    usable = {logical_name(model, name) if name else "": m for name, m in found.items() if technique.sites(m)}
+    for pattern in technique.excluded:
+        if not any(matches(pattern, name) for name in usable):
+            raise nothing_matches(f"{ROOT}.{technique.name}.shared_parameters.excluded_modules", pattern, usable)
+    return {name: m for name, m in usable.items() if not any(matches(p, name) for p in technique.excluded)}
 
 
 def compress(
@@ -83,7 +87,10 @@ def compress(
     """
     holders = _holders(model)
     there = elsewhere or {}
-    made = [m for name, technique in techniques.items() for m in _made(technique, model, there.get(name, ()))]
+    made: list[tuple[nn.Module, Transform]] = []
+    for name, technique in techniques.items():
+        these = _made(technique, model, there.get(name, ()))
+        made += [*these, *technique.related(model, [transform for _, transform in these])]
     try:
         for module, transform in made:
             site = transform.site

@@ -11,7 +11,7 @@ from torch import nn
 
 from zoo.comm import Communicator
 from zoo.compression.attach import transforms_of
-from zoo.compression.technique import Observes, Transform
+from zoo.compression.technique import Averages, Observes, Transform
 
 _log = logging.getLogger("zoo.compression")
 
@@ -57,6 +57,7 @@ class CompressionScheduler:
         Args:
             skipped: nothing was updated; what was seen in it does not count.
         """
+        self._average(skipped)
         self._commit(skipped)
         self._look_for_idle()
         self.set_step(self.steps + 1)
@@ -73,6 +74,22 @@ class CompressionScheduler:
                 "exact one, not the compressed one",
                 self.steps, ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else ""),
             )  # fmt: skip
+
+    def _average(self, skipped: bool) -> None:
+        for transform in self._transforms:
+            if not isinstance(transform, Averages):
+                continue
+            if skipped:
+                transform.drop()
+                continue
+            mean = transform.summed()
+            if mean is None:
+                continue
+            if self._comm is not None and self._comm.size > 1:
+                mean = mean.to(self._comm.device)
+                self._comm.all_reduce(mean).wait()
+                mean /= self._comm.size
+            transform.take(mean)
 
     def _commit(self, skipped: bool) -> None:
         observing = [t for t in self._transforms if isinstance(t, Observes)]

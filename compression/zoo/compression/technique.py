@@ -127,6 +127,22 @@ class Observes(Protocol):
         """Drop what was seen: the step is skipped."""
 
 
+@runtime_checkable
+class Averages(Protocol):
+    """A transform that learns from sums over what ranks see, such as gradients. They are averaged over ranks after each
+    update, so that all go on with the same."""
+
+    def summed(self) -> Tensor | None:
+        """The sum of this rank since the last ``take``, fp32, any shape; None, on every rank alike: nothing counts in
+        this step."""
+
+    def take(self, mean: Tensor) -> None:
+        """An update was made, before which ranks have seen this on average. Not called for a step that is skipped."""
+
+    def drop(self) -> None:
+        """Drop what was seen: the step is skipped."""
+
+
 class Technique(Generic[SectionT, GroupT]):
     """Makes transforms for the modules that a section names.
 
@@ -160,6 +176,16 @@ class Technique(Generic[SectionT, GroupT]):
                 ``site.group``.
         """
         raise NotImplementedError
+
+    @property
+    def excluded(self) -> Sequence[str]:
+        """Patterns of modules that are left alone, whatever the groups mean."""
+        return ()
+
+    def related(self, model: nn.Module, made: Sequence[Transform]) -> Sequence[tuple[nn.Module, Transform]]:
+        """Transforms on further modules, that follow from those of all groups. Called once, after they are made and
+        before anything is attached; it may refuse. Most have none."""
+        return ()
 
     def shrink(self, model: nn.Module, transforms: Sequence[Transform]) -> None:
         """``redundancy_clean`` has written what its transforms left; take away what is zero now. Most do nothing."""

@@ -1,0 +1,1 @@
+"""Techniques, one a file."""
