@@ -88,4 +88,6 @@ def test_what_is_wrong_on_one_stage_is_raised_on_all() -> None:
     one = ("fc", nn.Linear, WIDTH, WIDTH)
     tied = [TiedLayerSpec(*one), LayerSpec(Dense), TiedLayerSpec(*one)]
     assert "is one with a weight of another stage" in refused({"weight_quantization": weights()}, tied)
-    assert "learns from what it sees" in refused({"activation_quantization": inputs(range_calibration="static")})
+    assert "has a state that does not follow" in refused(
+        {"activation_quantization": inputs(range_calibration="static")}
+    )

@@ -35,6 +35,7 @@ class InputQuantizer(Transform):
         self, site: Site, *, offset: int, bits: int, asymmetric: bool, by_sample: bool = False
     ) -> None:  # fmt: skip
         self.bits, self._asymmetric, self._by_sample = bits, asymmetric, by_sample
+        self.keeps_zero = not asymmetric
         self._begun = False
         super().__init__(site, offset=offset)
 
@@ -70,6 +71,8 @@ class StaticInputQuantizer(InputQuantizer):
     Attributes:
         range: (2,) fp32, minimum and maximum; None before the first step.
     """
+
+    remembers = True
 
     def __init__(self, site: Site, **options: Any) -> None:
         self.range: Tensor | None = None

@@ -130,6 +130,11 @@ def _unique(attached: Attached) -> Iterable[Transform]:
     return {id(t): t for transforms in attached.transforms.values() for t in transforms}.values()
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is that of :func:`attach`, which sees and changes nothing."""
+    return hook is _is_called
+
+
 def _is_called(module: nn.Module, args: Any) -> None:
     """Nothing: see attach."""
 

@@ -14,7 +14,6 @@ from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.layer_reduction import has_begun
 from zoo.compression.planning import AnyTechnique, compress, techniques_of, usable_by
 from zoo.compression.scheduler import CompressionScheduler
-from zoo.compression.technique import Observes
 from zoo.parts import Clock, Environment, StepRecord
 
 
@@ -63,10 +62,11 @@ class CompressionPart:
                 raise ValueError("a pipeline is compressed by its engine; leave init_compression out.")
             compress(module, techniques, elsewhere)
             for transform in transforms_of(module):
-                if isinstance(transform, Observes):
+                if transform.remembers:
                     raise NotImplementedError(
-                        f"{transform.site.group}: {transform.site.name} learns from what it sees, and a checkpoint of "
-                        "a pipeline has what the first stage has learned only. Use range_calibration dynamic."
+                        f"{transform.site.group}: {transform.site.name} has a state that does not follow from the "
+                        "step, and a checkpoint of a pipeline has that of the first stage only. Use range_calibration "
+                        "dynamic, and masks by the method topk."
                     )
 
         together(comm, who, work, error=lambda text, _: ValueError(text), plain=ValueError)

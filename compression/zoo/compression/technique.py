@@ -77,6 +77,12 @@ class Transform:
 
     order: ClassVar[Order]
     """Where it stands among the transforms of its site."""
+    remembers: bool = False
+    """Whether it has a state that is no function of the step and no parameter."""
+    takes: str = ""
+    """Of a mask of whole units: along which dim. Two that take along one contradict each other."""
+    keeps_zero: bool = False
+    """Whether a zero stays zero, and others are what they are without it."""
 
     def __init__(self, site: Site, *, offset: int = 0) -> None:
         self.site, self.offset = site, offset
@@ -230,8 +236,9 @@ def in_order(transforms: Iterable[Transform]) -> list[Transform]:
         ValueError: two of them contradict each other: both quantise, or one technique asks twice.
     """
     found = sorted(transforms, key=lambda t: (t.order, t.site.technique))
-    for first, second in itertools.pairwise(found):
-        if first.site.technique == second.site.technique or first.order == second.order == Order.QUANTISER:
+    for first, second in itertools.combinations(found, 2):
+        twice = first.site.technique == second.site.technique or first.order == second.order == Order.QUANTISER
+        if twice or (first.takes and first.takes == second.takes):
             raise ValueError(
                 f"{first.site.name} is changed twice in one way: {first.site.group or first.site.technique} and "
                 f"{second.site.group or second.site.technique} both apply to it (a tied weight counts as one). Let the "

@@ -28,6 +28,7 @@ class ElementMask(Transform):
     """
 
     order: ClassVar[Order] = Order.MASK
+    remembers = True
 
     def __init__(
         self, site: Site, weight: Tensor, *, offset: int, ratio: float, pattern: Pattern, out_dim: int = 0
@@ -71,6 +72,8 @@ class LearnedElementMask(ElementMask):
     Args:
         see :class:`ElementMask`.
     """
+
+    remembers = False
 
     def __init__(
         self, site: Site, weight: Tensor, *, offset: int, ratio: float, pattern: Pattern, out_dim: int = 0

@@ -114,6 +114,7 @@ class SnipMask(Transform):
     """
 
     order: ClassVar[Order] = Order.MASK
+    remembers = True
 
     def __init__(self, site: Site, weight: Tensor, together: Together, *, out_dim: int = 0) -> None:
         self.shape, self.together, self.out_dim, self.device = tuple(weight.shape), together, out_dim, weight.device

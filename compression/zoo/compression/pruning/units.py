@@ -1,0 +1,105 @@
+"""Masks of whole units of a weight: rows, channels, heads."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from zoo.compression.pruning.learned import masked_by
+from zoo.compression.pruning.masks import check_finite, largest, num_kept, over_units, pack, unit_norms, unpack
+from zoo.compression.technique import Order, Site, Transform
+
+Method = Literal["l1", "topk"]
+
+
+class UnitMask(Transform):
+    """w → w, of which units outside of the mask are zero. A unit is the same number of neighbours along one dim.
+
+    * l1: made once, in the first forward after the offset: the units with the largest Σ|w| stay. Its state is the mask
+      as bits, one a unit.
+    * topk: M(S)·w, S one learned score for each unit, straight through (``learned.py``); S begins as Σ|w|/Σ_units Σ|w|
+      times the number of units, so that the scores are about 1. It has no other state.
+
+    Args:
+        site: a weight.
+        weight: the whole of it.
+        offset: steps that are over before there is a mask.
+        ratio: share of units that stay.
+        method: l1 or topk.
+        dim: along which units are.
+        num_units: how many.
+
+    Attributes:
+        stays: (U,) bool, what the last forward used; None before the first.
+    """
+
+    order: ClassVar[Order] = Order.MASK
+
+    def __init__(
+        self, site: Site, weight: Tensor, *, offset: int, ratio: float, method: Method, dim: int, num_units: int
+    ) -> None:  # fmt: skip
+        self.dim, self.num_units, self.num = dim, num_units, num_kept(ratio, num_units)
+        self.takes, self.remembers = f"dim {dim}", method == "l1"
+        self.scores: nn.Parameter | None = None
+        self.key = f"{site.parameter.replace('.', '_')}_{site.technique.removesuffix('_pruning')}_scores"
+        if method == "topk":
+            norms = unit_norms(weight, dim, num_units)
+            self.scores = nn.Parameter((norms / norms.mean().clamp_min(1e-30)).to(weight.dtype))
+        self.stays: Tensor | None = None
+        super().__init__(site, offset=offset)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """T(w)."""
+        if self.scores is not None:
+            self.stays = largest(self.scores.detach(), self.num)
+            return value * over_units(masked_by(self.scores, self.stays), value.shape, self.dim).to(value.dtype)
+        if self.stays is None:
+            norms = unit_norms(value, self.dim, self.num_units)
+            check_finite(norms, self.site.name)
+            self.stays = largest(norms, self.num)
+        elif self.stays.device != value.device:
+            self.stays = self.stays.to(value.device)
+        return torch.where(over_units(self.stays, value.shape, self.dim), value, value.new_zeros(()))
+
+    @property
+    def learned(self) -> dict[str, nn.Parameter]:
+        """``<parameter>_<technique>_scores``, of topk."""
+        return {} if self.scores is None else {self.key: self.scores}
+
+    def state_dict(self) -> dict[str, Any]:
+        """``mask`` of l1: a bit a unit."""
+        return {} if self.stays is None or self.scores is not None else {"mask": pack(self.stays)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; without a mask: the next forward makes it."""
+        self.stays = unpack(state["mask"], (self.num_units,), self.site.name) if "mask" in state else None
+
+
+class FollowingMask(Transform):
+    """v → v, of which units that another weight has lost are zero: its bias, or the norm behind it. Scores learn from
+    the weight alone.
+
+    Args:
+        site: a parameter with one element for each unit.
+        of: the mask that it follows. Its module is called first.
+    """
+
+    order: ClassVar[Order] = Order.MASK
+    takes = "dim 0"
+
+    def __init__(self, site: Site, of: UnitMask) -> None:
+        self.of = of
+        super().__init__(site, offset=of.offset)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """T(v)."""
+        stays = self.of.stays
+        if stays is None:
+            raise ValueError(
+                f"{self.site.group}: {self.site.name} loses what {self.of.site.name} loses, and that has no mask yet, "
+                f"because {self.of.site.module!r} has not been called after step {self.offset}. Run the whole model "
+                "once, or leave it out of related_modules if it does not follow."
+            )
+        return torch.where(stays.to(value.device), value, value.new_zeros(()))
