@@ -198,6 +198,24 @@ OTHERS: dict[str, str] = {
     "compression_training.activation_quantization.shared_parameters.quantization_type": "page",
     "compression_training.activation_quantization.shared_parameters.range_calibration": "page",
     "compression_training.activation_quantization.shared_parameters.schedule_offset": "page",
+    "compression_training.sparse_pruning.shared_parameters.enabled": "page",
+    "compression_training.sparse_pruning.shared_parameters.method": "page",
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset": "page",
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset_end": "page",
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset_stride": "page",
+    "compression_training.sparse_pruning.shared_parameters.block_pattern": "page",
+    "compression_training.sparse_pruning.shared_parameters.dense_ratio": "page",
+    "compression_training.sparse_pruning.shared_parameters.excluded_modules": "page",
+    "compression_training.row_pruning.shared_parameters.enabled": "page",
+    "compression_training.row_pruning.shared_parameters.method": "page",
+    "compression_training.row_pruning.shared_parameters.schedule_offset": "page",
+    "compression_training.head_pruning.shared_parameters.enabled": "page",
+    "compression_training.head_pruning.shared_parameters.method": "page",
+    "compression_training.head_pruning.shared_parameters.schedule_offset": "page",
+    "compression_training.head_pruning.shared_parameters.num_heads": "page",
+    "compression_training.channel_pruning.shared_parameters.enabled": "page",
+    "compression_training.channel_pruning.shared_parameters.method": "page",
+    "compression_training.channel_pruning.shared_parameters.schedule_offset": "page",
     "compression_training.layer_reduction.enabled": "page",
     "compression_training.layer_reduction.keep_number_layer": "page",
     "compression_training.layer_reduction.module_name_prefix": "page",
@@ -238,6 +256,32 @@ EFFECTS: dict[str, str] = {
         "tests/compression/test_activation_quantization.py::test_a_static_range_follows_what_training_has_seen",
     "compression_training.activation_quantization.shared_parameters.schedule_offset":
         "tests/compression/test_activation_quantization.py::test_before_the_offset_nothing_happens",
+    "compression_training.sparse_pruning.shared_parameters":
+        "tests/compression/test_sparse_pruning.py::test_l1_keeps_the_largest_of_each_weight",
+    "compression_training.sparse_pruning.shared_parameters.method":
+        "tests/compression/test_sparse_pruning.py::test_learned_scores_begin_as_magnitudes_get_the_gradient_of_the_mask_and_move_it",
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset":
+        "tests/compression/test_sparse_pruning.py::test_the_mask_is_made_at_the_offset_and_stays_while_weights_move",
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset_end":
+        "tests/compression/test_sparse_pruning.py::test_snip_momentum_is_what_it_says_over_all_weights",
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset_stride":
+        "tests/compression/test_sparse_pruning.py::test_snip_momentum_is_what_it_says_over_all_weights",
+    "compression_training.sparse_pruning.shared_parameters.dense_ratio":
+        "tests/compression/test_sparse_pruning.py::test_snip_momentum_is_what_it_says_over_all_weights",
+    "compression_training.sparse_pruning.shared_parameters.block_pattern":
+        "tests/compression/test_sparse_pruning.py::test_blocks_and_two_of_four",
+    "compression_training.sparse_pruning.shared_parameters.excluded_modules":
+        "tests/compression/test_sparse_pruning.py::test_snip_momentum_with_two_of_four_goes_one_after_the_other",
+    "compression_training.row_pruning.shared_parameters":
+        "tests/compression/test_unit_pruning.py::test_rows_go_and_what_they_gave_is_in_the_next_bias",
+    "compression_training.row_pruning.shared_parameters.method":
+        "tests/compression/test_unit_pruning.py::test_learned_rows_get_the_gradient_of_their_mask",
+    "compression_training.head_pruning.shared_parameters":
+        "tests/compression/test_head_pruning.py::test_heads_go_from_queries_keys_values_and_output",
+    "compression_training.head_pruning.shared_parameters.method":
+        "tests/compression/test_head_pruning.py::test_heads_of_the_largest_norm_stay",
+    "compression_training.channel_pruning.shared_parameters":
+        "tests/compression/test_unit_pruning.py::test_channels_go_with_their_norm_and_the_next_layer",
     "compression_training.layer_reduction":
         "tests/compression/test_layer_reduction.py::test_layers_and_other_modules_begin_as_the_teachers",
     "train_batch_size": "tests/engine/test_steps.py::test_another_batch_size",

@@ -1,0 +1,1 @@
+"""Compressed models beside those of other libraries."""
