@@ -1,0 +1,246 @@
+"""Quantisation of a trained model, block after block."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zoo.compression.post_training.chain import Chain, Run, call, first_of
+from zoo.compression.post_training.gptq import Inputs, Quantised, gptq, nearest
+from zoo.compression.post_training.grids import Grid, Uniform
+from zoo.compression.post_training.lorc import low_rank
+
+Tensor = torch.Tensor
+FOUR_BITS = Uniform(bits=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the linear layers of a model are quantised.
+
+    Args:
+        grid: of the weights.
+        group_size: consecutive elements of a row that share a scale; 0 for whole rows.
+        method: "nearest"; "gptq", which needs batches (:func:`~zoo.compression.post_training.gptq.gptq`).
+        candidates: ranges of a group that are tried besides the whole one.
+        damping, by_size: of GPTQ.
+        low_rank: rank of the compensation (LoRC), 0 for none.
+        distil_steps, distil_lr: of layer-by-layer distillation, which needs batches: before they are rounded, the
+            weights of a block are trained, rounded straight through, to give what the block gave. Adam, on
+            Σ(B(x) - B̂(x))²/n (Yao et al. 2022, "ZeroQuant", section 4.2).
+        leave_out: patterns of names of layers that stay as they are.
+    """
+
+    grid: Grid = FOUR_BITS
+    group_size: int = 64
+    method: Literal["nearest", "gptq"] = "nearest"
+    candidates: int = 0
+    damping: float = 0.01
+    by_size: bool = True
+    low_rank: int = 0
+    distil_steps: int = 0
+    distil_lr: float = 1e-4
+    leave_out: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in ("nearest", "gptq"):
+            raise ValueError(f"method={self.method!r}; it must be 'nearest' or 'gptq'.")
+        for name in ("group_size", "candidates", "low_rank", "distil_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be 0 or more.")
+        if self.damping <= 0 or self.distil_lr <= 0:
+            raise ValueError(f"damping={self.damping}, distil_lr={self.distil_lr}; both must be positive.")
+
+    @property
+    def needs_batches(self) -> bool:
+        """It looks at what goes into layers."""
+        return self.method == "gptq" or self.distil_steps > 0
+
+    def size_for(self, width: int) -> int:
+        """Elements of a group in rows of this width."""
+        return self.group_size or width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What a linear layer became: its weight is Ŵ + U·V.
+
+    Attributes:
+        quantised: Ŵ.
+        low_rank: U and V, where there are.
+    """
+
+    quantised: Quantised
+    low_rank: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """(N, K) fp32."""
+        values = self.quantised.values
+        return values if self.low_rank is None else values.addmm_(*self.low_rank)
+
+
+def quantise(
+    model: nn.Module, recipe: Recipe, *, blocks: Sequence[nn.Module] | None = None,
+    batches: Sequence[Any] | None = None, run: Run = call,
+) -> dict[str, Layer]:  # fmt: skip
+    """Rounds the weights of linear layers in place; the model computes with them what packed layers compute.
+
+    Without batches all linear layers of the model are rounded to nearest. With batches those of ``blocks`` are, one
+    block after the other, each seeing what the blocks before it give when they are rounded (Frantar et al. 2023,
+    section 4).
+
+    Args:
+        model: a whole one, on this rank; its mode is kept.
+        blocks: that its forward calls one after the other, such as the layers of a decoder.
+        batches: each is given to ``run``.
+        run: (model, batch).
+
+    Returns:
+        The layers by name, as :func:`zoo.compression.packed.pack` takes them.
+
+    Raises:
+        ValueError: the recipe needs batches; a layer whose rows are no whole number of groups, named; a pattern of
+            ``leave_out`` that fits no layer; blocks that are not called like that.
+    """
+    if recipe.needs_batches and not batches:
+        raise ValueError(f"the recipe (method={recipe.method!r}, distil_steps={recipe.distil_steps}) needs batches.")
+    if batches and not blocks:
+        raise ValueError("with batches the blocks have to be named: blocks=model.layers, for instance.")
+    names = chosen(model, recipe.leave_out)
+    for module, name in names.items():
+        size = recipe.size_for(module.in_features)
+        if module.in_features % size:
+            raise ValueError(
+                f"{name} has rows of {module.in_features}, no whole number of groups of {size}; leave it out."
+            )
+    if not batches:
+        return {name: _write(module, _rounded(module, name, recipe, None), recipe) for module, name in names.items()}
+    training = model.training
+    model.eval()
+    try:
+        return _block_by_block(Chain(model, list(blocks or ()), batches, run), names, recipe)
+    finally:
+        model.train(training)
+
+
+def chosen(model: nn.Module, leave_out: Sequence[str]) -> dict[nn.Linear, str]:
+    """The linear layers by name that no pattern fits, in the model's order.
+
+    A layer whose weight another module has too (a tied head) is left out: the other has no packed form.
+    """
+    found = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for pattern in leave_out:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in found.values()):
+            raise ValueError(
+                f"leave_out has {pattern!r}, which fits no linear layer; there are {', '.join([*found.values()][:8])}"
+                f"{' …' if len(found) > 8 else ''}."
+            )
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for p in module._parameters.values():
+            owners[id(p)] = owners.get(id(p), 0) + 1
+    return {
+        m: name for m, name in found.items()
+        if owners[id(m.weight)] == 1 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in leave_out)
+    }  # fmt: skip
+
+
+def _rounded(module: nn.Linear, name: str, recipe: Recipe, inputs: Inputs | None) -> Quantised:
+    size, weight = recipe.size_for(module.in_features), module.weight.detach()
+    if recipe.method == "nearest" or inputs is None:
+        return nearest(weight, recipe.grid, group_size=size, candidates=recipe.candidates)
+    return gptq(
+        weight, inputs.hessian, recipe.grid, group_size=size, damping=recipe.damping, by_size=recipe.by_size,
+        candidates=recipe.candidates, name=name,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _write(module: nn.Linear, quantised: Quantised, recipe: Recipe) -> Layer:
+    rank = min(recipe.low_rank, *module.weight.shape)
+    thin = low_rank(module.weight, quantised.values, rank) if rank else None
+    layer = Layer(quantised=quantised, low_rank=thin)
+    module.weight.copy_(layer.values)
+    return layer
+
+
+def _block_by_block(chain: Chain, names: Mapping[nn.Linear, str], recipe: Recipe) -> dict[str, Layer]:
+    found: dict[str, Layer] = {}
+    for block in chain.blocks:
+        layers = [m for m in block.modules() if isinstance(m, nn.Linear) and m in names]
+        if recipe.distil_steps:
+            _distil(chain, layers, recipe)
+        inputs = _inputs(chain, layers) if recipe.method == "gptq" else {}
+        for module in layers:
+            name = names[module]
+            found[name] = _write(module, _rounded(module, name, recipe, inputs.get(module)), recipe)
+        chain.on(chain.outputs())
+    return found
+
+
+def _inputs(chain: Chain, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Inputs]:
+    found = {module: Inputs(module.in_features) for module in layers}
+    handles = [
+        module.register_forward_pre_hook(lambda m, args: found[m].add(args[0])) for module in layers
+    ]  # fmt: skip
+    try:
+        chain.outputs()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _distil(chain: Chain, layers: Sequence[nn.Linear], recipe: Recipe) -> None:
+    """Trains the weights of a block so that, rounded, they give what the block gives now."""
+    targets = chain.outputs()
+    if not layers:
+        return
+    optimizer = torch.optim.Adam([m.weight for m in layers], lr=recipe.distil_lr)
+    wanted = [(p, p.requires_grad) for p in chain.block.parameters()]
+    for p, _ in wanted:
+        p.requires_grad_(False)
+    for module in layers:
+        module.weight.requires_grad_(True)
+    shadows = [_Rounding(module, recipe) for module in layers]
+    try:
+        with torch.enable_grad():
+            for step in range(recipe.distil_steps):
+                which = step % len(targets)
+                each = chain.calls[which]
+                output = first_of(chain.block(each.hidden, *each.args, **each.kwargs))
+                optimizer.zero_grad()
+                F.mse_loss(output.float(), targets[which].float()).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+    finally:
+        for shadow in shadows:
+            shadow.remove()
+        for p, requires in wanted:
+            p.requires_grad_(requires)
+            p.grad = None
+
+
+class _Rounding:
+    """A linear layer's forward with its weight rounded to nearest, straight through."""
+
+    def __init__(self, module: nn.Linear, recipe: Recipe) -> None:
+        self.module, self.recipe = module, recipe
+        module.forward = self._forward  # type: ignore[method-assign,assignment]
+
+    def _forward(self, x: Tensor) -> Tensor:
+        module, recipe = self.module, self.recipe
+        size = recipe.size_for(module.in_features)
+        with torch.no_grad():
+            values = nearest(module.weight, recipe.grid, group_size=size, candidates=0).values
+            moved = values.to(module.weight.dtype) - module.weight
+        return F.linear(x, module.weight + moved, module.bias)
+
+    def remove(self) -> None:
+        del self.module.forward
