@@ -15,6 +15,7 @@ from zoo.compression.post_training.chain import Chain, Run, call, first_of
 from zoo.compression.post_training.gptq import Inputs, Quantised, gptq, nearest
 from zoo.compression.post_training.grids import Grid, Uniform
 from zoo.compression.post_training.lorc import low_rank
+from zoo.optim import Adam
 
 Tensor = torch.Tensor
 FOUR_BITS = Uniform(bits=4)
@@ -203,7 +204,7 @@ def _distil(chain: Chain, layers: Sequence[nn.Linear], recipe: Recipe) -> None:
     targets = chain.outputs()
     if not layers:
         return
-    optimizer = torch.optim.Adam([m.weight for m in layers], lr=recipe.distil_lr)
+    optimizer = Adam([m.weight for m in layers], lr=recipe.distil_lr)
     wanted = [(p, p.requires_grad) for p in chain.block.parameters()]
     for p, _ in wanted:
         p.requires_grad_(False)
