@@ -32,4 +32,4 @@ def low_rank(weight: Tensor, rounded: Tensor, rank: int) -> tuple[Tensor, Tensor
     error = weight.detach().float() - rounded.float()
     left, values, right = torch.linalg.svd(error, full_matrices=False)
     root = values[:rank].sqrt()
-    return left[:, :rank] * root, root[:, None] * right[:rank]
+    return (left[:, :rank] * root).contiguous(), (root[:, None] * right[:rank]).contiguous()

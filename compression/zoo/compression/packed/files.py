@@ -1,0 +1,116 @@
+"""Models with packed layers in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.compression.packed.linear import SIZES, PackedLinear
+from zoo.kernels.packed_linear import PackedWeight
+
+KEY = "zoo.packed"
+"""Of the file's metadata: for each packed layer its bits, group size, whether it has minima, and rank."""
+
+
+def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes the model's ``state_dict``, codes as they are; tied tensors once.
+
+    A file of that name is replaced, whole or not at all.
+    """
+    from safetensors.torch import save_file
+
+    described = {
+        name: {
+            "bits": m.bits, "group_size": m.group_size, "minima": m.minima is not None,
+            "rank": 0 if m.left is None else m.left.shape[1],
+        }
+        for name, m in model.named_modules() if isinstance(m, PackedLinear)
+    }  # fmt: skip
+    tensors, tied, seen = {}, {}, dict[int, str]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in seen:
+            tied[name] = seen[id(value)]
+        else:
+            seen[id(value)] = name
+            tensors[name] = value.detach().contiguous()
+    place = Path(path)
+    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, metadata={KEY: json.dumps({"layers": described, "tied": tied})})
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, place)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_packed(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """The model that :func:`save_packed` wrote, in the place of this one of the same architecture.
+
+    Args:
+        model: with its linear layers, whatever their values, on "meta" too: those become packed.
+
+    Raises:
+        ValueError: a file that is not of ``save_packed``, or of another model: the sentence names what differs.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        about = _checked((file.metadata() or {}).get(KEY), Path(path).name)
+        made = {name: _empty(model, name, of_layer) for name, of_layer in about["layers"].items()}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors |= {name: tensors[other] for name, other in about["tied"].items() if other in tensors}
+    wanted = {k for k in model.state_dict() if k.rpartition(".")[0] not in made}
+    wanted |= {f"{name}.{k}" for name, module in made.items() for k in module.state_dict()}
+    if wanted != set(tensors):
+        missing, more = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
+        raise ValueError(f"{Path(path).name} is of another model: it lacks {missing[:5]}, and has besides {more[:5]}.")
+    for name, module in made.items():
+        above, _, last = name.rpartition(".")
+        setattr(model.get_submodule(above), last, module)
+    model.load_state_dict(tensors, assign=any(t.is_meta for t in model.state_dict().values()))
+    return model
+
+
+def _checked(text: str | None, name: str) -> Any:
+    try:
+        about = json.loads(text or "")
+        for of_layer in about["layers"].values():
+            sizes = [of_layer["bits"], of_layer["group_size"], of_layer["rank"]]
+            if not all(type(n) is int and n >= 0 for n in sizes) or type(of_layer["minima"]) is not bool:
+                raise TypeError
+        if not all(isinstance(value, str) for value in about["tied"].values()):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{name} was not written by save_packed: its metadata names no packed layers.") from None
+    return about
+
+
+def _empty(model: nn.Module, name: str, about: dict[str, Any]) -> PackedLinear:
+    """A layer for what the file has, in the place of this one."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"the file has a packed layer {name!r}, which this model lacks.") from None
+    if isinstance(module, PackedLinear):
+        module = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=module.q.device)
+    bits, size, rank = about["bits"], about["group_size"], about["rank"]
+    columns = getattr(module, "in_features", 0)
+    if not isinstance(module, nn.Linear) or bits not in SIZES or size < 16 or columns % size or rank > columns:
+        raise ValueError(
+            f"the file has a packed layer {name!r} of {bits} bits in groups of {size}; in this model that is {module}."
+        )
+    rows, groups = module.out_features, module.out_features * (columns // size)
+    device = module.weight.device
+    numbers = torch.empty(groups, device=device)
+    weight = PackedWeight(
+        torch.empty(rows * columns * bits // 8, dtype=torch.uint8 if about["minima"] else torch.int8, device=device),
+        numbers, torch.empty_like(numbers) if about["minima"] else None, (rows, columns), bits, size,
+    )  # fmt: skip
+    thin = (torch.empty(rows, rank, device=device), torch.empty(rank, columns, device=device)) if rank else None
+    return PackedLinear(weight, module.bias, thin).train(module.training)
