@@ -392,3 +392,15 @@ def test_a_name_given_to_a_zero_optimizer_is_checked_too() -> None:
 def test_editors_know_the_options(params: dict[str, Any], fits: bool) -> None:
     document = {"optimizer": {"type": "Adam", "params": params}}
     assert jsonschema.Draft202012Validator(json_schema()).is_valid(document) is fits
+
+
+def test_auto_is_a_value_of_an_option_that_lists_it_and_stays_open_elsewhere() -> None:
+    def document(**params: Any) -> Any:
+        return {"train_batch_size": 1, "optimizer": {"type": "OneBitAdam", "params": params}}
+
+    choice = load(document(freeze_step="auto"), world_size=1).optimizer
+    assert choice.params["freeze_step"] == "auto"
+    with pytest.raises(ConfigError, match=r'optimizer.params.lr: still "auto"'):
+        load(document(lr="auto", freeze_step="auto"), world_size=1)
+    with pytest.raises(ConfigError, match=r"optimizer.params.freeze_step.*given 'soon'"):
+        load(document(freeze_step="soon"), world_size=1)

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from zoo.config.batch import BATCH_KEYS, BatchSizeError, solve
-from zoo.config.choice import check_choices
+from zoo.config.choice import ComponentChoice, check_choices
 from zoo.config.core import Config, make_config
 from zoo.config.errors import ConfigError
 from zoo.config.fates import fates_of, settle, unknown
@@ -20,7 +20,7 @@ from zoo.config.mesh import Mesh, MeshError
 from zoo.config.reading import nest, read_overrides, read_source
 from zoo.config.section import Section, allows_auto, allows_none, fields_by_key, section_of, section_of_items
 from zoo.config.tree import SECTION_KIND, Tree, default_of
-from zoo.registry import DEFAULT, Registry, nearest
+from zoo.registry import DEFAULT, Registry, RegistryError, config_class, nearest
 
 __all__ = ["Document", "read", "read_section"]
 
@@ -43,7 +43,7 @@ class Document:
 
     def auto_paths(self) -> list[str]:
         """Dotted paths whose value is still ``"auto"``."""
-        return list(_auto_paths(self.values, self.tree.root, ""))
+        return list(_auto_paths(self.values, self.tree.root, "", self.tree.registry))
 
     def resolve_auto(self, values: Mapping[str, Any]) -> Document:
         """Fill in what was left to be chosen: dotted path → value, for paths that are ``"auto"`` now; others stay.
@@ -195,7 +195,7 @@ def read_section(
     if inside is None:
         return default_of(section)
     if isinstance(inside, Mapping):
-        inside = _without_auto(inside, section)
+        inside = _without_auto(inside, section, registry)
     try:
         found = section.model_validate(inside)
     except ValidationError as error:
@@ -284,16 +284,31 @@ def _unknown(here: str, key: str, keys: Collection[str], shown: Iterable[str], p
     return unknown(here, key, keys, shown)
 
 
-def _without_auto(values: Mapping[str, Any], schema: type[BaseModel] | None) -> dict[str, Any]:
+def _without_auto(
+    values: Mapping[str, Any], schema: type[BaseModel] | None, registry: Registry
+) -> dict[str, Any]:  # fmt: skip
     """Without what is still to be chosen, which leaves it its default."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
-        field = schema.model_fields.get(key) if schema else None
         if isinstance(value, Mapping):
-            kept[key] = _without_auto(value, section_of(field.annotation) if field else None)
-        elif not _is_auto(value, field):
+            kept[key] = _without_auto(value, _schema_of(values, schema, key, registry), registry)
+        elif not _is_auto(value, schema.model_fields.get(key) if schema else None):
             kept[key] = value
     return kept
+
+
+def _schema_of(
+    values: Mapping[str, Any], schema: type[BaseModel] | None, key: str, registry: Registry
+) -> type[BaseModel] | None:  # fmt: skip
+    """Of what lies at ``key`` of ``values``, which have a schema: a section, or the options of a component."""
+    field = schema.model_fields.get(key) if schema else None
+    if schema is not None and issubclass(schema, ComponentChoice) and key == "params":
+        try:
+            found = config_class(registry.get(schema.kind, str(values.get("type"))))
+        except RegistryError:  # load says so
+            return None
+        return found if found is not None and issubclass(found, BaseModel) else None
+    return section_of(field.annotation) if field else None
 
 
 def _is_auto(value: Any, field: Any) -> bool:
@@ -323,12 +338,13 @@ def _at(tree: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def _auto_paths(values: Mapping[str, Any], schema: type[BaseModel] | None, path: str) -> Iterator[str]:
+def _auto_paths(
+    values: Mapping[str, Any], schema: type[BaseModel] | None, path: str, registry: Registry
+) -> Iterator[str]:  # fmt: skip
     for key, value in values.items():
-        field = schema.model_fields.get(key) if schema else None
         if isinstance(value, Mapping):
-            yield from _auto_paths(value, section_of(field.annotation) if field else None, f"{path}{key}.")
-        elif _is_auto(value, field):
+            yield from _auto_paths(value, _schema_of(values, schema, key, registry), f"{path}{key}.", registry)
+        elif _is_auto(value, schema.model_fields.get(key) if schema else None):
             yield f"{path}{key}"
 
 
