@@ -87,7 +87,8 @@ def owed(state: Any, name: str, scalars: dict[str, float]) -> torch.Tensor:
     """s + 1/R Σ_r e_r of a tensor, in the unit of a momentum."""
     errors = [value for (n, role), value in state.items() if n == name and role.startswith("feedback.")]
     unit = scalars.get(f"zero/feedback_unit/{name}", scalars.get("zero/feedback_unit", 1.0))
-    return unit * (state.get((name, "owed"), torch.zeros(1)) + (torch.stack(errors).mean(0) if errors else 0.0))
+    found = state.get((name, "owed"), torch.zeros_like(state[name, "parameter"]))
+    return unit * (found + (torch.stack(errors).mean(0) if errors else 0.0))
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -134,6 +135,7 @@ def value_of(state: Any, name: str) -> torch.Tensor:
 @example(before=MESHES[0], after=MESHES[1])
 @example(before=MESHES[1], after=MESHES[0])
 @example(before=MESHES[1], after=MESHES[3])
+@example(before=MESHES[2], after=MESHES[3])
 def test_a_state_moves_to_another_mesh(way: dict[str, Any], before: tuple[int, ...], after: tuple[int, ...]) -> None:
     check(case_of(before), case_of(after), way)
 

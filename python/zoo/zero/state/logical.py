@@ -258,28 +258,39 @@ def fill_feedback(bucket: Bucket, saved_losses: int, scalars: Mapping[str, float
         num, divisor, _ = saved(name)
         return divisor == mine and num <= peers.size
 
+    # By what there is of all of the bucket: of a tensor that is saved every rank has to save its elements.
+    firsts, own = _firsts(bucket), f"feedback.{peers.rank}"
     first, last = feedback.error_range(bucket)
+    runs = list(runs_of(bucket, bucket.layout.slices(first, last)))
+    if any(goes_on(run.name) and _has(run, own, read) for run in [*firsts, *runs]):
+        error = torch.zeros(last - first, device=bucket.device)
+        for run in runs:
+            if goes_on(run.name):
+                _add(error, run, own, read, saved(run.name)[2])
+        feedback.error = error
     low, high = feedback.owed_range(bucket)
-    error, owed = (torch.zeros(size, device=bucket.device) for size in (last - first, high - low))
-    had = found = False
-    for run in runs_of(bucket, bucket.layout.slices(first, last)):
-        if goes_on(run.name):
-            had |= _add(error, run, f"feedback.{peers.rank}", read, saved(run.name)[2])
-    for run in runs_of(bucket, bucket.layout.slices(low, high)) if feedback.pays(axes) else ():
-        num, divisor, unit = saved(run.name)
-        found |= _add(owed, run, "owed", read, unit)
-        for rank in range(0 if goes_on(run.name) else num):
-            found |= _add(owed, run, f"feedback.{rank}", read, unit / divisor)
-    feedback.error = error if had else None
-    feedback.owed = owed if found else None
+    runs = list(runs_of(bucket, bucket.layout.slices(low, high))) if feedback.pays(axes) else []
+    roles = {run.name: ["owed", *(["feedback.0"] if not goes_on(run.name) else [])] for run in firsts}
+    if runs and any(_has(run, role, read) for run in [*firsts, *runs] for role in roles[run.name]):
+        owed = torch.zeros(high - low, device=bucket.device)
+        for run in runs:
+            num, divisor, unit = saved(run.name)
+            _add(owed, run, "owed", read, unit)
+            for rank in range(0 if goes_on(run.name) else num):
+                _add(owed, run, f"feedback.{rank}", read, unit / divisor)
+        feedback.owed = owed
 
 
 def owed_to_nobody(bucket: Bucket, saved_losses: int, read: Reader) -> list[str]:
     """The parameters of which something was owed to a mean that no ranks make any more: it is left out."""
     if bucket.routes.feedback is not None or not saved_losses:
         return []
-    firsts = {run.name: run for run in reversed(list(runs_of(bucket, bucket.layout.slices())))}
-    return [name for name, run in firsts.items() if _has(run, "owed", read) or _has(run, "feedback.0", read)]
+    return [run.name for run in _firsts(bucket) if _has(run, "owed", read) or _has(run, "feedback.0", read)]
+
+
+def _firsts(bucket: Bucket) -> list[Run]:
+    """A run of each tensor of the bucket that has elements."""
+    return list({run.name: run for run in runs_of(bucket, bucket.layout.slices()) if run.length}.values())
 
 
 def _has(run: Run, role: str, read: Reader) -> bool:
@@ -290,14 +301,13 @@ def _has(run: Run, role: str, read: Reader) -> bool:
     return True
 
 
-def _add(out: torch.Tensor, run: Run, role: str, read: Reader, factor: float) -> bool:
-    """Add what ``read`` has of a run, times ``factor``; False if there is no such state."""
+def _add(out: torch.Tensor, run: Run, role: str, read: Reader, factor: float) -> None:
+    """Add what ``read`` has of a run, times ``factor``."""
     try:
         value = read(run.name, role, run.where, run.length)
     except KeyError:  # other parameters may have been on more ranks
-        return False
+        return
     out[run.offset : run.offset + run.length].add_(value.to(out.device, out.dtype), alpha=factor)
-    return True
 
 
 def _cut(
