@@ -89,15 +89,8 @@ class FrozenVariance(SyncedOptimizer):
         """How many updates the variance of parameters has had that make step ``step`` now."""
         return max(int(group["num_variances"]) - (self._at - step), 1)
 
-    def _report(self, batch: Batch) -> None:
-        variances = batch.lists["exp_avg_sq"]
-        padding = 0 if self.peers is None else sum(p.numel() - self.peers.numel(p) for p in batch.params)
-        idle = sum(int((v == 0).sum()) for v in variances) - padding
-        if idle > 0:
-            _log.warning(
-                "%d of %d elements had no gradient before the variance was frozen: they are not trained from here on. "
-                "A longer warm-up would include them.", idle, sum(v.numel() for v in variances) - padding,
-            )  # fmt: skip
+    def _is_frozen(self) -> bool:
+        return not self.now.variance
 
     def meetings(self) -> str:
         """See :class:`~zoo.optim.synced.SyncedOptimizer`; with "auto" they look at the variance every Δ steps."""

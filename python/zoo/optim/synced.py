@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,9 +13,11 @@ from zoo import registry
 from zoo.comm.compression import Codec, OneBit, TopK
 from zoo.kernels.update import Settings, lamb, lamb_apply_
 from zoo.optim.base import flat
+from zoo.optim.plan import Batch
 from zoo.optim.sync_policy import Sync, SyncPolicy
 from zoo.optim.whole import Measured, Parts, WholeTensorOptimizer
 
+_log = logging.getLogger("zoo.optim")
 Tensor = torch.Tensor
 Flat = tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]]
 """Parameters, gradients, states and masters of a batch, in one dimension each."""
@@ -124,9 +127,26 @@ class SyncedOptimizer(WholeTensorOptimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the group synchronises when the others do."""
+        """As in torch; the group synchronises when the others do, and counts the steps that it has missed.
+
+        Raises:
+            ValueError: the variance is frozen already: without one the group would never be trained.
+        """
+        if self.param_groups:
+            if self.state and self._is_frozen():
+                raise ValueError(
+                    f"add_param_group() of {type(self).__name__} after {self.num_steps} steps: the variance is frozen "
+                    "since, and parameters without one are not trained. Add the group while the variance is updated, "
+                    "or construct a new optimizer with it."
+                )
+            for name in self.counters():
+                param_group.setdefault(name, self.param_groups[0][name])
         super().add_param_group(param_group)
         self._check_groups()
+
+    def _is_frozen(self) -> bool:
+        """The variance changes no more."""
+        return False
 
     @property
     def num_steps(self) -> int:
@@ -229,6 +249,17 @@ class SyncedOptimizer(WholeTensorOptimizer):
         return [
             mean.masked_fill_(flat(v, p) == 0, 0.0) for mean, v, p in zip(found, variances, params, strict=True)
         ]  # fmt: skip
+
+    def _report(self, batch: Batch) -> None:
+        """Say which elements have no variance now that it is frozen."""
+        variances = batch.lists["exp_avg_sq"]
+        padding = 0 if self.peers is None else sum(p.numel() - self.peers.numel(p) for p in batch.params)
+        idle = sum(int((v == 0).sum()) for v in variances) - padding
+        if idle > 0:
+            _log.warning(
+                "%d of %d elements had no gradient before the variance was frozen: they are not trained from here on. "
+                "A longer warm-up would include them.", idle, sum(v.numel() for v in variances) - padding,
+            )  # fmt: skip
 
     def _momenta(self, group: dict[str, Any], flat: Flat, grad_scale: float) -> list[Tensor]:
         """β1·m + (1-β1)·g of a batch, new fp32 tensors: g has its scale and, where decay is coupled, weight_decay·p."""

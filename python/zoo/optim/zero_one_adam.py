@@ -100,6 +100,9 @@ class ZeroOneAdam(SyncedOptimizer):
         found: dict[tuple[int, ...], ZeroOneSchedule] = self.__dict__.setdefault("_made_schedules", {})
         return found
 
+    def _is_frozen(self) -> bool:
+        return self.num_steps >= int(self.param_groups[0]["var_freeze_step"])
+
     def steps_by_itself(self) -> bool:
         """There are local steps."""
         return any(group["local_step_clipper"] > 1 for group in self.param_groups)
@@ -126,6 +129,8 @@ class ZeroOneAdam(SyncedOptimizer):
     def _update(self, group: dict[str, Any], batch: Batch, grad_scale: float | Tensor) -> bool:
         if any(p.grad is None for p in batch.params):
             return False
+        if self._at == group["var_freeze_step"] + 1 and not self.forming:
+            self._report(batch)
         found = flattened(batch)
         grads = [g.float() * float(grad_scale) for g in found[1]] if self._now.variance else None
         self._measured.append(Measured(group, batch, _Made(batch.step + 1, found, grads)))
@@ -167,8 +172,9 @@ class ZeroOneAdam(SyncedOptimizer):
         return float(group["lr"]) * self._direction(group, 0.0).at(step).gain
 
     def _variances(self, group: dict[str, Any], step: int) -> int:
-        found = self.policy(group).num_variances(self._at) - (self._at - step)
-        return max(found, 1)
+        """How many updates the variance of parameters has had that make step ``step`` now."""
+        schedule = self.policy(group)
+        return max(schedule.num_variances(self._at) - schedule.num_variances(self._at - step), 1)
 
     def _local_step(self, one: Measured, *, begins: bool) -> None:
         group, made = one.group, one.values
