@@ -14,7 +14,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.optim import AdamW, DiLoCo, LocalSGD, OnebitAdam, OnebitLamb, ZeroOneAdam
-from zoo.zero import ZeroOptimizer
+from zoo.zero import DryRun, ZeroOptimizer
 
 GROUP = {"type": "onebit", "params": {"group_size": 64}}
 PURE = [{"stage": s} for s in range(4)]
@@ -287,6 +287,8 @@ def test_the_forecast_is_what_is_sent_and_held(way: dict[str, Any], placement: d
 
     def fn(rank: int) -> None:
         model, optimizer = build(**way, **placement, clip_norm=clip)
+        dry = build(**way, **placement, clip_norm=clip, group=DryRun(4, rank))[1]
+        assert dry.forecast() == optimizer.forecast()
         for step in range(6):
             forecast = optimizer.forecast()
             optimizer.comm.log.reset()

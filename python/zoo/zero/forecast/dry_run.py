@@ -66,6 +66,10 @@ class DryRun(Communicator):
         """Nothing is sent."""
         return _Done()
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """All ranks say the same."""
+        return [value] * self.size
+
     def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
         """There is nobody to disagree."""
 
