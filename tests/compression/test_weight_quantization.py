@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.compression.models import Words, weights
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.compression import CompressionScheduler, init_compression, redundancy_clean, transforms_of
 from zoo.compression.quantisers import asymmetric, binary, noise, symmetric, ternary
@@ -161,3 +162,12 @@ def test_an_empty_weight_is_left_alone() -> None:
     layer = init_compression(nn.Linear(0, 3), {"compression_training": {"weight_quantization": weights()}})
     assert torch.equal(layer(torch.ones(2, 0)), layer.bias.expand(2, 3))
     assert isinstance(transforms_of(layer)[0], WeightQuantizer)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_shapes_can_be_computed_without_values(bits: int, rounding: str) -> None:
+    layer, _, _ = linear(start=bits, target=bits, rounding=rounding)
+    assert copy.deepcopy(layer).to("meta")(torch.empty(5, 6, device="meta")).shape == (5, 4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(torch.empty(5, 6))).shape == (5, 4)

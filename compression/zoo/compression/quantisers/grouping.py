@@ -24,9 +24,10 @@ def grouped(value: Tensor, num_groups: int, name: str) -> Tensor:
 def check_finite(spans: Tensor, name: str) -> None:
     """Raise ValueError where a group has an infinite element or a NaN, which its span shows.
 
-    On the CPU. On other devices the host would have to wait: there such a group comes out as NaN.
+    On the CPU. On other devices the host would have to wait: there such a group comes out as NaN. Tensors without
+    values (meta, fake) are not looked at.
     """
-    if spans.device.type == "cpu" and not bool(torch.isfinite(spans).all()):
+    if spans.device.type == "cpu" and type(spans) is Tensor and not bool(torch.isfinite(spans).all()):
         raise ValueError(
             f"{name} has elements that are infinite or NaN and cannot be quantised. Look at the step before: the "
             "learning rate may be too high, or a loss scale may be missing."
