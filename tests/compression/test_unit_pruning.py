@@ -255,9 +255,41 @@ def hooked() -> Mlp:
     return model
 
 
+class Scaled(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(torch.relu(self.fc1(x)) / self.fc1.out_features)
+        return out
+
+
+class Reads(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(torch.relu(self.fc1(x))) + self.fc2.weight.sum()
+        return out
+
+
+class Added(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
+class Rolled(nn.ReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).roll(1, -1)
+
+
+def with_own_forward() -> Mlp:
+    model = Mlp()
+    model.fc1 = Added(6, 10)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
+        (Scaled(), "the forward of a Scaled computes with the number of units"),
+        (Reads(), r"the forward of a Reads reads 'fc2\.weight' itself"),
+        (with_own_forward(), "an? Added has a forward of its own"),
+        (Mlp(Rolled()), "'roll', which is not known to treat each unit alone"),
         (Residual(), "'getitem', which is not known to treat each unit alone"),
         (Normed(), r"goes into a LayerNorm \(norm\), which is not among related_modules"),
         (Branching(), "the forward of a Branching cannot be traced"),
@@ -276,6 +308,52 @@ def test_what_cannot_be_followed_stays_and_the_log_says_why(
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{ROWS}.different_groups.g: the units of 'fc1' stay, as zeros")
     assert re.search(reason, record.getMessage()), record.getMessage()
+
+
+STEPS: dict[str, Any] = {
+    "relu": torch.relu, "cos": torch.cos, "gelu": F.gelu, "softplus": F.softplus, "twice": lambda h: 2 * h + 1,
+    "half": lambda h: (1 - h) / 2, "square": lambda h: h * h, "product": lambda h: torch.sigmoid(h) * torch.tanh(h),
+    "sum": lambda h: h + torch.exp(-h.abs()), "clamp": lambda h: h.clamp(-0.5, 0.5), "power": lambda h: h**2,
+    "dropout": lambda h: F.dropout(h, 0.5, False),
+}  # fmt: skip
+
+
+class Chain(Mlp):
+    def __init__(self, names: list[str], gated: bool, conv: bool, padding: int) -> None:
+        super().__init__()
+        self.names, self.gated = names, gated
+        self.mix = nn.Linear(6, 10)
+        if conv:
+            self.fc1, self.fc2, self.mix = (
+                nn.Conv1d(6, 10, 3),
+                nn.Conv1d(10, 4, 3, padding=padding),
+                nn.Conv1d(6, 10, 3),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        for name in self.names:
+            h = STEPS[name](h)
+        out: Tensor = self.fc2(h * self.mix(x) if self.gated else h)
+        return out
+
+
+@examples(times=5)
+@given(
+    names=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), gated=st.booleans(), conv=st.booleans(),
+    padding=st.integers(0, 1),
+)  # fmt: skip
+def test_whatever_is_between_outputs_stay_and_what_can_go_goes(
+    names: list[str], gated: bool, conv: bool, padding: int
+) -> None:
+    related = ["mix", "fc2"] if gated else ["fc2"]
+    x = torch.randn(2, 6, 7) if conv else torch.randn(2, 6)
+    clean, _ = cleaned(Chain(names, gated, conv, padding), units(["fc1"], [related], ratio=0.3), x)
+    constant = torch.zeros(1, dtype=torch.float64)
+    for name in names:
+        constant = STEPS[name](constant)
+    stays = (gated or (conv and padding)) and bool(constant != 0)
+    assert clean.fc1.weight.shape[0] == clean.fc2.weight.shape[1] == (10 if stays else 3)
 
 
 def test_both_takers_of_a_layer_lose_columns() -> None:

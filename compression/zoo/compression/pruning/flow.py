@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from zoo.compression.attach import class_of
+from zoo.compression.attach import class_of, is_own_hook
 from zoo.compression.pruning.modules import BatchNorm, inputs_of, is_convolution, is_linear, out_dim_of, outputs_of
 
 _FUNCTIONS: frozenset[Any] = frozenset({
@@ -45,6 +45,9 @@ _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn
 _MEAN_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _POOL_FUNCTIONS: frozenset[Any] = frozenset({F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.max_pool1d, F.max_pool2d, F.max_pool3d})  # fmt: skip
+
+
+SIZES = ("in_features", "out_features", "in_channels", "out_channels", "num_features", "nf", "nx")
 
 
 @dataclass
@@ -80,19 +83,47 @@ def follow(root: nn.Module, pruned: nn.Module, related: Collection[nn.Module]) -
         Unknown: why that cannot be done.
     """
     with _evaluating(root):
-        named = {id(module) for module in (pruned, *related)}
-        tracer = _Tracer(named)
-        parameters = inspect.signature(root.forward).parameters.values()
-        given = {p.name: p.default for p in parameters if p.default is not p.empty}
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            graph = tracer.trace(root, concrete_args=given)
-        except Exception as error:  # whatever the user's forward does with a value that stands for any
-            raise Unknown(f"the forward of a {class_of(root).__name__} cannot be traced ({_short(error)})") from error
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-        return _Walk(root, pruned, named).through(graph)
+        named = {id(module): module for module in (pruned, *related)}
+        graph = _traced(root, named)
+        with _other_sizes(named.values()):
+            if _text(graph) != _text(_traced(root, named)):
+                raise Unknown(f"the forward of a {class_of(root).__name__} computes with the number of units")
+        return _Walk(root, pruned, set(named)).through(graph)
+
+
+def _traced(root: nn.Module, named: Collection[int]) -> fx.Graph:
+    parameters = inspect.signature(root.forward).parameters.values()
+    given = {p.name: p.default for p in parameters if p.default is not p.empty}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return _Tracer(set(named)).trace(root, concrete_args=given)
+    except Exception as error:  # whatever the user's forward does with a value that stands for any
+        raise Unknown(f"the forward of a {class_of(root).__name__} cannot be traced ({_short(error)})") from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _text(graph: fx.Graph) -> str:
+    return "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
+
+
+@contextlib.contextmanager
+def _other_sizes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Layers say other numbers of units than they have: a forward that reads them becomes another graph."""
+    said = [(module, key, value) for module in modules for key in SIZES if (value := module.__dict__.get(key))]
+    for module, key, value in said:
+        setattr(module, key, value + 1)
+    try:
+        yield
+    finally:
+        for module, key, value in said:
+            setattr(module, key, value)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything but what attach has put there watches a module."""
+    return bool(module._forward_hooks) or any(not is_own_hook(h) for h in module._forward_pre_hooks.values())
 
 
 class _Tracer(fx.Tracer):
@@ -108,7 +139,7 @@ class _Tracer(fx.Tracer):
             return True
         if any(id(inner) in self._named for inner in m.modules()):
             return False
-        known = isinstance(m, (*_MODULES, *_MAX_POOLS, *_MEAN_POOLS, nn.Flatten))
+        known = class_of(m) in (*_MODULES, *_MAX_POOLS, *_MEAN_POOLS, nn.Flatten)
         return known or any(True for _ in m.parameters()) or any(True for _ in m.buffers())
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
@@ -136,6 +167,8 @@ class _Walk:
 
     def through(self, graph: fx.Graph) -> Flow:
         for node in graph.nodes:
+            if node.op == "get_attr" and id(self._owner(str(node.target))) in self._named:
+                raise Unknown(f"the forward of a {class_of(self._root).__name__} reads {str(node.target)!r} itself")
             flows = [n for n in node.all_input_nodes if n in self._values]
             shapes = [n for n in node.all_input_nodes if n in self._shapes]
             if shapes and not flows:
@@ -154,6 +187,12 @@ class _Walk:
             raise Unknown(f"a related {class_of(missed[0]).__name__} gets nothing from it")
         return self._flow
 
+    def _owner(self, target: str) -> nn.Module | None:
+        try:
+            return self._root.get_submodule(target.rpartition(".")[0])
+        except AttributeError:
+            return None
+
     # --- modules
 
     def _module(self, node: fx.Node, module: nn.Module, flows: list[fx.Node]) -> None:
@@ -166,6 +205,8 @@ class _Walk:
                 self._role(module, "takes something else")
             return
         value = self._values[flows[0]]
+        if has_hooks(module):
+            raise Unknown(f"a {class_of(module).__name__} has hooks, which may see and change the units")
         if len(node.args) != 1 or node.kwargs or len(flows) != 1:
             raise Unknown(f"a {class_of(module).__name__} takes it together with other things")
         if isinstance(module, BatchNorm):
@@ -173,10 +214,10 @@ class _Walk:
         elif id(module) in self._named:
             self._role(module, "takes units")
             self._take(module, value)
-        elif isinstance(module, _MODULES):
+        elif class_of(module) in _MODULES:
             self._values[node] = self._mapped(value, module)
-        elif (isinstance(module, _MAX_POOLS) and value.spatial) or (
-            isinstance(module, _MEAN_POOLS) and value.spatial and not (_padded(module) and module.count_include_pad)
+        elif (class_of(module) in _MAX_POOLS and value.spatial) or (
+            class_of(module) in _MEAN_POOLS and value.spatial and not (_padded(module) and module.count_include_pad)
         ):
             self._values[node] = value
         elif isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1):

@@ -11,7 +11,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from zoo.compression.attach import class_of
 
 BatchNorm = _BatchNorm
-Convolution = _ConvNd
+_LAYERS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    _BatchNorm, nn.SyncBatchNorm,
+)  # fmt: skip
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
@@ -28,6 +31,14 @@ def is_linear(module: nn.Module) -> bool:
 def is_convolution(module: nn.Module) -> TypeGuard[_ConvNd]:
     """Whether it is a convolution, transposed or not."""
     return isinstance(module, _ConvNd)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the forward is that of the layer that it is, and not one that a subclass has written."""
+    if is_transposed_linear(module):
+        return True
+    forward = class_of(module).forward
+    return any(forward is kind.forward for kind in _LAYERS if isinstance(module, kind))
 
 
 def out_dim_of(module: nn.Module) -> int:

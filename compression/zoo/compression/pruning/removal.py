@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.compression.attach import attached_to, class_of, is_own_hook
-from zoo.compression.pruning.flow import Flow, Unknown, follow
-from zoo.compression.pruning.modules import inputs_of, is_convolution, is_transposed_linear, out_dim_of
+from zoo.compression.attach import attached_to, class_of
+from zoo.compression.pruning.flow import Flow, Unknown, follow, has_hooks
+from zoo.compression.pruning.modules import inputs_of, is_convolution, is_plain, is_transposed_linear, out_dim_of
 from zoo.compression.pruning.relations import Relation, modules_of
 
 _log = logging.getLogger("zoo.compression")
@@ -87,8 +87,10 @@ def check_own(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             holders = [m for m in modules if any(p is parameter for p in m._parameters.values())]
             if parameter is not None and len(holders) > 1:
                 raise Unknown(f"a weight of a {name} is tied to one of another module")
-        if module._forward_hooks or any(not is_own_hook(hook) for hook in module._forward_pre_hooks.values()):
+        if has_hooks(module):
             raise Unknown(f"a {name} has hooks, which may see and change the units")
+        if not is_plain(module) and not isinstance(module, nn.MultiheadAttention):
+            raise Unknown(f"a {name} has a forward of its own")
         if is_convolution(module) and module.groups > 1:
             raise Unknown(f"a {name} has {module.groups} groups")
 
@@ -157,7 +159,7 @@ def _fold(module: Any, constant: Tensor, block: int) -> None:
     if module.bias is None:
         module.bias = nn.Parameter(added, requires_grad=module.weight.requires_grad)
     else:
-        replace(module, "bias", module.bias.detach() + added)
+        replace(module, "bias", module.bias.detach() + added.to(module.bias.dtype))
 
 
 def cut_outputs(module: Any, stays: Tensor) -> None:
