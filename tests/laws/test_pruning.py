@@ -83,6 +83,13 @@ FIXED = {
     },
 }  # fmt: skip
 
+LEARNED = {
+    "sparse_pruning": {
+        "shared_parameters": {"enabled": True, "method": "topk"},
+        "different_groups": group(["*"], 0.3),  # the head too, which is tied to the table
+    },
+}
+
 
 def engine_of(stage: int, section: dict[str, Any], *, micro: int = 1, recompute: bool = False, seed: int = 0) -> Engine:
     config = document(stage, compression=section, gradient_accumulation_steps=micro)
@@ -126,6 +133,7 @@ def run(world: int, stage: int, section: dict[str, Any], *, micro: int = 1, reco
 @given(section=sections(), world=st.sampled_from([2, 4]), micro=st.sampled_from([1, 2]), recompute=st.booleans())
 @example(section=ALL, world=2, micro=1, recompute=True)
 @example(section=FIXED, world=2, micro=1, recompute=False)
+@example(section=LEARNED, world=2, micro=2, recompute=False)
 def test_every_stage_has_the_same_masks_and_computes_the_same_bits(
     section: dict[str, Any], world: int, micro: int, recompute: bool
 ) -> None:

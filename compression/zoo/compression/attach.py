@@ -43,14 +43,11 @@ class Attached:
         return False
 
 
-def attach(
-    module: nn.Module, where: Where, parameter: str, transform: Transform, *, partner: bool = False
-) -> None:  # fmt: skip
+def attach(module: nn.Module, where: Where, parameter: str, transform: Transform) -> None:
     """Let ``transform`` change a tensor of ``module`` from now on.
 
     Args:
         parameter: name of a weight, as seen from the module; "" for an input or an output.
-        partner: the module shares the weight with that of the transform's site, where what it learns is registered.
 
     Raises:
         ValueError: the module cannot have one, or not this one.
@@ -68,7 +65,7 @@ def attach(
             f"{name}: an Embedding with max_norm = {module.max_norm} writes to its weight in forward, and would write "
             "to a changed copy. Leave max_norm or the transform out."
         )
-    learned = {} if partner else transform.learned
+    learned = transform.learned
     taken = [key for key in learned if hasattr(module, key)]
     if taken:
         raise ValueError(f"{name}: the module {transform.site.module!r} has an attribute {taken[0]!r} already.")

@@ -98,7 +98,7 @@ def compress(
             weight = parameter_of(module, site.parameter) if site.where == "weight" else None
             for partner, parameter in holders.get(id(weight), ()):
                 if (partner, parameter) != (module, site.parameter):
-                    attach(partner, "weight", parameter, transform, partner=True)
+                    attach(partner, "weight", parameter, transform)
     except BaseException:
         detach(model, [transform for _, transform in made])
         raise

@@ -103,8 +103,8 @@ class Transform:
 
     @property
     def learned(self) -> Mapping[str, nn.Parameter]:
-        """Parameters of its own, such as scores of a mask. They are registered on the site's module under these names,
-        and trained and sharded as any other."""
+        """Parameters of its own, such as scores of a mask. They are registered under these names on the site's module,
+        and on all that share its weight, and trained and sharded as any other."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
