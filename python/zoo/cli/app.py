@@ -7,17 +7,49 @@ import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from zoo.cli.ckpt import app as ckpt_app
 from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
 from zoo.cli.pipe import app as pipe_app
 
+
+class _Commands(TyperGroup):
+    """The commands here, and those that other distributions register (kind "command": a Typer); loaded when called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *_registered()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in _registered():
+            return TyperCommand(cmd_name, help=f"See zoo {cmd_name} --help.")
+        return found
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and super().get_command(ctx, args[0]) is None and args[0] in _registered():
+            from zoo import registry
+
+            return args[0], typer.main.get_command(registry.get("command", args[0])), args[1:]
+        return super().resolve_command(ctx, args)
+
+
+def _registered() -> list[str]:
+    from zoo import registry
+
+    return list(registry.names("command")) if "command" in registry.kinds() else []
+
+
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train models with zoo."
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train models with zoo.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
