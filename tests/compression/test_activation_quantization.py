@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.compression import CompressionScheduler, init_compression, transforms_of
-from zoo.compression.activation_quantization import StaticInputQuantizer
 from zoo.compression.quantisers import asymmetric, symmetric
+from zoo.compression.techniques.activation_quantization import StaticInputQuantizer
 
 
 def compressed(module: nn.Module, **options: Any) -> Any:

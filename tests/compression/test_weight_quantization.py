@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo.compression import CompressionScheduler, init_compression, redundancy_clean, transforms_of
 from zoo.compression.quantisers import asymmetric, binary, noise, symmetric, ternary
 from zoo.compression.schedule import bits_at
-from zoo.compression.weight_quantization import WeightQuantizer
+from zoo.compression.techniques.weight_quantization import WeightQuantizer
 
 GROUP = "compression_training.weight_quantization.different_groups.wq1"
 
