@@ -178,7 +178,16 @@ def measure_job(job: str, steps: int, seeds: int) -> list[Any]:
     for name in CLASSES:
         arguments = ["--job", job, "--steps", str(steps), "--seeds", *map(str, range(seeds)), "--only", name]
         found += start("benchmarks.onebit.converge", arguments, [()] * 2)
+        keep({job: found})
     return found
+
+
+def keep(more: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything measured so far, this too; a run that is cut off loses one contender."""
+    raw = {**(json.loads(RAW.read_text()) if RAW.exists() else {}), **more}
+    RAW.parent.mkdir(parents=True, exist_ok=True)
+    RAW.write_text(json.dumps(raw))
+    return raw
 
 
 def main() -> None:
@@ -189,20 +198,17 @@ def main() -> None:
     parser.add_argument("--size", choices=["full", "small"], default="full")
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--mbit", type=int, nargs="*", default=[1000], help="rates of the cable; none: loopback only")
-    parser.add_argument("--bytes-steps", type=int, default=300)
+    parser.add_argument("--bytes-steps", type=int, default=1200)
     parser.add_argument("--digits-steps", type=int, default=500)
     parser.add_argument("--write-results", action="store_true", help="write OPTIMIZERS.md (its remarks are kept)")
     args = parser.parse_args()
-    raw = json.loads(RAW.read_text()) if RAW.exists() else {}
-    raw["about"] = machine(["torch", "scikit-learn"])
     if "steps" in args.parts:
-        raw["links"] = measure_links(args)
+        keep({"links": measure_links(args)})
     if "bytes" in args.parts:
-        raw["bytes"] = measure_job("bytes", args.bytes_steps, 1)
+        measure_job("bytes", args.bytes_steps, 1)
     if "digits" in args.parts:
-        raw["digits"] = measure_job("digits", args.digits_steps, 2)
-    RAW.parent.mkdir(parents=True, exist_ok=True)
-    RAW.write_text(json.dumps(raw))
+        measure_job("digits", args.digits_steps, 2)
+    raw = keep({"about": machine(["torch", "scikit-learn", "torchft"])})
     text = report(raw)
     print(text)
     if args.write_results:
