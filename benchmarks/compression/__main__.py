@@ -2,4 +2,4 @@
 
 from benchmarks.compression.packed_linear import main
 
-main()
+raise SystemExit(main())
