@@ -204,7 +204,13 @@ def test_plain_tensors_and_metadata_are_read(tmp_path: Path) -> None:
     assert said["scores"].tolist() == [0.5, 1.5]
 
 
-QUANTISED = {"Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144), "Q6_K": (14, 256, 210)}
+QUANTISED = {
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q8_0": (8, 32, 34),
+    "Q4_K": (12, 256, 144),
+    "Q6_K": (14, 256, 210),
+}
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -214,7 +220,7 @@ def test_blocks_are_the_numbers_that_the_package_gguf_makes_of_them(name: str, t
     kind, elements, size = QUANTISED[name]
     dice = np.random.default_rng(0)
     raw = dice.integers(0, 256, (6 * 3, size), dtype=np.uint8)
-    for at in {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]:
+    for at in {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]:
         raw[:, at : at + 2] = dice.normal(size=(18, 1)).astype("<f2").view(np.uint8)
     expected = quants.dequantize(raw, constants.GGMLQuantizationType(kind)).reshape(6, 3 * elements)
     (tmp_path / "m.gguf").write_bytes(gguf_file([("w", (6, 3 * elements), kind, raw.tobytes())]))

@@ -54,10 +54,12 @@ class Uniform:
     Args:
         bits: 2 to 8.
         symmetric: around zero; else from the minimum on.
+        half: scales and minima are fp16 numbers, as files of others have them (GGUF).
     """
 
     bits: int
     symmetric: bool = True
+    half: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in range(2, 9):
@@ -76,13 +78,15 @@ class Uniform:
     def fit(self, x: Tensor, shrink: float = 1.0) -> Params:
         """See :class:`Grid`."""
         if self.symmetric:
-            return (x.abs().amax(1, keepdim=True) * (shrink / self.limit),)
+            return self._numbers(x.abs().amax(1, keepdim=True) * (shrink / self.limit))
         low, high = x.aminmax(dim=1, keepdim=True)
-        middle = (low + high) / 2
-        low, high = (
-            (middle + (low - middle) * shrink, middle + (high - middle) * shrink) if shrink != 1 else (low, high)
-        )
-        return (high - low) / self.limit, low
+        if shrink != 1:
+            middle = (low + high) / 2
+            low, high = middle + (low - middle) * shrink, middle + (high - middle) * shrink
+        return self._numbers((high - low) / self.limit, low)
+
+    def _numbers(self, *found: Tensor) -> Params:
+        return tuple(t.half().float() for t in found) if self.half else found
 
     def encode(self, x: Tensor, params: Params) -> Tensor:
         """See :class:`Grid`."""

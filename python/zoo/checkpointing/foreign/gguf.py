@@ -7,6 +7,7 @@ The format is described in https://github.com/ggml-org/ggml/blob/master/docs/ggu
 type  elements bytes value
 ===== ======== ===== ================================================================================================
 Q4_0  32       18    d (q - 8); element i < 16 is the low half of byte i, element i + 16 the high half
+Q4_1  32       20    d q + m, halves as in Q4_0
 Q8_0  32       34    d q
 Q4_K  256      144   d s_j q - m t_j with 6-bit s, t of 8 parts of 32; parts 2k and 2k + 1 are low and high halves
 Q6_K  256      210   d s_j (q - 32) with 8-bit s of 16 parts of 16; 4 bits of q in one place and 2 in another
@@ -228,6 +229,11 @@ def _q4_0(raw: torch.Tensor) -> torch.Tensor:
     return _half(raw[:, :2]) * (q.float() - 8)
 
 
+def _q4_1(raw: torch.Tensor) -> torch.Tensor:
+    q = torch.cat([raw[:, 4:] & 15, raw[:, 4:] >> 4], dim=1)
+    return _half(raw[:, :2]) * q.float() + _half(raw[:, 2:4])
+
+
 def _q8_0(raw: torch.Tensor) -> torch.Tensor:
     return _half(raw[:, :2]) * raw[:, 2:].contiguous().view(torch.int8).float()
 
@@ -256,6 +262,7 @@ def _q6_k(raw: torch.Tensor) -> torch.Tensor:
 
 BLOCKS = {
     2: Block("Q4_0", 32, 18, _q4_0),
+    3: Block("Q4_1", 32, 20, _q4_1),
     8: Block("Q8_0", 32, 34, _q8_0),
     12: Block("Q4_K", 256, 144, _q4_k),
     14: Block("Q6_K", 256, 210, _q6_k),
