@@ -140,6 +140,8 @@ def words_of(command: str) -> list[str]:
 def check_zoo(words: list[str]) -> None:
     """Sub-commands and options of ``zoo`` are there."""
     command: click.Command = typer.main.get_command(app)
+    if words and words[0] in registry.names("command"):
+        command, words = typer.main.get_command(registry.get("command", words[0])), words[1:]
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         assert words[0] in command.commands, f"zoo has no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
