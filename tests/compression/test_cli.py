@@ -66,7 +66,7 @@ def test_what_it_says(config: Path, tmp_path: Path) -> None:
 
     common = ("quantise", config, "--out", tmp_path / "x", "--group-size", 16)
     assert "there are kernels for equal steps of 8 and 4 bits" in fails(*common, "--bits", 3)
-    assert "'h', which fits no linear layer" in fails(*common, "--leave-out", "h")
+    assert "'xyz' fits no linear layer" in fails(*common, "--leave-out", "xyz")
     assert "--blocks is 'heads'" in fails(*common, "--gptq", "--blocks", "heads")
     assert not (tmp_path / "x").exists()
     save_file({"x": torch.ones(1)}, tmp_path / "other")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.checkpointing import TensorFile
 from zoo.compression.packed.linear import SIZES, PackedLinear
 from zoo.kernels.packed_linear import PackedWeight
 
@@ -22,8 +23,6 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     A file of that name is replaced, whole or not at all.
     """
-    from safetensors.torch import save_file
-
     described = {
         name: {
             "bits": m.bits, "group_size": m.group_size, "minima": m.minima is not None,
@@ -37,16 +36,13 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
             tied[name] = seen[id(value)]
         else:
             seen[id(value)] = name
-            tensors[name] = value.detach().contiguous()
-    place = Path(path)
-    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
-    try:
-        save_file(tensors, partial, metadata={KEY: json.dumps({"layers": described, "tied": tied})})
-        with open(partial, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, place)
-    finally:
-        partial.unlink(missing_ok=True)
+            tensors[name] = value.detach()
+    about = {KEY: json.dumps({"layers": described, "tied": tied})}
+    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    with TensorFile(Path(path), shapes, about) as file:
+        for name, tensor in tensors.items():
+            file.put(name, tensor)
+        file.commit()
 
 
 def load_packed(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:

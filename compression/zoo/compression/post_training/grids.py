@@ -10,16 +10,19 @@ Legend: x the values of a group, Q the largest code, s its scale, c codes.
 | :class:`Ternary` | -s, 0, s | Li et al. 2016, "Ternary Weight Networks", equations 5 and 6 |
 | :class:`Binary` | -s, s with s = mean\\|x\\| | Rastegari et al. 2016, "XNOR-Net", equation 6 |
 
-Rounding is to nearest, ties to the even code.
+Rounding is to nearest, ties to the even code; codes are rounded from x/s, so that one that lies between two may be the
+other one of ``zoo.kernels.quantise``, which rounds x·(Q/max|x|).
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
+
+from zoo.compression.quantisers.extreme import binary_scale, ternary_scale
 
 Tensor = torch.Tensor
 Params = tuple[Tensor, ...]
@@ -176,60 +179,44 @@ class Floating:
         return torch.where(place < 0, -table[(-1 - place).clamp(min=0)], table[place.clamp(min=0)]) * params[0]
 
 
+class _Scaled:
+    """Codes times one scale."""
+
+    num_params = 1
+
+    def decode(self, codes: Tensor, params: Params) -> Tensor:
+        """See :class:`Grid`."""
+        return codes.float() * params[0]
+
+
 @dataclass(frozen=True)
-class Ternary:
-    """-s, 0 and s: zero where |x| ≤ Δ = 0.7·mean|x|, s the mean of the others' |x|."""
+class Ternary(_Scaled):
+    """-s, 0 and s; s is that of :func:`zoo.compression.quantisers.extreme.ternary`, zero where |x| ≤ s/2."""
 
-    @property
-    def bits(self) -> float:
-        """log2 3."""
-        return 1.585
-
-    @property
-    def num_params(self) -> int:
-        """s."""
-        return 1
+    bits: ClassVar[float] = 1.585  # log2 3
 
     def fit(self, x: Tensor, shrink: float = 1.0) -> Params:
-        """See :class:`Grid`; Δ is s/2 from here on, as for any nearest value."""
-        size = x.abs()
-        kept = size > 0.7 * size.mean(1, keepdim=True)
-        return ((size * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1) * shrink,)
+        """See :class:`Grid`."""
+        return (ternary_scale(x)[0] * shrink,)
 
     def encode(self, x: Tensor, params: Params) -> Tensor:
         """See :class:`Grid`."""
         return (x.sign() * (x.abs() > params[0] / 2)).short()
 
-    def decode(self, codes: Tensor, params: Params) -> Tensor:
-        """See :class:`Grid`."""
-        return codes.float() * params[0]
-
 
 @dataclass(frozen=True)
-class Binary:
+class Binary(_Scaled):
     """-s and s, the mean of |x|; zero counts as positive."""
 
-    @property
-    def bits(self) -> float:
-        """One."""
-        return 1.0
-
-    @property
-    def num_params(self) -> int:
-        """s."""
-        return 1
+    bits: ClassVar[float] = 1.0
 
     def fit(self, x: Tensor, shrink: float = 1.0) -> Params:
         """See :class:`Grid`."""
-        return (x.abs().mean(1, keepdim=True) * shrink,)
+        return (binary_scale(x) * shrink,)
 
     def encode(self, x: Tensor, params: Params) -> Tensor:
         """See :class:`Grid`."""
         return torch.where(x < 0, -1, 1).short()
-
-    def decode(self, codes: Tensor, params: Params) -> Tensor:
-        """See :class:`Grid`."""
-        return codes.float() * params[0]
 
 
 def fitted(grid: Grid, x: Tensor, *, candidates: int = 0) -> Params:

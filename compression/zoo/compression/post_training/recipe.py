@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zoo.compression.attach import attach, detach
+from zoo.compression.patterns import matches, nothing_matches
 from zoo.compression.post_training.chain import Chain, Run, call, first_of
 from zoo.compression.post_training.gptq import Inputs, Quantised, gptq, nearest
 from zoo.compression.post_training.grids import Grid, Uniform
 from zoo.compression.post_training.lorc import low_rank
+from zoo.compression.quantisers import straight_through
+from zoo.compression.technique import Order, Site, Transform
 from zoo.optim import Adam
 
 Tensor = torch.Tensor
@@ -35,7 +38,7 @@ class Recipe:
         distil_steps, distil_lr: of layer-by-layer distillation, which needs batches: before they are rounded, the
             weights of a block are trained, rounded straight through, to give what the block gave. Adam, on
             Σ(B(x) - B̂(x))²/n (Yao et al. 2022, "ZeroQuant", section 4.2).
-        leave_out: patterns of names of layers that stay as they are.
+        leave_out: patterns of names of layers that stay as they are (:func:`zoo.compression.patterns.matches`).
     """
 
     grid: Grid = FOUR_BITS
@@ -138,18 +141,15 @@ def chosen(model: nn.Module, leave_out: Sequence[str]) -> dict[nn.Linear, str]:
     """
     found = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for pattern in leave_out:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in found.values()):
-            raise ValueError(
-                f"leave_out has {pattern!r}, which fits no linear layer; there are {', '.join([*found.values()][:8])}"
-                f"{' …' if len(found) > 8 else ''}."
-            )
+        if not any(matches(pattern, name) for name in found.values()):
+            raise nothing_matches("leave_out", pattern, found.values(), "fits no linear layer")
     owners: dict[int, int] = {}
     for module in model.modules():
         for p in module._parameters.values():
             owners[id(p)] = owners.get(id(p), 0) + 1
     return {
         m: name for m, name in found.items()
-        if owners[id(m.weight)] == 1 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in leave_out)
+        if owners[id(m.weight)] == 1 and not any(matches(pattern, name) for pattern in leave_out)
     }  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _block_by_block(chain: Chain, names: Mapping[nn.Linear, str], recipe: Recipe
     for block in chain.blocks:
         layers = [m for m in block.modules() if isinstance(m, nn.Linear) and m in names]
         if recipe.distil_steps:
-            _distil(chain, layers, recipe)
+            _distil(chain, layers, names, recipe)
         inputs = _inputs(chain, layers) if recipe.method == "gptq" else {}
         for module in layers:
             name = names[module]
@@ -199,7 +199,7 @@ def _inputs(chain: Chain, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Inputs
     return found
 
 
-def _distil(chain: Chain, layers: Sequence[nn.Linear], recipe: Recipe) -> None:
+def _distil(chain: Chain, layers: Sequence[nn.Linear], names: Mapping[nn.Linear, str], recipe: Recipe) -> None:
     """Trains the weights of a block so that, rounded, they give what the block gives now."""
     targets = chain.outputs()
     if not layers:
@@ -210,8 +210,10 @@ def _distil(chain: Chain, layers: Sequence[nn.Linear], recipe: Recipe) -> None:
         p.requires_grad_(False)
     for module in layers:
         module.weight.requires_grad_(True)
-    shadows = [_Rounding(module, recipe) for module in layers]
+    shadows = [_Rounding(Site(module=names[m], where="weight", parameter="weight"), recipe) for m in layers]
     try:
+        for module, shadow in zip(layers, shadows, strict=True):
+            attach(module, "weight", "weight", shadow)
         with torch.enable_grad():
             for step in range(recipe.distil_steps):
                 which = step % len(targets)
@@ -221,27 +223,22 @@ def _distil(chain: Chain, layers: Sequence[nn.Linear], recipe: Recipe) -> None:
                 F.mse_loss(output.float(), targets[which].float()).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
     finally:
-        for shadow in shadows:
-            shadow.remove()
+        detach(chain.block, shadows)
         for p, requires in wanted:
             p.requires_grad_(requires)
             p.grad = None
 
 
-class _Rounding:
-    """A linear layer's forward with its weight rounded to nearest, straight through."""
+class _Rounding(Transform):
+    """w → the nearest weight of the recipe, straight through."""
 
-    def __init__(self, module: nn.Linear, recipe: Recipe) -> None:
-        self.module, self.recipe = module, recipe
-        module.forward = self._forward  # type: ignore[method-assign,assignment]
+    order = Order.QUANTISER
 
-    def _forward(self, x: Tensor) -> Tensor:
-        module, recipe = self.module, self.recipe
-        size = recipe.size_for(module.in_features)
-        with torch.no_grad():
-            values = nearest(module.weight, recipe.grid, group_size=size, candidates=0).values
-            moved = values.to(module.weight.dtype) - module.weight
-        return F.linear(x, module.weight + moved, module.bias)
+    def __init__(self, site: Site, recipe: Recipe) -> None:
+        self.recipe = recipe
+        super().__init__(site)
 
-    def remove(self) -> None:
-        del self.module.forward
+    def __call__(self, value: Tensor) -> Tensor:
+        size = self.recipe.size_for(value.shape[1])
+        rounded = nearest(value, self.recipe.grid, group_size=size).values
+        return straight_through(value, rounded.to(value.dtype))

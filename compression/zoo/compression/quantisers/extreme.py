@@ -17,11 +17,16 @@ def ternary(w: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         v, (G, n), and the means of |w|, (G, 1).
     """
+    scale, large, mean = ternary_scale(w)
+    return w.sign() * large * scale, mean
+
+
+def ternary_scale(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a, (G, 1), where |w| > d, (G, n), and the means of |w|, (G, 1): see :func:`ternary`."""
     size = w.abs()
     mean = size.mean(1, keepdim=True)
     large = size > THRESHOLD * mean
-    scale = (size * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1)
-    return w.sign() * large * scale, mean
+    return (size * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1), large, mean
 
 
 def binary(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,5 +37,10 @@ def binary(w: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         v, (G, n), and the scales, (G, 1).
     """
-    scale = w.abs().mean(1, keepdim=True)
+    scale = binary_scale(w)
     return (w >= 0).to(w.dtype).mul(2).sub(1) * scale, scale
+
+
+def binary_scale(w: Tensor) -> Tensor:
+    """a, (G, 1): see :func:`binary`."""
+    return w.abs().mean(1, keepdim=True)
