@@ -79,6 +79,14 @@ int64_t end_of_chunk(const PackedWeight& w, int64_t k) {
   return lesser(k + A::PIECE, (k / w.group + 1) * w.group);
 }
 
+// fn(std::integral_constant<int, tokens>) for 1 to MOST tokens.
+template <int MOST, class Fn>
+void with_tokens(int tokens, const Fn& fn) {
+  if constexpr (MOST > 1)
+    if (tokens < MOST) return with_tokens<MOST - 1>(tokens, fn);
+  fn(std::integral_constant<int, MOST>());
+}
+
 // The tokens [first, first + count) of x, in tiles of about equal size, for few tokens one; the numbers lie
 // [chunk][tile][k / STEP][token of the tile]. With minima the sums of x over each piece besides, [tile][piece][token].
 template <class A>
@@ -91,9 +99,8 @@ class Tokens {
         pieces_(c.w.groups() * ceil_div(c.w.group, A::PIECE)), numbers_(count * c.w.columns / A::STEP),
         sums_(c.w.minima == nullptr ? 0 : count * pieces_) {
     split_evenly(tiles_, 1, count * c.w.columns, [&](int64_t begin, int64_t end) {
-      Scratch<float> row(A::STEP == 1 || c.w.minima != nullptr ? c.w.columns : 0);
       for (int64_t tile = begin; tile < end; ++tile)
-        for (int64_t m = 0; m < tokens(tile); ++m) take(tile, m, row.data());
+        for (int64_t k = 0, stop; k < c.w.columns; k = stop) take(tile, k, stop = end_of_chunk<A>(c.w, k));
     });
   }
 
@@ -107,30 +114,40 @@ class Tokens {
   float* sums(int64_t tile) const { return sums_.data() + begin(tile) * pieces_; }
 
  private:
-  void take(int64_t tile, int64_t m, float* row) const {
-    const int64_t columns = c_.w.columns, stride = tokens(tile), at = (first_ + begin(tile) + m) * columns;
-    if (A::STEP == 1 || c_.w.minima != nullptr) {
-      if (c_.dtype == F32) memcpy(row, static_cast<const float*>(c_.x) + at, size_t(columns) * 4);
-      else widen(static_cast<const uint16_t*>(c_.x) + at, row, c_.dtype, columns);
-    }
-    for (int64_t k = 0, stop; k < columns; k = stop) {
-      stop = end_of_chunk<A>(c_.w, k);
-      Number* const to = numbers(tile, k, stop) + m;
-      for (int64_t i = 0; i < (stop - k) / A::STEP; ++i) {
-        if constexpr (A::STEP == 1) to[i * stride] = row[k + i];
-        else memcpy(&to[i * stride], static_cast<const char*>(c_.x) + 2 * (at + k) + 4 * i, 4);
+  // The columns [k, end) of a tile, which are a chunk.
+  void take(int64_t tile, int64_t k, int64_t end) const {
+    with_tokens<A::TILE>(tokens(tile), [&](auto of) {
+      constexpr int MT = decltype(of)::value;
+      float wide[MT][A::PIECE];
+      const char* rows[MT];
+      for (int m = 0; m < MT; ++m) {
+        const int64_t at = (first_ + begin(tile) + m) * c_.w.columns + k;
+        rows[m] = static_cast<const char*>(c_.x) + at * (c_.dtype == F32 ? 4 : 2);
+        const float* floats = reinterpret_cast<const float*>(rows[m]);
+        if (c_.dtype != F32 && (A::STEP == 1 || c_.w.minima != nullptr)) {
+          widen(reinterpret_cast<const uint16_t*>(rows[m]), wide[m], c_.dtype, end - k);
+          floats = wide[m];
+          if (A::STEP == 1) rows[m] = reinterpret_cast<const char*>(floats);
+        }
+        if (c_.w.minima != nullptr) add_up(floats, k, end, sums(tile) + m, MT);
       }
-    }
-    if (c_.w.minima != nullptr) add_up(row, sums(tile) + m, stride);
+      Number* const to = numbers(tile, k, end);
+      for (int64_t i = 0; i < (end - k) / A::STEP; ++i)
+#pragma GCC unroll 8
+        for (int m = 0; m < MT; ++m) memcpy(&to[i * MT + m], rows[m] + i * int64_t(sizeof(Number)), sizeof(Number));
+    });
   }
 
-  void add_up(const float* row, float* to, int64_t stride) const {
-    for (int64_t k = 0; k < c_.w.columns; to += stride) {
-      const int64_t end = lesser(k + A::PIECE, (k / c_.w.group + 1) * c_.w.group);
-      Vec sum{};
-      for (; k < end; k += WIDTH) sum = sum + load<F32>(row, k);  // groups are multiples of 16
-      *to = 0.0f;
-      for (int i = 0; i < WIDTH; ++i) *to += sum[i];
+  // The sums of the pieces in [k, end); `row` begins at k.
+  void add_up(const float* row, int64_t k, int64_t end, float* to, int64_t stride) const {
+    const int64_t group = c_.w.group, pieces_of_group = ceil_div(group, A::PIECE);
+    for (const int64_t begin = k; k < end;) {
+      float* const sum = to + (k / group * pieces_of_group + k % group / A::PIECE) * stride;
+      const int64_t stop = lesser(k + A::PIECE, (k / group + 1) * group);
+      Vec lanes{};
+      for (; k < stop; k += WIDTH) lanes = lanes + load<F32>(row, k - begin);  // groups are multiples of 16
+      *sum = 0.0f;
+      for (int i = 0; i < WIDTH; ++i) *sum += lanes[i];
     }
   }
 
@@ -212,14 +229,6 @@ void multiply(const Factors<A>& f, float* c, int64_t begin, int64_t end) {
   each_sum<MT, NB>([&](int m, int b, int v) __attribute__((always_inline)) {
     store<F32>(total[m][b][v], c, (m * NB + b) * ROWS + v * WIDTH);
   });
-}
-
-// fn(std::integral_constant<int, tokens>) for 1 to MOST tokens.
-template <int MOST, class Fn>
-void with_tokens(int tokens, const Fn& fn) {
-  if constexpr (MOST > 1)
-    if (tokens < MOST) return with_tokens<MOST - 1>(tokens, fn);
-  fn(std::integral_constant<int, MOST>());
 }
 
 // y of the tokens from `token` on and the rows of a block; c has `stride` numbers a token.
