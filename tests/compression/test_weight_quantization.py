@@ -147,6 +147,25 @@ def test_groups_that_do_not_divide_a_weight_are_refused() -> None:
         linear(quantize_groups=5)
 
 
+def of_size(size: int, layer: nn.Module) -> nn.Module:
+    section = weights(start=4, target=4, quantize_groups=5)
+    section["different_groups"]["wq1"]["params"]["group_size"] = size
+    return init_compression(layer, {"compression_training": {"weight_quantization": section}})
+
+
+@pytest.mark.parametrize("size", [1, 8, 24])
+def test_a_group_can_have_a_size(size: int) -> None:
+    torch.manual_seed(1)
+    layer = nn.Linear(6, 4)
+    wanted = symmetric(layer.weight.detach().reshape(-1, size), 4, None)[0]
+    close(seen(of_size(size, layer)), wanted.reshape(4, 6))  # type: ignore[arg-type]
+    words = nn.Embedding(4, 6)
+    wanted = symmetric(words.weight.detach().reshape(-1, size), 4, None)[0]
+    close(of_size(size, words)(torch.arange(4)), wanted.reshape(4, 6))
+    with pytest.raises(ValueError, match=rf"{GROUP}: params.group_size = 7, and weight has \(4, 6\) = 24 elements"):
+        of_size(7, nn.Linear(6, 4))
+
+
 def test_verbose_says_when_bits_change(caplog: pytest.LogCaptureFixture) -> None:
     layer, _, _ = linear(start=5, target=3, period=2, schedule_offset=1, quantize_verbose=True)
     scheduler = CompressionScheduler(layer)

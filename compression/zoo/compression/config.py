@@ -120,6 +120,9 @@ class WeightQuantizationParams(ParamsSection):
     """Bits to end with."""
     quantization_period: int = Field(default=1, ge=0)
     """Steps until bits fall by one for the first time; it doubles each time."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Own: so many elements, row after row, have a scale of their own, whatever quantize_groups and the size of a
+    weight are. It divides the number of elements."""
 
     @field_validator("start_bits", "target_bits")
     @classmethod

@@ -115,15 +115,19 @@ class WeightQuantization(Technique[WeightQuantizationSection, WeightQuantization
         return [("weight", name) for name in weights_of(module)]
 
     def transform(self, site: Site, group: WeightQuantizationGroup, module: nn.Module) -> Transform:
-        """A quantiser; the weight of an embedding has a scale for each row."""
+        """A quantiser; the weight of an embedding has a scale for each row, unless ``group_size`` is given."""
         weight = parameter_of(module, site.parameter)
         shape = tuple(weight.shape) if weight is not None else ()
         by_row = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        num_groups = shape[0] if by_row else self.section.shared_parameters.quantize_groups
-        if num_groups and math.prod(shape) % num_groups:
+        numel, size = math.prod(shape), group.params.group_size
+        if size is not None:
+            said, num_groups, fits_in = f"params.group_size = {size}", numel // size, numel % size == 0
+        else:
+            num_groups = shape[0] if by_row else self.section.shared_parameters.quantize_groups
+            said, fits_in = f"quantize_groups = {num_groups}", not num_groups or numel % num_groups == 0
+        if not fits_in:
             raise ValueError(
-                f"{site.group}: quantize_groups = {num_groups}, and {site.name} has {shape} = {math.prod(shape)} "
-                "elements, which cannot be cut into so many groups of one size. Give a number that divides it, or let "
-                "the patterns leave the module out."
+                f"{site.group}: {said}, and {site.name} has {shape} = {numel} elements, which cannot be cut into such "
+                "groups. Give a number that divides it, or let the patterns leave the module out."
             )
         return WeightQuantizer(site, self.section, group, num_groups=num_groups, seed=self.seed)
