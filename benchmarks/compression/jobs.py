@@ -33,6 +33,8 @@ class Job:
         measure: of a model, on data that it has not seen; unit: of the measure.
         lower: whether less is better.
         leave_out: patterns of linear layers that are not quantised.
+        loss: of one batch of training, by its number; none where the job is not trained further.
+        lr: of the first steps of that.
     """
 
     make: Callable[[], nn.Module]
@@ -43,6 +45,8 @@ class Job:
     lower: bool
     group_size: int
     leave_out: Sequence[str] = ()
+    loss: Callable[[nn.Module, int], Tensor] | None = None
+    lr: float = 0.0
 
 
 def digits() -> Job:
@@ -70,11 +74,14 @@ def digits() -> Job:
     torch.manual_seed(0)
     trained = Perceptron()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=2e-3, weight_decay=0.01)
-    for step in range(600):
+
+    def loss(model: nn.Module, step: int) -> Tensor:
         chosen = torch.randint((~out).sum(), (128,), generator=torch.Generator().manual_seed(step))
-        loss = F.cross_entropy(trained(x[~out][chosen]), y[~out][chosen], label_smoothing=0.05)
+        return F.cross_entropy(model(x[~out][chosen]), y[~out][chosen], label_smoothing=0.05)
+
+    for step in range(600):
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss(trained, step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     values = {k: v.clone() for k, v in trained.state_dict().items()}
 
@@ -88,7 +95,8 @@ def digits() -> Job:
 
     return Job(
         make=make, blocks=lambda m: list(m.layers), batches=list(x[~out].split(256)), measure=accuracy,  # type: ignore[arg-type]
-        unit="accuracy on the held-out digits", lower=False, group_size=64,
+        unit="accuracy on the held-out digits", lower=False, group_size=64, loss=lambda m, step: loss(m, 600 + step),
+        lr=1e-3,
     )  # fmt: skip
 
 
@@ -129,6 +137,7 @@ def main_job(steps: int = 1200) -> Job:
         batches=[task.batch(1, step) for step in range(4)],
         measure=lambda model: float(task.loss(model, *task.held_out)),
         unit="held-out loss, nats a byte", lower=True, group_size=64,
+        loss=lambda model, step: task.loss(model, *task.batch(0, steps + 1 + step)), lr=1e-3,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import ROOT, machine, remarks, table
+from benchmarks.compression import training
 from benchmarks.compression.jobs import JOBS, Job, MissingError
 from torch import nn
 
@@ -91,7 +92,7 @@ def of_torchao(job: Job) -> dict[str, Callable[[nn.Module], tuple[nn.Module, flo
 
 
 @torch.no_grad()
-def measured(job: Job, only: Sequence[str]) -> dict[str, dict[str, float]]:
+def measured(job: Job, only: Sequence[str], steps: int) -> dict[str, dict[str, float]]:
     """Bits a weight, the measure and the seconds that quantising took, of each contender."""
     found = {EXACT: {"bits": 32.0, "value": job.measure(job.make()), "s": 0.0}}
     for name, recipe in recipes(job).items():
@@ -122,6 +123,15 @@ def measured(job: Job, only: Sequence[str]) -> dict[str, dict[str, float]]:
         seconds = time.perf_counter() - began
         found[name] = {"bits": bits, "value": job.measure(model), "s": seconds}
         print(f"  {name}: {bits:.2f} bits, {found[name]['value']:.5f}", file=sys.stderr)
+    for name, sections in training.contenders(job).items():
+        if only and not any(part in name for part in only):
+            continue
+        began = time.perf_counter()
+        model = training.compressed(job, sections, steps)
+        seconds = time.perf_counter() - began
+        bits = sections.bits_a_weight(job) if sections != training.Sections(trained=True) else 32.0
+        found[name] = {"bits": bits, "value": job.measure(model), "s": seconds}
+        print(f"  {name}: {bits:.2f} bits, {found[name]['value']:.5f}", file=sys.stderr)
     return found
 
 
@@ -150,12 +160,15 @@ def draw(raw: Mapping[str, Any]) -> None:
 
     jobs = [name for name in JOBS if name in raw]
     figure, panels = plt.subplots(1, len(jobs), figsize=(5.2 * len(jobs), 4.6), squeeze=False)
-    kinds = {"nearest": "o", "searched": "s", "GPTQ": "^", "rank 8": "D", "distilled": "v", "torchao": "x"}
+    kinds = {"nearest": "o", "searched": "s", "GPTQ": "^", "rank 8": "D", "distilled": "v", "trained": "*", "zeros": "+",
+             "zeros, trained": "P", "torchao": "x"}  # fmt: skip
     for panel, name in zip(panels[0], jobs, strict=True):
         about = raw[name]
         exact = about["found"][EXACT]["value"]
         for kind, marker in kinds.items():
             rows = {n: r for n, r in about["found"].items() if _kind(n) == kind}
+            if not rows:
+                continue
             panel.plot([r["bits"] for r in rows.values()], [r["value"] for r in rows.values()], marker, label=kind)
         panel.axhline(exact, color="grey", linewidth=1, label=EXACT)
         panel.set(title=name, xlabel="bits a weight, scales included", ylabel=about["unit"], xscale="log")
@@ -169,13 +182,19 @@ def draw(raw: Mapping[str, Any]) -> None:
 
 
 def _kind(name: str) -> str:
-    return "torchao" if name.startswith("torchao") else name.rpartition(", ")[2]
+    if name.startswith("torchao"):
+        return "torchao"
+    kind = name.rpartition(", ")[2]
+    if "zeros" in name:
+        return "zeros, trained" if kind == "trained" else "zeros"
+    return EXACT if name.startswith(EXACT) else kind
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How good models are at a size.")
     parser.add_argument("--jobs", nargs="*", choices=sorted(JOBS), default=list(JOBS))
     parser.add_argument("--only", nargs="*", default=[], help="contenders with one of these in their names")
+    parser.add_argument("--steps", type=int, default=300, help="of training after compression, where a job has it")
     parser.add_argument("--write-results", action="store_true", help="write SIZES.md and the plot")
     args = parser.parse_args()
     for name in args.jobs:
@@ -186,7 +205,7 @@ def main() -> None:
             continue
         print(name, file=sys.stderr)
         about = {"unit": job.unit, "lower": job.lower, "relative": name in ("bytes", "smollm2"),
-                 "found": measured(job, args.only)}  # fmt: skip
+                 "found": measured(job, args.only, args.steps)}  # fmt: skip
         raw = {**(json.loads(RAW.read_text()) if RAW.exists() else {}), name: about}
         RAW.parent.mkdir(parents=True, exist_ok=True)
         RAW.write_text(json.dumps(raw))
@@ -200,7 +219,11 @@ def main() -> None:
             "Written by `python -m benchmarks.compression.sizes`. Weights of linear layers (a tied head stays) are "
             "rounded after training, in groups with fp32 scales, and models computed in fp32. *nearest*: each weight "
             "by itself; *searched*: with the range of each group that is best of 20; *GPTQ*: also searched. *Bits a "
-            f"weight* has the scales in it.\n\n![a plot for each job](sizes.png)\n\n{about}"
+            f"weight* has the scales in it. *trained*: "
+            f"with `init_compression` for {args.steps} further steps, straight through (as is *fp32, trained*, which "
+            "is what those are to be compared with). *zeros*: by magnitude, or by snip_momentum over all layers "
+            f"together; values that are kept count {training.KEPT_BITS} bits, and one bit an element says which they "
+            "are.\n\n![a plot for each job](sizes.png)\n\n{about}"
         )
         PAGE.write_text(f"# Quality at a size\n\n{intro}\n\n{text}\n{remarks(PAGE)}")
 
