@@ -160,8 +160,8 @@ def draw(raw: Mapping[str, Any]) -> None:
 
     jobs = [name for name in JOBS if name in raw]
     figure, panels = plt.subplots(1, len(jobs), figsize=(5.2 * len(jobs), 4.6), squeeze=False)
-    kinds = {"nearest": "o", "searched": "s", "GPTQ": "^", "rank 8": "D", "distilled": "v", "trained": "*", "zeros": "+",
-             "zeros, trained": "P", "torchao": "x"}  # fmt: skip
+    marks = {"nearest": "o", "searched": "s", "GPTQ": "^", "rank 8": "D", "distilled": "v", "trained": "*"}
+    kinds = {**marks, "zeros": "+", "zeros, trained": "P", "torchao": "x"}
     for panel, name in zip(panels[0], jobs, strict=True):
         about = raw[name]
         exact = about["found"][EXACT]["value"]

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.compression.whole_model``: forwards of SmolLM2-135M on packed weights, beside bf16 and torchao.
+"""``python -m benchmarks.compression.whole_model``: SmolLM2-135M on packed weights, beside bf16 and torchao.
 
 Contenders take turns within a round; a ratio is of one round. The head, which is tied to the embedding, stays bf16 in
 all of them. Nothing is cached between forwards: one token is a forward of one token.
