@@ -184,6 +184,17 @@ OTHERS: dict[str, str] = {
     "graph_harvesting": "page", "use_data_before_expert_parallelism": "page", "disable_allgather": "page",
     "dataloader_drop_last": "page", "gradient_allreduce_op": "page", "disable_python_gc": "page",
     "bf16.immediate_grad_update": "page", "bf16.check_grad_overflow": "page", "quantize_training.enabled": "page",
+    "quantize_training.quantize_verbose": "page", "quantize_training.quantizer_kernel": "page",
+    "quantize_training.quantize_type": "page", "quantize_training.quantize_groups": "page",
+    "quantize_training.quantize_bits.start_bits": "page", "quantize_training.quantize_bits.target_bits": "page",
+    "quantize_training.quantize_schedule.quantize_period": "page",
+    "quantize_training.quantize_schedule.schedule_offset": "page", "quantize_training.quantize_algo.q_type": "page",
+    "quantize_training.quantize_algo.rounding": "page", "quantize_training.fp16_mixed_quantize.enabled": "page",
+    "quantize_training.fp16_mixed_quantize.quantize_change_ratio": "page",
+    "quantize_training.eigenvalue.enabled": "page", "quantize_training.eigenvalue.verbose": "page",
+    "quantize_training.eigenvalue.max_iter": "page", "quantize_training.eigenvalue.tol": "page",
+    "quantize_training.eigenvalue.stability": "page", "quantize_training.eigenvalue.gas_boundary_resolution": "page",
+    "quantize_training.eigenvalue.layer_name": "page", "quantize_training.eigenvalue.layer_num": "page",
     "compression_training.weight_quantization.shared_parameters.enabled": "page",
     "compression_training.weight_quantization.shared_parameters.quantizer_kernel": "page",
     "compression_training.weight_quantization.shared_parameters.schedule_offset": "page",
@@ -240,6 +251,20 @@ EFFECTS: dict[str, str] = {
         "tests/data_efficiency/test_layer_drop.py::test_the_blocks_that_run_are_those_that_were_drawn",
     "data_efficiency.enabled":
         "tests/data_efficiency/test_random_ltd.py::test_each_block_sees_the_tokens_of_the_schedule",
+    **{
+        f"quantize_training{key}":
+            "tests/compression/test_moq.py::test_without_curvature_it_is_weight_quantization_with_one_group"
+        for key in ("", ".quantize_bits", ".quantize_schedule", ".quantize_algo", ".fp16_mixed_quantize")
+    },
+    "quantize_training.eigenvalue":
+        "tests/compression/test_moq.py::test_every_stage_measures_the_same_bits_and_what_one_process_measures",
+    "quantize_training.eigenvalue.verbose": "tests/compression/test_moq.py::test_in_a_loop_of_ones_own",
+    "quantize_training.eigenvalue.max_iter":
+        "tests/compression/test_moq.py::test_iterations_end_when_they_are_told_to",
+    "quantize_training.eigenvalue.tol": "tests/compression/test_moq.py::test_iterations_end_when_they_are_told_to",
+    "quantize_training.eigenvalue.gas_boundary_resolution":
+        "tests/compression/test_moq.py::test_curvature_is_looked_at_in_every_nth_step_only",
+    "eigenvalue.enabled": "tests/compression/test_moq.py::test_other_spellings_mean_the_same",
     "compression_training.weight_quantization.shared_parameters":
         "tests/compression/test_weight_quantization.py::test_forward_sees_the_quantised_weight",
     "compression_training.weight_quantization.shared_parameters.schedule_offset":

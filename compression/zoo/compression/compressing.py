@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from zoo.compression.attach import attached_to, detach, transforms_of
 from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.layer_reduction import begin_as_teacher
-from zoo.compression.planning import compress, techniques_of
+from zoo.compression.moq.periods import moq_of
+from zoo.compression.moq.sections import MOQ
+from zoo.compression.planning import AnyTechnique, compress, techniques_of
 from zoo.compression.technique import Transform, parameter_of
 from zoo.config import Config, read, read_section
 from zoo.registry import DEFAULT, Registry
@@ -25,7 +27,7 @@ def init_compression(
     model: ModelT, config: Source, teacher_model: nn.Module | None = None, mpu: Any = None, *,
     registry: Registry = DEFAULT,
 ) -> ModelT:  # fmt: skip
-    """Compress a model as the section ``compression_training`` says, before it is trained.
+    """Compress a model as ``compression_training`` and ``quantize_training`` say, before it is trained.
 
     Its modules get transforms (:mod:`zoo.compression.attach`), which begin at their steps; an engine that is made with
     the same configuration takes them over. Call it on every rank, before anything is sharded.
@@ -44,9 +46,8 @@ def init_compression(
         NotImplementedError: a technique that is not there.
     """
     _check_mpu(mpu)
-    section, seed = section_of(config, registry)
+    section, techniques = asked_for(config, registry)
     inner = inner_of(model)
-    techniques = techniques_of(section, seed=seed, registry=registry)
     if section.layer_reduction.enabled:
         if teacher_model is None:
             raise ValueError(
@@ -76,31 +77,35 @@ def redundancy_clean(
         ValueError: the model has no transforms, or others than the configuration says.
     """
     _check_mpu(mpu)
-    section, seed = section_of(config, registry)
+    _, techniques = asked_for(config, registry)
     inner = inner_of(model)
-    check_same(inner, section)
+    check_same(inner, techniques)
     found = [t for t in transforms_of(inner) if t.site.where == "weight"]
     with torch.no_grad():
         fixed = [(weight, _fixed(weight, transforms)) for weight, transforms in _by_weight(inner)]
         for weight, value in fixed:
             weight.data.copy_(value)
     detach(inner, found)
-    for technique in techniques_of(section, seed=seed, registry=registry).values():
+    for technique in techniques.values():
         technique.shrink(inner, [t for t in found if t.site.technique == technique.name])
     return model
 
 
-def section_of(config: Source, registry: Registry = DEFAULT) -> tuple[CompressionConfig, int]:
-    """The section of a configuration, and the seed."""
+def asked_for(
+    config: Source, registry: Registry = DEFAULT
+) -> tuple[CompressionConfig, dict[str, AnyTechnique]]:  # fmt: skip
+    """``compression_training`` of a configuration, and the techniques that it and ``quantize_training`` ask for."""
     if isinstance(config, Config):
-        return getattr(config, ROOT), int(config.seed)
-    section = read_section(ROOT, config, registry=registry)
-    found: CompressionConfig = section if section is not None else CompressionConfig()
-    problems = list(found.problems())
-    if problems:
-        raise ValueError("; ".join(problems))
-    seed = read(config, registry=registry).values.get("seed")
-    return found, int(seed) if isinstance(seed, int) else int(Config.model_fields["seed"].default)
+        section, moq, eigenvalue = getattr(config, ROOT), getattr(config, MOQ), config.eigenvalue
+        seed = int(config.seed)
+    else:
+        section, moq, eigenvalue = (read_section(name, config, registry=registry) for name in (ROOT, MOQ, "eigenvalue"))
+        given = read(config, registry=registry).values.get("seed")
+        seed = int(given) if isinstance(given, int) else int(Config.model_fields["seed"].default)
+        problems = [*section.problems(), *moq.problems(section), *eigenvalue.problems(moq)]
+        if problems:
+            raise ValueError("; ".join(problems))
+    return section, {**techniques_of(section, seed=seed, registry=registry), **moq_of(moq, eigenvalue, seed=seed)}
 
 
 def inner_of(model: nn.Module) -> nn.Module:
@@ -109,12 +114,10 @@ def inner_of(model: nn.Module) -> nn.Module:
     return inner_of(inner) if isinstance(inner, nn.Module) and len(list(model.children())) == 1 else model
 
 
-def check_same(model: nn.Module, section: CompressionConfig) -> None:
-    """Raise ValueError unless the model has transforms of just the groups that a section has."""
-    there, techniques = transforms_of(model), section.techniques
-    asked = {
-        f"{ROOT}.{name}.different_groups.{group}" for name, s in techniques.items() for group in s.different_groups
-    }
+def check_same(model: nn.Module, techniques: Mapping[str, AnyTechnique]) -> None:
+    """Raise ValueError unless the model has transforms of just the groups that techniques have."""
+    there = transforms_of(model)
+    asked = {technique.place(group) for technique in techniques.values() for group in technique.groups()}
     lacking = sorted(asked - {t.site.group for t in there})
     strange = sorted({t.site.group or t.site.technique for t in there if t.site.technique not in techniques})
     if lacking or strange:

@@ -23,6 +23,13 @@ Ratio = Annotated[float, Field(gt=0, le=1)]
 ROOT = "compression_training"
 
 
+def known_bits(bits: int) -> int:
+    """Bits of weights; raises ValueError for those between 16 and 32."""
+    if 16 < bits < 32:
+        raise ValueError(f"{bits} bits; allowed are 1 to 16, and 32 for none")
+    return bits
+
+
 class SharedSection(Section):
     """What all groups of a technique have in common."""
 
@@ -124,12 +131,7 @@ class WeightQuantizationParams(ParamsSection):
     """Own: so many elements, row after row, have a scale of their own, whatever quantize_groups and the size of a
     weight are. It divides the number of elements."""
 
-    @field_validator("start_bits", "target_bits")
-    @classmethod
-    def _known(cls, bits: int) -> int:
-        if 16 < bits < 32:
-            raise ValueError(f"{bits} bits; allowed are 1 to 16, and 32 for none")
-        return bits
+    _known = field_validator("start_bits", "target_bits")(known_bits)
 
     @model_validator(mode="after")
     def _falls(self) -> WeightQuantizationParams:

@@ -12,6 +12,8 @@ from zoo.compression.attach import transforms_of
 from zoo.compression.compressing import check_same
 from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.layer_reduction import has_begun
+from zoo.compression.moq.periods import moq_of
+from zoo.compression.moq.sections import MOQ
 from zoo.compression.planning import AnyTechnique, compress, techniques_of, usable_by
 from zoo.compression.scheduler import CompressionScheduler
 from zoo.parts import Clock, Environment, StepRecord
@@ -45,10 +47,10 @@ class CompressionPart:
         if axes:
             self._prepare_stages(module, Communicator.of_axes(mesh, axes))
         elif transforms_of(module):
-            check_same(module, self.section)
+            check_same(module, self._techniques())
         else:
             compress(module, self._techniques())
-        self.scheduler = CompressionScheduler(module, self._ranks())
+        self.scheduler = CompressionScheduler(module, self.ranks())
 
     def _prepare_stages(self, module: nn.Module, comm: Communicator) -> None:
         """Of a pipeline: a pattern may mean layers of other stages; what is wrong on one stage is raised on all."""
@@ -72,7 +74,9 @@ class CompressionPart:
         together(comm, who, work, error=lambda text, _: ValueError(text), plain=ValueError)
 
     def _techniques(self) -> dict[str, AnyTechnique]:
-        return techniques_of(self.section, seed=int(self._environment.config.seed))
+        config = self._environment.config
+        moq = moq_of(getattr(config, MOQ), config.eigenvalue, seed=int(config.seed))
+        return {**techniques_of(self.section, seed=int(config.seed)), **moq}
 
     def on_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock
@@ -94,8 +98,9 @@ class CompressionPart:
         for transform in self.scheduler.transforms if self.scheduler is not None else ():
             bits = getattr(transform, "bits", None)
             if bits is not None:
-                group = transform.site.group.rpartition(".")[2]
-                found.setdefault(f"bits/{transform.site.technique}.{group}", []).append(float(bits))
+                group = transform.site.group.rpartition(".different_groups.")[2]
+                name = ".".join(dict.fromkeys((transform.site.technique, group)))
+                found.setdefault(f"bits/{name}", []).append(float(bits))
         return {name: sum(values) / len(values) for name, values in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +112,7 @@ class CompressionPart:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
 
-    def _ranks(self) -> Communicator | None:
+    def ranks(self) -> Communicator | None:
         """All that see different data."""
         there = self._environment
         if there.world_size == 1:

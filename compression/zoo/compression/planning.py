@@ -85,7 +85,7 @@ def compress(
         ValueError: a pattern without modules, a module in two groups, options that do not fit, two transforms that
             contradict each other.
     """
-    holders = _holders(model)
+    holders = holders_of(model)
     there = elsewhere or {}
     made: list[tuple[nn.Module, Transform]] = []
     for name, technique in techniques.items():
@@ -108,7 +108,7 @@ def compress(
 Holders = Mapping[int, list[tuple[nn.Module, str]]]
 
 
-def _holders(model: nn.Module) -> Holders:
+def holders_of(model: nn.Module) -> Holders:
     """id of a parameter → the modules in whose forward it is used, and its name there."""
     inside = inner_weights(model)
     found: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -130,7 +130,7 @@ def _made(
     known: dict[int, tuple[str, str]] = {}  # weights that have a transform → their group and name
     made: list[tuple[nn.Module, Transform]] = []
     for name, group in technique.groups().items():
-        where = f"{ROOT}.{technique.name}.different_groups.{name}"
+        where = technique.place(name)
         for path, module in chosen(model, group.modules, f"{where}.modules", usable, elsewhere).items():
             for tensor, parameter in technique.sites(module):
                 site = Site(module=path, where=tensor, parameter=parameter, technique=technique.name, group=where)

@@ -33,6 +33,7 @@ class Order(enum.IntEnum):
 
     MASK = 0
     QUANTISER = 1
+    LAST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +167,10 @@ class Technique(Generic[SectionT, GroupT]):
     def groups(self) -> Mapping[str, GroupT]:
         """The groups by name."""
         return self.section.different_groups  # type: ignore[return-value]
+
+    def place(self, group: str) -> str:
+        """Where a group is in a configuration, as errors name it."""
+        return f"compression_training.{self.name}.different_groups.{group}"
 
     def sites(self, module: nn.Module) -> Sequence[tuple[Where, str]]:
         """The tensors of ``module`` that it can change, (where, name of the parameter or ""); empty: none."""

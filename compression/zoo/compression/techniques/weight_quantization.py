@@ -67,13 +67,17 @@ class WeightQuantizer(Transform):
     def set_step(self, step: int) -> None:
         """``step`` steps are over."""
         before, was_active, self.step = self.bits, self.active, step
-        offset, start, target, period = self.offset, self._start, self.target_bits, self._period
-        self.bits = bits_at(step, offset=offset, start_bits=start, target_bits=target, period=period)
-        since = steps_at_bits(step, offset=offset, start_bits=start, target_bits=target, period=period)
+        self.bits, since = self.bits_and_since(step)
         self.share = share_at(since, self._ratio)
         self.active = step >= self.offset and self.bits < OFF
         if self._verbose and self.active and (self.bits != before or not was_active):
             _log.info("step %d: %s has %d bits", step, self.site.name, self.bits)
+
+    def bits_and_since(self, step: int) -> tuple[int, int]:
+        """Bits in a step, and for how many steps they have been so."""
+        offset, start, target, period = self.offset, self._start, self.target_bits, self._period
+        bits = bits_at(step, offset=offset, start_bits=start, target_bits=target, period=period)
+        return bits, steps_at_bits(step, offset=offset, start_bits=start, target_bits=target, period=period)
 
     def __call__(self, value: Tensor) -> Tensor:
         """T(w)."""
@@ -130,4 +134,8 @@ class WeightQuantization(Technique[WeightQuantizationSection, WeightQuantization
                 f"{site.group}: {said}, and {site.name} has {shape} = {numel} elements, which cannot be cut into such "
                 "groups. Give a number that divides it, or let the patterns leave the module out."
             )
+        return self.made(site, group, num_groups)
+
+    def made(self, site: Site, group: WeightQuantizationGroup, num_groups: int) -> WeightQuantizer:
+        """The quantiser of a site."""
         return WeightQuantizer(site, self.section, group, num_groups=num_groups, seed=self.seed)
