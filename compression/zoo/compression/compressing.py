@@ -15,7 +15,7 @@ from zoo.compression.layer_reduction import begin_as_teacher
 from zoo.compression.moq.periods import moq_of
 from zoo.compression.moq.sections import MOQ
 from zoo.compression.planning import AnyTechnique, compress, techniques_of
-from zoo.compression.technique import Transform, parameter_of
+from zoo.compression.technique import POST_TRAINING, Transform, parameter_of
 from zoo.config import Config, read, read_section
 from zoo.registry import DEFAULT, Registry
 
@@ -116,7 +116,7 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 def check_same(model: nn.Module, techniques: Mapping[str, AnyTechnique]) -> None:
     """Raise ValueError unless the model has transforms of just the groups that techniques have."""
-    there = transforms_of(model)
+    there = [t for t in transforms_of(model) if t.site.technique != POST_TRAINING]
     asked = {technique.place(group) for technique in techniques.values() for group in technique.groups()}
     lacking = sorted(asked - {t.site.group for t in there})
     strange = sorted({t.site.group or t.site.technique for t in there if t.site.technique not in techniques})

@@ -28,6 +28,10 @@ Where = Literal["weight", "input", "output"]
 """Which tensor of a module: a parameter, the first tensor that it is called with, the first that it returns."""
 
 
+POST_TRAINING = "post_training"
+"""In the place of a technique: what is quantised after training, and by no configuration."""
+
+
 class Order(enum.IntEnum):
     """Which transform of a site comes first."""
 

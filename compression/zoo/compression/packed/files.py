@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import TensorFile
-from zoo.compression.packed.linear import SIZES, PackedLinear
+from zoo.compression.packed.linear import SIZES, PackedLinear, with_transforms_of
 from zoo.kernels.packed_linear import PackedWeight
 
 KEY = "zoo.packed"
@@ -93,6 +93,7 @@ def _empty(model: nn.Module, name: str, about: dict[str, Any]) -> PackedLinear:
         module = model.get_submodule(name)
     except AttributeError:
         raise ValueError(f"the file has a packed layer {name!r}, which this model lacks.") from None
+    before = module
     if isinstance(module, PackedLinear):
         module = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=module.q.device)
     bits, size, rank = about["bits"], about["group_size"], about["rank"]
@@ -109,4 +110,4 @@ def _empty(model: nn.Module, name: str, about: dict[str, Any]) -> PackedLinear:
         numbers, torch.empty_like(numbers) if about["minima"] else None, (rows, columns), bits, size,
     )  # fmt: skip
     thin = (torch.empty(rows, rank, device=device), torch.empty(rank, columns, device=device)) if rank else None
-    return PackedLinear(weight, module.bias, thin).train(module.training)
+    return with_transforms_of(before, PackedLinear(weight, module.bias, thin).train(before.training), name)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.compression.attach import attach, attached_to
 from zoo.compression.post_training import Layer, Uniform
 from zoo.kernels.packed_linear import PackedWeight, pack, packed_linear, unpack, unpack_weight
 
@@ -154,8 +155,23 @@ def packed_of(layer: Layer, bias: Tensor | None = None, name: str = "the layer")
     return PackedLinear(weight, bias, layer.low_rank)
 
 
+def with_transforms_of(module: nn.Module, packed: PackedLinear, name: str) -> PackedLinear:
+    """The packed layer in the place of a module, with what changes the module's inputs and outputs.
+
+    Raises:
+        ValueError: there is a transform on the weight, which codes cannot have.
+    """
+    for (where, path), transforms in attached_to(module).items():
+        if where == "weight":
+            raise ValueError(f"{name} has a transform on its weight, and codes have none: call redundancy_clean first.")
+        for transform in transforms:
+            attach(packed, where, path, transform)
+    return packed
+
+
 def pack_model(model: nn.Module, layers: Mapping[str, Layer]) -> nn.Module:
-    """Puts a :class:`PackedLinear` in the place of each of these linear layers; the dense weights are gone then.
+    """Puts a :class:`PackedLinear` in the place of each of these linear layers; the dense weights are gone then. What
+    changes their inputs and outputs stays.
 
     Args:
         layers: of :func:`zoo.compression.post_training.quantise`.
@@ -164,14 +180,15 @@ def pack_model(model: nn.Module, layers: Mapping[str, Layer]) -> nn.Module:
         The model.
 
     Raises:
-        ValueError: a layer that cannot be packed, or is not there; before anything is changed.
+        ValueError: a layer that cannot be packed, is not there, or has a transform on its weight; before anything is
+            changed.
     """
     made = {}
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if not isinstance(module, nn.Linear):
             raise ValueError(f"{name} is a {type(module).__name__}; only linear layers are packed.")
-        made[name] = packed_of(layer, module.bias, name).train(module.training)
+        made[name] = with_transforms_of(module, packed_of(layer, module.bias, name).train(module.training), name)
     for name, module in made.items():
         above, _, last = name.rpartition(".")
         setattr(model.get_submodule(above), last, module)

@@ -1,9 +1,11 @@
-"""Quantisation after training: grids, GPTQ, low-rank compensation, layer-by-layer distillation."""
+"""Quantisation after training: grids, GPTQ, low-rank compensation, layer-by-layer distillation, ZeroQuant."""
 
 from zoo.compression.post_training.gptq import Inputs, Quantised, gptq, nearest
 from zoo.compression.post_training.grids import Binary, Floating, Grid, Ternary, Uniform
 from zoo.compression.post_training.lorc import low_rank
 from zoo.compression.post_training.recipe import Layer, Recipe, quantise
+from zoo.compression.post_training.tokens import quantise_inputs
+from zoo.compression.post_training.zeroquant import zeroquant
 
 __all__ = [
     "Binary",
@@ -19,4 +21,6 @@ __all__ = [
     "low_rank",
     "nearest",
     "quantise",
+    "quantise_inputs",
+    "zeroquant",
 ]

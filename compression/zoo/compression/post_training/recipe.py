@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,17 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zoo.compression.attach import attach, detach
+from zoo.compression.attach import attach, attached_to, detach
 from zoo.compression.patterns import matches, nothing_matches
 from zoo.compression.post_training.chain import Chain, Run, call, first_of
 from zoo.compression.post_training.gptq import Inputs, Quantised, gptq, nearest
 from zoo.compression.post_training.grids import Grid, Uniform
 from zoo.compression.post_training.lorc import low_rank
+from zoo.compression.post_training.tokens import quantise_inputs
 from zoo.compression.quantisers import straight_through
 from zoo.compression.technique import Order, Site, Transform
 from zoo.optim import Adam
 
 Tensor = torch.Tensor
+Rounding = Mapping[nn.Linear, Transform]
+"""Of the inputs of layers."""
 FOUR_BITS = Uniform(bits=4)
 
 
@@ -30,6 +33,8 @@ class Recipe:
 
     Args:
         grid: of the weights.
+        inputs: grid of what the same layers are called with, token by token
+            (:func:`~zoo.compression.post_training.tokens.quantise_inputs`); None: it stays as it is.
         group_size: consecutive elements of a row that share a scale; 0 for whole rows.
         method: "nearest"; "gptq", which needs batches (:func:`~zoo.compression.post_training.gptq.gptq`).
         candidates: ranges of a group that are tried besides the whole one.
@@ -42,6 +47,7 @@ class Recipe:
     """
 
     grid: Grid = FOUR_BITS
+    inputs: Grid | None = None
     group_size: int = 64
     method: Literal["nearest", "gptq"] = "nearest"
     candidates: int = 0
@@ -110,8 +116,9 @@ def quantise(
         The layers by name, as :func:`zoo.compression.packed.pack` takes them.
 
     Raises:
-        ValueError: the recipe needs batches; a layer whose rows are no whole number of groups, named; a pattern of
-            ``leave_out`` that fits no layer; blocks that are not called like that.
+        ValueError: the recipe needs batches; a layer's input is quantised already; a layer whose rows are no whole
+            number of groups, named; a pattern of ``leave_out`` that fits no layer; blocks that are not called like
+            that.
     """
     if recipe.needs_batches and not batches:
         raise ValueError(f"the recipe (method={recipe.method!r}, distil_steps={recipe.distil_steps}) needs batches.")
@@ -124,12 +131,18 @@ def quantise(
             raise ValueError(
                 f"{name} has rows of {module.in_features}, no whole number of groups of {size}; leave it out."
             )
-    if not batches:
-        return {name: _write(module, _rounded(module, name, recipe, None), recipe) for module, name in names.items()}
+    inside = {id(m) for block in blocks or () for m in block.modules()} if batches else set(map(id, names))
+    rounding = _inputs_of(model, {m: name for m, name in names.items() if id(m) in inside}, recipe)
     training = model.training
-    model.eval()
     try:
-        return _block_by_block(Chain(model, list(blocks or ()), batches, run), names, recipe)
+        if not batches:
+            _switch(rounding, names, True)
+            return {name: _write(m, _rounded(m, name, recipe, None), recipe) for m, name in names.items()}
+        model.eval()
+        return _block_by_block(Chain(model, list(blocks or ()), batches, run), names, recipe, rounding)
+    except BaseException:
+        detach(model, rounding.values())
+        raise
     finally:
         model.train(training)
 
@@ -172,12 +185,31 @@ def _write(module: nn.Linear, quantised: Quantised, recipe: Recipe) -> Layer:
     return layer
 
 
-def _block_by_block(chain: Chain, names: Mapping[nn.Linear, str], recipe: Recipe) -> dict[str, Layer]:
+def _inputs_of(model: nn.Module, names: Mapping[nn.Linear, str], recipe: Recipe) -> Rounding:
+    """The rounding of inputs, switched off."""
+    if recipe.inputs is None:
+        return {}
+    rounding = dict(zip(names, quantise_inputs(model, names.values(), recipe.inputs), strict=True))
+    _switch(rounding, rounding, False)
+    return rounding
+
+
+def _switch(rounding: Rounding, layers: Iterable[nn.Linear], on: bool) -> None:
+    for module in layers:
+        if module in rounding:
+            rounding[module].active = on
+
+
+def _block_by_block(
+    chain: Chain, names: Mapping[nn.Linear, str], recipe: Recipe, rounding: Rounding
+) -> dict[str, Layer]:  # fmt: skip
     found: dict[str, Layer] = {}
     for block in chain.blocks:
         layers = [m for m in block.modules() if isinstance(m, nn.Linear) and m in names]
-        if recipe.distil_steps:
-            _distil(chain, layers, names, recipe)
+        targets = chain.outputs() if recipe.distil_steps and layers else []
+        _switch(rounding, layers, True)
+        if targets:
+            _distil(chain, layers, names, recipe, targets)
         inputs = _inputs(chain, layers) if recipe.method == "gptq" else {}
         for module in layers:
             name = names[module]
@@ -189,7 +221,7 @@ def _block_by_block(chain: Chain, names: Mapping[nn.Linear, str], recipe: Recipe
 def _inputs(chain: Chain, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Inputs]:
     found = {module: Inputs(module.in_features) for module in layers}
     handles = [
-        module.register_forward_pre_hook(lambda m, args: found[m].add(args[0])) for module in layers
+        module.register_forward_pre_hook(lambda m, args: found[m].add(_multiplied(m, args[0]))) for module in layers
     ]  # fmt: skip
     try:
         chain.outputs()
@@ -199,11 +231,18 @@ def _inputs(chain: Chain, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Inputs
     return found
 
 
-def _distil(chain: Chain, layers: Sequence[nn.Linear], names: Mapping[nn.Linear, str], recipe: Recipe) -> None:
-    """Trains the weights of a block so that, rounded, they give what the block gives now."""
-    targets = chain.outputs()
-    if not layers:
-        return
+def _multiplied(module: nn.Linear, x: Tensor) -> Tensor:
+    """What the layer multiplies."""
+    for transform in attached_to(module).get(("input", ""), ()):
+        x = transform(x) if transform.active else x
+    return x
+
+
+def _distil(
+    chain: Chain, layers: Sequence[nn.Linear], names: Mapping[nn.Linear, str], recipe: Recipe,
+    targets: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Trains the weights of a block so that, rounded, they give what the block gave."""
     optimizer = Adam([m.weight for m in layers], lr=recipe.distil_lr)
     wanted = [(p, p.requires_grad) for p in chain.block.parameters()]
     for p, _ in wanted:
