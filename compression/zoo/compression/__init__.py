@@ -2,7 +2,8 @@
 
 * :func:`init_compression` and :func:`redundancy_clean` around training; an engine does the first by itself.
 * :class:`CompressionScheduler` for training loops of one's own.
-* :func:`logits_loss`, :func:`hidden_loss` and :func:`attention_loss`: a student learns from its teacher.
+* :func:`logits_loss`, :func:`hidden_loss` and :func:`attention_loss`: a student learns from its teacher;
+  :func:`xtc` makes one with fewer layers and weights of 1 or 2 bits.
 * :class:`Technique`, :class:`Transform` and :class:`Site`: what one more technique is made of.
 """
 
@@ -16,6 +17,7 @@ from zoo.compression.config import CompressionConfig
 from zoo.compression.distillation import attention_loss, hidden_loss, logits_loss
 from zoo.compression.scheduler import CompressionScheduler
 from zoo.compression.technique import Observes, Order, Site, Technique, Transform
+from zoo.compression.xtc import Student, xtc
 from zoo.registry import Subpackage
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Observes",
     "Order",
     "Site",
+    "Student",
     "Technique",
     "Transform",
     "attach",
@@ -37,6 +40,7 @@ __all__ = [
     "logits_loss",
     "redundancy_clean",
     "transforms_of",
+    "xtc",
 ]
 
 ABOUT = Subpackage(

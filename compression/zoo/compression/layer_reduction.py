@@ -49,6 +49,20 @@ def begin_as_teacher(student: nn.Module, teacher: nn.Module, section: LayerReduc
     student.__dict__[_MARK] = True
 
 
+def note_begun(student: nn.Module, begun: bool = True) -> None:
+    """Whether it has: what wraps a student has begun with it, one that is as before has not."""
+    student.__dict__[_MARK] = begun
+
+
+def layers_of(model: nn.Module, prefix: str, who: str = "student") -> list[nn.Module]:
+    """The modules of a list of layers, in order.
+
+    Raises:
+        ValueError: there is no list of this name.
+    """
+    return _layers(model, prefix, who, "module_name_prefix")
+
+
 def has_begun(student: nn.Module) -> bool:
     """Whether :func:`begin_as_teacher` was called for it."""
     return bool(student.__dict__.get(_MARK))
