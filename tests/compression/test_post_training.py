@@ -258,13 +258,14 @@ def test_what_helps_helps() -> None:
         "nearest": Recipe(**common), "searched": Recipe(**common, candidates=8),
         "gptq": Recipe(**common, method="gptq"), "compensated": Recipe(**common, low_rank=6),
         "distilled": Recipe(**common, distil_steps=60, distil_lr=1e-3),
+        "searched and distilled": Recipe(**common, candidates=8, distil_steps=60, distil_lr=1e-3),
     }.items():  # fmt: skip
         model = trained()
         quantise(model, recipe, blocks=model.layers, batches=data())
         found[name] = distance(model, exact)
         assert model.layers[0].up.weight.grad is None
         assert model.training
-    for name in ("gptq", "compensated", "distilled"):
+    for name in ("gptq", "compensated", "distilled", "searched and distilled"):
         assert found[name] < 0.8 * found["nearest"], found
 
 

@@ -56,22 +56,26 @@ def check_weight(weight: Tensor, group_size: int, name: str = "the weight") -> N
         raise ValueError(f"{name} has elements that are NaN or infinite; there are no codes for them.")
 
 
-def nearest(weight: Tensor, grid: Grid, *, group_size: int, candidates: int = 0) -> Quantised:
+def nearest(
+    weight: Tensor, grid: Grid, *, group_size: int, candidates: int = 0, params: Params | None = None
+) -> Quantised:  # fmt: skip
     """Each element at the nearest value of its group.
 
     Args:
         weight: (N, K).
         candidates: ranges that are tried besides the whole one; see :func:`~.grids.fitted`.
+        params: of groups, (N, K / group_size) each, as those of another ``Quantised``; None: they are fitted.
 
     Raises:
         ValueError: no matrix of finite numbers, or groups that do not divide K.
     """
     check_weight(weight, group_size)
     rows = weight.detach().float().reshape(-1, group_size)
-    params = fitted(grid, rows, candidates=candidates)
+    fixed = None if params is None else tuple(p.reshape(-1, 1) for p in params)
+    given = fixed or fitted(grid, rows, candidates=candidates)
     groups = (weight.shape[0], weight.shape[1] // group_size)
     return Quantised(
-        grid=grid, codes=grid.encode(rows, params).view(weight.shape), params=tuple(p.view(groups) for p in params),
+        grid=grid, codes=grid.encode(rows, given).view(weight.shape), params=tuple(p.view(groups) for p in given),
         group_size=group_size,
     )  # fmt: skip
 

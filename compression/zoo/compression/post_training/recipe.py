@@ -14,7 +14,7 @@ from zoo.compression.attach import attach, attached_to, detach
 from zoo.compression.patterns import matches, nothing_matches
 from zoo.compression.post_training.chain import Chain, Run, call, first_of
 from zoo.compression.post_training.gptq import Inputs, Quantised, gptq, nearest
-from zoo.compression.post_training.grids import Grid, Uniform
+from zoo.compression.post_training.grids import Grid, Params, Uniform
 from zoo.compression.post_training.lorc import low_rank
 from zoo.compression.post_training.tokens import quantise_inputs
 from zoo.compression.quantisers import straight_through
@@ -166,10 +166,12 @@ def chosen(model: nn.Module, leave_out: Sequence[str]) -> dict[nn.Linear, str]:
     }  # fmt: skip
 
 
-def _rounded(module: nn.Linear, name: str, recipe: Recipe, inputs: Inputs | None) -> Quantised:
+def _rounded(
+    module: nn.Linear, name: str, recipe: Recipe, inputs: Inputs | None, params: Params | None = None
+) -> Quantised:  # fmt: skip
     size, weight = recipe.size_for(module.in_features), module.weight.detach()
     if recipe.method == "nearest" or inputs is None:
-        return nearest(weight, recipe.grid, group_size=size, candidates=recipe.candidates)
+        return nearest(weight, recipe.grid, group_size=size, candidates=recipe.candidates, params=params)
     return gptq(
         weight, inputs.hessian, recipe.grid, group_size=size, damping=recipe.damping, by_size=recipe.by_size,
         candidates=recipe.candidates, name=name,
@@ -208,12 +210,12 @@ def _block_by_block(
         layers = [m for m in block.modules() if isinstance(m, nn.Linear) and m in names]
         targets = chain.outputs() if recipe.distil_steps and layers else []
         _switch(rounding, layers, True)
-        if targets:
-            _distil(chain, layers, names, recipe, targets)
+        trained = _distil(chain, layers, names, recipe, targets) if targets else {}
         inputs = _inputs(chain, layers) if recipe.method == "gptq" else {}
         for module in layers:
             name = names[module]
-            found[name] = _write(module, _rounded(module, name, recipe, inputs.get(module)), recipe)
+            rounded = _rounded(module, name, recipe, inputs.get(module), trained.get(module))
+            found[name] = _write(module, rounded, recipe)
         chain.on(chain.outputs())
     return found
 
@@ -241,8 +243,11 @@ def _multiplied(module: nn.Linear, x: Tensor) -> Tensor:
 def _distil(
     chain: Chain, layers: Sequence[nn.Linear], names: Mapping[nn.Linear, str], recipe: Recipe,
     targets: Sequence[Tensor],
-) -> None:  # fmt: skip
-    """Trains the weights of a block so that, rounded, they give what the block gave."""
+) -> dict[nn.Linear, Params | None]:  # fmt: skip
+    """Trains the weights of a block so that, rounded, they give what the block gave.
+
+    Returns the numbers of the groups that they were trained for: rounded with others, they lose what they learned.
+    """
     optimizer = Adam([m.weight for m in layers], lr=recipe.distil_lr)
     wanted = [(p, p.requires_grad) for p in chain.block.parameters()]
     for p, _ in wanted:
@@ -266,18 +271,22 @@ def _distil(
         for p, requires in wanted:
             p.requires_grad_(requires)
             p.grad = None
+    return {module: shadow.params for module, shadow in zip(layers, shadows, strict=True)}
 
 
 class _Rounding(Transform):
-    """w → the nearest weight of the recipe, straight through."""
+    """w → the nearest weight of the recipe, straight through, with the ranges of the weights at the beginning."""
 
     order = Order.QUANTISER
 
     def __init__(self, site: Site, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.params: Params | None = None
         super().__init__(site)
 
     def __call__(self, value: Tensor) -> Tensor:
-        size = self.recipe.size_for(value.shape[1])
-        rounded = nearest(value, self.recipe.grid, group_size=size).values
-        return straight_through(value, rounded.to(value.dtype))
+        recipe = self.recipe
+        size = recipe.size_for(value.shape[1])
+        found = nearest(value, recipe.grid, group_size=size, candidates=recipe.candidates, params=self.params)
+        self.params = found.params
+        return straight_through(value, found.values.to(value.dtype))
