@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.compression.models import Words, document, inputs, masters, start, train, weights
+from tests.profiles import examples
 from torch import Tensor, nn
 
 from zoo import sim
@@ -288,7 +289,7 @@ def test_curvature_is_looked_at_in_every_nth_step_only() -> None:
 
 def run(world: int, stage: int, *, micro: int = 1, recompute: bool = False, **more: Any) -> tuple[Any, ...]:
     """Losses, masters, eigenvalues and bits by step; the same on every rank."""
-    sections = moq(start=7, target=4, period=1, offset=1, **more)
+    sections = moq(**{"start": 7, "target": 4, "period": 1, "offset": 1, **more})
 
     def job(rank: int) -> tuple[Any, ...]:
         config = document(stage, gradient_accumulation_steps=micro, **sections)
@@ -325,17 +326,25 @@ def test_every_stage_measures_the_same_bits_and_what_one_process_measures() -> N
     assert run(2, 3, recompute=True)[2] == first[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "micro", "recompute"), [(4, 1, False), (4, 2, True), (2, 2, False)])
-def test_at_other_sizes_too(world: int, micro: int, recompute: bool) -> None:
-    """Of the first micro-batch, whatever comes after it."""
-    first = run(world, 0, micro=micro, recompute=recompute)
-    for stage in (1, 2, 3):
-        other = run(world, stage, micro=micro, recompute=recompute)
-        torch.testing.assert_close(other[0], first[0], rtol=1e-9, atol=0)
-        for (values, bits), (wanted, wanted_bits) in zip(other[2], first[2], strict=True):
-            assert bits == wanted_bits
-            assert values == pytest.approx(wanted, rel=1e-5)
+@examples(times=0.5)
+@given(
+    world=st.sampled_from([2, 4]), stage=st.integers(1, 3), micro=st.sampled_from([1, 2]), recompute=st.booleans(),
+    period=st.integers(1, 2), offset=st.integers(0, 2), every=st.integers(1, 3),
+)  # fmt: skip
+def test_of_the_first_micro_batch_at_any_size_and_stage(
+    world: int, stage: int, micro: int, recompute: bool, period: int, offset: int, every: int
+) -> None:
+    options: dict[str, Any] = {
+        "micro": micro, "recompute": recompute, "period": period, "offset": offset,
+        "curvature": {"gas_boundary_resolution": every, "max_iter": 5},
+    }  # fmt: skip
+    first, other = run(world, 0, **options), run(world, stage, **options)
+    torch.testing.assert_close(other[0], first[0], rtol=1e-9, atol=0)
+    for (values, bits), (wanted, wanted_bits) in zip(other[2], first[2], strict=True):
+        assert bits == wanted_bits
+        # Stages 2 and 3 reduce each micro-batch for itself, so that weights, and with them gradients, are rounded
+        # otherwise; a difference of gradients is divided by h.
+        assert values == wanted if micro == 1 else values == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("beside", [False, True])
