@@ -332,6 +332,39 @@ def test_masks_come_before_bits_on_one_layer() -> None:
     assert len(np.unique(zeros(model.fc1.weight) * 1)) == 2
 
 
+@pytest.mark.parametrize("method", ["l1", "topk"])
+@pytest.mark.parametrize(("kind", "bits"), [("symmetric", 1), ("symmetric", 2), ("symmetric", 4), ("asymmetric", 4)])
+def test_what_a_mask_has_taken_stays_zero_behind_every_quantiser(kind: str, bits: int, method: str) -> None:
+    """A binary or asymmetric quantiser has no zero of its own; and the values of others do not depend on zeros."""
+    config = sparse(0.25, ("fc1",), method=method)
+    config["compression_training"]["weight_quantization"] = {
+        "shared_parameters": {
+            "enabled": True, "quantize_weight_in_forward": True, "quantization_type": kind, "quantize_groups": 4,
+        },
+        "different_groups": {"w": {"params": {"start_bits": bits, "target_bits": bits}, "modules": ["fc1"]}},
+    }  # fmt: skip
+    model, plain = init_compression(Net(), config), Net()
+    mask = reference(plain.fc1.weight.detach().abs().numpy(), 32)
+    x = torch.randn(3, 8)
+    y = model.fc1(x)
+    y.sum().backward()
+    grads = {name: p.grad for name, p in model.fc1.named_parameters()}
+    wanted = x.sum(0).expand(16, 8).numpy()
+    np.testing.assert_allclose(grads["weight"].numpy(), wanted * mask, rtol=1e-5)
+    if method == "topk":  # what is masked learns too
+        np.testing.assert_allclose(
+            grads["weight_sparse_scores"].numpy(), wanted * plain.fc1.weight.detach().numpy(), rtol=1e-5, atol=1e-7
+        )
+    redundancy_clean(model, config)
+    weight = model.fc1.weight.detach()
+    assert not weight.numpy()[~mask].any()
+    torch.testing.assert_close(model.fc1(x), y)
+    if bits == 1:
+        kept = np.where(mask, plain.fc1.weight.detach().numpy(), 0).reshape(4, -1)
+        means = np.abs(kept).sum(1) / (kept != 0).sum(1)
+        np.testing.assert_allclose(weight.numpy().reshape(4, -1), np.sign(kept) * means[:, None], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.compression.technique import Transform, Where, in_order, owner_of, parameter_of
+from zoo.compression.technique import Transform, Where, applied, in_order, owner_of, parameter_of
 
 _KEY = "_zoo_compression"
 _classes: dict[type, type] = {}
@@ -203,11 +203,11 @@ _changed_eagerly: Callable[..., Any] = torch.compiler.disable(_changed)  # type:
 
 
 def _through(module: nn.Module, transforms: Iterable[Transform], value: Any) -> Any:
-    for transform in transforms:
-        if transform.active:
-            transform.training, transform.used = module.training, True
-            value = transform(value)
-    return value
+    def call(transform: Transform, value: Tensor) -> Tensor:
+        transform.training, transform.used = module.training, True
+        return transform(value)
+
+    return applied((t for t in transforms if t.active), value, call)
 
 
 def _with_input(

@@ -15,7 +15,7 @@ from zoo.compression.layer_reduction import begin_as_teacher
 from zoo.compression.moq.periods import moq_of
 from zoo.compression.moq.sections import MOQ
 from zoo.compression.planning import AnyTechnique, compress, techniques_of
-from zoo.compression.technique import POST_TRAINING, Transform, parameter_of
+from zoo.compression.technique import POST_TRAINING, Transform, applied, parameter_of
 from zoo.config import Config, read, read_section
 from zoo.registry import DEFAULT, Registry
 
@@ -139,9 +139,7 @@ def _by_weight(model: nn.Module) -> list[tuple[nn.Parameter, Sequence[Transform]
 
 
 def _fixed(weight: Tensor, transforms: Sequence[Transform]) -> Tensor:
-    for transform in transforms:
-        weight = transform.fixed(weight)
-    return weight
+    return applied(transforms, weight, lambda transform, value: transform.fixed(value))
 
 
 def _check_mpu(mpu: Any) -> None:

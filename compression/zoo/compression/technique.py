@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -87,7 +87,7 @@ class Transform:
     takes: str = ""
     """Of a mask of whole units: along which dim. Two that take along one contradict each other."""
     keeps_zero: bool = False
-    """Whether a zero stays zero, and others are what they are without it."""
+    """Whether a zero stays zero, and others are what they are without it; see :func:`applied`."""
 
     def __init__(self, site: Site, *, offset: int = 0) -> None:
         self.site, self.offset = site, offset
@@ -236,6 +236,21 @@ def parameter_of(module: nn.Module, path: str) -> nn.Parameter | None:
     """The parameter at a path, None where there is none."""
     owner, name = owner_of(module, path)
     return owner._parameters.get(name)
+
+
+def applied(
+    transforms: Iterable[Transform], value: Tensor, call: Callable[[Transform, Tensor], Tensor]
+) -> Tensor:  # fmt: skip
+    """A tensor through the transforms of its site, ``call(transform, value)`` for each. What is zero behind a mask
+    stays zero, also where a quantiser has no zero; gradients are those of the transforms."""
+    masked = False
+    for transform in transforms:
+        changed = call(transform, value)
+        if masked and not transform.keeps_zero and transform.order != Order.MASK:
+            changed = changed - changed.detach().where(value.detach() == 0, 0)
+        masked = masked or transform.order == Order.MASK
+        value = changed
+    return value
 
 
 def in_order(transforms: Iterable[Transform]) -> list[Transform]:

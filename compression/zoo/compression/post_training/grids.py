@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from zoo.compression.quantisers.extreme import binary_scale, ternary_scale
+from zoo.compression.quantisers.extreme import ternary_scale
 
 Tensor = torch.Tensor
 Params = tuple[Tensor, ...]
@@ -212,7 +212,7 @@ class Binary(_Scaled):
 
     def fit(self, x: Tensor, shrink: float = 1.0) -> Params:
         """See :class:`Grid`."""
-        return (binary_scale(x) * shrink,)
+        return (x.abs().mean(1, keepdim=True) * shrink,)
 
     def encode(self, x: Tensor, params: Params) -> Tensor:
         """See :class:`Grid`."""

@@ -57,6 +57,7 @@ class WeightQuantizer(Transform):
         shared, params = section.shared_parameters, group.params
         self.num_groups, self.seed, self.step = num_groups, seed, 0
         self._asymmetric = shared.quantization_type == "asymmetric"
+        self.keeps_zero = not self._asymmetric
         self._stochastic = shared.rounding == "stochastic"
         self._ratio = shared.fp16_mixed_quantize.quantize_change_ratio if shared.fp16_mixed_quantize.enabled else 1.0
         self._start, self.target_bits, self._period = params.start_bits, params.target_bits, params.quantization_period
