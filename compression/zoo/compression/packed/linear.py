@@ -189,7 +189,18 @@ def pack_model(model: nn.Module, layers: Mapping[str, Layer]) -> nn.Module:
         if not isinstance(module, nn.Linear):
             raise ValueError(f"{name} is a {type(module).__name__}; only linear layers are packed.")
         made[name] = with_transforms_of(module, packed_of(layer, module.bias, name).train(module.training), name)
-    for name, module in made.items():
-        above, _, last = name.rpartition(".")
-        setattr(model.get_submodule(above), last, module)
-    return model
+    return put(model, made)
+
+
+def put(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
+    """These modules in the places of those that have the names now, under all their names.
+
+    Returns:
+        The model; the new module where it is the model itself that is replaced.
+    """
+    instead = {id(model.get_submodule(name)): module for name, module in made.items()}
+    for above in list(model.modules()):
+        for last, module in list(above._modules.items()):
+            if id(module) in instead:
+                setattr(above, last, instead[id(module)])
+    return instead.get(id(model), model)
