@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.compression.attach import attach, attached_to
+from zoo.compression.attach import attach, attached_to, class_of
 from zoo.compression.post_training import Layer, Uniform
+from zoo.compression.pruning.flow import has_hooks
+from zoo.compression.technique import inner_weights
 from zoo.kernels.packed_linear import PackedWeight, pack, packed_linear, unpack, unpack_weight
 
 Tensor = torch.Tensor
@@ -104,19 +106,28 @@ class PackedLinear(nn.Module):
             if value is not None:
                 destination[prefix + name] = value
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
         mine = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
         names = [prefix + name for name in ("q", "scales", "minima")]
         if all(name in mine for name in names[:2]) and (self.minima is None or names[2] in mine):
             shape = (self.out_features, self.in_features)
-            found = pack(
-                mine[names[0]].cpu(), mine[names[1]].cpu(), None if self.minima is None else mine[names[2]].cpu(),
-                shape=shape, bits=self.bits, group_size=self.group_size,
-            )  # fmt: skip
+            try:
+                found = pack(
+                    mine[names[0]].cpu(), mine[names[1]].cpu(), None if self.minima is None else mine[names[2]].cpu(),
+                    shape=shape, bits=self.bits, group_size=self.group_size,
+                )  # fmt: skip
+            except ValueError as error:
+                error_msgs.append(f"the packed layer {prefix.rstrip('.')!r}: {error}")
+                return
             mine.update(zip(names, (found.q, found.scales, found.minima), strict=True))
             if self.minima is None:
                 del mine[names[2]]
-        super()._load_from_state_dict(mine, prefix, *args)
+        super()._load_from_state_dict(
+            mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )  # fmt: skip
 
 
 def packs(layer: Layer) -> str:
@@ -186,10 +197,23 @@ def pack_model(model: nn.Module, layers: Mapping[str, Layer]) -> nn.Module:
     made = {}
     for name, layer in layers.items():
         module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear):
-            raise ValueError(f"{name} is a {type(module).__name__}; only linear layers are packed.")
-        made[name] = with_transforms_of(module, packed_of(layer, module.bias, name).train(module.training), name)
+        if why := _more_than_linear(model, module):
+            raise ValueError(f"{name} is a {class_of(module).__name__}{why}.")
+        made[name] = with_transforms_of(module, packed_of(layer, module.bias, name).train(module.training), name)  # type: ignore[arg-type]
     return put(model, made)
+
+
+def _more_than_linear(model: nn.Module, module: nn.Module) -> str:
+    """What of a module a packed layer would not do; "": nothing."""
+    if not isinstance(module, nn.Linear):
+        return "; only linear layers are packed"
+    if class_of(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
+        return " with a forward of its own, which a packed layer has not; leave it out"
+    if has_hooks(module):
+        return " with hooks, which a packed layer has not; remove them, and register them on the packed one"
+    if id(module) in inner_weights(model):
+        return ", whose weight the attention around it reads without calling it; leave it out"
+    return ""
 
 
 def put(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
@@ -203,4 +227,11 @@ def put(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
         for last, module in list(above._modules.items()):
             if id(module) in instead:
                 setattr(above, last, instead[id(module)])
+                if isinstance(above, nn.TransformerEncoderLayer):
+                    # Its fused kernels read weights without calling their modules; hooks keep them off.
+                    instead[id(module)].register_forward_pre_hook(_is_called)
     return instead.get(id(model), model)
+
+
+def _is_called(module: nn.Module, args: Any) -> None:
+    """Nothing: see :func:`put`."""

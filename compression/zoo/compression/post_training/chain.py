@@ -85,6 +85,7 @@ class Chain:
             handle.remove()
         if not found:
             raise ValueError("the model's forward does not call its first block; name the blocks that it calls.")
+        _check_inputs(found[0].hidden)
         return found[0]
 
     @torch.no_grad()
@@ -108,6 +109,7 @@ class Chain:
                 f"the model's forward calls its blocks in the order {[i for i, _, _ in seen]}; each has to be called "
                 f"once, in order, 0 to {len(self.blocks) - 1}."
             )
+        _check_inputs(seen[0][1])
         for (i, _, before), (_, after, _) in itertools.pairwise(seen):
             if before.shape != after.shape or not torch.equal(before, after):
                 raise ValueError(
@@ -130,6 +132,14 @@ class Chain:
         for each, output in zip(self.calls, outputs, strict=True):
             each.hidden = output
         self.at += 1
+
+
+def _check_inputs(hidden: Tensor) -> None:
+    if not hidden.numel() or not bool(torch.isfinite(hidden).all()):
+        why = "with NaN or infinite elements" if hidden.numel() else "which is none"
+        raise ValueError(
+            f"a batch gives the first block inputs of shape {tuple(hidden.shape)}, {why}: nothing can be learned of it."
+        )
 
 
 def _as_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

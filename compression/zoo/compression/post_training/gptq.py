@@ -52,6 +52,8 @@ def check_weight(weight: Tensor, group_size: int, name: str = "the weight") -> N
         raise ValueError(
             f"{name} has rows of {weight.shape[1]}, and group_size={group_size}; a row must be whole groups."
         )
+    if weight.is_meta:
+        raise ValueError(f'{name} is on "meta" and has no values to round; load it first.')
     if not torch.isfinite(weight).all():
         raise ValueError(f"{name} has elements that are NaN or infinite; there are no codes for them.")
 

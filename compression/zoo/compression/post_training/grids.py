@@ -65,7 +65,7 @@ class Uniform:
     half: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in range(2, 9):
+        if type(self.bits) is not int or self.bits not in range(2, 9):
             raise ValueError(f"bits={self.bits!r}; equal steps take 2 to 8 bits (Ternary and Binary take fewer).")
 
     @property

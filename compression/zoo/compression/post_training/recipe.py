@@ -13,12 +13,12 @@ from torch import nn
 from zoo.compression.attach import attach, attached_to, detach
 from zoo.compression.patterns import matches, nothing_matches
 from zoo.compression.post_training.chain import Chain, Run, call, first_of
-from zoo.compression.post_training.gptq import Inputs, Quantised, gptq, nearest
+from zoo.compression.post_training.gptq import Inputs, Quantised, check_weight, gptq, nearest
 from zoo.compression.post_training.grids import Grid, Params, Uniform
 from zoo.compression.post_training.lorc import low_rank
 from zoo.compression.post_training.tokens import quantise_inputs
 from zoo.compression.quantisers import straight_through
-from zoo.compression.technique import Order, Site, Transform
+from zoo.compression.technique import Order, Site, Transform, inner_weights
 from zoo.optim import Adam
 
 Tensor = torch.Tensor
@@ -62,10 +62,12 @@ class Recipe:
         if self.method not in ("nearest", "gptq"):
             raise ValueError(f"method={self.method!r}; it must be 'nearest' or 'gptq'.")
         for name in ("group_size", "candidates", "low_rank", "distil_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be 0 or more.")
-        if self.damping <= 0 or self.distil_lr <= 0:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}; it must be a whole number, 0 or more.")
+        if not (self.damping > 0 and self.distil_lr > 0):
             raise ValueError(f"damping={self.damping}, distil_lr={self.distil_lr}; both must be positive.")
+        if not all(hasattr(self.grid, name) for name in ("fit", "encode", "decode")):
+            raise ValueError(f"grid={self.grid!r}; it must be a grid, such as Uniform(bits=4).")
 
     @property
     def needs_batches(self) -> bool:
@@ -113,27 +115,25 @@ def quantise(
         run: (model, batch).
 
     Returns:
-        The layers by name, as :func:`zoo.compression.packed.pack` takes them.
+        The layers by name, as :func:`zoo.compression.packed.pack_model` takes them.
 
     Raises:
-        ValueError: the recipe needs batches; a layer's input is quantised already; a layer whose rows are no whole
-            number of groups, named; a pattern of ``leave_out`` that fits no layer; blocks that are not called like
-            that.
+        ValueError: the recipe needs batches; a layer's input is quantised already; a pattern of ``leave_out`` that fits
+            no layer; blocks that are not called like that; a layer, named, whose rows are no whole number of groups, or
+            whose weight has NaN or infinite elements, no values, transforms, or is computed from others. Nothing is
+            changed then.
     """
+    batches = None if batches is None else list(batches)
     if recipe.needs_batches and not batches:
         raise ValueError(f"the recipe (method={recipe.method!r}, distil_steps={recipe.distil_steps}) needs batches.")
     if batches and not blocks:
         raise ValueError("with batches the blocks have to be named: blocks=model.layers, for instance.")
     names = chosen(model, recipe.leave_out)
     for module, name in names.items():
-        size = recipe.size_for(module.in_features)
-        if module.in_features % size:
-            raise ValueError(
-                f"{name} has rows of {module.in_features}, no whole number of groups of {size}; leave it out."
-            )
+        _check(module, name, recipe.size_for(module.in_features))
     inside = {id(m) for block in blocks or () for m in block.modules()} if batches else set(map(id, names))
     rounding = _inputs_of(model, {m: name for m, name in names.items() if id(m) in inside}, recipe)
-    training = model.training
+    modes = [(each, each.training) for each in model.modules()]
     try:
         if not batches:
             _switch(rounding, names, True)
@@ -144,26 +144,39 @@ def quantise(
         detach(model, rounding.values())
         raise
     finally:
-        model.train(training)
+        for each, training in modes:
+            each.training = training
+
+
+def _check(module: nn.Linear, name: str, size: int) -> None:
+    if size < 1 or module.in_features % size:
+        raise ValueError(f"{name} has rows of {module.in_features}, no whole number of groups of {size}; leave it out.")
+    if module._parameters.get("weight") is None:
+        raise ValueError(
+            f"{name} computes its weight from others (torch.nn.utils.parametrize, weight_norm), so that nothing can be "
+            "written in its place; remove that, or leave the layer out."
+        )
+    if any(where == "weight" for where, _ in attached_to(module)):
+        raise ValueError(f"{name} has transforms of its weight; call redundancy_clean first.")
+    check_weight(module.weight, size, name)
 
 
 def chosen(model: nn.Module, leave_out: Sequence[str]) -> dict[nn.Linear, str]:
     """The linear layers by name that no pattern fits, in the model's order.
 
-    A layer whose weight another module has too (a tied head) is left out: the other has no packed form.
+    A layer whose weight another module has too (a tied head) or reads without calling it (the ``out_proj`` of
+    ``nn.MultiheadAttention``) is left out: the other has no packed form.
     """
     found = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in found.values()):
             raise nothing_matches("leave_out", pattern, found.values(), "fits no linear layer")
-    owners: dict[int, int] = {}
+    owners, inside = dict[int, int](), inner_weights(model)
     for module in model.modules():
         for p in module._parameters.values():
             owners[id(p)] = owners.get(id(p), 0) + 1
-    return {
-        m: name for m, name in found.items()
-        if owners[id(m.weight)] == 1 and not any(matches(pattern, name) for pattern in leave_out)
-    }  # fmt: skip
+    alone = {m: name for m, name in found.items() if owners.get(id(m.weight), 1) == 1 and id(m) not in inside}
+    return {m: name for m, name in alone.items() if not any(matches(pattern, name) for pattern in leave_out)}
 
 
 def _rounded(
@@ -249,8 +262,9 @@ def _distil(
     Returns the numbers of the groups that they were trained for: rounded with others, they lose what they learned.
     """
     optimizer = Adam([m.weight for m in layers], lr=recipe.distil_lr)
-    wanted = [(p, p.requires_grad) for p in chain.block.parameters()]
-    for p, _ in wanted:
+    before = [(p, p.requires_grad, p.grad) for p in chain.block.parameters()]
+    for p, _, _ in before:
+        p.grad = None
         p.requires_grad_(False)
     for module in layers:
         module.weight.requires_grad_(True)
@@ -268,9 +282,9 @@ def _distil(
                 optimizer.step()
     finally:
         detach(chain.block, shadows)
-        for p, requires in wanted:
+        for p, requires, grad in before:
             p.requires_grad_(requires)
-            p.grad = None
+            p.grad = grad
     return {module: shadow.params for module, shadow in zip(layers, shadows, strict=True)}
 
 
