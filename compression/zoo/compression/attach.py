@@ -90,9 +90,8 @@ def detach(model: nn.Module, transforms: Iterable[Transform] | None = None) -> N
             continue
         gone = {id(t): t for t in _unique(attached) if only is None or id(t) in only}
         for transform in gone.values():
-            for key, value in transform.learned.items():
-                if module._parameters.get(key) is value:
-                    del module._parameters[key]
+            for key in transform.learned:
+                module._parameters.pop(key, None)
         left = {place: [t for t in there if id(t) not in gone] for place, there in attached.transforms.items()}
         attached.transforms = {place: there for place, there in left.items() if there}
         if not attached.transforms:
@@ -207,7 +206,7 @@ def _through(module: nn.Module, transforms: Iterable[Transform], value: Any) -> 
         transform.training, transform.used = module.training, True
         return transform(value)
 
-    return applied((t for t in transforms if t.active), value, call)
+    return applied(module, (t for t in transforms if t.active), value, call)
 
 
 def _with_input(

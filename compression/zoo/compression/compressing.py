@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zoo.compression.attach import attached_to, detach, transforms_of
 from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.layer_reduction import begin_as_teacher
 from zoo.compression.moq.periods import moq_of
 from zoo.compression.moq.sections import MOQ
-from zoo.compression.planning import AnyTechnique, compress, techniques_of
+from zoo.compression.planning import AnyTechnique, asked_of, compress, techniques_of
 from zoo.compression.technique import POST_TRAINING, Transform, applied, parameter_of
 from zoo.config import Config, read, read_section
 from zoo.registry import DEFAULT, Registry
@@ -74,15 +74,21 @@ def redundancy_clean(
         mpu: None.
 
     Raises:
-        ValueError: the model has no transforms, or others than the configuration says.
+        ValueError: the model has no transforms, or others than the configuration says, or no values.
     """
     _check_mpu(mpu)
     _, techniques = asked_for(config, registry)
     inner = inner_of(model)
     check_same(inner, techniques)
     found = [t for t in transforms_of(inner) if t.site.where == "weight"]
+    empty = [name for name, p in inner.named_parameters() if p.is_meta]
+    if empty:
+        raise ValueError(f'{empty[0]} is on "meta" and has no values to clean; load the model first.')
     with torch.no_grad():
-        fixed = [(weight, _fixed(weight, transforms)) for weight, transforms in _by_weight(inner)]
+        fixed = [
+            (weight, applied(module, transforms, weight, lambda transform, value: transform.fixed(value)))
+            for module, weight, transforms in _by_weight(inner)
+        ]
         for weight, value in fixed:
             weight.data.copy_(value)
     detach(inner, found)
@@ -115,7 +121,7 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def check_same(model: nn.Module, techniques: Mapping[str, AnyTechnique]) -> None:
-    """Raise ValueError unless the model has transforms of just the groups that techniques have."""
+    """Raise ValueError unless the model has transforms of just the groups and options that techniques have."""
     there = [t for t in transforms_of(model) if t.site.technique != POST_TRAINING]
     asked = {technique.place(group) for technique in techniques.values() for group in technique.groups()}
     lacking = sorted(asked - {t.site.group for t in there})
@@ -126,20 +132,34 @@ def check_same(model: nn.Module, techniques: Mapping[str, AnyTechnique]) -> None
             f"the model is not compressed as the configuration says: it {' and '.join(both)}. Give the configuration "
             "that it was compressed with, or call init_compression(model, config) first."
         )
+    for transform in there:
+        name = transform.site.technique
+        if transform.asked is None:
+            continue
+        for where, before, now in _unlike(f"{ROOT}.{name}", transform.asked, asked_of(techniques[name].section)):
+            raise ValueError(
+                f"the model was compressed with {where} = {before!r}, and the configuration says {now!r}. Give the "
+                "configuration that it was compressed with, or call init_compression on the model as it was before."
+            )
 
 
-def _by_weight(model: nn.Module) -> list[tuple[nn.Parameter, Sequence[Transform]]]:
-    found: dict[int, tuple[nn.Parameter, Sequence[Transform]]] = {}
+def _unlike(where: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Where two documents differ, and what each has there."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _unlike(f"{where}.{key}", before.get(key), now.get(key))
+    elif before != now:
+        yield where, before, now
+
+
+def _by_weight(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter, Sequence[Transform]]]:
+    found: dict[int, tuple[nn.Module, nn.Parameter, Sequence[Transform]]] = {}
     for module in model.modules():
         for (where, path), transforms in attached_to(module).items():
             weight = parameter_of(module, path) if where == "weight" else None
             if weight is not None:
-                found[id(weight)] = (weight, transforms)
+                found[id(weight)] = (module, weight, transforms)
     return list(found.values())
-
-
-def _fixed(weight: Tensor, transforms: Sequence[Transform]) -> Tensor:
-    return applied(transforms, weight, lambda transform, value: transform.fixed(value))
 
 
 def _check_mpu(mpu: Any) -> None:

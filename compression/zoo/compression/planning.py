@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from zoo.compression.attach import attach, class_of, detach
-from zoo.compression.config import ROOT, CompressionConfig
+from zoo.compression.config import ROOT, CompressionConfig, TechniqueSection
 from zoo.compression.patterns import matches, nothing_matches
 from zoo.compression.technique import Site, Technique, Transform, inner_weights, parameter_of, weights_of
 from zoo.layout import logical_name, split_of
@@ -33,6 +33,13 @@ def techniques_of(config: CompressionConfig, *, seed: int = 0, registry: Registr
                 f"{', '.join(sorted(known)) or 'none'}. Leave the section out, or register one as {KIND}.{name}."
             )
         found[name] = registry.get(KIND, name)(section, seed=seed)
+    return found
+
+
+def asked_of(section: TechniqueSection) -> dict[str, Any]:
+    """What the section of a technique asks for, as plain values; what is only said in the log is left out."""
+    found = section.model_dump(mode="json")
+    found["shared_parameters"].pop("quantize_verbose", None)
     return found
 
 
@@ -90,7 +97,11 @@ def compress(
     made: list[tuple[nn.Module, Transform]] = []
     for name, technique in techniques.items():
         these = _made(technique, model, there.get(name, ()))
-        made += [*these, *technique.related(model, [transform for _, transform in these])]
+        these += technique.related(model, [transform for _, transform in these])
+        asked = asked_of(technique.section)
+        for _, transform in these:
+            transform.asked = asked
+        made += these
     try:
         for module, transform in made:
             site = transform.site

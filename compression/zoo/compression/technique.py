@@ -15,6 +15,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
@@ -88,6 +89,12 @@ class Transform:
     """Of a mask of whole units: along which dim. Two that take along one contradict each other."""
     keeps_zero: bool = False
     """Whether a zero stays zero, and others are what they are without it; see :func:`applied`."""
+
+    now: Mapping[str, Tensor] = MappingProxyType({})
+    """While it is called: what the module has under the names of ``learned``. That is another parameter after
+    ``load_state_dict(..., assign=True)``, and a tensor within ``torch.func.functional_call``."""
+    asked: Mapping[str, Any] | None = None
+    """What its section asked for when it was made; a configuration that comes later must ask for the same."""
 
     def __init__(self, site: Site, *, offset: int = 0) -> None:
         self.site, self.offset = site, offset
@@ -239,13 +246,19 @@ def parameter_of(module: nn.Module, path: str) -> nn.Parameter | None:
 
 
 def applied(
-    transforms: Iterable[Transform], value: Tensor, call: Callable[[Transform, Tensor], Tensor]
+    module: nn.Module, transforms: Iterable[Transform], value: Tensor, call: Callable[[Transform, Tensor], Tensor]
 ) -> Tensor:  # fmt: skip
-    """A tensor through the transforms of its site, ``call(transform, value)`` for each. What is zero behind a mask
-    stays zero, also where a quantiser has no zero; gradients are those of the transforms."""
+    """A tensor of a module through the transforms of its site, ``call(transform, value)`` for each.
+
+    What is zero behind a mask stays zero, also where a quantiser has no zero; gradients are those of the transforms.
+    """
     masked = False
     for transform in transforms:
-        changed = call(transform, value)
+        transform.now = {key: module._parameters[key] for key in transform.learned}  # type: ignore[misc]
+        try:
+            changed = call(transform, value)
+        finally:
+            transform.__dict__.pop("now", None)
         if masked and not transform.keeps_zero and transform.order != Order.MASK:
             changed = changed - changed.detach().where(value.detach() == 0, 0)
         masked = masked or transform.order == Order.MASK

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from zoo.compression.pruning.learned import masked_by
-from zoo.compression.pruning.masks import Pattern, as_matrix, check_finite, from_matrix, largest, num_kept, pack, unpack
+from zoo.compression.pruning.masks import (
+    Pattern,
+    as_matrix,
+    check_finite,
+    from_matrix,
+    has_values,
+    largest,
+    num_kept,
+    pack,
+    unpack,
+)
 from zoo.compression.technique import Order, Site, Transform
 
 
@@ -39,6 +49,8 @@ class ElementMask(Transform):
 
     def __call__(self, value: Tensor) -> Tensor:
         """T(w)."""
+        if not has_values(value):
+            return value
         if self.mask is None:
             check_finite(value.detach(), self.site.name)
             self.mask = self.stays(value.detach().abs())
@@ -84,7 +96,8 @@ class LearnedElementMask(ElementMask):
 
     def __call__(self, value: Tensor) -> Tensor:
         """T(w)."""
-        return value * masked_by(self.scores, self.stays(self.scores.detach())).to(value.dtype)
+        scores = self.now.get(self.key, self.scores)
+        return value * masked_by(scores, self.stays(scores.detach())).to(value.dtype)
 
     @property
     def learned(self) -> dict[str, nn.Parameter]:

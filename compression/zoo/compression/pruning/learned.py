@@ -9,10 +9,16 @@ from torch import Tensor
 
 
 class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor) -> Tensor:
+    def forward(scores: Tensor, mask: Tensor) -> Tensor:
         # A score that is NaN has no rank: its mask is NaN too, so that the loss shows it.
         return torch.where(scores.isnan(), scores, mask.to(scores.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept; so torch.func may take gradients through it."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 def num_kept(ratio: float, num: int) -> int:
@@ -38,7 +39,7 @@ def as_matrix(weight: Tensor, out_dim: int = 0) -> Tensor:
     """(R, C): outputs by inputs. Of a convolution the inputs are last: (out, in, kh, kw) → (out, kh·kw·in), so that
     neighbours of a row are channels of one place of the kernel."""
     weight = weight.movedim(out_dim, 0)
-    return weight.movedim(1, -1).reshape(weight.shape[0], -1)
+    return weight.movedim(1, -1).flatten(1)
 
 
 def from_matrix(matrix: Tensor, shape: torch.Size | tuple[int, ...], out_dim: int = 0) -> Tensor:
@@ -125,7 +126,8 @@ class Pattern:
 
 def unit_norms(weight: Tensor, dim: int, num_units: int) -> Tensor:
     """(U,): the sum of |w| over each unit, fp32. A unit is the same number of neighbours along ``dim``."""
-    return weight.detach().float().abs().movedim(dim, 0).reshape(num_units, -1).sum(1)
+    sizes = weight.detach().float().abs().movedim(dim, 0)
+    return sizes.reshape(num_units, sizes.numel() // max(num_units, 1)).sum(1)
 
 
 def over_units(mask: Tensor, shape: torch.Size, dim: int) -> Tensor:
@@ -159,6 +161,11 @@ def unpack(bits: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tens
         )
     places = torch.tensor(_PLACES, dtype=torch.uint8)
     return ((bits.cpu().reshape(-1, 1) & places) != 0).reshape(-1)[:num].reshape(shape)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is anything to rank: tensors on "meta" and fake ones have a shape alone."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def check_finite(scores: Tensor, name: str) -> None:

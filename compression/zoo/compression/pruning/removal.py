@@ -43,6 +43,8 @@ def remove_units(model: nn.Module, relation: Relation) -> int:
             "%s: %d of the %d units of %r that are zero stay: what they give is no constant that a bias could take",
             relation.where, int((masked & ~goes).sum()), int(masked.sum()), relation.name,
         )  # fmt: skip
+    if not goes.numel():
+        return 0
     if bool(goes.all()):
         goes = goes.clone()
         goes[0] = False  # a layer without units is none

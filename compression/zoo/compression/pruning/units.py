@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from zoo.compression.pruning.learned import masked_by
-from zoo.compression.pruning.masks import check_finite, largest, num_kept, over_units, pack, unit_norms, unpack
+from zoo.compression.pruning.masks import (
+    check_finite,
+    has_values,
+    largest,
+    num_kept,
+    over_units,
+    pack,
+    unit_norms,
+    unpack,
+)
 from zoo.compression.technique import Order, Site, Transform
 
 Method = Literal["l1", "topk"]
@@ -53,8 +62,11 @@ class UnitMask(Transform):
     def __call__(self, value: Tensor) -> Tensor:
         """T(w)."""
         if self.scores is not None:
-            self.stays = largest(self.scores.detach(), self.num)
-            return value * over_units(masked_by(self.scores, self.stays), value.shape, self.dim).to(value.dtype)
+            scores = self.now.get(self.key, self.scores)
+            self.stays = largest(scores.detach(), self.num)
+            return value * over_units(masked_by(scores, self.stays), value.shape, self.dim).to(value.dtype)
+        if not has_values(value):
+            return value
         if self.stays is None:
             norms = unit_norms(value, self.dim, self.num_units)
             check_finite(norms, self.site.name)
@@ -96,6 +108,8 @@ class FollowingMask(Transform):
     def __call__(self, value: Tensor) -> Tensor:
         """T(v)."""
         stays = self.of.stays
+        if not has_values(value):
+            return value
         if stays is None:
             raise ValueError(
                 f"{self.site.group}: {self.site.name} loses what {self.of.site.name} loses, and that has no mask yet, "

@@ -9,9 +9,15 @@ from torch import Tensor
 
 
 class _Straight(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, rounded: Tensor) -> Tensor:
-        return rounded
+    def forward(value: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept; so torch.func may take gradients through it."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

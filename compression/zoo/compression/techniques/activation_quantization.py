@@ -26,15 +26,15 @@ class InputQuantizer(Transform):
         offset: steps that are over before it begins.
         bits: b.
         asymmetric: from the minimum to the maximum, else around zero.
-        by_sample: ranges are those of samples, not of tokens.
+        sample_dims: ranges are those of samples of so many dimensions, not of tokens; None: of tokens.
     """
 
     order: ClassVar[Order] = Order.QUANTISER
 
     def __init__(
-        self, site: Site, *, offset: int, bits: int, asymmetric: bool, by_sample: bool = False
+        self, site: Site, *, offset: int, bits: int, asymmetric: bool, sample_dims: int | None = None
     ) -> None:  # fmt: skip
-        self.bits, self._asymmetric, self._by_sample = bits, asymmetric, by_sample
+        self.bits, self._asymmetric, self._sample_dims = bits, asymmetric, sample_dims
         self.keeps_zero = not asymmetric
         self._begun = False
         super().__init__(site, offset=offset)
@@ -50,7 +50,10 @@ class InputQuantizer(Transform):
         return straight_through(value, self._quantised(value.detach()))
 
     def _quantised(self, x: Tensor) -> Tensor:
-        num_groups = x.shape[0] if self._by_sample else x.numel() // x.shape[-1]
+        if self._sample_dims is None:
+            num_groups = x.numel() // x.shape[-1]
+        else:
+            num_groups = x.shape[0] if x.dim() > self._sample_dims else 1  # one sample without a batch around it
         if fits(x, num_groups, self.bits):
             return nearest(x, num_groups, self.bits, asymmetric=self._asymmetric)[0]
         rows = grouped(x, num_groups, self.site.name)
@@ -141,5 +144,6 @@ class ActivationQuantization(Technique[ActivationQuantizationSection, Activation
         made = StaticInputQuantizer if shared.range_calibration == "static" else InputQuantizer
         return made(
             site, offset=shared.schedule_offset, bits=group.params.bits,
-            asymmetric=shared.quantization_type == "asymmetric", by_sample=isinstance(module, _ConvNd),
+            asymmetric=shared.quantization_type == "asymmetric",
+            sample_dims=module.weight.dim() - 1 if isinstance(module, _ConvNd) else None,
         )  # fmt: skip
