@@ -71,3 +71,12 @@ def test_what_it_says(config: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
     save_file({"x": torch.ones(1)}, tmp_path / "other")
     assert "is no file of this task's model" in fails("report", config, "--after", tmp_path / "other")
+
+
+def test_a_file_that_is_cut_short_is_one_sentence(config: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    run("quantise", config, "--out", whole, "--group-size", 16)
+    whole.write_bytes(whole.read_bytes()[:-3])
+    found = CliRunner().invoke(app, ["compress", "report", str(config), "--after", str(whole)])
+    assert found.exit_code == 2
+    assert "is no whole safetensors file" in found.output

@@ -80,3 +80,31 @@ def test_levels_and_tied_weights() -> None:
     assert found.layers["embed"][1].levels == 2  # type: ignore[union-attr]
     assert found.totals()[0]["num_bytes"] == 6 * 16 * 4
     assert first.training
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_modes_of_parts_stay_and_layers_without_rows_and_arguments_by_name_count() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.BatchNorm1d(32), nn.Linear(32, 16)
+            self.empty = nn.Linear(32, 0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(input=self.norm(x)) if self.plain else self.last(x=self.norm(x))
+            return torch.cat([out, self.empty(x)], -1)
+
+        plain = True
+
+    before, after = Named(), Named()
+    after.plain = False
+    pack_model(after, quantise(after, Recipe(grid=Uniform(bits=4), group_size=16)))
+    for each in (before, after):
+        each.norm.eval()
+    found = report(before, after, inputs=torch.randn(10, 32))
+    assert [m.training for m in (before, before.norm, before.last)] == [True, False, True]
+    first, second = found.layers["last"]
+    assert first is not None
+    assert second is not None
+    assert first.flops == second.flops == 2 * 10 * 32 * 16
+    assert found.layers["empty"][1] is not None

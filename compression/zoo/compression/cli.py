@@ -103,7 +103,7 @@ def _task(config: Path) -> Task:
 
 
 def _loaded(task: Task, weights: Path | None) -> nn.Module:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     from zoo.compression.packed import load_packed
@@ -112,8 +112,11 @@ def _loaded(task: Task, weights: Path | None) -> nn.Module:
     model = task.model()
     if weights is None:
         return model
-    with safe_open(weights, framework="pt") as file:
-        packed = KEY in (file.metadata() or {})
+    try:
+        with safe_open(weights, framework="pt") as file:
+            packed = KEY in (file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is no whole safetensors file: {error}.") from error
     if packed:
         return load_packed(model, weights)
     found, mine = load_file(weights), model.state_dict()

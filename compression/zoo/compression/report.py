@@ -132,7 +132,7 @@ def report(
     sides = []
     measured: list[float] = []
     for model in (before, after):
-        training = model.training
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
@@ -141,7 +141,8 @@ def report(
                 if measure is not None:
                     measured.append(float(measure(model)))
         finally:
-            model.train(training)
+            for module, training in modes:
+                module.training = training
     names = [*sides[0], *(name for name in sides[1] if name not in sides[0])]
     return Report(
         layers={name: (sides[0].get(name), sides[1].get(name)) for name in names},
@@ -160,7 +161,7 @@ def _layers(model: nn.Module, flops: Mapping[str, int] | None) -> dict[str, Laye
         if isinstance(module, PackedLinear):
             weight, numel = module.dense(), module.in_features * module.out_features
             numel += 0 if module.bias is None else module.bias.numel()
-            bits = 8 * (module.num_bytes - (0 if module.bias is None else module.bias.nbytes)) / weight.numel()
+            bits = 8 * (module.num_bytes - (0 if module.bias is None else module.bias.nbytes)) / max(weight.numel(), 1)
         else:
             parameters = [p for p in module._parameters.values() if p is not None]
             weight = module._parameters.get("weight")
@@ -180,15 +181,16 @@ def _flops(model: nn.Module, inputs: Any) -> dict[str, int]:
 
     found: dict[str, int] = {}
 
-    def packed(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def count(module: nn.Module, args: tuple[Any, ...]) -> None:
-            found[name] = found.get(name, 0) + 2 * args[0].numel() * int(module.out_features)  # type: ignore[arg-type]
+    def packed(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["x"]
+            found[name] = found.get(name, 0) + 2 * x.numel() * int(module.out_features)  # type: ignore[arg-type]
 
         return count
 
     # The counter does not know the kernels of packed layers.
     handles = [
-        module.register_forward_pre_hook(packed(name))
+        module.register_forward_pre_hook(packed(name), with_kwargs=True)
         for name, module in model.named_modules() if isinstance(module, PackedLinear)
     ]  # fmt: skip
     try:
