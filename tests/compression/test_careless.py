@@ -15,8 +15,9 @@ from tests.compression.models import weights
 from torch import Tensor, nn
 
 from zoo.compression import init_compression
+from zoo.compression.export import write_gguf
 from zoo.compression.packed import PackedLinear, load_packed, pack_model, save_packed
-from zoo.compression.post_training import Recipe, Uniform, quantise
+from zoo.compression.post_training import Recipe, Uniform, nearest, quantise
 
 RECIPE = Recipe(group_size=16)
 
@@ -88,6 +89,36 @@ def test_recipes_that_cannot_be_meant(options: dict[str, Any], sentence: str) ->
 def test_bits_are_a_whole_number() -> None:
     with pytest.raises(ValueError, match=r"bits=4.0; equal steps take 2 to 8 bits"):
         Uniform(bits=4.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("half", "size"), [(True, 1e6), (False, 3e38)])
+def test_numbers_of_groups_that_overflow_are_refused(half: bool, size: float, symmetric: bool) -> None:
+    weight, grid = torch.tensor([[-size, size] * 8]), Uniform(bits=4, symmetric=symmetric, half=half)
+    if symmetric and not half:  # a scale is smaller than what it scales
+        assert torch.isfinite(nearest(weight, grid, group_size=16).values).all()
+        return
+    with pytest.raises(ValueError, match=r"a group has a scale or minimum beyond what fp(16|32) holds"):
+        nearest(weight, grid, group_size=16)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "sentence"),
+    [
+        ({"x" * 64: torch.ones(2)}, {}, "names of less than 64 bytes"),
+        ({"x": torch.ones(1, 1, 1, 1, 2)}, {}, "x cannot be written: .* at most 4 dimensions"),
+        ({"x": torch.ones(2, device="meta")}, {}, "x cannot be written"),
+        ({"x": torch.ones(2)}, {"general.architecture": "y"}, "give it as the argument architecture"),
+        ({"x": torch.ones(2)}, {"y": [1, 1 << 40]}, "'y' has 1099511627776; lists have whole numbers of 32 bits"),
+    ],
+)
+def test_what_readers_of_gguf_have_no_room_for_is_refused(
+    tensors: dict[str, Tensor], metadata: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    with pytest.raises(ValueError, match=sentence):
+        write_gguf(tmp_path / "m.gguf", "llama", tensors, metadata)
+    assert list(tmp_path.iterdir()) == []
 
 
 def blocks() -> nn.Sequential:

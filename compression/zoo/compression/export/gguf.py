@@ -25,6 +25,7 @@ from zoo.compression.post_training import Layer, Uniform
 
 Tensor = torch.Tensor
 BLOCK = 32
+_NAME, _DIMS = 64, 4  # what readers (ggml's GGML_MAX_NAME, GGML_MAX_DIMS) have room for
 _TYPES = {(8, True): "Q8_0", (4, True): "Q4_0", (4, False): "Q4_1"}
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -86,7 +87,14 @@ def write_gguf(
     place = Path(path)
     partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     prepared = {}
+    if "general.architecture" in (metadata or {}):
+        raise ValueError("general.architecture is among the metadata; give it as the argument architecture.")
     for name, value in tensors.items():
+        if len(name.encode()) >= _NAME or (not isinstance(value, Layer) and (value.dim() > _DIMS or value.is_meta)):
+            raise ValueError(
+                f"{name} cannot be written: a GGUF file has names of less than {_NAME} bytes, and tensors of at most "
+                f'{_DIMS} dimensions, not on "meta".'
+            )
         if isinstance(value, Layer):
             prepared[name] = blocks_of(value, name).cpu().numpy(), type_of(value, name)
         elif value.dtype not in _PLAIN:
@@ -123,6 +131,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
             raise ValueError(f"the value {key!r} is {value}; whole numbers must lie within 0 and 2^32 - 1.")
         adders[type(value)](key, value)
     elif isinstance(value, list) and value and len({type(v) for v in value}) == 1 and type(value[0]) in adders:
+        if type(value[0]) is int and not all(-(1 << 31) <= v < 1 << 31 for v in value):
+            raise ValueError(f"the value {key!r} has {max(value, key=abs)}; lists have whole numbers of 32 bits.")
         writer.add_array(key, value)
     else:
         raise ValueError(

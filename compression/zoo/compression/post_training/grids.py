@@ -57,7 +57,8 @@ class Uniform:
     Args:
         bits: 2 to 8.
         symmetric: around zero; else from the minimum on.
-        half: scales and minima are fp16 numbers, as files of others have them (GGUF).
+        half: scales and minima are fp16 numbers, as files of others have them (GGUF); beyond 65504 ``fit`` raises
+            ValueError.
     """
 
     bits: int
@@ -89,7 +90,14 @@ class Uniform:
         return self._numbers((high - low) / self.limit, low)
 
     def _numbers(self, *found: Tensor) -> Params:
-        return tuple(t.half().float() for t in found) if self.half else found
+        numbers = tuple(t.half().float() for t in found) if self.half else found
+        if not all(bool(torch.isfinite(t).all()) for t in numbers):
+            most = "fp16 holds (half=True), 65504" if self.half else "fp32 holds"
+            raise ValueError(
+                f"a group has a scale or minimum beyond what {most}: its largest is "
+                f"{max(float(t.abs().max()) for t in found):.3g}. Scale the weights down first."
+            )
+        return numbers
 
     def encode(self, x: Tensor, params: Params) -> Tensor:
         """See :class:`Grid`."""
