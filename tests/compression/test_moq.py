@@ -155,7 +155,9 @@ def test_nothing_is_left_of_a_measurement() -> None:
     model.layer[0].eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    before = copy.deepcopy([{k: v for k, v in vars(t).items() if k != "site"} for t in transforms_of(model)])
+    before = copy.deepcopy(
+        [{k: v for k, v in vars(t).items() if k not in ("site", "place")} for t in transforms_of(model)]
+    )
     modes, random = [m.training for m in model.modules()], torch.get_rng_state()
     classes = [type(m) for m in model.modules()]
     first = eigenvalues(model, lambda: model(x, x), {"b": [model.layer[0].up.weight, model.embed.weight]})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -14,9 +14,13 @@ from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.layer_reduction import has_begun
 from zoo.compression.moq.periods import moq_of
 from zoo.compression.moq.sections import MOQ
-from zoo.compression.planning import AnyTechnique, compress, techniques_of, usable_by
+from zoo.compression.planning import AnyTechnique, Made, attach_all, compress, made_by, named_for, techniques_of
+from zoo.compression.ranks import Ranks
 from zoo.compression.scheduler import CompressionScheduler
+from zoo.compression.ties import Ties, ties_of, with_ties
 from zoo.parts import Clock, Environment, StepRecord
+
+T = TypeVar("T")
 
 
 class CompressionPart:
@@ -43,35 +47,35 @@ class CompressionPart:
                 f"{ROOT}.layer_reduction: enabled, and an engine has no teacher; call init_compression(model, config, "
                 "teacher_model=...) before initialize."
             )
-        axes = self._environment.config.mesh.layer_axes if mesh is not None else ()
-        if axes:
-            self._prepare_stages(module, Communicator.of_axes(mesh, axes))
+        ranks, techniques = self._ranks(), self._techniques()
+        if ranks is not None and mesh is not None:
+            self._prepare_parts(module, ranks, techniques)
         elif transforms_of(module):
-            check_same(module, self._techniques())
+            check_same(module, techniques)
         else:
-            compress(module, self._techniques())
-        self.scheduler = CompressionScheduler(module, self.ranks())
+            compress(module, techniques)
+        shared = [one for technique in techniques.values() for one in technique.shared()]
+        self.scheduler = CompressionScheduler(module, ranks, shared)
 
-    def _prepare_stages(self, module: nn.Module, comm: Communicator) -> None:
-        """Of a pipeline: a pattern may mean layers of other stages; what is wrong on one stage is raised on all."""
-        techniques = self._techniques()
-        who = f"compressing the stages of a pipeline ({ROOT})"
-        names = together(comm, who, lambda: {name: list(usable_by(t, module)) for name, t in techniques.items()})
-        elsewhere = {name: {other for stage in names for other in stage[name]} for name in techniques}
+    def _prepare_parts(self, module: nn.Module, ranks: Ranks, techniques: dict[str, AnyTechnique]) -> None:
+        """Where ranks have other layers or experts a pattern may mean those of others; what is wrong on one rank is
+        raised on all."""
+        everyone = ranks.everyone
+        if not ranks.layer_axes and transforms_of(module):
+            _on_all(everyone, lambda: check_same(module, techniques))
+            return
+        names = _on_all(everyone, lambda: {name: list(named_for(t, module)) for name, t in techniques.items()})
+        elsewhere = {name: {other for there in names for other in there[name]} for name in techniques}
+        made: Made = []
 
-        def work() -> None:
+        def make() -> Ties:
             if transforms_of(module):
                 raise ValueError("a pipeline is compressed by its engine; leave init_compression out.")
-            compress(module, techniques, elsewhere)
-            for transform in transforms_of(module):
-                if transform.remembers:
-                    raise NotImplementedError(
-                        f"{transform.site.group}: {transform.site.name} has a state that does not follow from the "
-                        "step, and a checkpoint of a pipeline has that of the first stage only. Use range_calibration "
-                        "dynamic, and masks by the method topk."
-                    )
+            made.extend(made_by(module, techniques, elsewhere))
+            return ties_of(module, made)
 
-        together(comm, who, work, error=lambda text, _: ValueError(text), plain=ValueError)
+        candidates = _on_all(everyone, make)
+        _on_all(everyone, lambda: len(attach_all(module, with_ties(module, made, candidates, techniques))))
 
     def _techniques(self) -> dict[str, AnyTechnique]:
         config = self._environment.config
@@ -112,11 +116,27 @@ class CompressionPart:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
 
-    def ranks(self) -> Communicator | None:
-        """All that see different data."""
+    def data_ranks(self) -> Communicator | None:
+        """Those whose losses are averaged; None: this one alone."""
         there = self._environment
         if there.world_size == 1:
             return None
         if there.mesh is None:
             return Communicator(there.group)
         return Communicator.of_axes(there.mesh, there.config.mesh.data_axes)
+
+    def _ranks(self) -> Ranks | None:
+        """Of the job; None where there is one."""
+        there = self._environment
+        if there.world_size == 1:
+            return None
+        if there.mesh is None:
+            return Ranks(Communicator(there.group))
+        return Ranks.of_mesh(there.mesh, there.config.mesh.data_axes, there.config.mesh.layer_axes)
+
+
+def _on_all(comm: Communicator, work: Callable[[], T]) -> list[T]:
+    """What each rank's work gives; what one of them raises all raise."""
+    return together(
+        comm, f"compressing the model ({ROOT})", work, error=lambda text, _: ValueError(text), plain=ValueError
+    )

@@ -10,6 +10,8 @@ from torch import nn
 from zoo.compression.attach import attach, class_of, detach
 from zoo.compression.config import ROOT, CompressionConfig, TechniqueSection
 from zoo.compression.patterns import matches, nothing_matches
+from zoo.compression.place import Place
+from zoo.compression.pruning.modules import out_dim_of
 from zoo.compression.technique import Site, Technique, Transform, inner_weights, parameter_of, weights_of
 from zoo.layout import logical_name, split_of
 from zoo.registry import DEFAULT, Registry
@@ -67,15 +69,38 @@ def chosen(
     return {name: module for name, module in usable.items() if name in found}
 
 
-def usable_by(technique: AnyTechnique, model: nn.Module) -> dict[str, nn.Module]:
+def named_for(technique: AnyTechnique, model: nn.Module) -> dict[str, nn.Module]:
     """The modules that have something for a technique, by their names in the whole model."""
     inside = inner_weights(model)
-    found = {name: module for name, module in model.named_modules() if id(module) not in inside}
-    usable = {logical_name(model, name) if name else "": m for name, m in found.items() if technique.sites(m)}
+    found = {name: m for name, m in model.named_modules() if id(m) not in inside and not _only_holds(m)}
+    return {logical_name(model, name) if name else "": m for name, m in found.items() if technique.sites(m)}
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it is never called, and has what others use: so a stage of a pipeline has weights of other stages."""
+    return class_of(module).forward is nn.Module.forward
+
+
+def usable_by(technique: AnyTechnique, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """Of :func:`named_for` those that are not excluded.
+
+    Args:
+        elsewhere: names of such modules on other ranks.
+
+    Raises:
+        ValueError: a pattern excludes nothing.
+    """
+    usable = named_for(technique, model)
     for pattern in technique.excluded:
-        if not any(matches(pattern, name) for name in usable):
-            raise nothing_matches(f"{ROOT}.{technique.name}.shared_parameters.excluded_modules", pattern, usable)
-    return {name: m for name, m in usable.items() if not any(matches(p, name) for p in technique.excluded)}
+        if not any(matches(pattern, name) for name in (*usable, *elsewhere)):
+            raise nothing_matches(
+                f"{ROOT}.{technique.name}.shared_parameters.excluded_modules", pattern, {*usable, *elsewhere}
+            )
+    return {name: m for name, m in usable.items() if not _is_excluded(technique, name)}
+
+
+def _is_excluded(technique: AnyTechnique, name: str) -> bool:
+    return any(matches(pattern, name) for pattern in technique.excluded)
 
 
 def compress(
@@ -86,15 +111,25 @@ def compress(
     A weight that several modules share is changed in all of them, whichever the patterns mean.
 
     Args:
-        elsewhere: technique → names of modules that it can change on other stages of a pipeline.
+        elsewhere: technique → names of modules that it can change on other ranks.
 
     Raises:
         ValueError: a pattern without modules, a module in two groups, options that do not fit, two transforms that
             contradict each other.
     """
-    holders = holders_of(model)
+    return attach_all(model, made_by(model, techniques, elsewhere))
+
+
+Made = list[tuple[nn.Module, Transform]]
+"""Transforms, and the modules of their sites."""
+
+
+def made_by(
+    model: nn.Module, techniques: Mapping[str, AnyTechnique], elsewhere: Mapping[str, Iterable[str]] | None = None
+) -> Made:  # fmt: skip
+    """What :func:`compress` attaches."""
     there = elsewhere or {}
-    made: list[tuple[nn.Module, Transform]] = []
+    made: Made = []
     for name, technique in techniques.items():
         these = _made(technique, model, there.get(name, ()))
         these += technique.related(model, [transform for _, transform in these])
@@ -102,18 +137,45 @@ def compress(
         for _, transform in these:
             transform.asked = asked
         made += these
+    for module, transform in made:
+        transform.place = place_of(module, transform.site)
+    return made
+
+
+def attach_all(model: nn.Module, made: Made) -> list[Transform]:
+    """Attach transforms to the modules of their sites, and to all that have the same weight."""
+    holders = holders_of(model)
     try:
         for module, transform in made:
             site = transform.site
-            attach(module, site.where, site.parameter, transform)
             weight = parameter_of(module, site.parameter) if site.where == "weight" else None
-            for partner, parameter in holders.get(id(weight), ()):
-                if (partner, parameter) != (module, site.parameter):
-                    attach(partner, "weight", parameter, transform)
+            at = holders.get(id(weight), ())
+            for partner, parameter in at or [(module, site.parameter)]:
+                attach(partner, site.where, parameter, transform)
     except BaseException:
         detach(model, [transform for _, transform in made])
         raise
     return [transform for _, transform in made]
+
+
+def place_of(module: nn.Module, site: Site) -> Place:
+    """Where the tensor of a site is."""
+    if site.where == "weight":
+        split = split_of(parameter_of(module, site.parameter))
+        return Place(
+            apart=split.axes, along=split.axes if split.shape is not None else (), shape=split.shape, box=split.box,
+            partial=split.partial,
+        )  # fmt: skip
+    apart: dict[str, None] = {}
+    along: tuple[str, ...] = ()
+    for name in weights_of(module):
+        split = split_of(parameter_of(module, name))
+        if split.shape is None or split.box is None:
+            apart |= dict.fromkeys(split.axes)
+        elif site.where == "input" and name == "weight":
+            inputs = 1 - out_dim_of(module)
+            along = split.axes if split.box.sizes[inputs] != split.shape[inputs] else ()
+    return Place(apart=tuple(apart), along=along)
 
 
 Holders = Mapping[int, list[tuple[nn.Module, str]]]
@@ -124,7 +186,7 @@ def holders_of(model: nn.Module) -> Holders:
     inside = inner_weights(model)
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        if id(module) not in inside:
+        if id(module) not in inside and not _only_holds(module):
             for name in {**module._parameters, **dict.fromkeys(weights_of(module))}:
                 weight = parameter_of(module, name)
                 if weight is not None:
@@ -136,7 +198,8 @@ def _made(
     technique: AnyTechnique, model: nn.Module, elsewhere: Iterable[str]
 ) -> list[tuple[nn.Module, Transform]]:  # fmt: skip
     """The transforms of one technique, and the modules of their sites."""
-    usable = usable_by(technique, model)
+    usable = usable_by(technique, model, elsewhere)
+    elsewhere = [name for name in elsewhere if not _is_excluded(technique, name)]
     group_of: dict[str, str] = {}
     known: dict[int, tuple[str, str]] = {}  # weights that have a transform → their group and name
     made: list[tuple[nn.Module, Transform]] = []
@@ -155,20 +218,18 @@ def _made(
                     )
                 if weight is not None and before is None:
                     known[id(weight)] = (name, site.name)
-                _check_whole(site, weight)
+                _check_ours(site, weight)
                 if weight is None or before is None:
                     made.append((module, technique.transform(site, group, module)))
             group_of[path] = name
     return made
 
 
-def _check_whole(site: Site, weight: nn.Parameter | None) -> None:
-    """Raise NotImplementedError for a weight of which there is more on other ranks than data-parallel copies."""
-    split = split_of(weight)
-    why = ""
-    if split.axes and split.shape is not None:
-        why = f"is split along the mesh axes {', '.join(split.axes)}, and what is made of parts is not part of a whole"
-    elif split.tied:
-        why = f"is one with a weight of another stage ({split.tied!r}), whose layer may use it in another way"
-    if why:
-        raise NotImplementedError(f"{site.group}: {site.name} {why}. Let the patterns leave the module out.")
+def _check_ours(site: Site, weight: nn.Parameter | None) -> None:
+    """Raise NotImplementedError for a weight that computes in a way that transforms cannot follow."""
+    if weight is not None and hasattr(weight, "device_mesh"):
+        raise NotImplementedError(
+            f"{site.group}: {site.name} is a DTensor, which its module sees through a property that a transform cannot "
+            "change. Declare ordinary parameters as parts (zoo.layout.declare_split), or let the patterns leave the "
+            "module out."
+        )

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Typ
 
 from torch import Tensor, nn
 
+from zoo.compression.place import Place
+
 if TYPE_CHECKING:
+    from zoo.comm import Communicator
     from zoo.compression.config import GroupSection, TechniqueSection
 
 SectionT = TypeVar("SectionT", bound="TechniqueSection")
@@ -67,8 +70,9 @@ class Transform:
     """Changes the tensor of one site. Subclasses are plain classes of some module, so that models are copied and
     pickled with them; state that is no function of the step is plain values and tensors.
 
-    Called on every rank alike, with whole tensors: under ZeRO stage 3 inside of the forward of the weight's unit, where
-    it is whole. What a transform computes is the same on all ranks if its value is.
+    Called on every rank alike: under ZeRO stage 3 inside of the forward of the weight's unit, where it is gathered.
+    What a transform computes is the same on all ranks if its value is. Of a weight that is split along mesh axes
+    (``place.along``) it gets this rank's part, and gives T of the whole's: ``place`` has the ranks with the others.
 
     Args:
         site: where it stands.
@@ -79,6 +83,7 @@ class Transform:
             untouched.
         training: whether the module whose forward calls it is in training mode; set before each call.
         used: it was called since somebody has set this to False.
+        place: where its tensor is.
     """
 
     order: ClassVar[Order]
@@ -95,6 +100,9 @@ class Transform:
     ``load_state_dict(..., assign=True)``, and a tensor within ``torch.func.functional_call``."""
     asked: Mapping[str, Any] | None = None
     """What its section asked for when it was made; a configuration that comes later must ask for the same."""
+    place: Place = Place()
+    together: Shared | None = None
+    """What it shares with others."""
 
     def __init__(self, site: Site, *, offset: int = 0) -> None:
         self.site, self.offset = site, offset
@@ -119,8 +127,17 @@ class Transform:
         and on all that share its weight, and trained and sharded as any other."""
         return {}
 
+    def placed(self) -> None:
+        """``place`` is set, with its ranks. Collective along them, before anything is sharded."""
+
+    @property
+    def key(self) -> str:
+        """The name of its state in checkpoints, on every rank."""
+        return f"{self.site.name}/{self.site.technique}"
+
     def state_dict(self) -> dict[str, Any]:
-        """What is no function of the step and no parameter: masks, ranges. Empty for most."""
+        """What is no function of the step and no parameter: masks, ranges. Empty for most. Of whole tensors, so that
+        it is loaded on any mesh; collective along ``place.along``."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,6 +176,47 @@ class Averages(Protocol):
 
     def drop(self) -> None:
         """Drop what was seen: the step is skipped."""
+
+
+@runtime_checkable
+class MadeOnce(Protocol):
+    """A mask that the first forward makes. Where a module is called or not as data say (an expert), ranks that have not
+    called it in the step take the mask of those that have."""
+
+    @property
+    def made(self) -> Tensor | None:
+        """The mask, bool, of a shape that all ranks with this tensor have; None before it is made."""
+
+    @property
+    def made_shape(self) -> tuple[int, ...]:
+        """Of the mask."""
+
+    def take_made(self, mask: Tensor) -> None:
+        """Other ranks have made it."""
+
+
+class Counts(Protocol):
+    """Ranks with other transforms."""
+
+    @property
+    def everyone(self) -> Communicator:
+        """All of them."""
+
+    def owns(self, key: str) -> bool:
+        """Whether this rank is the first that has the transform of this ``key``."""
+
+
+class Shared(Protocol):
+    """What several transforms share, such as a ranking of all. It is there on every rank, also where there is none of
+    its transforms, and told of every step after they are."""
+
+    ranks: Counts | None
+    """Set where ranks have other transforms."""
+    loaded: bool
+    """Set when a checkpoint was loaded: the next step does not follow from the last."""
+
+    def set_step(self, step: int) -> None:
+        """``step`` steps are over. Collective."""
 
 
 class Technique(Generic[SectionT, GroupT]):
@@ -208,6 +266,22 @@ class Technique(Generic[SectionT, GroupT]):
         """Transforms on further modules, that follow from those of all groups. Called once, after they are made and
         before anything is attached; it may refuse. Most have none."""
         return ()
+
+    def shared(self) -> Sequence[Shared]:
+        """What its transforms share. Most share nothing."""
+        return ()
+
+    def adopt(self, transform: Transform, module: nn.Module, parameter: str) -> Transform:
+        """The transform of a weight that a stage of a pipeline has made, for a stage that has the weight too and whose
+        patterns do not mean it.
+
+        Args:
+            transform: a copy. module, parameter: that have the weight here.
+        """
+        raise NotImplementedError(
+            f"{transform.site.group}: {transform.site.name} is one with a weight of another stage, which is not pruned "
+            "so under the name that it has there. Let the patterns mean both names, or neither."
+        )
 
     def shrink(self, model: nn.Module, transforms: Sequence[Transform]) -> None:
         """``redundancy_clean`` has written what its transforms left; take away what is zero now. Most do nothing."""

@@ -51,7 +51,7 @@ class MoqPart:
         self._module = module
         if self.curvature.enabled:
             seed = int(self._environment.config.seed)
-            self.guide = Guide(module, self.curvature, seed=seed, comm=self._inner.ranks())
+            self.guide = Guide(module, self.curvature, seed=seed, comm=self._inner.data_ranks())
 
     def on_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], clock: Clock

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from zoo.compression.attach import class_of
+from zoo.compression.place import whole_shape
 
 BatchNorm = _BatchNorm
 _LAYERS = (
@@ -47,17 +48,17 @@ def out_dim_of(module: nn.Module) -> int:
 
 
 def outputs_of(module: nn.Module) -> int:
-    """How many outputs (units, channels) it has."""
+    """How many outputs (units, channels) it has; of one that is split along mesh axes those of the whole."""
     weight = module._parameters["weight"]
     if weight is None:
         raise AssertionError(f"a {class_of(module).__name__} without a weight is no layer")
-    return weight.shape[out_dim_of(module)] * (module.groups if isinstance(module, _ConvTransposeNd) else 1)
+    return whole_shape(weight)[out_dim_of(module)] * (module.groups if isinstance(module, _ConvTransposeNd) else 1)
 
 
 def inputs_of(module: nn.Module) -> int:
-    """How many inputs (units, channels) it has."""
+    """How many inputs (units, channels) it has; of one that is split along mesh axes those of the whole."""
     weight = module._parameters["weight"]
     if weight is None:
         raise AssertionError(f"a {class_of(module).__name__} without a weight is no layer")
     grouped = module.groups if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd) else 1
-    return weight.shape[1 - out_dim_of(module)] * grouped
+    return whole_shape(weight)[1 - out_dim_of(module)] * grouped

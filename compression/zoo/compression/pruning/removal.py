@@ -13,6 +13,7 @@ from zoo.compression.attach import attached_to, class_of
 from zoo.compression.pruning.flow import Flow, Unknown, follow, has_hooks
 from zoo.compression.pruning.modules import inputs_of, is_convolution, is_plain, is_transposed_linear, out_dim_of
 from zoo.compression.pruning.relations import Relation, modules_of
+from zoo.layout import split_of
 
 _log = logging.getLogger("zoo.compression")
 
@@ -31,6 +32,7 @@ def remove_units(model: nn.Module, relation: Relation) -> int:
     modules = modules_of(model)
     pruned, related = modules[relation.name], [modules[name] for name in relation.related]
     try:
+        check_whole([pruned, *related])
         flow = _followed(model, modules, relation, pruned, related)
         check_own(model, [*flow.sources, *flow.norms, *(module for module, _ in flow.takers)])
         goes = _removable(flow)
@@ -73,6 +75,20 @@ def _followed(
         except Unknown as error:
             why = why or error
     raise why or Unknown("no module around it has a forward")
+
+
+def check_whole(layers: Sequence[nn.Module]) -> None:
+    """Raise Unknown where other ranks have parts of what would be cut, or have it too."""
+    for module in layers:
+        for parameter in module.parameters():
+            split = split_of(parameter)
+            if split.axes and split.shape is not None:
+                raise Unknown(
+                    f"a weight of a {class_of(module).__name__} is split along the mesh axes {', '.join(split.axes)}; "
+                    "bring the whole model to one process to take units away"
+                )
+            if split.tied:
+                raise Unknown(f"a weight of a {class_of(module).__name__} is tied to one of another stage")
 
 
 def check_own(model: nn.Module, layers: Sequence[nn.Module]) -> None:

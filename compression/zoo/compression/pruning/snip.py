@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from zoo.compression.place import whole_shape
 from zoo.compression.pruning.masks import Pattern, as_matrix, from_matrix, largest, num_kept, pack, unpack
-from zoo.compression.technique import Order, Site, Transform
+from zoo.compression.pruning.ranking import largest_of_all
+from zoo.compression.technique import Counts, Order, Site, Transform
 
 MOMENTUM, WEIGHT = 1.0, 0.9
 FLOOR = 0.02
@@ -28,7 +30,11 @@ class Together:
     and of each weight at least 2 %. What is masked keeps its value and has a score, and so may come back; after ``end``
     the mask stays. Of an N:M pattern floor(N·(1 - (1 - p)³)) of M go.
 
-    Until ``end`` each rank holds one fp32 number for each element, and sends it once a step (an all-reduce of w·g).
+    Of equal scores those stay whose weight's name comes first.
+
+    Until ``end`` each rank holds one fp32 number for each element, and sends it once a step (an all-reduce of w·g). Of
+    a weight that is split along mesh axes it has the scores of the whole, and sends w·g to the ranks with other parts
+    too. Where ranks have other weights (stages of a pipeline, experts) they agree on the least score that stays.
     With fp16 the gradients carry the loss scale; values that are inf or NaN count nothing.
 
     Args:
@@ -40,8 +46,12 @@ class Together:
     def __init__(self, *, offset: int, end: int, stride: int, ratio: float, pattern: Pattern) -> None:
         self.offset, self.end, self.stride, self.ratio, self.pattern = offset, end, stride, ratio, pattern
         self.members: list[SnipMask] = []
+        self.ranks: Counts | None = None
         self.step = 0
         self.loaded = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "ranks": None}
 
     @property
     def collects(self) -> bool:
@@ -64,26 +74,29 @@ class Together:
     def prune(self, progress: float) -> None:
         """New masks, of the schedule's share at ``progress`` from 0 to 1."""
         gone = 1 - (1 - progress) ** 3
-        scores = [member.scores for member in self.members]
+        scores = {member.key: member.scores for member in self.members if member.scores is not None}
         if self.pattern.zeros:
             zeros = int(self.pattern.zeros * gone + 1e-9)
-            masks = [None if s is None else self.pattern.all_but(s, zeros) for s in scores]
+            masks = {key: self.pattern.all_but(s, zeros) for key, s in scores.items()}
         else:
             masks = self._ranked(scores, 1 - (1 - self.ratio) * gone)
-        for member, mask in zip(self.members, masks, strict=True):
-            if mask is not None:
-                member.mask = from_matrix(self.pattern.spread(mask), member.shape, member.out_dim)
+        for member in self.members:
+            if member.key in masks:
+                whole = from_matrix(self.pattern.spread(masks[member.key]), member.shape, member.out_dim)
+                member.mask = member.place.cut(whole).contiguous()
 
-    def _ranked(self, scores: list[Tensor | None], ratio: float) -> list[Tensor | None]:
-        there = [s for s in scores if s is not None]
-        if not there:
-            return [None] * len(scores)
-        least = [num_kept(min(FLOOR, ratio), s.numel()) for s in there]
-        ranked = [s.masked_fill(largest(s, k), torch.inf).reshape(-1) for s, k in zip(there, least, strict=True)]
-        whole = torch.cat([s.to(ranked[0].device) for s in ranked])
-        stays = largest(whole, max(num_kept(ratio, whole.numel()), sum(least)))
-        parts = iter(torch.split(stays, [s.numel() for s in there]))
-        return [None if s is None else next(parts).reshape(s.shape).to(s.device) for s in scores]
+    def _ranked(self, scores: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
+        least = {key: num_kept(min(FLOOR, ratio), s.numel()) for key, s in scores.items()}
+        ranked = {key: s.masked_fill(largest(s, least[key]), torch.inf) for key, s in scores.items()}
+        owns = self.ranks.owns if self.ranks is not None else None
+        comm = self.ranks.everyone if self.ranks is not None else None
+        mine = [key for key in scores if owns is None or owns(key)]
+        sums = torch.tensor([sum(scores[key].numel() for key in mine), sum(least[key] for key in mine)])
+        if comm is not None and comm.size > 1:
+            sums = sums.to(comm.device)
+            comm.all_reduce(sums).wait()
+        num, fewest = sums.tolist()
+        return largest_of_all(ranked, max(num_kept(ratio, num), fewest), comm, owns)
 
 
 class _Watched(torch.autograd.Function):
@@ -108,7 +121,7 @@ class SnipMask(Transform):
 
     Args:
         site: a weight.
-        weight: the whole of it.
+        weight: the whole of it, or the part that this rank has.
         together: with which others it is ranked.
         out_dim: dim of the weight along which outputs are.
     """
@@ -116,8 +129,11 @@ class SnipMask(Transform):
     order: ClassVar[Order] = Order.MASK
     remembers = True
 
+    together: Together
+
     def __init__(self, site: Site, weight: Tensor, together: Together, *, out_dim: int = 0) -> None:
-        self.shape, self.together, self.out_dim, self.device = tuple(weight.shape), together, out_dim, weight.device
+        self.shape, self.together, self.out_dim, self.device = whole_shape(weight), together, out_dim, weight.device
+        self._part = tuple(weight.shape)
         self.mask: Tensor | None = None
         self.scores: Tensor | None = None
         self.seen: Tensor | None = None
@@ -162,11 +178,12 @@ class SnipMask(Transform):
         if not self.together.collects:
             return None
         seen, self.seen = self.seen, None
-        return torch.zeros(self.shape, dtype=torch.float32, device=self.device) if seen is None else seen
+        return torch.zeros(self._part, dtype=torch.float32, device=self.device) if seen is None else seen
 
     def take(self, mean: Tensor) -> None:
         """S ← 1.0·S + 0.9·Σ|w·g|."""
-        blocks = self.together.pattern.scores(as_matrix(mean.abs(), self.out_dim)).nan_to_num(0.0, 0.0, 0.0)
+        whole = self.place.gather(mean.abs())
+        blocks = self.together.pattern.scores(as_matrix(whole, self.out_dim)).nan_to_num(0.0, 0.0, 0.0)
         before = torch.zeros_like(blocks) if self.scores is None else self.scores.to(blocks.device)
         self.scores = MOMENTUM * before + WEIGHT * blocks
 
@@ -176,12 +193,13 @@ class SnipMask(Transform):
 
     def state_dict(self) -> dict[str, Any]:
         """``mask``: a bit an element; ``scores``: of blocks, the same on every rank."""
-        state: dict[str, Any] = {} if self.mask is None else {"mask": pack(self.mask)}
+        state: dict[str, Any] = {} if self.mask is None else {"mask": pack(self.place.gather(self.mask))}
         return state if self.scores is None else {**state, "scores": self.scores.detach().cpu().clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.mask = unpack(state["mask"], self.shape, self.site.name) if "mask" in state else None
+        whole = unpack(state["mask"], self.shape, self.site.name) if "mask" in state else None
+        self.mask = None if whole is None else self.place.cut(whole).contiguous()
         self.seen, self.scores, self.together.loaded = None, state.get("scores"), True
         if self.scores is not None:
             rows, columns = as_matrix(torch.empty(self.shape, device="meta"), self.out_dim).shape

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from zoo.compression.place import declare_beside, whole_shape
 from zoo.compression.pruning.learned import masked_by
 from zoo.compression.pruning.masks import (
     check_finite,
@@ -19,6 +21,7 @@ from zoo.compression.pruning.masks import (
     unpack,
 )
 from zoo.compression.technique import Order, Site, Transform
+from zoo.layout import split_of
 
 Method = Literal["l1", "topk"]
 
@@ -33,7 +36,7 @@ class UnitMask(Transform):
 
     Args:
         site: a weight.
-        weight: the whole of it.
+        weight: the whole of it, or the part that this rank has: units are of the whole.
         offset: steps that are over before there is a mask.
         ratio: share of units that stay.
         method: l1 or topk.
@@ -52,33 +55,60 @@ class UnitMask(Transform):
         self.dim, self.num_units, self.num = dim, num_units, num_kept(ratio, num_units)
         self.takes, self.remembers = f"dim {dim}", method == "l1"
         self.scores: nn.Parameter | None = None
-        self.key = f"{site.parameter.replace('.', '_')}_{site.technique.removesuffix('_pruning')}_scores"
+        self.shape, self.made_shape = torch.Size(whole_shape(weight)), (num_units,)
+        self.name = f"{site.parameter.replace('.', '_')}_{site.technique.removesuffix('_pruning')}_scores"
+        self._begins: Tensor | None = None
         if method == "topk":
-            norms = unit_norms(weight, dim, num_units)
-            self.scores = nn.Parameter((norms / norms.mean().clamp_min(1e-30)).to(weight.dtype))
+            self.scores = nn.Parameter(weight.new_empty(num_units))
+            declare_beside(self.scores, weight, self.name)
+            if split_of(weight).shape is None or not dist.is_initialized():
+                self._begin(weight)
+            else:
+                self._begins = weight
         self.stays: Tensor | None = None
         super().__init__(site, offset=offset)
+
+    def _begin(self, weight: Tensor) -> None:
+        norms = unit_norms(weight, self.dim, self.num_units)
+        if self.scores is not None:
+            self.scores.data = (norms / norms.mean().clamp_min(1e-30)).to(weight.dtype)
+
+    def placed(self) -> None:
+        """Scores begin with the norms of the whole."""
+        weight, self._begins = self._begins, None
+        if weight is not None:
+            self._begin(self.place.gather(weight.detach()))
 
     def __call__(self, value: Tensor) -> Tensor:
         """T(w)."""
         if self.scores is not None:
-            scores = self.now.get(self.key, self.scores)
+            scores = self.now.get(self.name, self.scores)
             self.stays = largest(scores.detach(), self.num)
-            return value * over_units(masked_by(scores, self.stays), value.shape, self.dim).to(value.dtype)
+            factors = over_units(masked_by(scores, self.stays), self.shape, self.dim)
+            return value * self.place.cut(factors).to(value.dtype)
         if not has_values(value):
             return value
         if self.stays is None:
-            norms = unit_norms(value, self.dim, self.num_units)
+            norms = unit_norms(self.place.gather(value.detach()), self.dim, self.num_units)
             check_finite(norms, self.site.name)
             self.stays = largest(norms, self.num)
         elif self.stays.device != value.device:
             self.stays = self.stays.to(value.device)
-        return torch.where(over_units(self.stays, value.shape, self.dim), value, value.new_zeros(()))
+        return torch.where(self.place.cut(over_units(self.stays, self.shape, self.dim)), value, value.new_zeros(()))
 
     @property
     def learned(self) -> dict[str, nn.Parameter]:
         """``<parameter>_<technique>_scores``, of topk."""
-        return {} if self.scores is None else {self.key: self.scores}
+        return {} if self.scores is None else {self.name: self.scores}
+
+    @property
+    def made(self) -> Tensor | None:
+        """The mask of units."""
+        return self.stays if self.scores is None else torch.ones((), dtype=torch.bool)
+
+    def take_made(self, mask: Tensor) -> None:
+        """Other ranks have made it."""
+        self.stays = mask
 
     def state_dict(self) -> dict[str, Any]:
         """``mask`` of l1: a bit a unit."""
@@ -116,4 +146,4 @@ class FollowingMask(Transform):
                 f"because {self.of.site.module!r} has not been called after step {self.offset}. Run the whole model "
                 "once, or leave it out of related_modules if it does not follow."
             )
-        return torch.where(stays.to(value.device), value, value.new_zeros(()))
+        return torch.where(self.place.cut(stays.to(value.device)), value, value.new_zeros(()))

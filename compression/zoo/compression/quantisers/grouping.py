@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from zoo.compression.place import Place
 
 
 def grouped(value: Tensor, num_groups: int, name: str) -> Tensor:
@@ -19,6 +24,35 @@ def grouped(value: Tensor, num_groups: int, name: str) -> Tensor:
         )
     wide = value if value.dtype is torch.float64 else value.float()
     return wide.reshape(num_groups, -1)
+
+
+Lies = Literal["inside", "shared", "odd"]
+"""How groups of a whole weight lie in the parts that ranks have: each of them in one part; each part with equally many
+elements of every group, group after group; neither."""
+
+
+def how_groups_lie(place: Place, num_groups: int) -> Lies:
+    """Of groups that are runs of the row-major order of the whole weight; the same on all ranks that have parts of it.
+    Collective, where it is split."""
+    if not place.along or place.shape is None or place.box is None:
+        return "inside"
+    shape, sizes = place.shape, place.box.sizes
+    size = math.prod(shape) // num_groups
+    inside = all(start % size == 0 and length % size == 0 for start, length in place.box.runs_in(shape))
+    dim = next((d for d in range(len(shape)) if sizes[d] != shape[d]), 0)
+    shared = num_groups == 1 or (dim > 0 and size % math.prod(shape[dim:]) == 0)
+    lacking = torch.tensor([not inside, not shared], dtype=torch.uint8, device=place.ranks.device)
+    place.ranks.all_reduce(lacking, "max").wait()
+    return "inside" if not lacking[0] else "shared" if not lacking[1] else "odd"
+
+
+def ends_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest element of each row, (G, 1); infinity and -infinity of rows without any, NaN of rows
+    with one."""
+    if not rows.shape[1]:
+        return rows.new_full((len(rows), 1), torch.inf), rows.new_full((len(rows), 1), -torch.inf)
+    lo, hi = torch.aminmax(rows, dim=1, keepdim=True)
+    return lo, hi
 
 
 def check_finite(spans: Tensor, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from zoo.compression.config import ActivationQuantizationGroup, ActivationQuantizationSection
-from zoo.compression.quantisers import asymmetric, fits, grouped, nearest, straight_through, symmetric, within
+from zoo.compression.quantisers import asymmetric, ends_of, fits, grouped, nearest, straight_through, symmetric, within
 from zoo.compression.technique import Order, Site, Technique, Transform, Where, weights_of
 
 OFF = 16
@@ -19,7 +20,8 @@ MOMENTUM = 0.95
 
 class InputQuantizer(Transform):
     """x → Q_b(x), with dL/dx = dL/dQ: each token (the last dimension), or each image of a convolution, has the range of
-    its own elements. Infinite elements and NaN make NaN of what shares a range with them.
+    its own elements. Infinite elements and NaN make NaN of what shares a range with them. Where ranks have other inputs
+    of a layer, whose weight is split along mesh axes, a range is that of all of them: two numbers a token are sent.
 
     Args:
         site: an input.
@@ -45,20 +47,32 @@ class InputQuantizer(Transform):
 
     def __call__(self, value: Tensor) -> Tensor:
         """T(x)."""
-        if not self._begun or not value.numel():
+        if not self._begun or not (value.numel() or self.place.along):
             return value
         return straight_through(value, self._quantised(value.detach()))
 
     def _quantised(self, x: Tensor) -> Tensor:
         if self._sample_dims is None:
-            num_groups = x.numel() // x.shape[-1]
+            num_groups = math.prod(x.shape[:-1])
         else:
             num_groups = x.shape[0] if x.dim() > self._sample_dims else 1  # one sample without a batch around it
+        if self.place.along:
+            return self._of_part(grouped(x, num_groups, self.site.name)).reshape(x.shape).to(x.dtype)
         if fits(x, num_groups, self.bits):
             return nearest(x, num_groups, self.bits, asymmetric=self._asymmetric)[0]
         rows = grouped(x, num_groups, self.site.name)
         found = (asymmetric if self._asymmetric else symmetric)(rows, self.bits)[0]
         return found.reshape(x.shape).to(x.dtype)
+
+    def _of_part(self, rows: Tensor) -> Tensor:
+        """Of inputs of which each rank has some features, with the range of all of them."""
+        lo, hi = ends_of(rows)
+        minus, hi = self.place.largest(-lo, hi)
+        # What is infinite anywhere makes NaN of its range on all ranks, as it does where one rank has all.
+        minus, hi = (end.masked_fill(end.isinf(), torch.nan) for end in (minus, hi))
+        if self._asymmetric:
+            return within(rows, -minus, hi, self.bits)[0]
+        return symmetric(rows, self.bits, span=torch.maximum(minus, hi))[0]
 
 
 class StaticInputQuantizer(InputQuantizer):

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from zoo.compression.config import ROOT, HeadPruningSection, RelatedPruningGroup
+from zoo.compression.place import whole_shape
 from zoo.compression.pruning.attention import check_projection, remove_heads, remove_own_heads, zero_heads
 from zoo.compression.pruning.flow import Unknown
 from zoo.compression.pruning.modules import inputs_of, is_linear, out_dim_of
 from zoo.compression.pruning.relations import Relation, described, modules_of, relations_of
+from zoo.compression.pruning.removal import check_whole
 from zoo.compression.pruning.units import UnitMask
 from zoo.compression.technique import Site, Technique, Transform, Where, parameter_of
 
@@ -42,9 +44,10 @@ class HeadPruning(Technique[HeadPruningSection, RelatedPruningGroup]):
         num, where = shared.num_heads or 0, f"{ROOT}.{self.name}.shared_parameters.num_heads"
         own = isinstance(module, nn.MultiheadAttention)
         dim = 1 if own else 1 - out_dim_of(module)
-        if weight.shape[dim] % num:
+        width = whole_shape(weight)[dim]
+        if width % num:
             raise ValueError(
-                f"{where} = {num} does not divide the {weight.shape[dim]} inputs of {described(module, site.module)}, "
+                f"{where} = {num} does not divide the {width} inputs of {described(module, site.module)}, "
                 f"which {site.group} means. Give the number of its heads, or let the patterns leave it out."
             )
         if isinstance(module, nn.MultiheadAttention) and module.num_heads != num:
@@ -90,6 +93,7 @@ class HeadPruning(Technique[HeadPruningSection, RelatedPruningGroup]):
         for relation in self.relations(model):
             output = modules[relation.name]
             try:
+                check_whole([output, *(modules[name] for name in relation.related)])
                 if isinstance(output, nn.MultiheadAttention):
                     goes = zero_heads(output.out_proj.weight, 1, num)
                     gone = remove_own_heads(model, output, goes)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from zoo.compression.config import ROOT, PruningGroup, PruningParams, SparsePruningSection
+from zoo.compression.place import whole_shape
 from zoo.compression.pruning.elements import ElementMask, LearnedElementMask
 from zoo.compression.pruning.masks import Pattern, as_matrix
 from zoo.compression.pruning.modules import out_dim_of
 from zoo.compression.pruning.snip import SnipMask, Together
-from zoo.compression.technique import Site, Technique, Transform, Where, parameter_of, weights_of
+from zoo.compression.technique import Shared, Site, Technique, Transform, Where, parameter_of, weights_of
 
 
 class SparsePruning(Technique[SparsePruningSection, PruningGroup]):
@@ -55,7 +57,7 @@ class SparsePruning(Technique[SparsePruningSection, PruningGroup]):
         pattern = Pattern.parse(shared.block_pattern) if given else Pattern()
         _check_ratio(pattern, site.group, group.params)
         _check_ratio(pattern, f"{ROOT}.{self.name}.shared_parameters", shared)
-        rows, columns = as_matrix(weight.detach(), out_dim).shape
+        rows, columns = as_matrix(torch.empty(whole_shape(weight), device="meta"), out_dim).shape
         pattern.check((rows, columns), site.name, f"{ROOT}.{self.name}.shared_parameters")
         if snip:
             if "dense_ratio" in group.params.model_fields_set:
@@ -63,15 +65,34 @@ class SparsePruning(Technique[SparsePruningSection, PruningGroup]):
                     f"{site.group}.params.dense_ratio = {group.params.dense_ratio}: snip_momentum ranks all weights "
                     f"together, by {ROOT}.{self.name}.shared_parameters.dense_ratio. Give that one alone."
                 )
-            if self._together is None:
-                self._together = Together(
-                    offset=shared.schedule_offset, end=shared.schedule_offset_end,
-                    stride=shared.schedule_offset_stride, ratio=shared.dense_ratio, pattern=pattern,
-                )  # fmt: skip
-            return SnipMask(site, weight, self._together, out_dim=out_dim)
+            return SnipMask(site, weight, self._ranking, out_dim=out_dim)
         kind = LearnedElementMask if shared.method == "topk" else ElementMask
         ratio = group.params.dense_ratio
         return kind(site, weight, offset=shared.schedule_offset, ratio=ratio, pattern=pattern, out_dim=out_dim)
+
+    @property
+    def _ranking(self) -> Together:
+        """Of snip_momentum."""
+        shared = self.section.shared_parameters
+        if self._together is None:
+            self._together = Together(
+                offset=shared.schedule_offset, end=shared.schedule_offset_end, stride=shared.schedule_offset_stride,
+                ratio=shared.dense_ratio, pattern=Pattern.parse(shared.block_pattern),
+            )  # fmt: skip
+        return self._together
+
+    def shared(self) -> Sequence[Shared]:
+        """The ranking of snip_momentum."""
+        return [self._ranking] if self.section.shared_parameters.method == "snip_momentum" else []
+
+    def adopt(self, transform: Transform, module: nn.Module, parameter: str) -> Transform:
+        """The same mask here; that of snip_momentum is ranked with others of this stage."""
+        weight = parameter_of(module, parameter)
+        if isinstance(transform, SnipMask) and weight is not None:
+            return SnipMask(transform.site, weight, self._ranking, out_dim=transform.out_dim)
+        if transform.learned:
+            return super().adopt(transform, module, parameter)
+        return transform
 
 
 def _check_ratio(pattern: Pattern, where: str, given: PruningParams | object) -> None:

@@ -7,21 +7,27 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from zoo.compression.config import WeightQuantizationGroup, WeightQuantizationSection
+from zoo.compression.place import whole_shape
 from zoo.compression.quantisers import (
+    Lies,
     asymmetric,
     binary,
     check_finite,
+    ends_of,
     fits,
     grouped,
+    how_groups_lie,
     mixed,
     nearest,
     noise,
     straight_through,
     symmetric,
     ternary,
+    within,
 )
 from zoo.compression.schedule import bits_at, share_at, steps_at_bits
 from zoo.compression.technique import Order, Site, Technique, Transform, Where, parameter_of, weights_of
@@ -36,6 +42,10 @@ class WeightQuantizer(Transform):
 
     Q_b is uniform (``quantisers/uniform.py``) for 3 to 15 bits and asymmetric 2, ternary for symmetric 2, binary for 1
     (``quantisers/extreme.py``), in fp32 over groups of consecutive elements, and returns the dtype of w.
+
+    Of a weight that is split along mesh axes groups are those of the whole, bit for bit. Those that lie in a part are
+    quantised there; of others ranks send the ends, (2, G) numbers, and, where they are cut unevenly or values are means
+    (ternary, binary), the weight.
 
     Args:
         site: a weight.
@@ -63,6 +73,7 @@ class WeightQuantizer(Transform):
         self._start, self.target_bits, self._period = params.start_bits, params.target_bits, params.quantization_period
         self._verbose = shared.quantize_verbose
         self.bits, self.share = self._start, 1.0
+        self._lie: Lies | None = None
         super().__init__(site, offset=shared.schedule_offset)
 
     def set_step(self, step: int) -> None:
@@ -90,16 +101,38 @@ class WeightQuantizer(Transform):
         return value if self.target_bits >= OFF else self._quantised(value, self.target_bits, final=True)
 
     def _quantised(self, value: Tensor, bits: int, *, final: bool = False) -> Tensor:
+        stochastic, by_means = self._stochastic and not final, not self._asymmetric and bits <= 2
+        if not self.place.along:
+            return self._of_whole(value, bits, stochastic, self.num_groups)
+        if self._lie is None:
+            self._lie = how_groups_lie(self.place, self.num_groups)
+        if self._lie == "odd" or by_means:
+            # A mean depends on the order in which it is summed: that of the whole.
+            return self.place.cut(self._of_whole(self.place.gather(value), bits, stochastic, self.num_groups))
+        if self._lie == "inside":
+            num_groups = value.numel() * self.num_groups // math.prod(self.place.shape or ())
+            return self._of_whole(value, bits, stochastic, num_groups)
+        rows = grouped(value, self.num_groups, self.site.name)
+        lo, hi = ends_of(rows)
+        minus, hi = self.place.largest(-lo, hi)
+        check_finite(minus + hi, self.site.name)
+        dice = self._dice(rows) if stochastic else None
+        if self._asymmetric:
+            found, _ = within(rows, -minus, hi, bits, dice)
+        else:
+            found, _ = symmetric(rows, bits, dice, span=torch.maximum(minus, hi))
+        return found.reshape(value.shape).to(value.dtype)
+
+    def _of_whole(self, value: Tensor, bits: int, stochastic: bool, num_groups: int) -> Tensor:
+        """Of groups that lie whole in a value."""
         if not value.numel():
             return value
-        stochastic = self._stochastic and not final
-        if not stochastic and (self._asymmetric or bits > 2) and fits(value, self.num_groups, bits):
-            found, span = nearest(value, self.num_groups, bits, asymmetric=self._asymmetric)
+        if not stochastic and (self._asymmetric or bits > 2) and fits(value, num_groups, bits):
+            found, span = nearest(value, num_groups, bits, asymmetric=self._asymmetric)
             check_finite(span, self.site.name)
             return found
-        rows, dice = grouped(value, self.num_groups, self.site.name), None
-        if stochastic:
-            dice = noise(rows, seed=self.seed, step=self.step, name=self.site.name)
+        rows = grouped(value, num_groups, self.site.name)
+        dice = self._dice(rows) if stochastic else None
         if self._asymmetric:
             found, span = asymmetric(rows, bits, dice)
         elif bits > 2:
@@ -108,6 +141,15 @@ class WeightQuantizer(Transform):
             found, span = ternary(rows) if bits == 2 else binary(rows)
         check_finite(span, self.site.name)
         return found.reshape(value.shape).to(value.dtype)
+
+    def _dice(self, rows: Tensor) -> Tensor:
+        """What is drawn for these elements; of a part of a weight what is drawn for them in the whole."""
+        shape = self.place.shape
+        if shape is None or rows.numel() == math.prod(shape):  # all of it, here or gathered
+            return noise(rows, seed=self.seed, step=self.step, name=self.site.name)
+        like = rows.new_empty(()).expand(self.num_groups, math.prod(shape) // self.num_groups)
+        whole = noise(like, seed=self.seed, step=self.step, name=self.site.name)
+        return self.place.cut(whole.reshape(shape)).reshape(rows.shape)
 
 
 class WeightQuantization(Technique[WeightQuantizationSection, WeightQuantizationGroup]):
@@ -122,7 +164,7 @@ class WeightQuantization(Technique[WeightQuantizationSection, WeightQuantization
     def transform(self, site: Site, group: WeightQuantizationGroup, module: nn.Module) -> Transform:
         """A quantiser; the weight of an embedding has a scale for each row, unless ``group_size`` is given."""
         weight = parameter_of(module, site.parameter)
-        shape = tuple(weight.shape) if weight is not None else ()
+        shape = whole_shape(weight) if weight is not None else ()
         by_row = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         numel, size = math.prod(shape), group.params.group_size
         if size is not None:
@@ -140,3 +182,7 @@ class WeightQuantization(Technique[WeightQuantizationSection, WeightQuantization
     def made(self, site: Site, group: WeightQuantizationGroup, num_groups: int) -> WeightQuantizer:
         """The quantiser of a site."""
         return WeightQuantizer(site, self.section, group, num_groups=num_groups, seed=self.seed)
+
+    def adopt(self, transform: Transform, module: nn.Module, parameter: str) -> Transform:
+        """The same here."""
+        return transform
