@@ -33,6 +33,7 @@ from zoo.compression.ranks import Ranks
 from zoo.compression.techniques.activation_quantization import StaticInputQuantizer
 from zoo.engine import Engine, initialize
 from zoo.layout import declare_split
+from zoo.pipe import LayerSpec, PipelineModule
 
 WIDTH, HIDDEN, WORDS, STEPS, BATCH = 8, 12, 8, 4, 4
 
@@ -310,6 +311,60 @@ def test_groups_and_tokens_are_those_of_the_whole_bit_for_bit(
     for found in sim.run(case.world, lambda rank: transformed(case, section, dtype)):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+class Block(nn.Module):
+    """Of a pipeline whose stages have a tensor axis."""
+
+    def __init__(self, number: int, comm: Communicator | None) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.up, self.down = Columns(WIDTH, HIDDEN), Rows(HIDDEN, WIDTH)
+        for layer in (self.up, self.down) if comm is not None else ():
+            layer.keep(Case(ends=(1, 4)).part(comm.rank, HIDDEN), comm)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def piped(pipe: int, section: dict[str, Any]) -> Outcome:
+    torch.set_num_threads(1)
+    mesh = comm = None
+    if pipe > 1:
+        mesh = init_device_mesh("cpu", (pipe, 1, 2), mesh_dim_names=("pipe", "data", "tensor"))
+        comm = Communicator.of_axes(mesh, ["tensor"])
+    where: dict[str, Any] = {"num_stages": 1} if mesh is None else {"mesh": mesh}
+    model = PipelineModule([LayerSpec(Block, n, comm) for n in range(4)], loss_fn=F.mse_loss, **where).double()
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "seed": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "compression_training": section,
+    }  # fmt: skip
+    engine = initialize(config, model, mesh=mesh)[0]
+    losses, dice = [], torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        batches = [torch.randn(2, WIDTH, generator=dice, dtype=torch.float64) for _ in range(2)]
+        losses.append(float(engine.train_batch(iter([(x, x.roll(1, 0)) for x in batches]))))
+    return losses, *outcome(engine, 0)[1:]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {**FIXED, "head_pruning": heads("topk")},
+        snip(block_pattern="1x1"),
+        snip(r"3\.up", block_pattern="4x1"),  # the first stage has none of them
+    ],
+    ids=["all", "together", "one stage"],
+)
+def test_parts_in_stages_train_as_one_process_trains_the_whole(section: dict[str, Any]) -> None:
+    losses, values, made = sim.run(1, lambda rank: piped(1, section))[0]
+    names: set[str] = set()
+    for found in sim.run(4, lambda rank: piped(2, section)):
+        here = found[2].keys()
+        compare([found], (losses, values, {name: made[name] for name in here}))
+        names |= here
+    assert names == made.keys()
 
 
 def test_what_is_infinite_in_one_part_is_told_on_all_ranks() -> None:

@@ -48,7 +48,7 @@ class Place:
         Raises:
             ValueError: nobody has said which they are.
         """
-        if self.comm is None and self.box is not None and self.box.sizes == self.shape and not dist.is_initialized():
+        if self.comm is None and self.box is not None and self.box.sizes == self.shape and is_alone():
             return Communicator()
         if self.comm is None:
             raise ValueError(
@@ -84,6 +84,11 @@ class Place:
         self.ranks.all_reduce(together, "max").wait()
         parts = torch.split(together, [v.numel() for v in values])
         return tuple(part.reshape(v.shape) for part, v in zip(parts, values, strict=True))
+
+
+def is_alone() -> bool:
+    """Whether this process is the whole job."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def whole_shape(weight: Tensor) -> tuple[int, ...]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from zoo.compression.place import declare_beside, whole_shape
+from zoo.compression.place import declare_beside, is_alone, whole_shape
 from zoo.compression.pruning.learned import masked_by
 from zoo.compression.pruning.masks import (
     check_finite,
@@ -61,7 +60,7 @@ class UnitMask(Transform):
         if method == "topk":
             self.scores = nn.Parameter(weight.new_empty(num_units))
             declare_beside(self.scores, weight, self.name)
-            if split_of(weight).shape is None or not dist.is_initialized():
+            if split_of(weight).shape is None or is_alone():
                 self._begin(weight)
             else:
                 self._begins = weight
