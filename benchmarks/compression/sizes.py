@@ -193,7 +193,7 @@ def _kind(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How good models are at a size.")
     parser.add_argument("--jobs", nargs="*", choices=sorted(JOBS), default=list(JOBS))
-    parser.add_argument("--only", nargs="*", default=[], help="contenders with one of these in their names")
+    parser.add_argument("--only", nargs="*", default=[], help="contenders whose names have one of these; others stay")
     parser.add_argument("--steps", type=int, default=300, help="of training after compression, where a job has it")
     parser.add_argument("--write-results", action="store_true", help="write SIZES.md and the plot")
     args = parser.parse_args()
@@ -204,9 +204,12 @@ def main() -> None:
             print(f"{name}: left out: {error}", file=sys.stderr)
             continue
         print(name, file=sys.stderr)
-        about = {"unit": job.unit, "lower": job.lower, "relative": name in ("bytes", "smollm2"),
-                 "found": measured(job, args.only, args.steps)}  # fmt: skip
-        raw = {**(json.loads(RAW.read_text()) if RAW.exists() else {}), name: about}
+        found = measured(job, args.only, args.steps)
+        raw = json.loads(RAW.read_text()) if RAW.exists() else {}
+        if args.only and name in raw:
+            found = {**raw[name]["found"], **found}
+        relative = name in ("bytes", "smollm2")
+        raw[name] = {"unit": job.unit, "lower": job.lower, "relative": relative, "found": found}
         RAW.parent.mkdir(parents=True, exist_ok=True)
         RAW.write_text(json.dumps(raw))
     raw = json.loads(RAW.read_text())
@@ -219,12 +222,12 @@ def main() -> None:
             "Written by `python -m benchmarks.compression.sizes`. Weights of linear layers (a tied head stays) are "
             "rounded after training, in groups with fp32 scales, and models computed in fp32. *nearest*: each weight "
             "by itself; *searched*: with the range of each group that is best of 20; *GPTQ*: also searched. *Bits a "
-            f"weight* has the scales in it. *trained*: "
-            f"with `init_compression` for {args.steps} further steps, straight through (as is *fp32, trained*, which "
-            "is what those are to be compared with). *zeros*: by magnitude, or by snip_momentum over all layers "
-            f"together; values that are kept count {training.KEPT_BITS} bits, and one bit an element says which they "
-            "are.\n\n![a plot for each job](sizes.png)\n\n{about}"
+            "weight* has the scales in it. *trained*: with `init_compression` for "
+            f"{args.steps} further steps, straight through (as is *fp32, trained*, which is what those are to be "
+            "compared with). *zeros*: by magnitude, or by snip_momentum over all layers together; values that are kept "
+            f"count {training.KEPT_BITS} bits, and one bit an element says which they are."
         )
+        intro += f"\n\n![a plot for each job](sizes.png)\n\n{about}"
         PAGE.write_text(f"# Quality at a size\n\n{intro}\n\n{text}\n{remarks(PAGE)}")
 
 
