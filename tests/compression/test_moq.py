@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.compression.models import Words, document, inputs, masters, start, train, weights
 from tests.profiles import examples
@@ -46,6 +46,7 @@ def moq(
 # ------------------------------------------------------------------------------------------------------- eigenvalues
 
 
+@example([1e-202], 0)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=6), st.integers(0, 9))
 def test_of_a_matrix_the_largest_magnitude_is_found(values: list[float], seed: int) -> None:
     dice = np.random.default_rng(seed)

@@ -37,8 +37,10 @@ def power_iteration(
     """
     v, before = start / start.norm(), float("nan")
     for _ in range(max_iter):
-        found = product(v)
-        now = float(v.dot(found)) / float(v.dot(v))
+        found, square = product(v), float(v.dot(v))
+        if square == 0:  # |Hv| far below ``stability`` has shrunk v until nothing was left
+            return abs(before)
+        now = float(v.dot(found)) / square
         size = float(found.norm())
         if size == 0 or not size < float("inf") or abs(now - before) <= tol * abs(now):
             return abs(now)
