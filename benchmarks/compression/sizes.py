@@ -146,7 +146,8 @@ def of_job(name: str, about: Mapping[str, Any]) -> str:
     for contender, row in sorted(about["found"].items(), key=lambda item: -item[1]["bits"]):
         change = row["value"] - exact
         against = f"{100 * change / exact:+.2f} %" if about["relative"] else f"{change:+.5f}"
-        rows.append([contender, f"{row['bits']:.2f}", f"{row['value']:.5f}", against, f"{row['s']:.1f}"])
+        seconds = "" if row["s"] is None else f"{row['s']:.1f}"  # it was not kept
+        rows.append([contender, f"{row['bits']:.2f}", f"{row['value']:.5f}", against, seconds])
     header = ["weights", "bits a weight", about["unit"], "against fp32", "s to quantise"]
     return f"### {name}\n\n{table(header, rows)}\n"
 
