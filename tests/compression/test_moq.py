@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.compression.models import Words, document, inputs, masters, start, train, weights
 from tests.profiles import examples
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.compression import CompressionScheduler, init_compression, redundancy_clean, transforms_of
@@ -25,6 +26,7 @@ from zoo.compression.moq.sections import CurvatureSection
 from zoo.compression.schedule import bits_at, steps_at_bits
 from zoo.config import ConfigError
 from zoo.engine import initialize
+from zoo.layout import declare_split
 from zoo.pipe import LayerSpec, PipelineModule
 
 
@@ -489,3 +491,29 @@ def test_sixteen_bits_fall_too_and_every_stage_measures_the_same(precision: str)
     first = losses(0)
     assert all(falls for falls in first[1])
     assert losses(3) == first
+
+
+@pytest.mark.parametrize("named", [("tensor",), ("expert",)])
+def test_curvature_of_weights_of_which_ranks_have_parts_is_refused(named: tuple[str, ...]) -> None:
+    """Ranks would find other eigenvalues, and let bits of one weight fall in different steps or wait for each other."""
+
+    def job(rank: int, axes: int, guided: bool) -> list[float]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", *named))
+        model = Words()
+        for name, parameter in model.layer.named_parameters():
+            if name.endswith("up.weight"):
+                where: dict[str, Any] = {} if named == ("expert",) else {"shape": (12 * axes, 8), "offsets": (0, 0)}
+                if axes == 2 and named == ("tensor",):
+                    where["offsets"] = (12 * rank, 0)
+                declare_split(parameter, named, **where)
+        engine = start(document(**moq(guided=guided), mesh={"axes": {"data": 1, named[0]: 2}}), model, mesh=mesh)
+        return [float(t.bits) for t in transforms_of(engine.module)]  # type: ignore[attr-defined]
+
+    def refused(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match=rf"eigenvalue: of layer\.0\.up\.weight .* axis {named[0]}, and"):
+            job(rank, 2, True)
+
+    sim.run(2, refused)
+    assert sim.run(2, lambda rank: job(rank, 2, False))[0]
+    if named == ("tensor",):
+        assert sim.run(2, lambda rank: job(rank, 1, True))[0]

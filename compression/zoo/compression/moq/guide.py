@@ -13,6 +13,7 @@ from zoo.compression.attach import attached_to, transforms_of
 from zoo.compression.moq.curvature import eigenvalues
 from zoo.compression.moq.periods import GuidedQuantizer, factors_of
 from zoo.compression.moq.sections import MOQ, CurvatureSection
+from zoo.compression.place import is_alone
 from zoo.compression.planning import holders_of
 
 _log = logging.getLogger("zoo.compression")
@@ -36,6 +37,10 @@ class Guide:
         seed: of the first vector of power iteration.
         comm: ranks whose losses are averaged; None: this one alone.
 
+    Raises:
+        NotImplementedError: a weight of a block is split along a mesh axis, is an expert of which other ranks have
+            others, or each rank has a summand of its gradient.
+
     Attributes:
         eigenvalues: by block, of the latest measurement.
     """
@@ -46,6 +51,8 @@ class Guide:
     ) -> None:  # fmt: skip
         self._model, self._section, self._seed, self._comm = model, section or CurvatureSection(), seed, comm
         self._guided = [t for t in transforms_of(model) if isinstance(t, GuidedQuantizer)]
+        for transform in self._guided:
+            _check_whole(transform)
         self.eigenvalues: Mapping[str, float] = {}
 
     def due(self, step: int) -> bool:
@@ -88,6 +95,18 @@ class Guide:
     def bits(self) -> dict[str, float]:
         """Bits of each block now."""
         return {t.block: float(t.bits) for t in self._guided}
+
+
+def _check_whole(transform: GuidedQuantizer) -> None:
+    """Each rank iterates by itself, and with parts it would find another eigenvalue than others, or wait for them."""
+    place = transform.place
+    axes = [] if is_alone() or (place.box and place.box.sizes == place.shape) else [*place.apart, *place.partial]
+    if axes:
+        raise NotImplementedError(
+            f"{MOQ}.eigenvalue: of {transform.site.name} and its gradient a rank has only a part, others are along the "
+            f"mesh axis {', '.join(dict.fromkeys(axes))}, and curvature is measured for whole weights. Leave "
+            "eigenvalue out, so that all layers have one period, or train without that axis."
+        )
 
 
 def _on(held: Iterable[tuple[nn.Module, str]]) -> list[GuidedQuantizer]:
