@@ -163,7 +163,7 @@ def hooked(model: nn.Sequential) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (doubled, "0 is a Twice with a forward of its own, which a packed layer has not"),
+        (doubled, "0 is a Twice with a forward of its own, which the layer in its place has not"),
         (hooked, "0 is a Linear with hooks"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import struct
@@ -19,7 +20,17 @@ from torch import Tensor, nn
 from zoo.compression.export import from_torchao, load_torchao, save_torchao, to_torchao
 from zoo.compression.export.torchao import LAYOUTS, Layout, tensor_of
 from zoo.compression.packed import PackedLinear, pack_model
-from zoo.compression.post_training import Binary, Floating, Layer, Recipe, Ternary, Uniform, nearest, quantise
+from zoo.compression.post_training import (
+    Binary,
+    Floating,
+    Layer,
+    Recipe,
+    Ternary,
+    Uniform,
+    nearest,
+    quantise,
+    zeroquant,
+)
 
 THERE = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not THERE, reason="the package torchao is not installed")
@@ -191,6 +202,43 @@ def test_what_torchao_has_quantised_is_read_code_for_code(kind: str) -> None:
     for mine, other in zip(dense(model), values, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0 if kind == "int4" else 1e-6)
     torch.testing.assert_close(model(x), y, rtol=1e-4, atol=1e-4)
+
+
+@needs_torchao
+def test_the_rounding_of_inputs_stays_and_hooks_are_refused() -> None:
+    """As pack_model has it: what a layer does besides is neither dropped nor lost."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model, x = network(), torch.randn(5, 64)
+    layers = zeroquant(model, inputs=Uniform(bits=3), group_size=16)
+    wanted, plain = model(x), quantise(network(), Recipe(grid=Uniform(bits=8), group_size=16))
+    assert (to_torchao(network(), plain)(x) - wanted).abs().max() > 0.01, "it would be seen"
+    for made in (copy.deepcopy(model), pack_model(copy.deepcopy(model), layers)):
+        found = to_torchao(made, None if isinstance(made[0], PackedLinear) else layers)
+        torch.testing.assert_close(found(x), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(from_torchao(found)(x), wanted, rtol=1e-4, atol=1e-5)
+    model = network()
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ValueError, match="0 is a Linear with hooks, which the layer in its place has not"):
+        to_torchao(model, plain)
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    with pytest.raises(ValueError, match="0 is a Linear with hooks, which the layer in its place has not"):
+        from_torchao(model)
+    assert not any(isinstance(module, PackedLinear) for module in model)
+
+
+@needs_torchao
+def test_a_fused_encoder_layer_goes_there_and_back() -> None:
+    """Hooks that keep the fused kernels off are none of the user's."""
+    model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
+    layers = quantise(model, Recipe(grid=Uniform(bits=8), group_size=16))
+    x, model = torch.randn(2, 3, 32), pack_model(model, layers)  # type: ignore[assignment]
+    wanted = model(x)
+    for _ in range(2):
+        model = to_torchao(model)  # type: ignore[assignment]
+        torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+        model = from_torchao(model)  # type: ignore[assignment]
+        torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
 
 
 @needs_torchao

@@ -27,7 +27,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from zoo.compression.attach import class_of
 from zoo.compression.packed import PackedLinear, packed_of, put
+from zoo.compression.packed.linear import more_than_linear, with_transforms_of
 from zoo.compression.post_training import Layer, Quantised, Uniform
 from zoo.kernels.packed_linear import unpack
 
@@ -42,7 +44,8 @@ def to_torchao(
     model: nn.Module, layers: Mapping[str, Layer] | None = None, *, layout: Layout = "plain",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:  # fmt: skip
-    """Puts an ``nn.Linear`` with a weight of torchao in the place of each packed or quantised layer.
+    """Puts an ``nn.Linear`` with a weight of torchao in the place of each packed or quantised layer. What changes their
+    inputs and outputs (:func:`~zoo.compression.post_training.tokens.quantise_inputs`) stays, and files do not keep it.
 
     Args:
         model: itself changed.
@@ -56,7 +59,8 @@ def to_torchao(
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: a layer that torchao has no tensor for, named, before anything is changed.
+        ValueError: a layer that torchao has no tensor for, or that has hooks or a forward of its own, named, before
+            anything is changed.
     """
     if layout not in LAYOUTS or dtype not in _FLOATS:
         raise ValueError(
@@ -66,9 +70,11 @@ def to_torchao(
     made = {}
     for name, found in (_packed_in(model) if layers is None else layers).items():
         module = model.get_submodule(name)
-        if not isinstance(module, (nn.Linear, PackedLinear)):
-            raise ValueError(f"{name} is a {type(module).__name__}; only linear layers have weights of torchao here.")
-        made[name] = _linear(tensor_of(found, name, layout=layout, dtype=dtype), module.bias, module.training)
+        if why := more_than_linear(model, module):
+            raise ValueError(f"{name} is a {class_of(module).__name__}{why}.")
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        linear = _linear(tensor_of(found, name, layout=layout, dtype=dtype), bias, module.training)
+        made[name] = with_transforms_of(module, linear, name)
     return put(model, made)
 
 
@@ -76,7 +82,7 @@ def from_torchao(model: nn.Module) -> nn.Module:
     """Puts a :class:`PackedLinear` in the place of each ``nn.Linear`` whose weight is one of torchao's of 8 or 4 bits.
 
     Weight-only ``Int8Tensor``, ``IntxUnpackedToInt8Tensor`` and ``Int4Tensor``, with the same codes and scales; minima
-    are computed, (-2^(b-1) - z)·s or z - 8·s in fp32.
+    are computed, (-2^(b-1) - z)·s or z - 8·s in fp32. What changes the layers' inputs and outputs stays.
 
     Args:
         model: itself changed.
@@ -86,14 +92,17 @@ def from_torchao(model: nn.Module) -> nn.Module:
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: a weight of torchao of another kind, named, before anything is changed.
+        ValueError: a weight of torchao of another kind, or a layer with hooks or a forward of its own, named, before
+            anything is changed.
     """
     base = _torchao().utils.TorchAOBaseTensor
     made = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, base):
             found = packed_of(Layer(quantised=quantised_of(module.weight, name)), module.bias, name)
-            made[name] = found.train(module.training)
+            if why := more_than_linear(model, module):
+                raise ValueError(f"{name} is a {class_of(module).__name__}{why}.")
+            made[name] = with_transforms_of(module, found.train(module.training), name)
     return put(model, made)
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from zoo.compression.attach import attach, attached_to, class_of
+from zoo.compression.attach import attach, attached_to, class_of, is_own_hook
 from zoo.compression.post_training import Layer, Uniform
-from zoo.compression.pruning.flow import has_hooks
 from zoo.compression.technique import inner_weights
 from zoo.kernels.packed_linear import PackedWeight, pack, packed_linear, unpack, unpack_weight
 
 Tensor = torch.Tensor
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 SIZES = (8, 4)
 """Bits of a code that there are kernels for."""
 
@@ -166,8 +166,8 @@ def packed_of(layer: Layer, bias: Tensor | None = None, name: str = "the layer")
     return PackedLinear(weight, bias, layer.low_rank)
 
 
-def with_transforms_of(module: nn.Module, packed: PackedLinear, name: str) -> PackedLinear:
-    """The packed layer in the place of a module, with what changes the module's inputs and outputs.
+def with_transforms_of(module: nn.Module, instead: ModuleT, name: str) -> ModuleT:
+    """The layer with codes in the place of a module, with what changes the module's inputs and outputs.
 
     Raises:
         ValueError: there is a transform on the weight, which codes cannot have.
@@ -176,8 +176,8 @@ def with_transforms_of(module: nn.Module, packed: PackedLinear, name: str) -> Pa
         if where == "weight":
             raise ValueError(f"{name} has a transform on its weight, and codes have none: call redundancy_clean first.")
         for transform in transforms:
-            attach(packed, where, path, transform)
-    return packed
+            attach(instead, where, path, transform)
+    return instead
 
 
 def pack_model(model: nn.Module, layers: Mapping[str, Layer]) -> nn.Module:
@@ -197,23 +197,33 @@ def pack_model(model: nn.Module, layers: Mapping[str, Layer]) -> nn.Module:
     made = {}
     for name, layer in layers.items():
         module = model.get_submodule(name)
-        if why := _more_than_linear(model, module):
+        if isinstance(module, PackedLinear):
+            raise ValueError(f"{name} is a PackedLinear; only linear layers are packed, and this one is.")
+        if why := more_than_linear(model, module):
             raise ValueError(f"{name} is a {class_of(module).__name__}{why}.")
         made[name] = with_transforms_of(module, packed_of(layer, module.bias, name).train(module.training), name)  # type: ignore[arg-type]
     return put(model, made)
 
 
-def _more_than_linear(model: nn.Module, module: nn.Module) -> str:
-    """What of a module a packed layer would not do; "": nothing."""
-    if not isinstance(module, nn.Linear):
-        return "; only linear layers are packed"
-    if class_of(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
-        return " with a forward of its own, which a packed layer has not; leave it out"
-    if has_hooks(module):
-        return " with hooks, which a packed layer has not; remove them, and register them on the packed one"
+def more_than_linear(model: nn.Module, module: nn.Module) -> str:
+    """What of a module the layer in its place, packed or with a weight of torchao, would not do; "": nothing."""
+    kind = nn.Linear if isinstance(module, nn.Linear) else PackedLinear
+    if not isinstance(module, kind):
+        return "; only linear layers are replaced"
+    if class_of(module).forward is not kind.forward or "forward" in module.__dict__:
+        return " with a forward of its own, which the layer in its place has not; leave it out"
+    if _has_hooks(module):
+        return " with hooks, which the layer in its place has not; remove them, and register them on that one"
     if id(module) in inner_weights(model):
         return ", whose weight the attention around it reads without calling it; leave it out"
     return ""
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether there are any but those of this file."""
+    if module._forward_hooks:
+        return True
+    return any(not (hook is _is_called or is_own_hook(hook)) for hook in module._forward_pre_hooks.values())
 
 
 def put(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
