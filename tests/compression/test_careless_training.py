@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.models import inputs, weights
+from tests.compression.models import Words, document, inputs, start, train, weights
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call, grad, vmap
 
+from zoo import sim
 from zoo.compression import CompressionScheduler, init_compression, redundancy_clean
 from zoo.compression.quantisers import symmetric
 
@@ -126,3 +128,27 @@ def test_what_is_only_said_in_the_log_may_be_another() -> None:
     model = init_compression(network(), config("weights"))
     place = ("shared_parameters", "quantize_verbose")
     redundancy_clean(model, replaced(config("weights"), "weight_quantization", place, True))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("bits", [4, None])
+def test_what_one_rank_has_compressed_otherwise_is_told_on_all(named: bool, bits: int | None) -> None:
+    """Nobody waits for it. ``bits`` None: it has called no init_compression, which the engine then does for it, but for
+    a mesh, where ranks agree on what patterns mean before."""
+    wanted = {"weight_quantization": weights(start=8, target=8)}
+
+    def job(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",)) if named else None
+        model = Words()
+        if rank == 0:
+            init_compression(model, {"compression_training": wanted})
+        elif bits is not None:
+            init_compression(model, {"compression_training": {"weight_quantization": weights(start=8, target=bits)}})
+        if bits is None and not named:
+            return train(start(document(0, compression=wanted), model), 1)
+        with pytest.raises(ValueError, match=r"rank 1: the model (was compressed with|is not compressed as)"):
+            start(document(0, compression=wanted), model, mesh=mesh)
+        return []
+
+    first, second = sim.run(2, job)
+    assert first == second

@@ -48,12 +48,12 @@ class CompressionPart:
                 "teacher_model=...) before initialize."
             )
         ranks, techniques = self._ranks(), self._techniques()
-        if ranks is not None and mesh is not None:
-            self._prepare_parts(module, ranks, techniques)
-        elif transforms_of(module):
-            check_same(module, techniques)
+        if ranks is None:
+            _take_over_or_compress(module, techniques)
+        elif mesh is None:
+            _on_all(ranks.everyone, lambda: _take_over_or_compress(module, techniques))
         else:
-            compress(module, techniques)
+            self._prepare_parts(module, ranks, techniques)
         shared = [one for technique in techniques.values() for one in technique.shared()]
         self.scheduler = CompressionScheduler(module, ranks, shared)
 
@@ -61,7 +61,8 @@ class CompressionPart:
         """Where ranks have other layers or experts a pattern may mean those of others; what is wrong on one rank is
         raised on all."""
         everyone = ranks.everyone
-        if not ranks.layer_axes and transforms_of(module):
+        begun = everyone.all_gather_object(bool(transforms_of(module)))
+        if not ranks.layer_axes and any(begun):
             _on_all(everyone, lambda: check_same(module, techniques))
             return
         names = _on_all(everyone, lambda: {name: list(named_for(t, module)) for name, t in techniques.items()})
@@ -133,6 +134,14 @@ class CompressionPart:
         if there.mesh is None:
             return Ranks(Communicator(there.group))
         return Ranks.of_mesh(there.mesh, there.config.mesh.data_axes, there.config.mesh.layer_axes)
+
+
+def _take_over_or_compress(module: nn.Module, techniques: dict[str, AnyTechnique]) -> None:
+    """What ``init_compression`` has attached, or else what techniques make."""
+    if transforms_of(module):
+        check_same(module, techniques)
+    else:
+        compress(module, techniques)
 
 
 def _on_all(comm: Communicator, work: Callable[[], T]) -> list[T]:
