@@ -166,14 +166,15 @@ def draw(raw: Mapping[str, Any]) -> None:
     for panel, name in zip(panels[0], jobs, strict=True):
         about = raw[name]
         exact = about["found"][EXACT]["value"]
-        for kind, marker in kinds.items():
+        for number, (kind, marker) in enumerate(kinds.items()):
             rows = {n: r for n, r in about["found"].items() if _kind(n) == kind}
             if not rows:
                 continue
-            panel.plot([r["bits"] for r in rows.values()], [r["value"] for r in rows.values()], marker, label=kind)
+            bits, values = [r["bits"] for r in rows.values()], [r["value"] for r in rows.values()]
+            panel.plot(bits, values, marker, color=f"C{number}", label=kind)
         panel.axhline(exact, color="grey", linewidth=1, label=EXACT)
         panel.set(title=name, xlabel="bits a weight, scales included", ylabel=about["unit"], xscale="log")
-        if about["lower"]:
+        if about["lower"] and not about["relative"]:
             panel.set_yscale("log")
         panel.set_xticks([1, 2, 3, 4, 6, 8], labels=["1", "2", "3", "4", "6", "8"])
         panel.minorticks_off()
