@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from zoo import sim
-from zoo.zero import PartitionedAccessError, Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer
+from zoo.zero import (
+    GatheredParameters,
+    Init,
+    PartitionedAccessError,
+    Stage0Optimizer,
+    Stage1Optimizer,
+    Stage2Optimizer,
+    Stage3Optimizer,
+)
 from zoo.zero.sharding.guard import CAN_REFUSE_STORAGE
 
 
@@ -51,6 +60,35 @@ def test_touching_a_partitioned_parameter_raises(touch: str) -> None:
         TOUCHES[touch](model[0].weight)
     text = str(caught.value)
     assert "'0.weight'" in text or "'0'" in text or "0.weight" in text
+
+
+def state_dict_from(module: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    """``model.state_dict()``, called by code of a module of this name."""
+    names: dict[str, Any] = {"__name__": module}
+    exec("def call(model): return model.state_dict()", names)
+    return names["call"](model)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["optimizer", "Init"])
+def test_only_transformers_gets_a_state_dict_without_values_for_its_names(how: str) -> None:
+    if how == "Init":
+        with Init():
+            model = small()
+        optimizer = None
+    else:
+        model = small()
+        optimizer = partitioned(model)  # kept: parameters do not keep their optimizer
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = state_dict_from("transformers.modeling_utils", model)
+    assert {name: tuple(t.shape) for name, t in found.items()} == shapes
+    assert all(t.is_meta and t.dtype == torch.float32 for t in found.values())
+    for other in ("transformers_of_mine", "torchtune.save", "script"):
+        with pytest.raises(PartitionedAccessError, match=r"0\.weight"):
+            state_dict_from(other, model)
+    with GatheredParameters(list(model.parameters())):
+        whole = state_dict_from("transformers.modeling_utils", model)
+        assert all(torch.equal(whole[name], expected) for name, expected in small().state_dict().items())
+    del optimizer
 
 
 @pytest.mark.skipif(not CAN_REFUSE_STORAGE, reason="this torch cannot make a storage refuse access")

@@ -29,6 +29,7 @@ from zoo.layout.declared import (
     is_unit,
     logical_name,
     split_of,
+    withdraw_unit,
 )
 from zoo.layout.flat import FlatLayout, LogicalTensor, Piece, Slice
 from zoo.layout.mesh import Mesh, Sharding
@@ -62,4 +63,5 @@ __all__ = [
     "runs_of",
     "split_of",
     "tiles",
+    "withdraw_unit",
 ]

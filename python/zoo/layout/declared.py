@@ -125,6 +125,11 @@ def declare_unit(module: Any, *, whole: bool = True) -> None:
     module.__dict__[_UNIT] = "whole" if whole else "outer"
 
 
+def withdraw_unit(module: Any) -> None:
+    """Take back what :func:`declare_unit` said; nothing where it said nothing."""
+    module.__dict__.pop(_UNIT, None)
+
+
 def is_unit(module: Any, *, whole: bool = True) -> bool:
     """Whether that was declared, with this ``whole``."""
     return bool(getattr(module, "__dict__", {}).get(_UNIT) == ("whole" if whole else "outer"))

@@ -40,6 +40,17 @@ class _CastLinear(torch.autograd.Function):
         return dx, dw, db
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear`` that, under autocast, keeps x and the parameter for backward, and no cast copy of it."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return F.linear(x, weight, bias)
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        out: torch.Tensor = _CastLinear.apply(x.to(dtype), weight, bias)
+    return out
+
+
 class MemoryEfficientLinear(nn.Linear):
     """``nn.Linear`` that, under autocast, keeps its input and its parameter for backward, and no cast copy of it.
 
@@ -49,13 +60,7 @@ class MemoryEfficientLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(*, in_features) → (*, out_features)."""
-        device = input.device.type
-        if not torch.is_autocast_enabled(device) or input.dtype == torch.float64:
-            return super().forward(input)
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            out: torch.Tensor = _CastLinear.apply(input.to(dtype), self.weight, self.bias)
-        return out
+        return linear(input, self.weight, self.bias)
 
 
 class LinearSwap:

@@ -50,6 +50,7 @@ from zoo.zero.runtime.hooks import Runtime
 from zoo.zero.runtime.recording import recording
 from zoo.zero.runtime.window import Window
 from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.coded import meaning
 from zoo.zero.sharding.dtensors import DTensors
 from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.members import Members
@@ -214,7 +215,8 @@ class ShardedModel:
         ]  # fmt: skip
         layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()
         device = plan[0].parameters[0].device
-        agree(self.comm, layout, arguments, device)
+        codes = {name: p for b in plan if b.coded and not b.axes for name, p in zip(b.names, b.parameters, strict=True)}
+        agree(self.comm, layout, {**arguments, "what the codes of frozen parameters stand for": meaning(codes)}, device)
         agree_on_kernels(self.comm, device)
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         if cfg.buffers != "own":

@@ -86,7 +86,7 @@ def _choose(
     found = []
     for spec, placed in zip(plan, placements, strict=True):
         plain = every[spec.axes]
-        weights = config.zero_quantized_weights
+        weights = config.zero_quantized_weights and not spec.coded
         stored = placed.parameters.packed
         gradients = config.zero_quantized_gradients and spec.trainable
         if not placed.parameters.is_split or not (weights or stored or gradients):

@@ -21,6 +21,7 @@ from zoo.zero.sharding.guard import (
     Guard,
     PartitionedAccessError,
     ShardedParameter,
+    nothing_of,
     sharded_in,
 )
 from zoo.zero.sharding.guard import release as release_parameter
@@ -55,6 +56,10 @@ class InitParameter(ShardedParameter):
             held = bool(parts) and all(part.active and part.whole for part in parts)
             if session is not None and not (held and not any(map(session.uses, parts))):
                 return session.run(func, args, kwargs, parts)
+            if func == torch.Tensor.detach and parts and not parts[0].whole:
+                nothing = nothing_of(args[0])
+                if nothing is not None:
+                    return nothing
             refuse_closed(func, parts)
             if func == _DATA.__get__:  # what is written through it must show
                 with torch._C.DisableTorchFunctionSubclass():

@@ -12,11 +12,12 @@ from torch import nn
 from zoo.layout import FlatLayout, LogicalTensor
 from zoo.zero.placement.precision import compute_dtype
 from zoo.zero.placement.units import UnitSpec
+from zoo.zero.sharding.coded import class_of
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
 
 
-_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...], str]
+_Key = tuple[tuple[torch.dtype, torch.dtype], bool, bool, tuple[str, ...], str, type[nn.Parameter]]
 
 
 @dataclass(eq=False)
@@ -46,8 +47,16 @@ class BucketSpec:
     """The dtype in which the parameters came, where ``dtype`` is another one, that they are computed with."""
     keeps_originals: bool = False
     """The values that they came with are kept: as masters, or beside frozen parameters."""
+    cls: type[nn.Parameter] = nn.Parameter
+    """Of the parameters. Where it is another one they are codes (``sharding/coded.py``), which nothing may round."""
+
     accumulate: torch.dtype | None = None
     """The dtype of gradients on this rank, where it is another one than ``dtype``."""
+
+    @property
+    def coded(self) -> bool:
+        """Its elements are codes, whatever their dtype."""
+        return self.cls is not nn.Parameter
 
     @property
     def original(self) -> torch.dtype:
@@ -98,15 +107,15 @@ def plan_buckets(
             dtypes = compute_dtype(parameter, param_dtype), parameter.dtype
             axes = axes_of(name, parameter)
             table = name if is_table(parameter) else ""
-            key = (dtypes, parameter.requires_grad, resident, axes, table)
+            key = (dtypes, parameter.requires_grad, resident, axes, table, class_of(parameter))
             own.setdefault(key, []).append((name, parameter))
         alone = any(o is not unit and (unit.name == "" or o.name.startswith(unit.name + ".")) for o in units)
         for key, members in own.items():
             size = sum(p.numel() for _, p in members)
             spec = still_open.get(key)
             if alone or spec is None or spec.numel + size > bucket_size:
-                (dtype, original), trainable, resident, axes, table = key
-                spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original)
+                (dtype, original), trainable, resident, axes, table, cls = key
+                spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original, cls=cls)
                 if trainable and accumulate_dtype is not dtype:
                     spec.accumulate = accumulate_dtype
                 if table:

@@ -143,7 +143,8 @@ def place(plan: Sequence[BucketSpec], families: Mapping[tuple[str, ...], Axes], 
         placements = with_secondary(placements, axes)
         if config.update_in_backward:
             placements = updated_in_backward(placements)
-        if config.zero_quantized_nontrainable_weights and not spec.trainable and placements.parameters.is_split:
+        can_be_packed = not spec.trainable and not spec.coded and placements.parameters.is_split
+        if config.zero_quantized_nontrainable_weights and can_be_packed:
             placements = packed(placements)
         found.append(placements)
     return found

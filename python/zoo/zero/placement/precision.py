@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zoo.zero.sharding.coded import is_coded
+
 COMPUTES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What models compute in: parameters of other dtypes (int8, fp8) mean something only to their modules, and stay."""
 
@@ -40,7 +42,7 @@ def check_param_dtype(model: nn.Module, param_dtype: torch.dtype | None) -> None
 
 def compute_dtype(parameter: torch.Tensor, param_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which ``parameter`` is computed with."""
-    if param_dtype is None or parameter.dtype not in COMPUTES:
+    if param_dtype is None or parameter.dtype not in COMPUTES or is_coded(parameter):
         return parameter.dtype
     return param_dtype
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from zoo.layout import is_unit
 from zoo.nn import UnitList
+from zoo.zero.sharding.coded import is_coded
 from zoo.zero.sharding.dtensors import is_dtensor
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -154,11 +155,11 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
         )
     devices: Counter[torch.device] = Counter()
     for name, parameter in model.named_parameters():
-        if not getattr(type(parameter), "_zoo_adoptable", type(parameter) is nn.Parameter) and not is_dtensor(
-            parameter
-        ):
+        plain = getattr(type(parameter), "_zoo_adoptable", type(parameter) is nn.Parameter)
+        if not plain and not is_dtensor(parameter) and (_in_bucket(parameter) or not is_coded(parameter)):
             raise ValueError(
-                f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter. "
+                f"parameter {name!r} is a {type(parameter).__name__}; the ZeRO optimizers work on plain nn.Parameter, "
+                "and on frozen ones of another class that have memory of their own (Params4bit of bitsandbytes). "
                 "Construct the optimizer from the original model, once, and before any other wrapper; where a ZeRO "
                 "optimizer has it already, close() that one first."
             )
@@ -185,6 +186,10 @@ def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     if not devices:
         raise ValueError("the model has no parameters.")
     _check_apart({name: p for name, p in model.named_parameters() if p.numel() and p.device.type != "meta"})
+
+
+def _in_bucket(parameter: nn.Parameter) -> bool:
+    return hasattr(type(parameter), "_zoo_bucket")
 
 
 def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:

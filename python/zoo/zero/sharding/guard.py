@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from zoo.zero.sharding.coded import class_of, ordinary, shown
 from zoo.zero.sharding.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _SAVES = nn.Module._save_to_state_dict.__code__
 _LOADS = nn.Module._load_from_state_dict.__code__
 TORCH_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+_READ_NAMES = ("transformers.",)
 _PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 _PROPERTIES = (
@@ -93,7 +95,7 @@ class ShardedParameter(nn.Parameter):
     _zoo_slot: int
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
+        plain = ordinary(self, torch.clone(self.detach()))
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -150,6 +152,22 @@ def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     meant = func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
     same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
     return same and not kwargs.get("copy")
+
+
+def nothing_of(parameter: Any) -> torch.Tensor | None:
+    """What a ``state_dict()`` holds of a parameter of which only a shard is here, where it is asked for its names.
+
+    transformers does so at stage 3 before it loads weights, and on ranks that do not save. It gets a tensor without
+    memory (of the device "meta"), of which nothing can be computed or written; None for anybody else.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or frame.f_code is not _SAVES:
+        return None
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+        frame = frame.f_back
+    if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_READ_NAMES):
+        return None
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:
@@ -331,6 +349,10 @@ def _detach(self: Any) -> torch.Tensor:
     if sys._getframe(1).f_code is _SAVES and _split_for_torch(self):
         bucket = type(self)._zoo_bucket
         return bucket.owner().rows(bucket, self._zoo_slot)  # type: ignore[no-any-return]
+    if type(self)._zoo_bucket.parameters.hidden and not torch.compiler.is_compiling():
+        nothing = nothing_of(self)
+        if nothing is not None:
+            return nothing
     return torch.Tensor.detach(self)
 
 
@@ -360,8 +382,18 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
     # A copy (an averaged model, say) is a parameter of its own: it belongs to no bucket.
     copy = memo.get(id(self))
     if copy is None:
-        copy = memo[id(self)] = nn.Parameter(torch.clone(self.detach()), self.requires_grad)
+        copy = memo[id(self)] = ordinary(self, torch.clone(self.detach()), memo)
     return copy
+
+
+def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # In the place of what another class does: codes are converted, or packed anew, outside of a bucket only.
+    if _changes_nothing(torch.Tensor.to, (self, *args), kwargs):
+        return self
+    raise ValueError(
+        f"parameter {self._zoo_name!r}, a {class_of(self).__name__}, would go to {(*args, *kwargs.values())!r}: it "
+        f"lies in a flat buffer, whose dtype and device stay.{_CONVERT_FIRST}"
+    )
 
 
 _REFUSE: Any = classmethod(_refuse)
@@ -371,6 +403,7 @@ class Guard:
     """Makes one bucket's parameters instances of a class of their own, and opens and closes that class."""
 
     def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: str) -> None:
+        self._shown: Any = _DISABLED  # what the class does to functions of torch while its parameters are whole
         self._class = self.class_for(bucket)
         self._address = storage._cdata
         self._message = message
@@ -388,7 +421,12 @@ class Guard:
             "copy_": _copy_,
             "__deepcopy__": _deepcopy,
         }
-        return type("ZeroParameter", (ShardedParameter,), body)
+        cls = bucket.spec.cls
+        if cls is nn.Parameter:
+            return type("ZeroParameter", (ShardedParameter,), body)
+        self._shown = shown(cls)
+        body |= {"_zoo_coded": cls, "__torch_function__": self._shown, "to": _stay}
+        return type(f"Zero{cls.__name__}", (ShardedParameter, cls), body)
 
     def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
         """Make ``parameter`` an instance of the bucket's class."""
@@ -402,7 +440,7 @@ class Guard:
 
     def show(self) -> None:
         """A unit that owns the parameters runs."""
-        self._class.__torch_function__ = _DISABLED
+        self._class.__torch_function__ = self._shown
 
     def close(self) -> None:
         """The memory is gone: refuse everything that shares it."""
@@ -415,7 +453,7 @@ class Guard:
 
 def release(parameter: Any) -> None:
     """Make an adopted parameter an ordinary ``nn.Parameter`` again, without a gradient."""
-    parameter.__class__ = nn.Parameter
+    parameter.__class__ = class_of(parameter)
     del parameter._zoo_name, parameter._zoo_slot
     parameter.__dict__.pop("_zoo_bucket", None)
     parameter.grad = None
