@@ -45,6 +45,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
+def refuse_standin() -> None:
+    """A peer is the real package: stop where zoo is what is installed under its name.
+
+    Raises:
+        SystemExit: the version that is installed as deepspeed ends in "+zoo".
+    """
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if version.endswith("+zoo"):
+        raise SystemExit(
+            f"deepspeed {version} is zoo under that name, and no peer of itself. Uninstall it, take its folder from "
+            "PYTHONPATH, and install DeepSpeed (the extra bench)."
+        )
+
+
 def machine(packages: Sequence[str]) -> dict[str, Any]:
     """What the figures depend on, with the versions of these packages; nothing that names the machine."""
     cpu = "unknown CPU"

@@ -23,6 +23,8 @@ VENV = ROOT / ".venv"
 UV = str(VENV / "bin/uv")
 DIST = ROOT / "dist"
 FOLDERS = {"zoo-core": ".", "zoo-kernels": "cuda", "zoo-moe": "moe", "zoo-compression": "compression"}
+# Takes another package's name: it is built and tried, and installed by nobody who does not name it.
+STANDIN = {"deepspeed": "dropin"}
 # Nobody asked for these, and a machine without a GPU has no use for them.
 UNWANTED = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "deepspeed")
 
@@ -58,7 +60,7 @@ def build() -> list[Path]:
         "CARGO_TARGET_DIR": str(ROOT / "target"),
     }
     wheels = []
-    for name, folder in FOLDERS.items():
+    for name, folder in {**FOLDERS, **STANDIN}.items():
         build_one = (UV, "build", "--quiet", "--python", VENV / "bin/python", "--out-dir", DIST)
         run(*build_one, "--sdist", ROOT / folder, env=environment)
         (archive,) = DIST.glob(f"{name.replace('-', '_')}-*.tar.gz")
@@ -263,6 +265,12 @@ print(*{version("zoo-core"), *(registry.get("subpackage", name).version for name
     if len(said) != 2 or said[1] != "0":
         stop(f"the distributions were to have one version and no problem, and said {' '.join(said)}.")
     say(f"all four distributions are of version {said[0]}")
+    install(python, "--no-deps", *DIST.glob("deepspeed-*.whl"))
+    program = "import deepspeed as d; from importlib.metadata import version; print(d.__name__, version('deepspeed'))"
+    said = run(python, "-c", program, cwd=home, env=environment).split()
+    if said[0] != "zoo.deepspeed" or not said[-1].endswith("+zoo"):
+        stop(f"import deepspeed was to give zoo.deepspeed in a version of its own, and gave {' '.join(said)}.")
+    say(f"deepspeed {said[-1]} is zoo under that name")
 
 
 if __name__ == "__main__":

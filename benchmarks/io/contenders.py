@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from benchmarks.common import refuse_standin
 from benchmarks.io.files import fsync, write_all
 from benchmarks.io.points import Point
 
@@ -85,6 +86,7 @@ class DeepSpeedSession:
     """DeepSpeed's aio_handle (libaio, O_DIRECT)."""
 
     def __init__(self, point: Point, *, pinned: bool) -> None:
+        refuse_standin()
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         module = AsyncIOBuilder().load(verbose=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from benchmarks.common import refuse_standin
 
 from zoo.optim import AdamW
 
@@ -38,6 +39,7 @@ def parameters(sizes: Sequence[int], dtype: torch.dtype) -> list[torch.nn.Parame
 def deepspeed_adam() -> Any:
     """DeepSpeedCPUAdam, compiled on its first use; None where DeepSpeed is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    refuse_standin()
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:

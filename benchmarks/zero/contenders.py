@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.common import refuse_standin
 from benchmarks.zero.workloads import Workload
 from torch import nn
 
@@ -100,6 +101,7 @@ def _fsdp2(reshard: bool) -> Builder:
 def import_deepspeed() -> Any:
     """deepspeed on the CPU, over the process group that exists, saying little."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    refuse_standin()
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")

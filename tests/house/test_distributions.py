@@ -54,8 +54,15 @@ def test_no_source_says_the_version_again() -> None:
     assert again == []
 
 
-@pytest.mark.parametrize("folder", [folder for folder in FOLDERS.values() if folder != "."])
+@pytest.mark.parametrize("folder", [*(folder for folder in FOLDERS.values() if folder != "."), "dropin"])
 def test_each_distribution_carries_the_licence(folder: str) -> None:
     # A copy, because what is built from a source archive cannot look outside of it.
     assert (ROOT / folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert manifest(f"{folder}/pyproject.toml")["project"]["license-files"] == ["LICENSE"]
+
+
+def test_nothing_asks_for_the_distribution_that_takes_another_name() -> None:
+    for folder in FOLDERS.values():
+        project = manifest(f"{folder}/pyproject.toml")["project"]
+        assert not [need for need in project["dependencies"] if need.startswith("deepspeed")]
+    assert "./dropin" not in (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")

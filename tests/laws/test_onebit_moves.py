@@ -28,6 +28,8 @@ ZERO_ONE = {
 DILOCO = {"optimizer": DiLoCo, "lr": 0.02, "sync_every": 3, "compressor": GROUP}
 LOCAL = {"optimizer": LocalSGD, "lr": 0.1, "sync_every": 3, "outer_momentum": 0.4, "outer_nesterov": True}
 WAYS = {"Adam": ADAM, "Lamb": LAMB, "ZeroOne": ZERO_ONE, "DiLoCo": DILOCO, "LocalSGD": LOCAL}
+OTHERS = [name for name in WAYS if name != "ZeroOne"]
+SLOW = [pytest.param(WAYS[name], marks=pytest.mark.slow) for name in OTHERS]
 STEPS = 5
 """After which some have made local steps since they met."""
 
@@ -129,7 +131,7 @@ def value_of(state: Any, name: str) -> torch.Tensor:
     return torch.stack(apart).mean(0) if apart else state[name, "parameter"]
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", [WAYS["ZeroOne"], *SLOW], ids=["ZeroOne", *OTHERS])
 @examples(times=0.34)
 @given(before=st.sampled_from(MESHES), after=st.sampled_from(MESHES))
 @example(before=MESHES[0], after=MESHES[1])

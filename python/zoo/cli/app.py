@@ -16,6 +16,7 @@ from zoo.cli.ckpt import app as ckpt_app
 from zoo.cli.failure import one_sentence, rank_of_launch
 from zoo.cli.io import app as io_app
 from zoo.cli.pipe import app as pipe_app
+from zoo.cli.run import run
 
 
 class _Commands(TyperGroup):
@@ -56,6 +57,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(io_app, name="io")
 app.add_typer(pipe_app, name="pipe")
+app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def _file_or_example(given: Path) -> Path:

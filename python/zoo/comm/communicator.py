@@ -107,6 +107,13 @@ class Communicator:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r})"
 
     @classmethod
+    def alone(cls) -> Communicator:
+        """This process only, whatever group the job has joined: nothing that is done with it waits for other ranks."""
+        found = cls.__new__(cls)
+        found._own(None, [dist.get_rank() if dist.is_initialized() else 0], CommsLog(), False)
+        return found
+
+    @classmethod
     def of_axes(
         cls, mesh: Any, axes: Sequence[str], *, log: CommsLog | None = None, check: bool = False, nodes: Nodes = None
     ) -> Communicator:

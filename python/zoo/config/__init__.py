@@ -20,6 +20,7 @@ from zoo.config.mesh import Mesh
 from zoo.config.schema import finish
 from zoo.config.section import Section
 from zoo.config.tree import ROOT_KIND, SECTION_KIND, Tree
+from zoo.config.tree import root_keys as _root_keys
 from zoo.registry import DEFAULT, Registry
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "read",
     "read_section",
     "register_section",
+    "root_keys",
 ]
 
 
@@ -72,6 +74,12 @@ def load(
     """
     document = read(source, sections=sections, overrides=overrides, registry=registry)
     return document.resolve_auto(auto or {}).load(world_size)
+
+
+def root_keys(registry: Registry = DEFAULT) -> set[str]:
+    """Every key that the root of a configuration may have, in every spelling: fields, sections of packages, and
+    documented keys that are refused, unnecessary or wait."""
+    return _root_keys(Config, registry)
 
 
 def register_section(name: str, section: type[Section] | str, *, registry: Registry = DEFAULT) -> None:

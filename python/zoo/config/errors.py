@@ -10,8 +10,8 @@ __all__ = ["ConfigError"]
 class ConfigError(ValueError):
     """All problems of one document (``problems``): one sentence each, beginning with the dotted path of its key."""
 
-    def __init__(self, problems: Iterable[str], where: str = "configuration") -> None:
-        self.problems = [_one_line(problem) for problem in problems]
+    def __init__(self, problems: Iterable[str] | str, where: str = "configuration") -> None:
+        self.problems = [_one_line(problem) for problem in ([problems] if isinstance(problems, str) else problems)]
         self.where = where
         head = self.problems[0] if len(self.problems) == 1 else f"{len(self.problems)} problems"
         rest = "" if len(self.problems) == 1 else "".join(f"\n  - {problem}" for problem in self.problems)

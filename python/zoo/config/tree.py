@@ -129,6 +129,12 @@ def default_of(section: type[Section]) -> Section | None:
     return None if any(given.is_required() for given in section.model_fields.values()) else section()
 
 
+def root_keys(core: type[Section], registry: Registry) -> set[str]:
+    """Every key that the root of a document may have, in every spelling, whatever becomes of it."""
+    tree = Tree.of(core, registry)
+    return {*_keys(tree.whole().root), *tree.names()}
+
+
 def _unused(whole: Tree, tree: Tree) -> dict[str, dict[str, Any]]:
     return {
         SECTION_KIND: {name: found for name, (found, _) in whole.sections.items() if not whole.sections[name][1]},

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from zoo import registry
 from zoo.comm.compression import Codec, OneBit, TopK
 from zoo.kernels.update import Settings, lamb, lamb_apply_
 from zoo.optim.base import flat
@@ -51,6 +50,10 @@ def codec_of(compressor: Any) -> Codec:
     Raises:
         ValueError: it says none, or one that is no codec.
     """
+    from zoo import (
+        registry,  # here, so that updates need torch alone: the GPU benchmarks run where there is nothing else
+    )
+
     found = compressor
     if compressor is None:
         found = OneBit()

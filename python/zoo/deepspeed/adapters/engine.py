@@ -1,0 +1,337 @@
+"""``DeepSpeedEngine``: zoo's engine as the ``nn.Module`` that programs of DeepSpeed know."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.checkpointing.listing import listing
+from zoo.deepspeed.adapters.optimizer import view_of
+from zoo.deepspeed.adapters.questions import Questions
+from zoo.engine import Engine
+
+_log = logging.getLogger("zoo.deepspeed")
+
+
+class DeepSpeedEngine(Questions, nn.Module):
+    """Wraps :class:`zoo.engine.Engine`: a module whose one child is ``module``, the model.
+
+    ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. What it does not have itself is looked up in
+    the model, as in DeepSpeed.
+
+    Attributes:
+        module: the model. engine: zoo's engine.
+        optimizer, lr_scheduler, training_dataloader: as ``initialize`` returns them.
+        config: the configuration that was given, a dict. mpu: as given.
+    """
+
+    def __init__(self, engine: Engine, config: Mapping[str, Any], mpu: Any = None) -> None:
+        super().__init__()
+        self.engine, self.mpu = engine, mpu
+        self.module = engine.module
+        self._document = dict(config)
+        self.optimizer = view_of(engine)
+        self.training_dataloader = engine.dataloader
+        self.loaded_checkpoint_tag: str | None = None
+        self._dropped_within_a_step = False
+        self.training = engine.module.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.module)})
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Gradients of ``loss``, added to those of the step; divided by the number of micro-batches of a step unless
+        ``scale_wrt_gas`` is False.
+
+        Returns:
+            The loss, so divided.
+        """
+        self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return loss / self.engine.accumulation if scale_wrt_gas and self.engine.accumulation > 1 else loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count the micro-batch; at the boundary move parameters and learning rate, and clear the gradients."""
+        self.engine.step(lr_kwargs)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of which ``backward()`` may be called: times the loss scale, where there is one."""
+        optimizer = self.engine.training("scale()")
+        return optimizer.scale_loss(loss)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, those of earlier micro-batches of the step too; which micro-batch comes next stays."""
+        if self.optimizer is None:
+            self.module.zero_grad()
+            return
+        if self.engine.clock.micro_batch and not self._dropped_within_a_step:
+            self._dropped_within_a_step = True
+            _log.warning(
+                "zero_grad() between the micro-batches of one step drops what the earlier ones of it have given. "
+                "step() drops the gradients by itself: leave zero_grad() out."
+            )
+        self.engine.optimizer.zero_grad()
+
+    def _forget_empty_step(self) -> None:
+        """A step whose gradients were all dropped begins anew: there is nothing that a checkpoint would lose."""
+        engine = self.engine
+        if self.optimizer is not None and engine.clock.micro_batch and not engine.optimizer.holds_gradients:
+            engine.restart_counts()
+
+    def no_sync(self) -> Any:
+        """Backwards inside communicate at no stage."""
+        return self.engine.no_sync()
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One whole step; see :meth:`zoo.engine.Engine.train_batch`."""
+        self._forget_empty_step()
+        return self.engine.train_batch(data_iter)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """See the engine's."""
+        return self.engine.eval_batch(*args, **kwargs)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on every micro-batch is the last of its step, or none is."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last of its step."""
+        return self.engine.is_gradient_accumulation_boundary()
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest ``step()`` moved the parameters: it was at a boundary and nothing overflowed."""
+        engine = self.engine
+        record = engine.record
+        return record is not None and engine.clock.micro_batch == 0 and not record.skipped
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do: ``step()`` finds every gradient reduced."""
+
+    def empty_partition_cache(self) -> None:
+        """Free what is kept whole between two passes at stage 3. On all ranks."""
+        self.engine.sharded.runtime.residency.clear()
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:  # fmt: skip
+        """``model.compile()``; at stage 3 it has to come before ``initialize``.
+
+        Raises:
+            NotImplementedError: at stage 3; with ``schedule`` or ``compiled_autograd_enabled``.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotImplementedError(
+                "engine.compile() takes neither schedule= nor compiled_autograd_enabled=: zoo has no passes of its own "
+                "in the compiler. Leave them out."
+            )
+        if self.zero_optimization_stage() == 3:
+            raise NotImplementedError(
+                "engine.compile() at stage 3: torch's compiler has to see the model before it is partitioned. Call "
+                "model.compile() before initialize."
+            )
+        self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+
+    def destroy(self) -> None:
+        """Close what the engine has opened; the model is an ordinary one again. Collective at stage 3."""
+        self.engine.destroy()
+
+    # -- counts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that was given."""
+        return self._document
+
+    @property
+    def global_steps(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self.engine.global_steps
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        self.engine.global_steps = value
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches that went through :meth:`step`."""
+        return self.engine.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.engine.micro_steps = value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite."""
+        return self.engine.skipped_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all steps and ranks."""
+        return self.engine.global_samples
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule, or None."""
+        return self.engine.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        self.engine.lr_scheduler = schedule
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the latest step's gradient, before clipping; None before the first step."""
+        return self.engine.get_global_grad_norm() if self.optimizer is not None else None
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint in zoo's format; it is on the disk when this returns, on all ranks. A collective.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: there are gradients that no ``step()`` has used; or what kept it from being written, see
+                :meth:`zoo.engine.Engine.save_checkpoint`.
+        """
+        self._forget_empty_step()
+        self.engine.save_checkpoint(
+            save_dir, None if tag is None else str(tag), client_state, save_latest, exclude_frozen_parameters,
+            asynchronous=False,
+        )  # fmt: skip
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Continue from a checkpoint of zoo or of DeepSpeed. A collective.
+
+        Returns:
+            (its directory, client_state); (None, None), with a warning, where no tag is given and the folder has no
+            checkpoint.
+
+        Raises:
+            ValueError: (zoo.checkpointing.CheckpointError) what is wrong with the checkpoint that is there; or there is
+                none with the tag.
+        """
+        if tag is None and self._has_none(load_dir):
+            _log.warning("load_checkpoint(%r): there is no checkpoint; nothing is loaded.", str(load_dir))
+            return None, None
+        path, client_state = self.engine.load_checkpoint(
+            load_dir, None if tag is None else str(tag), load_module_strict, load_optimizer_states,
+            load_lr_scheduler_states, load_module_only, custom_load_fn,
+        )  # fmt: skip
+        self.loaded_checkpoint_tag = Path(path).name
+        return path, client_state
+
+    def _has_none(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether no rank sees a checkpoint there, of either system. Collective."""
+        place = Path(folder)
+        seen = "://" in str(folder) or (
+            place.is_dir() and ((place / "latest").exists() or (place / "latest_universal").exists() or _any(place))
+        )
+        found: list[bool] = self.engine.sharded.everyone.all_gather_object(seen)
+        return not any(found)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's ``state_dict`` as it is at stages 0 to 2; the whole one, on the CPU, at stage 3. There it is a
+        collective."""
+        if self.zero_optimization_stage() == 3:
+            return dict(self.engine.module_state_dict(exclude_frozen_parameters))
+        found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    found.pop(prefix + name, None)
+        return found
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Any,
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Parameters and buffers take these values, in shards and masters too; ``z3_params_to_fetch`` is not needed. A
+        collective.
+
+        Raises:
+            ValueError: names or shapes that do not fit; ``allowed_missing_keys``, which is not taken.
+        """
+        if strict and allowed_missing_keys:
+            raise ValueError(
+                "load_module_state_dict(allowed_missing_keys=...): zoo knows strict=True, which wants every name, and "
+                "strict=False."
+            )
+        self.engine.load_module_state_dict(checkpoint, strict, custom_load_fn, fetch_z3_params)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model's state_dict on rank 0, on the CPU; None on other ranks. A collective of stage 3."""
+        if self.zero_optimization_stage() != 3:
+            raise ValueError("this function requires ZeRO-3 mode")
+        found = self.engine.module_state_dict(exclude_frozen_parameters)
+        return dict(found) if self.engine.sharded.everyone.rank == 0 else None
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Write the whole model's weights as one file; see :meth:`zoo.engine.Engine.save_16bit_model`."""
+        return self.engine.save_16bit_model(
+            save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
+        )
+
+    def save_fp16_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
+    ) -> bool:  # fmt: skip
+        """:meth:`save_16bit_model` under its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+
+def _any(folder: Path) -> bool:
+    return bool(listing(folder))

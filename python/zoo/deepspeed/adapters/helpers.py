@@ -1,0 +1,163 @@
+"""Small things of ``deepspeed.utils``: tensors on a device, ranges for profilers, numbers of cores, attributes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zoo.deepspeed.adapters.accelerators import get_accelerator
+
+
+class ActivationFuncType(IntEnum):
+    """Kinds of activation functions."""
+
+    UNKNOWN = 0
+    GELU = 1
+    ReLU = 2
+    GATED_GELU = 3
+    GATED_SILU = 4
+
+
+class NormType(IntEnum):
+    """Kinds of normalisation."""
+
+    UNKNOWN = 0
+    LayerNorm = 1
+    GroupNorm = 2
+    RMSNorm = 3
+
+
+GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute at a path: "layers.0.weight"."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute at a path."""
+    path, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, path) if path else model, last, module)
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` inside of a range with its name, which NVIDIA's profilers show."""
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        here: Any = get_accelerator()
+        here.range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            here.range_pop()
+
+    return wrapped
+
+
+def parse_range(rng: str) -> range:
+    """ "2-4" → ``range(2, 5)``, "3" → ``range(3, 4)``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    first, dash, last = rng.partition("-")
+    numbers = (first, last) if dash else (first, first)
+    if not all(n.strip().isdigit() for n in numbers) or int(numbers[0]) > int(numbers[1]):
+        raise ValueError(f"{rng!r} is no range; write a number, or two with a dash, the smaller first, as in '2-4'.")
+    return range(int(numbers[0]), int(numbers[1]) + 1)
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """ "0,2-4,6" → ``[0, 2, 3, 4, 6]``.
+
+    Raises:
+        ValueError: a part is no range, or not above the one before it.
+    """
+    found: list[int] = []
+    for part in range_str.split(","):
+        numbers = parse_range(part)
+        if found and numbers[0] <= found[-1]:
+            raise ValueError(f"{range_str!r} has {part!r} after {found[-1]}; ranges rise and do not overlap.")
+        found.extend(numbers)
+    return found
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """New tensors of floating point get a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _MAKERS:
+            asked = kwargs.get("dtype")
+            if (asked or torch.get_default_dtype()).is_floating_point and not _counts(func, args, asked):
+                kwargs = {**kwargs, "dtype": self.dtype}
+        return func(*args, **kwargs)
+
+
+_ATEN = torch.ops.aten
+_MAKERS = {
+    _ATEN.empty.memory_format,
+    _ATEN.zeros.default,
+    _ATEN.ones.default,
+    _ATEN.full.default,
+    _ATEN.empty_strided.default,
+}
+
+
+def _counts(func: Any, args: Any, asked: torch.dtype | None) -> bool:
+    """Whether it is ``full`` with a whole number, whose dtype is one of integers."""
+    return func is _ATEN.full.default and asked is None and not isinstance(args[1], float)
+
+
+class OnDevice:
+    """``with OnDevice(dtype=torch.float16, device="meta"): model = Model()``: parameters and buffers that modules make
+    inside are on this device, those of floating point in this dtype. ``enabled=False``: nothing changes."""
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._inside: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._inside = [torch.device(self.device), _Made(self.dtype)]
+            for context in self._inside:
+                context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for context in reversed(self._inside):
+            context.__exit__(*exception)
+        self._inside = []
+
+
+def _of_mpu(what: str, kinds: tuple[str, ...], absent: Any) -> Callable[..., Any]:
+    def ask(mpu: Any = None) -> Any:
+        for kind in kinds:
+            method = getattr(mpu, f"get_{kind}_{what}", None)
+            if method is not None:
+                return method()
+        return absent
+
+    ask.__doc__ = f"``get_{kinds[0]}_{what}()`` of an mpu, or its older names; {absent} without."
+    return ask
+
+
+_TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")
+_PIPE = ("pipeline_model_parallel", "pipe_parallel")
+bwc_tensor_model_parallel_rank = _of_mpu("rank", _TENSOR, 0)
+bwc_tensor_model_parallel_world_size = _of_mpu("world_size", _TENSOR, 1)
+bwc_tensor_model_parallel_group = _of_mpu("group", _TENSOR, None)
+bwc_pipeline_parallel_world_size = _of_mpu("world_size", _PIPE, 1)
+bwc_pipeline_parallel_group = _of_mpu("group", _PIPE, None)

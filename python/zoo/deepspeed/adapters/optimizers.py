@@ -1,0 +1,118 @@
+"""``deepspeed.ops``: the optimizers of ``zoo.optim`` under DeepSpeed's names and arguments.
+
+On a GPU and on the CPU alike. Parameters of 16 bits have fp32 masters, as in ``zoo.optim``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zoo import optim
+
+_MASTER = torch.float32
+
+
+class FusedAdam(optim.Adam):
+    """Adam, or with ``adam_w_mode`` AdamW; see :class:`zoo.optim.Adam`."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
+        set_grad_none: bool = True, *, master_dtype: torch.dtype | None = _MASTER,
+    ) -> None:  # fmt: skip
+        self.adam_w_mode, self.set_grad_none = adam_w_mode, set_grad_none
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=bool(adam_w_mode),
+            bias_correction=bool(bias_correction), master_dtype=master_dtype,
+        )  # fmt: skip
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, or fill them with zeros where ``set_grad_none=False`` was given."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class DeepSpeedCPUAdam(optim.Adam):
+    """Adam, or with ``adamw_mode`` AdamW; ``fp32_optimizer_states=False`` keeps states in the parameters' dtype."""
+
+    def __init__(
+        self, model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0, amsgrad: bool = False,
+        adamw_mode: bool = True, fp32_optimizer_states: bool = True, *, master_dtype: torch.dtype | None = _MASTER,
+    ) -> None:  # fmt: skip
+        self.adam_w_mode = self.adamw_mode = adamw_mode
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(
+            model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=bool(adamw_mode),
+            bias_correction=bool(bias_correction), master_dtype=master_dtype,
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )  # fmt: skip
+
+
+class FusedLion(optim.Lion):
+    """Lion; see :class:`zoo.optim.Lion`."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+        set_grad_none: bool = True, *, master_dtype: torch.dtype | None = _MASTER,
+    ) -> None:  # fmt: skip
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, betas, weight_decay, master_dtype=master_dtype)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As :meth:`FusedAdam.zero_grad`."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class DeepSpeedCPULion(optim.Lion):
+    """Lion; see :class:`DeepSpeedCPUAdam` for ``fp32_optimizer_states``."""
+
+    def __init__(
+        self, model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0,
+        fp32_optimizer_states: bool = True, *, master_dtype: torch.dtype | None = _MASTER,
+    ) -> None:  # fmt: skip
+        self.fp32_optimizer_states = fp32_optimizer_states
+        state = torch.float32 if fp32_optimizer_states else None
+        super().__init__(model_params, lr, betas, weight_decay, master_dtype=master_dtype, state_dtype=state)
+
+
+class DeepSpeedCPUAdagrad(optim.Adagrad):
+    """Adagrad; see :class:`DeepSpeedCPUAdam` for ``fp32_optimizer_states``. ``amsgrad`` means nothing to it."""
+
+    def __init__(
+        self, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0, amsgrad: bool = False,
+        fp32_optimizer_states: bool = True, *, master_dtype: torch.dtype | None = _MASTER,
+    ) -> None:  # fmt: skip
+        self.amsgrad, self.fp32_optimizer_states = amsgrad, fp32_optimizer_states
+        super().__init__(
+            model_params, lr, weight_decay=weight_decay, eps=eps, master_dtype=master_dtype,
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )  # fmt: skip
+
+
+class FusedLamb(optim.Lamb):
+    """LAMB; see :class:`zoo.optim.Lamb`.
+
+    Raises:
+        RuntimeError: ``amsgrad``. ValueError: ``max_grad_norm``: the configuration's ``gradient_clipping`` does that.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False, *,
+        master_dtype: torch.dtype | None = _MASTER, parts: Any = None,
+    ) -> None:  # fmt: skip
+        if amsgrad:
+            raise RuntimeError("FusedLamb has no AMSGrad variant; leave amsgrad out.")
+        if max_grad_norm:
+            raise ValueError(
+                f"FusedLamb got max_grad_norm={max_grad_norm}; gradients are clipped by the configuration's "
+                "gradient_clipping, or by clip_grad_norm_ before the step."
+            )
+        self.max_grad_norm, self.amsgrad = max_grad_norm, amsgrad
+        super().__init__(
+            params, lr, betas, eps, weight_decay, bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt,
+            min_coeff=min_coeff, max_coeff=max_coeff, master_dtype=master_dtype, parts=parts,
+        )  # fmt: skip

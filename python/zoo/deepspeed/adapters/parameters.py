@@ -1,0 +1,169 @@
+"""What programs of DeepSpeed ask a parameter at stage 3: ``ds_id``, ``ds_shape``, ``ds_tensor``, ...
+
+Importing this gives these attributes to the parameters that ZeRO stage 3 or ``Init`` partitions; no others have them,
+which is how programs tell them apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.zero import Init as _Init
+from zoo.zero import PartitionedAccessError
+from zoo.zero import register_external_parameter as _register
+from zoo.zero import unregister_external_parameter as _unregister
+from zoo.zero.init.parts import Part
+from zoo.zero.sharding.guard import ShardedParameter
+
+ZeRORuntimeException = PartitionedAccessError
+"""What touching a partitioned parameter raises."""
+
+Init = _Init
+
+
+class ZeroParamType(enum.Enum):
+    """Kinds of parameters that DeepSpeed tells apart."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter is whole on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_NUMBERS = itertools.count()
+
+
+def _is_stage3(parameter: Any) -> bool:
+    bucket = parameter._zoo_bucket
+    if isinstance(bucket, Part):
+        return True
+    owner = bucket.owner() if bucket.owner is not None else None
+    return owner is not None and owner.config.stage == 3
+
+
+def _of_stage3(read: Callable[[Any], Any]) -> property:
+    def get(self: Any) -> Any:
+        if not _is_stage3(self):
+            raise AttributeError(f"{read.__name__}: only parameters of ZeRO stage 3 have it.")
+        return read(self)
+
+    return property(get, doc=read.__doc__)
+
+
+def ds_id(parameter: Any) -> int:
+    """A number that no other parameter of this process has."""
+    if "_zoo_ds_id" not in parameter.__dict__:
+        parameter._zoo_ds_id = next(_NUMBERS)
+    return int(parameter._zoo_ds_id)
+
+
+def ds_shape(parameter: Any) -> torch.Size:
+    """The shape of the whole parameter, as its ``shape`` is here too."""
+    return torch.Size(parameter._zoo_bucket.layout.tensors[parameter._zoo_slot].shape)
+
+
+def ds_numel(parameter: Any) -> int:
+    """Elements of the whole parameter."""
+    return ds_shape(parameter).numel()
+
+
+def ds_status(parameter: Any) -> ZeroParamStatus:
+    """Whether it is whole here now."""
+    parameters = parameter._zoo_bucket.parameters
+    if parameters.live:
+        return ZeroParamStatus.AVAILABLE
+    return ZeroParamStatus.INFLIGHT if parameters.coming else ZeroParamStatus.NOT_AVAILABLE
+
+
+def ds_tensor(parameter: Any) -> torch.Tensor:
+    """(n,) this rank's elements, in the parameter's dtype, of the shape that the local setters take.
+
+    A view where they are in memory, a copy where they are on NVMe or packed; ranks have different numbers of them,
+    none too. ``ds_numel`` is n and ``status`` says that it is here.
+    """
+    bucket, slot = parameter._zoo_bucket, parameter._zoo_slot
+    start = bucket.layout.offsets[slot]
+    stop = start + ds_numel(parameter)
+    low, high = bucket.own_range()
+    begin, end = min(max(start, low), stop), max(min(stop, high), start)
+    begin = min(begin, end) if end > begin else begin
+    whole = bucket.parameters.shard.whole()
+    found: Any = whole[begin - low : max(end, begin) - low] if end > begin else whole[:0]
+    found.ds_numel, found.status = found.numel(), ZeroParamStatus.AVAILABLE
+    return found  # type: ignore[no-any-return]
+
+
+def ds_persist(parameter: Any) -> bool:
+    """Whether it stays whole (``param_persistence_threshold``)."""
+    return not parameter._zoo_bucket.partitioned
+
+
+def ds_active_sub_modules(parameter: Any) -> set[int]:
+    """Empty: zoo counts what uses a bucket, not a parameter. Programs clear it before they generate."""
+    found: set[int] = parameter.__dict__.setdefault("_zoo_ds_modules", set())
+    return found
+
+
+def ds_process_group(parameter: Any) -> Any:
+    """The ranks that split it."""
+    return getattr(parameter._zoo_bucket.shard_group, "group", None)
+
+
+for _read in (
+    ds_id, ds_shape, ds_numel, ds_status, ds_tensor, ds_persist, ds_active_sub_modules, ds_process_group,
+):  # fmt: skip
+    setattr(ShardedParameter, _read.__name__, _of_stage3(_read))
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """As :func:`zoo.zero.register_external_parameter`.
+
+    Raises:
+        RuntimeError: ``parameter`` is no ``nn.Parameter``.
+    """
+    try:
+        _register(module, parameter)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """As :func:`zoo.zero.unregister_external_parameter`.
+
+    Raises:
+        RuntimeError: ``parameter`` is not registered, or is no ``nn.Parameter``.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"unregister_external_parameter got a {type(parameter).__name__}; it takes an nn.Parameter.")
+    try:
+        _unregister(module, parameter)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_dtype: torch.dtype) -> Callable[..., Any]:
+    """``fn``, a constructor of tensors, with what has floating point in ``target_dtype``.
+
+    zoo's ``Init`` replaces no constructors; programs that keep DeepSpeed's from doing so look for this.
+    """
+
+    @functools.wraps(fn)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = fn(*args, **kwargs)
+        return made.to(target_dtype) if made.is_floating_point() else made
+
+    return make

@@ -1,0 +1,286 @@
+"""Sections of a configuration as the classes that programs read and make: ``DeepSpeedZeroConfig`` and others.
+
+They hold what a document says, with DeepSpeed's defaults; what zoo does about each key is on the page of the
+configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+
+from zoo.config import ConfigError
+
+INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"
+CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A section: unknown keys are errors, also when a value is set later; "auto" counts as not given.
+
+    Args:
+        strict: "auto" is a value like others.
+    """
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
+
+    model_config = ConfigDict(
+        validate_default=True, validate_assignment=True, use_enum_values=True, populate_by_name=True, extra="forbid",
+        arbitrary_types_allowed=True, protected_namespaces=(),
+    )  # fmt: skip
+
+    @field_serializer("dtype", check_fields=False)
+    def serialize_torch_dtype(self, dtype: torch.dtype) -> str:
+        """A dtype by its name."""
+        return str(dtype)
+
+
+class ZeroStageEnum(int, Enum):
+    """Stages of ZeRO."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796 - another name of it
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where something is."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """Kinds of states that can be elsewhere."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+    """``zero_optimization.offload_param``."""
+
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: int = Field(5, ge=0)
+    buffer_size: int = Field(100_000_000, ge=0)
+    max_in_cpu: int = Field(1_000_000_000, ge=0)
+    pin_memory: bool = False
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+    """``zero_optimization.offload_optimizer``."""
+
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: int = Field(4, ge=0)
+    pin_memory: bool = False
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = Field(1.0, ge=0.0, le=1.0)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether reads or writes go on beside the update."""
+        return self.pipeline_read or self.pipeline_write
+
+
+DEFAULT_LEAF_MODULE_CLASSES = [
+    f"transformers.models.{family}.modeling_{family}.{name}SparseMoeBlock"
+    for family, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+]
+"""Modules whose parts are gathered together, because a rank may leave some of them out."""
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    """``zero_optimization.leaf_module``: by class, by name, by the end of the name; a string is a list of one."""
+
+    classes: list[str] = Field(default_factory=lambda: list(DEFAULT_LEAF_MODULE_CLASSES))
+    names: list[str] = Field(default_factory=lambda: list(DEFAULT_LEAF_MODULE_NAMES))
+    name_suffixes: list[str] = Field(default_factory=lambda: list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_without_repeats(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"leaf_module is a {type(values).__name__}; it is an object of classes, names, name_suffixes."
+            )
+        lists = {key: [value] if isinstance(value, str) else value for key, value in values.items()}
+        return {key: list(dict.fromkeys(map(str, value))) for key, value in lists.items()}
+
+
+class DeepSpeedZeroConfig(DeepSpeedConfigModel):
+    """``zero_optimization``, whose keys of stage 3 may begin with "stage3\\_"."""
+
+    stage: ZeroStageEnum = ZeroStageEnum.disabled
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: int = Field(500_000_000, gt=0)
+    use_multi_rank_bucket_allreduce: bool = True
+    allgather_partitions: bool = True
+    allgather_bucket_size: int = Field(500_000_000, ge=0)
+    overlap_comm: bool | None = None
+    """None: True at stage 3."""
+    compute_grad_norm: bool = True
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = None
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
+    sub_group_size: int = Field(1_000_000_000, ge=0)
+    prefetch_bucket_size: int = Field(50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
+    param_persistence_threshold: int = Field(100_000, ge=0, alias="stage3_param_persistence_threshold")
+    model_persistence_threshold: int = Field(sys.maxsize, ge=0, alias="stage3_model_persistence_threshold")
+    max_live_parameters: int = Field(1_000_000_000, ge=0, alias="stage3_max_live_parameters")
+    max_reuse_distance: int = Field(1_000_000_000, ge=0, alias="stage3_max_reuse_distance")
+    gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
+    module_granularity_threshold: int = Field(0, alias="stage3_module_granularity_threshold")
+    use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
+    allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
+    ignore_unused_parameters: bool = True
+    legacy_stage1: bool = False
+    round_robin_gradients: bool = False
+    parameter_alignment: bool = False
+    zero_hpz_partition_size: int = Field(1, ge=0)
+    zero_quantized_weights: bool = False
+    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_gradients: bool = False
+    mics_shard_size: int = -1
+    mics_hierarchical_params_gather: bool = False
+    memory_efficient_linear: bool = True
+    pipeline_loading_checkpoint: bool = False
+    override_module_apply: bool = True
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_keys(cls, values: Any) -> Any:
+        """``cpu_offload`` and its like, of former times."""
+        found = dict(values)
+        pinned = found.pop("cpu_offload_use_pin_memory", None)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if old in found and new in found:
+                raise ValueError(f"{old} and {new} say the same thing in two ways; give {new}.")
+            if found.pop(old, None):
+                found[new] = {"device": "cpu", **({} if pinned is None else {"pin_memory": pinned})}
+        if "stage3_gather_fp16_weights_on_model_save" in found:
+            found["gather_16bit_weights_on_model_save"] = found.pop("stage3_gather_fp16_weights_on_model_save")
+        return found
+
+    @model_validator(mode="after")
+    def _stages(self) -> DeepSpeedZeroConfig:
+        if self.overlap_comm is None:
+            # Past validate_assignment, which would come here again.
+            self.__dict__["overlap_comm"] = self.stage == ZeroStageEnum.weights
+        if not self.compute_grad_norm and self.stage not in (1, 2):
+            raise ValueError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
+        if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1.0 and self.stage != 3:
+            raise ValueError("offload_optimizer.ratio below 1 is for ZeRO Stage 3.")
+        return self
+
+
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
+    """``fp16``."""
+
+    enabled: bool = False
+    auto_cast: bool = False
+    loss_scale: float = 0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: int = 1
+    fp16_master_weights_and_grads: bool = False
+
+    def initial_dynamic_scale(self) -> int:
+        """The first loss scale."""
+        return int(2**self.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """How the loss scale moves."""
+        return {
+            INITIAL_LOSS_SCALE: 2**self.initial_scale_power, SCALE_WINDOW: self.loss_scale_window,
+            DELAYED_SHIFT: self.hysteresis, CONSECUTIVE_HYSTERESIS: self.consecutive_hysteresis,
+            MIN_LOSS_SCALE: self.min_loss_scale,
+        }  # fmt: skip
+
+
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
+    """``bf16``."""
+
+    enabled: bool = False
+    immediate_grad_update: bool = False
+    check_grad_overflow: bool = True
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """The section of a document."""
+    return DeepSpeedZeroConfig(**param_dict.get("zero_optimization", {}))
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """The section of a document."""
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """The section of a document, under either of its names."""
+    return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
+
+
+# -- reading one key --------------------------------------------------------------------------------------------------
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """``param_dict[param_name]``, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """What a field is if it is not given.
+
+    Raises:
+        AssertionError: there is no such field, or it has to be given.
+    """
+    field = config.model_fields.get(field_name)
+    if field is None:
+        raise AssertionError(f"'{field_name}' is not a field in {config}; there are {', '.join(config.model_fields)}.")
+    if field.is_required():
+        raise AssertionError(f"'{field_name}' has to be given; it has no default.")
+    return field.get_default(call_default_factory=True)
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict of pairs, for ``json.load(..., object_pairs_hook=...)``.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    pairs = list(ordered_pairs)
+    keys = [key for key, _ in pairs]
+    if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+        raise ConfigError(f"given twice: {', '.join(twice)}. Keep one of them.")
+    return dict(pairs)

@@ -1,0 +1,151 @@
+"""Modules that are made of a table: each of their names is imported from its home when it is first asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+ROOT = "zoo.deepspeed"
+NICKNAME = "deepspeed"
+
+
+@dataclass(frozen=True)
+class Name:
+    """Where a name is at home ("module:attribute", or "module" for a module), and what differs from DeepSpeed's."""
+
+    home: str
+    differs: str = ""
+
+
+Names = Mapping[str, "Name | str"]
+Table = Mapping[str, "Names | str"]
+"""Module path beneath the root ("" for the root itself) → its names; or the one module that it is."""
+
+
+def home_of(entry: Name | str) -> str:
+    """The home of a table's entry."""
+    return entry.home if isinstance(entry, Name) else entry
+
+
+def resolve(home: str) -> Any:
+    """The object, or the module, at a home."""
+    module, _, attribute = home.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+class Reexports(ModuleType):
+    """A module with names of a table. What is set in it stays in it, as in any module."""
+
+    def __init__(self, name: str, names: Names, below: Sequence[str], doc: str) -> None:
+        super().__init__(name, doc)
+        self.__dict__.update(__path__=[], _names=dict(names), _below=tuple(below), __all__=sorted(names))
+
+    def __getattr__(self, name: str) -> Any:
+        return attribute(self.__dict__, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *self._names, *self._below} - {"_names", "_below"})
+
+
+def attribute(space: dict[str, Any], name: str) -> Any:
+    """The value of a name in a module whose ``__dict__`` is ``space``, which keeps it.
+
+    Raises:
+        AttributeError: DeepSpeed has it and zoo does not, or neither has. Programs probe for features so.
+        ModuleNotFoundError: what it needs is not installed.
+    """
+    entry = space["_names"].get(name)
+    if entry is not None:
+        value = space[name] = _imported(home_of(entry), f"{space['__name__']}.{name}")
+        return value
+    if name in space["_below"]:
+        return import_module(f"{space['__name__']}.{name}")
+    shown = space["__name__"].removeprefix("zoo.")
+    raise AttributeError(
+        f"{shown} has no {name!r} in zoo: it does not exist there (yet), or DeepSpeed does not have it either. "
+        "docs/migration.md lists what is there."
+    )
+
+
+def _imported(home: str, wanted: str) -> Any:
+    try:
+        return resolve(home)
+    except ModuleNotFoundError as error:
+        package = str(error.name or "").split(".")
+        if package[:1] == ["zoo"] and len(package) == 2 and package[1] in ("moe", "compression", "kernels"):
+            raise ModuleNotFoundError(
+                f"{wanted.removeprefix('zoo.')} needs the distribution zoo-{package[1]}, which is not installed.",
+                name=error.name,
+            ) from error
+        raise
+
+
+class TableFinder(MetaPathFinder, Loader):
+    """Finds the modules of a table under the root; and, once there is a nickname, each of them under that as well.
+
+    Both are one module object.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = dict(table)
+        for path in list(self.table):
+            while path:
+                path = path.rpartition(".")[0]
+                self.table.setdefault(path, {})
+        self.nickname: str | None = None
+
+    def below(self, path: str) -> list[str]:
+        """Names of the modules right beneath a module."""
+        head = f"{path}." if path else ""
+        return sorted({p[len(head) :].split(".")[0] for p in self.table if p and p.startswith(head)})
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """See :class:`importlib.abc.MetaPathFinder`."""
+        for root in (ROOT, self.nickname):
+            if root is None or not fullname.startswith(f"{root}."):
+                continue
+            inside = fullname[len(root) + 1 :]
+            if inside in self.table:
+                return ModuleSpec(fullname, self, origin=f"names of {ROOT}", is_package=True)
+            if root == self.nickname:
+                raise ModuleNotFoundError(
+                    f"{fullname} does not exist in zoo (yet), whose {ROOT} stands in for DeepSpeed here; "
+                    "docs/migration.md lists what is there.",
+                    name=fullname,
+                )
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make the module, or give the one that is there under the other name."""
+        head = self.nickname if self.nickname and spec.name.startswith(f"{self.nickname}.") else ROOT
+        inside = spec.name[len(head) + 1 :]
+        if head != ROOT:
+            return self._again(import_module(f"{ROOT}.{inside}"), spec)
+        names = self.table[inside]
+        if isinstance(names, str):
+            return self._again(import_module(names), spec)
+        doc = f"``{NICKNAME}.{inside}``, with zoo behind its names; made of the tables of ``{ROOT}.surface``."
+        return Reexports(spec.name, names, self.below(inside), doc)
+
+    def _again(self, module: ModuleType, spec: ModuleSpec) -> ModuleType:
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Importing under another name must not change what the module says of itself."""
+        spec = module.__spec__
+        if spec is not None and spec.loader is self and spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
+
+
+def install(finder: TableFinder) -> None:
+    """Let Python's import ask it, before it looks into folders."""
+    if finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)

@@ -1,0 +1,68 @@
+"""Being found under the name ``deepspeed``: by ``import``, and by who asks which version is installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, DistributionFinder, distributions
+from pathlib import Path
+from typing import Any
+
+from zoo.deepspeed.modules import NICKNAME
+
+VERSION = "0.19.8+zoo"
+"""The release whose names and signatures are followed; the suffix says that it is not that release."""
+
+
+def installed_folder() -> Path:
+    """A folder with the package ``deepspeed`` and its metadata, for the front of PYTHONPATH: children inherit it."""
+    return Path(__file__).parent / "folder"
+
+
+class _Installed(Distribution):
+    """What ``importlib.metadata`` tells of ``deepspeed``, read from the folder."""
+
+    def read_text(self, filename: str) -> str | None:
+        """A file of the metadata."""
+        path = installed_folder() / f"{NICKNAME}-{VERSION}.dist-info" / filename
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    def locate_file(self, path: Any) -> Any:
+        """Where a file of the distribution is."""
+        return installed_folder() / path
+
+
+class _MetadataFinder(DistributionFinder):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Finds no modules."""
+
+    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
+        """See :class:`importlib.metadata.DistributionFinder`."""
+        return [_Installed()] if context.name in (None, NICKNAME) else []
+
+
+def install_as_deepspeed() -> None:
+    """From now on ``import deepspeed`` gives ``zoo.deepspeed`` in this process, whether DeepSpeed is installed or not.
+
+    ``deepspeed.x.y`` and ``zoo.deepspeed.x.y`` are the same module objects, and ``importlib.metadata`` gives the
+    version, which ends in "+zoo". A second call does nothing. Processes that are started are not reached: see
+    ``zoo run --as-deepspeed``.
+
+    Raises:
+        RuntimeError: DeepSpeed itself, or a part of it, is imported already.
+    """
+    import zoo.deepspeed as facade
+
+    here = sys.modules.get(NICKNAME)
+    if here is facade:
+        return
+    if here is not None and not getattr(here, "__zoo_standin__", False):
+        raise RuntimeError(
+            f"install_as_deepspeed(): {NICKNAME} {getattr(here, '__version__', '')} is imported already, from "
+            f"{getattr(here, '__file__', 'somewhere')}. Call it before anything imports {NICKNAME}, also "
+            "transformers and accelerate."
+        )
+    sys.modules[NICKNAME] = facade
+    facade.FINDER.nickname = NICKNAME
+    if all(found.version != VERSION for found in distributions(name=NICKNAME)):
+        sys.meta_path.insert(0, _MetadataFinder())

@@ -1,0 +1,37 @@
+"""Checkpoints: names of files, keys, what makes one universal."""
+
+from __future__ import annotations
+
+from zoo.deepspeed.adapters.file_keys import CONSTANTS
+from zoo.deepspeed.modules import Name, Names, Table
+
+_FILES = "zoo.deepspeed.adapters.checkpoint_files"
+_UNIVERSAL = "zoo.deepspeed.adapters.to_universal"
+
+_CONSTANTS: Names = {name: f"zoo.deepspeed.adapters.file_keys:{name}" for name in CONSTANTS}
+_NAMES: Names = {
+    name: f"{_FILES}:{name}"
+    for name in ("get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank")
+}
+_SHAPE: Names = {
+    "SubparamShape": Name(f"{_FILES}:SubparamShape", "zoo's checkpoints know parameters whole and do not look at it.")
+}
+_ENGINES: Names = {
+    "CheckpointCommitInfo": f"{_FILES}:CheckpointCommitInfo",
+    "CheckpointEngine": Name(f"{_FILES}:CheckpointEngine", "the engine does not use it."),
+}
+_TORCH: Names = {"TorchCheckpointEngine": Name(f"{_FILES}:TorchCheckpointEngine", "files are whole, or not there.")}
+
+TABLE: Table = {
+    "checkpoint": {**_CONSTANTS, **_NAMES, **_SHAPE},
+    "checkpoint.constants": _CONSTANTS,
+    "checkpoint.utils": dict(_NAMES),
+    "checkpoint.universal_checkpoint": dict(_SHAPE),
+    "checkpoint.ds_to_universal": {
+        "main": Name(f"{_UNIVERSAL}:main", "takes checkpoints of zoo too; one process, without workers."),
+        "parse_arguments": f"{_UNIVERSAL}:parse_arguments",
+    },
+    "runtime.checkpoint_engine": {**_ENGINES, **_TORCH},
+    "runtime.checkpoint_engine.checkpoint_engine": dict(_ENGINES),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": {**_ENGINES, **_TORCH},
+}

@@ -1,0 +1,89 @@
+"""Configurations: the document, its sections, its keys."""
+
+from __future__ import annotations
+
+from zoo.deepspeed.adapters.keys import CONSTANTS, OPTIMIZERS
+from zoo.deepspeed.modules import Name, Names, Table
+
+_KEYS = "zoo.deepspeed.adapters.keys"
+_SECTIONS = "zoo.deepspeed.adapters.sections"
+_DOCUMENTS = "zoo.deepspeed.adapters.documents"
+
+_MODEL: Names = {"DeepSpeedConfigModel": Name(f"{_SECTIONS}:DeepSpeedConfigModel", "no fields of former times.")}
+_CONSTANTS: Names = {name: f"{_KEYS}:{name}" for name in (*CONSTANTS, "ValidationMode")}
+_STAGES: Names = {"ZeroStageEnum": f"{_SECTIONS}:ZeroStageEnum"}
+_OFFLOAD: Names = {
+    "OffloadDeviceEnum": f"{_SECTIONS}:OffloadDeviceEnum",
+    "DeepSpeedZeroOffloadOptimizerConfig": Name(
+        f"{_SECTIONS}:DeepSpeedZeroOffloadOptimizerConfig",
+        "pin_memory is False by default, as documented; without super_offload and cpuadam_cores_perc.",
+    ),
+    "DeepSpeedZeroOffloadParamConfig": Name(
+        f"{_SECTIONS}:DeepSpeedZeroOffloadParamConfig", "pin_memory is False by default, as documented."
+    ),
+}
+_LEAVES: Names = {"DeepSpeedZeroLeafModuleConfig": f"{_SECTIONS}:DeepSpeedZeroLeafModuleConfig"}
+_PRECISION: Names = {name: f"{_SECTIONS}:{name}" for name in ("get_bfloat16_config", "get_float16_config")}
+_READERS = (
+    "get_checkpoint_params", "get_checkpoint_tag_validation_mode", "get_communication_data_type",
+    "get_data_types_params", "get_dataloader_drop_last", "get_disable_allgather", "get_dump_state",
+    "get_gradient_accumulation_steps", "get_gradient_clipping", "get_gradient_predivide_factor", "get_log_level",
+    "get_memory_breakdown", "get_optimizer_gradient_clipping", "get_optimizer_name", "get_optimizer_params",
+    "get_pipeline_config", "get_prescale_gradients", "get_scheduler_name", "get_scheduler_params",
+    "get_steps_per_print", "get_train_batch_size", "get_train_micro_batch_size_per_gpu", "get_wall_clock_breakdown",
+    "get_zero_allow_untested_optimizer", "get_zero_force_ds_cpu_optimizer",
+)  # fmt: skip
+_ONE_KEY: Names = {"get_scalar_param": f"{_SECTIONS}:get_scalar_param"}
+
+TABLE: Table = {
+    "": {
+        "DeepSpeedConfig": Name(
+            f"{_DOCUMENTS}:DeepSpeedConfig",
+            "batch sizes that do not fit are a ConfigError; sections of what zoo does not have are no attributes.",
+        )
+    },
+    "runtime.config": {
+        "DeepSpeedConfig": Name(f"{_DOCUMENTS}:DeepSpeedConfig", "see deepspeed.DeepSpeedConfig."),
+        "DeepSpeedConfigError": Name("zoo.config:ConfigError", "a ValueError."),
+        "DeepSpeedConfigWriter": f"{_DOCUMENTS}:DeepSpeedConfigWriter",
+        **{name: f"{_DOCUMENTS}:{name}" for name in _READERS},
+        **{name: f"{_KEYS}:{name}" for name in OPTIMIZERS},
+        **_CONSTANTS, **_STAGES, **_MODEL, **_PRECISION, **_ONE_KEY,
+        "get_zero_config": f"{_SECTIONS}:get_zero_config",
+        "get_monitor_config": "zoo.deepspeed.adapters.monitors:get_monitor_config",
+    },
+    "runtime.constants": _CONSTANTS,
+    "runtime.config_utils": {
+        **_MODEL, **_ONE_KEY,
+        **{
+            name: f"{_SECTIONS}:{name}"
+            for name in (
+                "dict_raise_error_on_duplicate_keys", "get_config_default", "get_dict_param", "get_list_param",
+            )
+        },
+    },
+    "runtime.precision_config": {
+        **_PRECISION, **_MODEL,
+        "DeepSpeedFP16Config": f"{_SECTIONS}:DeepSpeedFP16Config",
+        "DeepSpeedBF16Config": f"{_SECTIONS}:DeepSpeedBF16Config",
+    },
+    "runtime.zero.config": {
+        "DeepSpeedZeroConfig": Name(
+            f"{_SECTIONS}:DeepSpeedZeroConfig", "has mics_shard_size as documented; no zenflow."
+        ),
+        "get_zero_config": f"{_SECTIONS}:get_zero_config",
+        **_STAGES, **_OFFLOAD, **_LEAVES, **_MODEL,
+    },
+    "runtime.zero.offload_config": {
+        **_OFFLOAD, **_MODEL, "OffloadStateTypeEnum": f"{_SECTIONS}:OffloadStateTypeEnum",
+    },
+    "runtime.zero.leaf_module_config": {
+        **_LEAVES, **_MODEL,
+        **{
+            name: f"{_SECTIONS}:{name}"
+            for name in (
+                "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+            )
+        },
+    },
+}  # fmt: skip

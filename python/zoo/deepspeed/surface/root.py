@@ -1,0 +1,78 @@
+"""The root, the engine, and the ZeRO names that models and optimizers have."""
+
+from __future__ import annotations
+
+from zoo.deepspeed.modules import Name, Names, Table
+
+_ENTRY = "zoo.deepspeed.adapters.entry"
+_ENGINE = "zoo.deepspeed.adapters.engine"
+_OPTIMIZER = "zoo.deepspeed.adapters.optimizer"
+_PARAMETERS = "zoo.deepspeed.adapters.parameters"
+_INIT = Name(
+    f"{_PARAMETERS}:Init",
+    "mpu= and quantized weights are refused; the configuration's precision is the dtype of the parameters.",
+)
+_GATHERED = Name("zoo.zero:GatheredParameters", "what would be lost (a write without modifier_rank) is an error.")
+_REGISTER = Name(f"{_PARAMETERS}:register_external_parameter")
+_UNREGISTER = Name(f"{_PARAMETERS}:unregister_external_parameter")
+_ESTIMATORS = {
+    f"estimate_zero{stage}_model_states_mem_needs{kind}": f"zoo.zero:estimate_zero{stage}_model_states_mem_needs{kind}"
+    for stage in (2, 3)
+    for kind in ("", "_all_cold", "_all_live")
+}
+
+_ZERO: Names = {
+    "Init": _INIT,
+    "GatheredParameters": _GATHERED,
+    "register_external_parameter": _REGISTER,
+    "unregister_external_parameter": _UNREGISTER,
+    "ZeroParamStatus": f"{_PARAMETERS}:ZeroParamStatus",
+    "ZeroParamType": f"{_PARAMETERS}:ZeroParamType",
+}
+
+TABLE: Table = {
+    "": {
+        "initialize": f"{_ENTRY}:initialize",
+        "init_distributed": Name(
+            f"{_ENTRY}:init_distributed",
+            "the default timeout is that of the documentation; nccl without a GPU is gloo, with a warning.",
+        ),
+        "add_config_arguments": "zoo.engine:add_config_arguments",
+        "DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine",
+        "DeepSpeedConfigError": "zoo.config:ConfigError",
+        "DeepSpeedOptimizer": f"{_OPTIMIZER}:DeepSpeedOptimizer",
+    },
+    "zero": dict(_ZERO),
+    "runtime.zero": dict(_ZERO),
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        "zero_wrapper_for_fp_tensor_constructor": Name(
+            f"{_PARAMETERS}:zero_wrapper_for_fp_tensor_constructor", "zoo's Init replaces no constructors of tensors."
+        ),
+    },
+    "runtime.engine": {
+        "DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine",
+        "dist": "zoo.deepspeed.comm",
+        "groups": "zoo.deepspeed.utils.groups",
+    },
+    "runtime.base_optimizer": {
+        "DeepSpeedOptimizer": f"{_OPTIMIZER}:DeepSpeedOptimizer",
+        "ZeROOptimizer": f"{_OPTIMIZER}:ZeROOptimizer",
+    },
+    "runtime.bf16_optimizer": {"BF16_Optimizer": f"{_OPTIMIZER}:BF16_Optimizer"},
+    "runtime.fp16.fused_optimizer": {"FP16_Optimizer": f"{_OPTIMIZER}:FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": f"{_OPTIMIZER}:FP16_UnfusedOptimizer"},
+    "runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": f"{_OPTIMIZER}:DeepSpeedZeroOptimizer",
+        "estimate_zero2_model_states_mem_needs_all_live": _ESTIMATORS["estimate_zero2_model_states_mem_needs_all_live"],
+        "estimate_zero2_model_states_mem_needs_all_cold": _ESTIMATORS["estimate_zero2_model_states_mem_needs_all_cold"],
+        "dist": "zoo.deepspeed.comm",
+    },
+    "runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": f"{_OPTIMIZER}:DeepSpeedZeroOptimizer_Stage3",
+        "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATORS["estimate_zero3_model_states_mem_needs_all_live"],
+        "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATORS["estimate_zero3_model_states_mem_needs_all_cold"],
+        "dist": "zoo.deepspeed.comm",
+    },
+    "runtime.zero.utils": {"ZeRORuntimeException": f"{_PARAMETERS}:ZeRORuntimeException"},
+}

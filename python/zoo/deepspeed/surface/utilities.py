@@ -1,0 +1,165 @@
+"""Communication, devices, helpers, schedules, optimizers and monitors."""
+
+from __future__ import annotations
+
+from zoo.deepspeed.modules import Name, Names, Table
+
+_ADAPTERS = "zoo.deepspeed.adapters"
+
+
+def _of(module: str, *names: str, differs: str = "") -> dict[str, Name | str]:
+    return {name: Name(f"{_ADAPTERS}.{module}:{name}", differs) for name in names}
+
+
+_ACCESS = _of(
+    "access",
+    "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
+    differs="a value at every stage, 0 and fp32 included, where DeepSpeed gives None.",
+)  # fmt: skip
+_ACCESS |= _of(
+    "access",
+    "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_local_fp32_param",
+    "safe_set_local_grad", "safe_set_local_optimizer_state",
+    differs="a rank's elements are those in its chunk of a bucket: of a small parameter most ranks have none.",
+)  # fmt: skip
+_ACCESS |= _of("access", "safe_update_full_grad_vectorized")
+_ACCESS |= {
+    name: Name(f"zoo.zero:{name}", "an error where there is nothing to set, where DeepSpeed does nothing.")
+    for name in ("safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state")
+}
+_LEAVES = _of(
+    "leaves",
+    "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
+    differs="a declared unit of zoo.zero; to be set before initialize.",
+)  # fmt: skip
+_LOGS = _of(
+    "logs",
+    "LoggerFactory", "get_current_level", "get_dist_msg", "get_log_level_from_string", "log_dist", "log_dist_once",
+    "log_levels", "logger", "print_configuration", "print_dist", "print_json_dist", "set_log_level_from_string",
+    "should_log_le", "warning_once",
+)  # fmt: skip
+_WEIGHTS = _of(
+    "weights",
+    "convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict", "get_checkpoint_files",
+    "get_fp32_state_dict_from_zero_checkpoint", "get_model_state_file", "get_model_state_files", "get_optim_files",
+    "load_state_dict_from_zero_checkpoint", "natural_keys", "parse_model_states", "zero_model_state",
+)  # fmt: skip
+_ACCELERATORS = _of(
+    "accelerators",
+    "DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator",
+)  # fmt: skip
+_SCHEDULES = _of(
+    "schedules",
+    "CYCLE_FIRST_STAIR_COUNT", "CYCLE_FIRST_STEP_SIZE", "CYCLE_MAX_LR", "CYCLE_MAX_MOM", "CYCLE_MIN_LR",
+    "CYCLE_MIN_MOM", "CYCLE_SECOND_STAIR_COUNT", "CYCLE_SECOND_STEP_SIZE", "COS_MIN_RATIO", "DECAY_LR_RATE",
+    "DECAY_MOM_RATE", "DECAY_STEP_SIZE", "EDGE_VALUE", "LR_RANGE_TEST", "LR_RANGE_TEST_MIN_LR",
+    "LR_RANGE_TEST_STAIRCASE", "LR_RANGE_TEST_STEP_RATE", "LR_RANGE_TEST_STEP_SIZE", "LR_SCHEDULE", "MID_VALUE",
+    "ONE_CYCLE", "TOTAL_NUM_STEPS", "VALID_LR_SCHEDULES", "WARMUP_COSINE_LR", "WARMUP_DECAY_LR", "WARMUP_LINEAR_RATE",
+    "WARMUP_LOG_RATE", "WARMUP_LR", "WARMUP_MAX_LR", "WARMUP_MIN_LR", "WARMUP_MIN_RATIO", "WARMUP_NUM_STEPS",
+    "WARMUP_TYPE", "WarmupLR", "get_config_from_args", "get_lr_from_config",
+)  # fmt: skip
+_SCHEDULES |= {
+    name: f"zoo.lr_schedules:{name}" for name in ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR")
+}
+_RUNTIME: Names = _of(
+    "runtime_utils",
+    "CheckOverflow", "PartitionedTensor", "align_dense_tensors", "call_to_str", "clip_grad_norm_",
+    "clip_tensors_by_global_norm", "copy_to_device", "empty_cache", "ensure_directory_exists",
+    "filter_empty_parameters", "get_global_norm", "get_global_norm_of_tensors", "get_inactive_params",
+    "get_ma_status", "get_only_unique_item", "get_tensor_bytes", "get_weight_norm", "is_model_parallel_parameter",
+    "is_optimized_parameter", "move_to_device", "noop_context", "noop_decorator", "partition_balanced",
+    "partition_uniform", "prefix_sum_inc", "see_memory_usage", "set_random_seed",
+)  # fmt: skip
+_GROUPS = _of(
+    "groups",
+    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "get_model_parallel_group",
+    "get_model_parallel_rank", "get_model_parallel_world_size", "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank", "get_tensor_model_parallel_world_size",
+    "initialize", "set_tensor_model_parallel_rank", "set_tensor_model_parallel_world_size",
+)  # fmt: skip
+_BWC = _of(
+    "helpers",
+    "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+    "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size",
+)  # fmt: skip
+_PATHS = _of("helpers", "recursive_getattr", "recursive_setattr")
+_BUILDERS = _of(
+    "op_builders",
+    "AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder", "FusedAdamBuilder", "FusedLambBuilder",
+    "FusedLionBuilder", "OpBuilder",
+    differs="load() gives modules of zoo; references run where nothing can be compiled.",
+)  # fmt: skip
+_DEVICES = "on CPU and GPU alike; parameters of 16 bits have fp32 masters."
+_ADAM = {name: _of("optimizers", name, differs=_DEVICES) for name in ("DeepSpeedCPUAdam", "FusedAdam")}
+_TIMERS = _of(
+    "timers",
+    "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER", "BACKWARD_MICRO_TIMER",
+    "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER", "FORWARD_MICRO_TIMER",
+    "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER",
+)  # fmt: skip
+_TIMERS |= _of("timers", "NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean")
+_CHECKPOINTING = "zoo.checkpointing.activation"
+
+TABLE: Table = {
+    "": _of("accelerators", "get_accelerator") | _of("logs", "log_dist", "logger") | _of("helpers", "OnDevice"),
+    "accelerator": _ACCELERATORS,
+    "accelerator.real_accelerator": _ACCELERATORS | _of("accelerators", "SUPPORTED_ACCELERATOR_LIST"),
+    "accelerator.abstract_accelerator": _of("accelerators", "DeepSpeedAccelerator"),
+    "accelerator.cpu_accelerator": _of("accelerators", "CPU_Accelerator"),
+    "accelerator.cuda_accelerator": _of("accelerators", "CUDA_Accelerator"),
+    "comm": f"{_ADAPTERS}.communication",
+    "comm.comm": f"{_ADAPTERS}.communication",
+    "utils": {
+        **_ACCESS, **_LEAVES,
+        **_of("logs", "logger", "log_dist", "log_dist_once", "set_log_level_from_string", "warning_once"),
+        **_of("helpers", "OnDevice", "instrument_w_nvtx"),
+        **_GROUPS, **_BWC, **_PATHS,
+        **_of("access", "DeprecatedException"), **_of("accelerators", "get_accelerator"),
+        "dist": "zoo.deepspeed.comm",
+        "RepeatingLoader": "zoo.engine:RepeatingLoader",
+    },
+    "utils.tensor_fragment": _ACCESS,
+    "utils.z3_leaf_module": {**_LEAVES, **_of("leaves", "apply_zero_leaf_module_config")},
+    "utils.groups": f"{_ADAPTERS}.groups",
+    "utils.logging": _LOGS,
+    "utils.bwc": _BWC,
+    "utils.exceptions": _of("access", "DeprecatedException"),
+    "utils.module_utils": _PATHS,
+    "utils.types": _of("helpers", "ActivationFuncType", "GATED_ACTIVATION_TYPES", "NormType"),
+    "utils.nvtx": _of("helpers", "instrument_w_nvtx"),
+    "utils.init_on_device": _of("helpers", "OnDevice"),
+    "utils.numa": _of("helpers", "parse_range", "parse_range_list"),
+    "utils.torch": _of("versions", "register_grad_hook", "required_torch_version"),
+    "utils.timer": _TIMERS,
+    "utils.comms_logging": _of("comms_log", "CommsLogger", "calc_bw_log", "convert_size", "get_caller_func"),
+    "ops.op_builder": _BUILDERS,
+    "ops.aio": _of("op_builders", "AsyncIOBuilder"),
+    "utils.zero_to_fp32": _WEIGHTS,
+    "ops.adam": _ADAM["DeepSpeedCPUAdam"] | _ADAM["FusedAdam"],
+    "ops.adam.cpu_adam": _ADAM["DeepSpeedCPUAdam"],
+    "ops.adam.fused_adam": _ADAM["FusedAdam"],
+    "ops.adagrad": _of("optimizers", "DeepSpeedCPUAdagrad", differs=_DEVICES),
+    "ops.lion": _of("optimizers", "DeepSpeedCPULion", "FusedLion", differs=_DEVICES),
+    "ops.lamb": _of("optimizers", "FusedLamb", differs=f"{_DEVICES} max_grad_norm is refused."),
+    "runtime.lr_schedules": _SCHEDULES,
+    "runtime.utils": _RUNTIME,
+    "runtime.dataloader": {
+        "RepeatingLoader": "zoo.engine:RepeatingLoader",
+        "DeepSpeedDataLoader": Name(f"{_ADAPTERS}.data:DeepSpeedDataLoader", "other arguments."),
+    },
+    "monitor.config": _of(
+        "monitors",
+        "CSVConfig", "CometConfig", "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "get_monitor_config",
+    ),
+    "monitor.monitor": _of(
+        "monitors", "CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"
+    ),
+    "monitor.csv_monitor": _of("monitors", "csvMonitor"),
+    "monitor.tensorboard": _of("monitors", "TensorBoardMonitor"),
+    "monitor.wandb": _of("monitors", "WandbMonitor"),
+    "monitor.comet": _of("monitors", "CometMonitor"),
+    "checkpoint.utils": {"clone_tensors_for_torch_save": "zoo.checkpointing:clone_tensors_for_torch_save"},
+    "checkpointing": _CHECKPOINTING,
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+}  # fmt: skip

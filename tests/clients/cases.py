@@ -1,0 +1,185 @@
+"""The programs of ``examples/clients`` on two gloo processes: on zoo, and on real DeepSpeed where that is installed.
+
+    ZOO_PEER=/path/to/environment python -m tests.clients.cases     record what DeepSpeed computes, in peers.json
+
+``make peer`` makes the environment. Cases that are recorded already are left as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = Path(__file__).with_name("peers.json")
+PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "peft", "trl", "lightning", "bitsandbytes")
+_SHARED = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+MODELS = ("gpt2", "llama", "qwen3_moe")
+Case = tuple[str, ...]
+
+
+def _case(program: str, model: str, stage: int, offload: str = "none") -> Case:
+    words = (program, "--model", model, "--stage", str(stage))
+    return words if offload == "none" else (*words, "--offload", offload)
+
+
+TRAINER = [_case("trainer.py", model, stage) for model in MODELS for stage in range(4)]
+OFFLOAD = [_case("trainer.py", model, stage, "cpu") for model in MODELS for stage in (1, 2, 3)]
+OTHERS = [
+    *[_case("accelerate_loop.py", *which) for which in (("gpt2", 0), ("llama", 2), ("llama", 3), ("qwen3_moe", 3))],
+    *[_case("plain.py", *which) for which in (("gpt2", 0), ("gpt2", 2), ("gpt2", 3), ("llama", 1), ("llama", 3))],
+    _case("plain.py", "qwen3_moe", 3),
+    *[_case("own_model.py", "gpt2", stage) for stage in range(4)],
+    *[_case("lora.py", *which) for which in (("gpt2", 3), ("llama", 0), ("llama", 2), ("llama", 3), ("qwen3_moe", 3))],
+    *[_case("qlora.py", "llama", stage) for stage in (2, 3)],
+    *[_case("sft.py", *which) for which in (("gpt2", 2), ("llama", 3))],
+    *[_case("moe.py", "gpt2", stage) for stage in (0, 1, 2)],
+    *[_case("pipeline.py", "gpt2", stage) for stage in (0, 1)],
+    *[_case("fabric.py", "llama", stage) for stage in (2, 3)],
+]  # fmt: skip
+OTHERS_OFFLOAD = [_case("accelerate_loop.py", "llama", 2, "cpu"), _case("plain.py", "gpt2", 3, "cpu")]
+CASES = [*TRAINER, *OTHERS, *OFFLOAD, *OTHERS_OFFLOAD]
+
+EXPORTS = ("trainer.py", "accelerate_loop.py", "plain.py", "lora.py")
+"""Programs with ``--export``, whose folder ``from_pretrained`` reads."""
+STUDIED = [
+    *[_case("trainer.py", *which) for which in (("gpt2", 0), ("llama", 2), ("llama", 3), ("qwen3_moe", 3))],
+    _case("trainer.py", "llama", 3, "cpu"),
+    *[_case("accelerate_loop.py", "llama", stage) for stage in (2, 3)],
+    *[_case("plain.py", "gpt2", stage) for stage in (2, 3)],
+    *[_case("lora.py", "llama", stage) for stage in (2, 3)],
+    _case("own_model.py", "gpt2", 3), _case("sft.py", "gpt2", 2), _case("moe.py", "gpt2", 2),
+    _case("pipeline.py", "gpt2", 1), _case("qlora.py", "llama", 2),
+]  # fmt: skip
+"""Cases that are also stopped and resumed, and whose exported weights are read, where they export."""
+HALF = 3
+"""Steps after which a studied case is stopped; all make six."""
+
+
+def peer_here() -> Path | None:
+    """The environment with real DeepSpeed that ZOO_PEER names."""
+    return Path(os.environ["ZOO_PEER"]) if os.environ.get("ZOO_PEER") else None
+
+
+def tolerance(case: Case) -> float:
+    """Relative, of losses. DeepSpeed's CPU Adam differs from its own other runs by 2e-6."""
+    return 5e-6 if "--offload" in case else 1e-6
+
+
+def difference(own: list[float], other: list[float]) -> float:
+    """The largest relative one; infinite between lists of several lengths."""
+    if len(own) != len(other) or not own:
+        return float("inf")
+    return max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(own, other, strict=True))
+
+
+def run(case: Case, *extra: str, folder: Path, peer: Path | None = None) -> dict[str, Any]:
+    """Losses and gradient norms of a program: on zoo under the name deepspeed, or in the peer's environment."""
+    out = folder / "out.json"
+    out.unlink(missing_ok=True)
+    words = [str(ROOT / "examples/clients" / case[0]), *case[1:], "--folder", str(folder), "--out", str(out), *extra]
+    environment = {**os.environ, **_SHARED}
+    environment.pop("ACCELERATE_USE_DEEPSPEED", None)
+    if peer is None:
+        command = [sys.executable, "-m", "zoo.cli", "run", "--as-deepspeed", "--ranks", "2", *words]
+    else:
+        path = f"{peer / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        environment |= {"PATH": path, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
+        environment.pop("PYTHONPATH", None)
+        command = [str(peer / "bin/torchrun"), "--standalone", "--nproc-per-node=2", *words]
+    status, said = _finished(command, environment, folder)
+    if status != 0 and peer is not None:  # it compiles its extensions in the first run, on both ranks at once
+        status, said = _finished(command, environment, folder)
+    if status != 0:
+        raise AssertionError(f"{' '.join([*case, *extra])} ended with {status}:\n{said[-6000:]}")
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def _finished(command: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str]:
+    """Exit status and what it said on stderr; after 200 seconds it is ended with all that it started."""
+    with subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said = process.communicate(timeout=200)[1]
+            return process.returncode, said
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return -signal.SIGKILL, f"it hung.\n{process.communicate()[1]}"
+
+
+def losses(case: Case, peer: Path | None = None) -> dict[str, Any]:
+    """Of a run without a stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(case, folder=Path(folder), peer=peer)
+    return {key: found[key] for key in ("losses", "grad_norms")}
+
+
+def study(case: Case, peer: Path | None = None) -> dict[str, Any]:
+    """The losses of a run without a stop; those of one that is stopped and resumed; what exported weights say.
+
+    Returns:
+        ``losses`` and ``grad_norms``; ``resumed``: the losses of the two halves; ``exported``: for each export the
+        largest difference between its logits and those of the trained model, absolute.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, export = Path(name), Path(name) / "export"
+        exports = case[0] in EXPORTS
+        (folder / "whole").mkdir()
+        whole = run(case, *(["--export", str(export)] if exports else []), folder=folder / "whole", peer=peer)
+        found = {key: whole[key] for key in ("losses", "grad_norms")}
+        if exports:
+            found["exported"] = {
+                where: _logits_differ(case, export / where, folder / "whole" / "base0", whole["logits"])
+                for where in (".", "consolidated")
+                if (export / where).exists()
+            }
+        halves = folder / "halves"
+        halves.mkdir()
+        first = run(case, "--stop", str(HALF), "--save", str(HALF), folder=halves, peer=peer)
+        second = run(case, "--resume", folder=halves, peer=peer)
+        found["resumed"] = first["losses"] + second["losses"]
+    return found
+
+
+def _logits_differ(case: Case, export: Path, base: Path, logits: list[float]) -> float:
+    """Reads the export as anybody would, in a process without DeepSpeed or zoo."""
+    command = [sys.executable, str(Path(__file__).with_name("reading.py")), str(export)]
+    command += [str(base)] if case[0] == "lora.py" else []
+    done = subprocess.run(command, env={**os.environ, **_SHARED}, capture_output=True, text=True, timeout=200)
+    if done.returncode:
+        raise AssertionError(f"{' '.join(case)}: {export} cannot be read:\n{done.stderr[-4000:]}")
+    own = json.loads(done.stdout.splitlines()[-1])
+    if len(own) != len(logits):
+        raise AssertionError(f"{' '.join(case)}: {len(own)} logits of the export, {len(logits)} of the model")
+    return max(abs(a - b) for a, b in zip(own, logits, strict=True))
+
+
+def record(peer: Path) -> None:
+    """Write what the peer computes for every case that is not recorded."""
+    found = json.loads(PEERS.read_text()) if PEERS.exists() else {"versions": {}, "cases": {}}
+    names = f"import importlib.metadata as m, json; print(json.dumps({{p: m.version(p) for p in {PACKAGES}}}))"
+    found["versions"] = json.loads(subprocess.check_output([str(peer / "bin/python"), "-c", names], text=True))
+    for case in CASES:
+        name = " ".join(case)
+        if name not in found["cases"]:
+            try:
+                found["cases"][name] = study(case, peer) if case in STUDIED else losses(case, peer)
+            except AssertionError as error:
+                print(error, flush=True)
+                continue
+            PEERS.write_text(json.dumps(found, indent=1) + "\n")
+            print(*case, flush=True)
+
+
+if __name__ == "__main__":
+    record(Path(os.environ["ZOO_PEER"]))

@@ -1,0 +1,157 @@
+"""``deepspeed.comm`` on simulated ranks, and ``deepspeed.accelerator``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zoo.deepspeed as deepspeed
+from zoo import sim
+
+dist: Any = deepspeed.comm
+
+
+# -- comm -------------------------------------------------------------------------------------------------------------
+
+
+def collectives(rank: int) -> None:
+    n = dist.get_world_size()
+    assert (dist.get_rank(), dist.get_world_group().size(), dist.get_global_rank(None, rank)) == (rank, n, rank)
+    x = torch.full((4,), float(rank + 1))
+    assert dist.all_reduce(x) is None
+    total = n * (n + 1) / 2
+    assert (x == total).all()
+    handle = dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, async_op=True)
+    handle.wait()
+    dist.inference_all_reduce(x)
+    assert (x == total * n).all()
+    out = torch.empty(2 * n)
+    dist.all_gather_into_tensor(out, torch.full((2,), float(rank)))
+    assert out[::2].tolist() == list(range(n))
+    dist.allgather_fn(out, torch.full((2,), float(-rank)))
+    parts = [torch.empty(1) for _ in range(n)]
+    dist.all_gather(parts, torch.tensor([float(rank)]))
+    assert torch.cat(parts).tolist() == list(range(n))
+    for scatter in (dist.reduce_scatter_fn, dist.reduce_scatter_tensor):
+        own = torch.empty(1)
+        scatter(own, torch.arange(float(n)))
+        assert own.item() == rank * n
+    own = torch.empty(1)
+    dist.reduce_scatter(own, [torch.full((1,), float(i)) for i in range(n)], group=None)
+    assert own.item() == rank * n
+    both = [torch.ones(2), torch.ones(3)]
+    dist.all_reduce_coalesced(both)
+    assert all((t == n).all() for t in both)
+    wide = [torch.empty(n), torch.empty(2 * n)]
+    dist.all_gather_coalesced(wide, [torch.tensor([1.0 * rank]), torch.ones(2)], async_op=True).wait()
+    assert wide[0].tolist() == list(range(n))
+    swapped = torch.empty(n)
+    dist.all_to_all_single(swapped, torch.arange(float(n)) + 10 * rank)
+    assert swapped.tolist() == [10 * r + rank for r in range(n)]
+    dist.broadcast(x, 0)
+    dist.reduce(x, dst=0)
+    said: list[Any] = [None] * n
+    dist.all_gather_object(said, {"rank": rank})
+    assert [s["rank"] for s in said] == list(range(n))
+    objects = [rank]
+    dist.broadcast_object_list(objects, src=n - 1)
+    assert objects == [n - 1]
+    group = dist.new_group([0])
+    assert dist.get_rank(group) == (0 if rank == 0 else -1)
+    assert dist.get_all_ranks_from_group() == list(range(n))
+    if n > 1:
+        peer = {0: 1, 1: 0}.get(rank)
+        if peer is not None:
+            got = torch.empty(1)
+            ops = [dist.P2POp(dist.isend, torch.ones(1) * rank, peer), dist.P2POp(dist.irecv, got, peer)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            assert got.item() == peer
+    assert dist.has_all_gather_into_tensor()
+    assert dist.has_reduce_scatter_tensor()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_collectives_return_what_torchs_do(ranks: int) -> None:
+    sim.run(ranks, collectives)
+
+
+def test_without_a_process_group_ranks_are_refused() -> None:
+    assert dist.is_available()
+    assert not dist.is_initialized()
+    for ask in (dist.get_rank, dist.get_world_size, dist.get_local_rank, dist.get_world_group, dist.new_group):
+        with pytest.raises(AssertionError, match="init_distributed"):
+            ask()
+    with pytest.raises(AssertionError, match="isend or"):
+        dist.P2POp(dist.send, torch.ones(1), 0)
+    with pytest.raises(AttributeError, match=r"migration\.md"):
+        dist.nothing_like_this  # noqa: B018
+
+
+def test_the_log_counts_what_goes_through(capsys: pytest.CaptureFixture[str]) -> None:
+    dist.configure({"comms_logger": {"enabled": True}})
+    try:
+
+        def job(rank: int) -> Any:
+            dist.all_reduce(torch.ones(8), log_name="mine")
+            return dist.log_summary(show_straggler=True, return_dict=True)
+
+        found = sim.run(1, job)[0]
+        row = found["summary"]["mine"][32]
+        assert (row["count"], row["msg_size_str"]) == (1, "32.0 B")
+        assert found["straggler_analysis"]["mine"][32]["total_straggler_ms"] == 0
+        assert "mine" in capsys.readouterr().out
+        assert dist.has_comm_data()
+        assert "mine" in dist.get_logged_comm_ops()
+        assert dist.get_comm_operation_count() >= 1
+        with pytest.raises(ValueError, match="prof_all"):
+            dist.configure({"comms_logger": {"enable": True}})
+    finally:
+        dist.reset_log()
+        dist.configure(enabled=False)
+    assert not dist.has_comm_data()
+
+
+# -- accelerator ------------------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = deepspeed.accelerator
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    accelerator.set_accelerator(None)
+    here = deepspeed.get_accelerator()
+    try:
+        assert here is accelerator.get_accelerator()
+        assert (here.device_name(), here.current_device_name(), here.communication_backend_name()) == (
+            "cpu", "cpu", "gloo",
+        )  # fmt: skip
+        assert here.on_accelerator(torch.ones(1))
+        assert here.is_available()
+        assert here.is_synchronized_device()
+        assert here.FloatTensor([1, 2]).dtype is torch.float32
+        assert torch.bfloat16 in here.supported_dtypes()
+        assert 0 < here.memory_allocated() <= here.max_memory_allocated() <= here.total_memory()
+        assert 0 < here.available_memory() <= here.total_memory()
+        x = torch.ones(3)
+        assert here.pin_memory(x) is x
+        with here.stream(here.current_stream()), here.device(0):
+            here.synchronize()
+        state = here.get_rng_state()
+        first = torch.rand(2)
+        here.set_rng_state(state)
+        assert torch.equal(first, torch.rand(2))
+        assert here.create_op_builder("CPUAdamBuilder").NAME == "cpu_adam"
+        assert here.create_op_builder("EvoformerAttnBuilder") is None
+        with pytest.raises(ValueError, match="inductor"):
+            here.set_compile_backend("nothing")
+        with pytest.raises(AssertionError, match="DeepSpeedAccelerator"):
+            accelerator.set_accelerator("cpu")
+        monkeypatch.setenv("DS_ACCELERATOR", "xyz")
+        accelerator.set_accelerator(None)
+        with pytest.raises(ValueError, match="cuda, cpu"):
+            accelerator.get_accelerator()
+    finally:
+        accelerator.set_accelerator(None)

@@ -1,0 +1,175 @@
+"""``deepspeed.pipe``: modules, engines, topologies and schedules under their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zoo.deepspeed.runtime.pipe import schedule as schedules
+from zoo.deepspeed.runtime.pipe.engine import PipelineEngine, PipelineError
+from zoo.deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+import zoo.deepspeed as deepspeed
+from zoo import sim
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.05}},
+}
+
+
+def turned(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ module.weight
+
+
+def layers() -> list[Any]:
+    return [
+        TiedLayerSpec("both", nn.Linear, 4, 6, bias=False), torch.tanh, LayerSpec(nn.Linear, 6, 6),
+        TiedLayerSpec("both", nn.Linear, 4, 6, forward_fn=turned, bias=False),
+    ]  # fmt: skip
+
+
+def batches(count: int) -> list[Any]:
+    dice = torch.Generator().manual_seed(3)
+    return [(torch.randn(2, 4, generator=dice), torch.randn(2, 4, generator=dice)) for _ in range(count)]
+
+
+def start(**options: Any) -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    module = PipelineModule(
+        layers(),
+        loss_fn=nn.MSELoss(),
+        partition_method="uniform",
+        seed_layers=True,
+        dynamic_shape=True,
+        **options,
+    )
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=CONFIG)
+    assert type(engine) is PipelineEngine
+    return engine
+
+
+def trained(engine: Any) -> list[float]:
+    data = iter(batches(12))
+    return [float(engine.train_batch(data)) for _ in range(3)] + [float(engine.eval_batch(data))]
+
+
+def test_a_pipeline_trains_as_one_stage_does() -> None:
+    alone = sim.run(1, lambda rank: trained(start(num_stages=1)))[0]
+    for losses in sim.run(2, lambda rank: trained(start(num_stages=2))):
+        assert losses == pytest.approx(alone, rel=1e-6)
+    for losses in sim.run(2, lambda rank: trained(start(topology=PipeDataParallelTopology(2, 1)))):
+        assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def test_what_an_engine_of_a_pipeline_says() -> None:
+    def job(rank: int) -> None:
+        engine = start(num_stages=2)
+        assert (engine.is_first_stage(), engine.is_last_stage()) == (rank == 0, rank == 1)
+        assert (engine.stage_id, engine.get_pipeline_parallel_rank(), engine.num_stages) == (rank, rank, 2)
+        assert engine.grid.get_stage_id() == rank
+        assert (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel) == (True, False, False)
+        assert (engine.micro_batches, engine.micro_batch_size) == (3, 2)
+        assert engine.is_gradient_accumulation_boundary()
+        for refused in (engine, engine.forward, engine.backward, engine.step):
+            with pytest.raises(PipelineError, match="Only train_batch"):
+                refused(torch.ones(1))
+        module = engine.module
+        assert module.partitions() == module.parts == [0, 2, 4]
+        assert [module.stage_owner(n) for n in range(4)] == [0, 0, 1, 1]
+        assert module.num_pipeline_stages() == 2
+        with pytest.raises(ValueError, match="there are the layers 0 to 3"):
+            module.stage_owner(4)
+        [(weight, group)] = module.get_tied_weights_and_groups()
+        assert weight.shape == (6, 4)
+        assert group.size() == 2
+        module.set_checkpoint_interval(1)
+        with pytest.raises(ValueError, match="0, or a number of layers"):
+            module.set_checkpoint_interval(-1)
+        engine.reset_activation_shape()
+        engine.set_has_attention_mask(True)
+        with pytest.raises(ValueError, match="takes True or False"):
+            engine.set_has_attention_mask("yes")
+        engine.set_dataloader(batches(3))
+        engine.set_batch_fn(lambda batch: (batch[0], batch[1] * 0))
+        assert engine.train_batch() > engine.train_batch()  # towards labels of 0
+        engine.set_batch_fn(None)
+        assert engine.get_additional_losses() is None
+        state = engine.module_state_dict()
+        assert list(state) == ["tied_modules.both.weight", "2.weight", "2.bias"] or len(state) == 3
+        again = {"module": {name: torch.ones_like(value) for name, value in state.items()}}
+        engine.load_module_state_dict(again)
+        assert all(bool((p == 1).all()) for p in module.parameters())
+        with pytest.raises(AssertionError, match="custom_load_fn not supported"):
+            engine.load_module_state_dict(again, custom_load_fn=print)
+        loss, outputs = engine.eval_batch(iter(batches(3)), return_logits=True)
+        assert loss.shape == ()
+        assert (outputs is None) == (rank == 0)
+
+    sim.run(2, job)
+
+
+def test_training_data_and_batch_sizes() -> None:
+    def job(rank: int) -> Any:
+        torch.set_num_threads(1)
+        torch.manual_seed(1)
+        module = PipelineModule(layers(), num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+        data = [(x[0], y[0]) for x, y in batches(20)]
+        engine, _, loader, _ = deepspeed.initialize(
+            model=module, model_parameters=module.parameters(), training_data=data, config=CONFIG
+        )
+        assert loader is not None
+        engine.train_batch()
+        engine.set_train_batch_size(4)
+        assert engine.micro_batches == 2
+        return float(engine.train_batch())
+
+    first, second = sim.run(2, job)
+    assert first == second
+
+
+def test_topologies() -> None:
+    where = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert where.get_axis_names() == ["pipe", "data", "model"]
+    assert where.get_coord(3) == (0, 1, 1)
+    assert where.get_rank_repr(3) == "model_01"
+    assert where.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert where.filter_match(pipe=0, data=1) == [2, 3]
+    assert ProcessTopology(axes=["x", "y"], dims=[2, 3]).get_axis_list(axis="x", idx=0) == [0, 1, 2]
+    with pytest.raises(ValueError, match="get_rank"):
+        where.get_rank(pipe=0)
+
+    def job(rank: int) -> Any:
+        grid = PipelineParallelGrid(topology=PipeDataParallelTopology(num_pp=2, num_dp=2))
+        return grid.get_stage_id(), grid.get_data_parallel_id(), grid.stage_to_global(1, data=0)
+
+    assert sim.run(4, job) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+
+
+def test_schedules() -> None:
+    first = list(schedules.TrainSchedule(micro_batches=2, stages=2, stage_id=0))
+    assert first[0] == [schedules.LoadMicroBatch(buffer_id=0), schedules.ForwardPass(buffer_id=0)]
+    assert first[-1][-3:] == [schedules.ReduceTiedGrads(), schedules.ReduceGrads(), schedules.OptimizerStep()]
+    kinds = {type(one) for stage in (0, 1) for step in schedules.TrainSchedule(2, 2, stage) for one in step}
+    assert {schedules.SendActivation, schedules.RecvActivation, schedules.SendGrad, schedules.RecvGrad} <= kinds
+    assert schedules.InferenceSchedule(2, 2, 0).num_pipe_buffers() == 2
+    assert len(list(schedules.DataParallelSchedule(3, 1, 0))) == 3
+    assert issubclass(schedules.BackwardPass, schedules.BufferOpInstruction)
+    assert issubclass(schedules.BufferOpInstruction, schedules.PipeInstruction)
+    assert schedules.ForwardPass(1, more=2).more == 2  # type: ignore[attr-defined]
+
+    class OneByOne(schedules.PipeSchedule):  # type: ignore[misc,name-defined]
+        def steps(self) -> Any:
+            yield [schedules.ForwardPass(0)]
+
+    assert (OneByOne(1, 1, 0).stage, OneByOne(1, 1, 0).num_micro_batches) == (0, 1)
