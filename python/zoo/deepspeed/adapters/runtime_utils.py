@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zoo.deepspeed.adapters import communication as dist
-from zoo.deepspeed.adapters.accelerators import get_accelerator, host_memory
+from zoo.deepspeed.adapters.accelerator_cpu import host_memory
+from zoo.deepspeed.adapters.accelerators import get_accelerator
 from zoo.deepspeed.adapters.helpers import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_rank
 
 PIPE_REPLICATED = "ds_pipe_replicated"

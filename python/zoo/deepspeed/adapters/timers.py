@@ -260,7 +260,7 @@ class ThroughputTimer:
             f"{self.batch_size / max(self.step_elapsed_time, 1e-6):.4g} samples/s now"
         )
         if self.monitor_memory:
-            from zoo.deepspeed.adapters.accelerators import host_memory
+            from zoo.deepspeed.adapters.accelerator_cpu import host_memory
 
             total, available = host_memory()
             text += f", {100 * (1 - available / total):.1f}% of the host's memory used"

@@ -45,10 +45,9 @@ _WEIGHTS = _of(
     "get_fp32_state_dict_from_zero_checkpoint", "get_model_state_file", "get_model_state_files", "get_optim_files",
     "load_state_dict_from_zero_checkpoint", "natural_keys", "parse_model_states", "zero_model_state",
 )  # fmt: skip
-_ACCELERATORS = _of(
-    "accelerators",
-    "DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator",
-)  # fmt: skip
+_ACCELERATORS = _of("accelerator_base", "DeepSpeedAccelerator") | _of(
+    "accelerators", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"
+)
 _SCHEDULES = _of(
     "schedules",
     "CYCLE_FIRST_STAIR_COUNT", "CYCLE_FIRST_STEP_SIZE", "CYCLE_MAX_LR", "CYCLE_MAX_MOM", "CYCLE_MIN_LR",
@@ -105,9 +104,9 @@ TABLE: Table = {
     "": _of("accelerators", "get_accelerator") | _of("logs", "log_dist", "logger") | _of("helpers", "OnDevice"),
     "accelerator": _ACCELERATORS,
     "accelerator.real_accelerator": _ACCELERATORS | _of("accelerators", "SUPPORTED_ACCELERATOR_LIST"),
-    "accelerator.abstract_accelerator": _of("accelerators", "DeepSpeedAccelerator"),
-    "accelerator.cpu_accelerator": _of("accelerators", "CPU_Accelerator"),
-    "accelerator.cuda_accelerator": _of("accelerators", "CUDA_Accelerator"),
+    "accelerator.abstract_accelerator": _of("accelerator_base", "DeepSpeedAccelerator"),
+    "accelerator.cpu_accelerator": _of("accelerator_cpu", "CPU_Accelerator"),
+    "accelerator.cuda_accelerator": _of("accelerator_cuda", "CUDA_Accelerator"),
     "comm": f"{_ADAPTERS}.communication",
     "comm.comm": f"{_ADAPTERS}.communication",
     "utils": {
