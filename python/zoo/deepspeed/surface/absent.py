@@ -84,19 +84,17 @@ ABSENT: Mapping[str, str] = {
     "sequence.autosp_vit": _SEQUENCES,
     "sequence.fpdt_layer": "no chunks of sequences go to the host; what activation checkpointing keeps can.",
     "ops.op_builder.PinMemoryBuilder": _PINNED,
-    "runtime.activation_checkpointing.offload_activations": _NOT_YET,
     "runtime.comm.coalesced_collectives.reduce_scatter_coalesced": _NOT_YET,
-    "runtime.engine.DeepSpeedEngine.log_level": _NOT_YET,
     "runtime.sequence_parallel": _SEQUENCES,
     "runtime.swap_tensor": "parameters and states go to NVMe by zoo.zero.offload, in pieces of any size.",
-    "runtime.utils.count_used_parameters_in_backward": _NOT_YET,
-    "runtime.utils.register_output_backward_hooks": _NOT_YET,
     "runtime.zero.muon": "not there yet; Muon is an optimizer of the configuration, and zoo.optim.Muon.",
-    "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": _INTERNAL,
-    "runtime.zero.partition_parameters.partitioned_param_data_shape": _INTERNAL,
+    "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": (
+        "Init leaves torch.nn.functional.linear alone, and puts back the rest when its context ends."
+    ),
+    "runtime.zero.partition_parameters.partitioned_param_data_shape": (
+        "partitioned parameters keep their whole shape; ds_status says whether their values are there."
+    ),
     "sequence.layer": _SEQUENCES,
-    "utils.pin_memory": _PINNED,
-    "utils.pin_memory_tracker": _PINNED,
     "tp_model_init": _TENSOR_PARALLEL,
 }  # fmt: skip
 """Path beneath ``deepspeed`` → the reason, one sentence."""
