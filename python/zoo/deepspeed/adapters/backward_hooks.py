@@ -18,12 +18,14 @@ class OutputBackwardHooks:
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Hooks on those that backward can begin at."""
-        self._handles += [tensor.register_hook(self._on_gradient) for tensor in tensors if tensor.requires_grad]
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(self._on_gradient))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, gradient: torch.Tensor) -> Any:
         if not self._running:
             self._running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.reset)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.reset)
             self._once()
         return None if self._each is None else self._each(gradient)
 
@@ -78,4 +80,4 @@ def count_used_parameters_in_backward(parameters: Sequence[torch.nn.Parameter]) 
     wanted = [p for p in parameters if p.requires_grad]
     with torch._C.DisableTorchFunctionSubclass():  # of a partitioned parameter the graph is there, the values are not
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in wanted]
-    return sum(bool(torch._C._will_engine_execute_node(node)) for node in nodes)  # type: ignore[attr-defined]
+    return sum(bool(torch._C._will_engine_execute_node(node)) for node in nodes)

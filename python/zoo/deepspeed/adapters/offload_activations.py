@@ -92,12 +92,17 @@ class CheckpointHiddenStatesOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def _before_layer(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         checkpoints = getattr(module, "gradient_checkpointing", False) and module.training
-        if checkpoints and args and any(kind.__name__ == _LAYER for kind in type(module).__mro__):
+        if (
+            checkpoints
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and any(kind.__name__ == _LAYER for kind in type(module).__mro__)
+        ):
             self.mark(args[0])
 
     def mark(self, tensor: torch.Tensor) -> None:
         """It goes to the host when autograd saves it next."""
-        if isinstance(tensor, torch.Tensor) and not stays(tensor):
+        if not stays(tensor):
             self._marks.add(_key(tensor))
 
     def reset(self) -> None:

@@ -75,7 +75,8 @@ class Questions:
 
     def log_level(self) -> str | None:
         """``log_level`` of the configuration; None where it does not say."""
-        return get_log_level(self._document)
+        level: str | None = get_log_level(self._document)
+        return level
 
     def zero_optimization(self) -> bool:
         """Whether a stage above 0 is asked for."""

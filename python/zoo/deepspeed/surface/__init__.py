@@ -6,7 +6,18 @@ One file for each part of the surface; ``TABLE`` is all of them together.
 from __future__ import annotations
 
 from zoo.deepspeed.modules import Table
-from zoo.deepspeed.surface import checkpoints, configuration, memory, moe, pipelines, root, utilities, zero
+from zoo.deepspeed.surface import (
+    checkpoints,
+    configuration,
+    memory,
+    moe,
+    optimizers,
+    pipelines,
+    root,
+    sequences,
+    utilities,
+    zero,
+)
 
 __all__ = ["TABLE"]
 
@@ -26,6 +37,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 
 TABLE: Table = _joined(  # type: ignore[assignment]
-    root.TABLE, checkpoints.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE, pipelines.TABLE, utilities.TABLE,
-    zero.TABLE,
+    root.TABLE, checkpoints.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE, optimizers.TABLE, pipelines.TABLE,
+    sequences.TABLE, utilities.TABLE, zero.TABLE,
 )  # fmt: skip

@@ -26,7 +26,7 @@ _LAUNCHER = "there is no launcher yet: torchrun starts the processes on every ma
 _ZENFLOW = "ZenFlow is not there; zero_optimization.update_in_backward is the nearest."
 _LORA = "there are no layers of its own for LoRA; those of peft train at every stage."
 _ROLLOUT = "generation during training goes through unwrap_model_for_generation; there is no engine of rollouts yet."
-_NOT_YET = "it is not there yet."
+_AXIS = 'ranks share sequences along an axis of the mesh: {"mesh": {"axes": {"data": -1, "sequence": 2}}}.'
 _PINNED = "page-locked memory is zoo.io.BufferPool's."
 _TRANSFORMER = "there are no fused transformer layers yet; torch.nn.functional.scaled_dot_product_attention is fused."
 
@@ -84,17 +84,21 @@ ABSENT: Mapping[str, str] = {
     "sequence.autosp_vit": _SEQUENCES,
     "sequence.fpdt_layer": "no chunks of sequences go to the host; what activation checkpointing keeps can.",
     "ops.op_builder.PinMemoryBuilder": _PINNED,
-    "runtime.comm.coalesced_collectives.reduce_scatter_coalesced": _NOT_YET,
-    "runtime.sequence_parallel": _SEQUENCES,
+    "runtime.comm.coalesced_collectives.reduce_scatter_coalesced": (
+        "deepspeed.comm.reduce_scatter_tensor is there, of one tensor."
+    ),
+    "runtime.sequence_parallel.parallel_state_sp": _AXIS,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCES,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCES,
+    "sequence.cross_entropy": _SEQUENCES,
+    "sequence.layer.DistributedAttention": _SEQUENCES,
     "runtime.swap_tensor": "parameters and states go to NVMe by zoo.zero.offload, in pieces of any size.",
-    "runtime.zero.muon": "not there yet; Muon is an optimizer of the configuration, and zoo.optim.Muon.",
     "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": (
         "Init leaves torch.nn.functional.linear alone, and puts back the rest when its context ends."
     ),
     "runtime.zero.partition_parameters.partitioned_param_data_shape": (
         "partitioned parameters keep their whole shape; ds_status says whether their values are there."
     ),
-    "sequence.layer": _SEQUENCES,
     "tp_model_init": _TENSOR_PARALLEL,
 }  # fmt: skip
 """Path beneath ``deepspeed`` → the reason, one sentence."""
