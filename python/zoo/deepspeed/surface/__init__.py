@@ -8,6 +8,7 @@ from __future__ import annotations
 from zoo.deepspeed.modules import Table
 from zoo.deepspeed.surface import (
     checkpoints,
+    compression,
     configuration,
     memory,
     moe,
@@ -37,6 +38,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 
 TABLE: Table = _joined(  # type: ignore[assignment]
-    root.TABLE, checkpoints.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE, optimizers.TABLE, pipelines.TABLE,
-    sequences.TABLE, utilities.TABLE, zero.TABLE,
+    root.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE, optimizers.TABLE,
+    pipelines.TABLE, sequences.TABLE, utilities.TABLE, zero.TABLE,
 )  # fmt: skip

@@ -42,6 +42,8 @@ ABSENT: Mapping[str, str] = {
     "checkpoint.universal_checkpoint.load_hp_checkpoint_state": _SHAPES_OF_FILES,
     "checkpoint.zero_checkpoint": _SHAPES_OF_FILES,
     "compile": _COMPILER,
+    "compression.basic_layer": "zoo.compression replaces no layers; it attaches transforms to those of the model.",
+    "compression.scheduler": "the engine has its own; zoo.compression.CompressionScheduler is for other loops.",
     "datastates": "zoo writes checkpoints in the background itself: checkpoint.asynchronous.",
     "elasticity": "there is no elastic training yet; torchrun restarts jobs, and checkpoints fit any number of ranks.",
     "env_report": "there is no report of the environment yet; `zoo build` and `zoo io verify` say what works here.",
@@ -66,6 +68,8 @@ ABSENT: Mapping[str, str] = {
     "runtime.comm.coalesced_collectives.all_to_all_quant_reduce": (
         "quantised reductions are the engine's own: zero_quantized_gradients in the configuration."
     ),
+    "runtime.data_pipeline.data_routing": "random-LTD is the engine's own: data_efficiency.data_routing.",
+    "runtime.data_pipeline.data_sampling": "zoo.data_efficiency has an analyser, an index and loaders of its own.",
     "runtime.domino": _TENSOR_PARALLEL,
     "runtime.hybrid_engine": _ROLLOUT,
     "runtime.rollout": _ROLLOUT,
