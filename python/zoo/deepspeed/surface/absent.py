@@ -61,6 +61,7 @@ ABSENT: Mapping[str, str] = {
     "ops.compile": _COMPILER,
     "ops.deepspeed4science": "attention with pair biases is torch's flex_attention.",
     "ops.fp_quantizer": "weights of 8 and fewer bits are zoo.compression's, which has no such kernel of its own.",
+    "ops.op_builder.PinMemoryBuilder": _PINNED,
     "ops.op_builder.QuantizerBuilder": "the kernels that quantise are called by zoo.comm and zoo.compression only.",
     "ops.sparse_attention": "sparse attention is torch's flex_attention.",
     "ops.transformer": _TRANSFORMER,
@@ -68,41 +69,40 @@ ABSENT: Mapping[str, str] = {
     "runtime.comm.coalesced_collectives.all_to_all_quant_reduce": (
         "quantised reductions are the engine's own: zero_quantized_gradients in the configuration."
     ),
+    "runtime.comm.coalesced_collectives.reduce_scatter_coalesced": (
+        "deepspeed.comm.reduce_scatter_tensor is there, of one tensor."
+    ),
     "runtime.data_pipeline.data_routing": "random-LTD is the engine's own: data_efficiency.data_routing.",
     "runtime.data_pipeline.data_sampling": "zoo.data_efficiency has an analyser, an index and loaders of its own.",
     "runtime.domino": _TENSOR_PARALLEL,
     "runtime.hybrid_engine": _ROLLOUT,
     "runtime.rollout": _ROLLOUT,
+    "runtime.sequence_parallel.parallel_state_sp": _AXIS,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCES,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCES,
     "runtime.superoffload": "SuperOffload is not there; offload_optimizer is.",
+    "runtime.swap_tensor": "parameters and states go to NVMe by zoo.zero.offload, in pieces of any size.",
     "runtime.tensor_parallel": _TENSOR_PARALLEL,
     "runtime.zenflow": _ZENFLOW,
     "runtime.zero.parameter_offload": _INTERNAL,
     "runtime.zero.partition_parameters.CUDAQuantizer": (
         "weights are quantised for the wire by zoo.comm: zero_quantized_weights in the configuration."
     ),
+    "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": (
+        "Init leaves torch.nn.functional.linear alone, and puts back the rest when its context ends."
+    ),
     "runtime.zero.partition_parameters.MultipleAllGatherHandles": _INTERNAL,
+    "runtime.zero.partition_parameters.partitioned_param_data_shape": (
+        "partitioned parameters keep their whole shape; ds_status says whether their values are there."
+    ),
     "runtime.zero.stage_1_and_2.IPGBucket": _INTERNAL,
     "sequence.auto_sp": _SEQUENCES,
     "sequence.autosp_detector": _SEQUENCES,
     "sequence.autosp_fusion": _SEQUENCES,
     "sequence.autosp_vit": _SEQUENCES,
-    "sequence.fpdt_layer": "no chunks of sequences go to the host; what activation checkpointing keeps can.",
-    "ops.op_builder.PinMemoryBuilder": _PINNED,
-    "runtime.comm.coalesced_collectives.reduce_scatter_coalesced": (
-        "deepspeed.comm.reduce_scatter_tensor is there, of one tensor."
-    ),
-    "runtime.sequence_parallel.parallel_state_sp": _AXIS,
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCES,
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCES,
     "sequence.cross_entropy": _SEQUENCES,
+    "sequence.fpdt_layer": "no chunks of sequences go to the host; what activation checkpointing keeps can.",
     "sequence.layer.DistributedAttention": _SEQUENCES,
-    "runtime.swap_tensor": "parameters and states go to NVMe by zoo.zero.offload, in pieces of any size.",
-    "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": (
-        "Init leaves torch.nn.functional.linear alone, and puts back the rest when its context ends."
-    ),
-    "runtime.zero.partition_parameters.partitioned_param_data_shape": (
-        "partitioned parameters keep their whole shape; ds_status says whether their values are there."
-    ),
     "tp_model_init": _TENSOR_PARALLEL,
 }  # fmt: skip
 """Path beneath ``deepspeed`` → the reason, one sentence."""
