@@ -1,5 +1,7 @@
-"""Signatures of DeepSpeed's names, written down: ``python tests/deepspeed/signatures.py`` in an environment that has
-deepspeed writes signatures.json, which quick tests read.
+"""Signatures of DeepSpeed's names, written down: ``PYTHONPATH=python python -m tests.deepspeed.signatures`` in an
+environment that has deepspeed writes signatures.json, which quick tests read.
+
+The names are those below, those of ``names.txt`` and those of zoo's tables.
 
 Of a function or class its parameters, of a constant its value, of a property "attribute"; None: that release lacks it.
 """
@@ -118,40 +120,62 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def _module(root: str, path: str) -> Any:
-    """A module, or one that is an attribute alone, as ``deepspeed.zero`` is."""
-    try:
-        return import_module(".".join(filter(None, [root, path])))
-    except ModuleNotFoundError:
-        return functools.reduce(getattr, path.split("."), import_module(root))
+def found(dotted: str) -> Any:
+    """What a program gets of that name: a module, or what is in one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            module = import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        return functools.reduce(getattr, parts[length:], module)
+    raise AttributeError(dotted)
 
 
 def described(root: str, path: str, name: str) -> Any:
     """Of one name; None where it is not there."""
     try:
-        value: Any = _module(root, path)
-        for part in name.split("."):
-            value = getattr(value, part)
-    except (AttributeError, ImportError):
+        value = found(".".join(filter(None, [root, path, name])))
+    except AttributeError:
         return None
     if inspect.isclass(value) and issubclass(value, Exception):
         return {"value": "exception"}
     if inspect.isfunction(value) or inspect.isclass(value) or inspect.ismethod(value):
-        return {"parameters": parameters(value)}
-    return {"value": value if isinstance(value, (*DEFAULTS, list)) else "attribute"}
+        try:
+            return {"parameters": parameters(value)}
+        except (TypeError, ValueError):  # of C
+            return {"value": "attribute"}
+    plain = isinstance(value, DEFAULTS) or (isinstance(value, list) and all(isinstance(x, DEFAULTS) for x in value))
+    return {"value": value if plain else "attribute"}
+
+
+def keys() -> list[str]:
+    """ "module:name" of all names, each once; the module is the longest that the tables know."""
+    from tests.deepspeed.names import listed
+
+    from zoo.deepspeed.surface import TABLE
+
+    every = [f"{path}:{name}" for path, names in NAMES.items() for name in names.split()]
+    for one in listed():
+        parts = one.path.split(".")
+        length = max((n for n in range(len(parts)) if ".".join(parts[:n]) in TABLE), default=0)
+        every.append(f"{'.'.join(parts[:length])}:{'.'.join(parts[length:])}")
+    every += [f"{path}:{name}" for path, names in TABLE.items() if not isinstance(names, str) for name in names]
+    return [key for key in dict.fromkeys(every) if not key.endswith(":")]
 
 
 def dump(root: str) -> dict[str, Any]:
     """All of them."""
-    found = {f"{path}:{name}": described(root, path, name) for path, names in NAMES.items() for name in names.split()}
+    every = {key: described(root, *key.split(":")) for key in keys()}
     here = import_module(f"{root}.accelerator").get_accelerator()
     for name in ACCELERATOR.split():
         method = getattr(here, name, None)
-        found[f"accelerator:get_accelerator().{name}"] = method and {"parameters": parameters(method)}
-    return found
+        every[f"accelerator:get_accelerator().{name}"] = method and {"parameters": parameters(method)}
+    return every
 
 
 if __name__ == "__main__":
     import deepspeed
 
-    FILE.write_text(json.dumps({"version": deepspeed.__version__, "names": dump("deepspeed")}, indent=1) + "\n")
+    rows = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in dump("deepspeed").items()]  # a name a line
+    FILE.write_text(f'{{"version": "{deepspeed.__version__}", "names": {{\n' + ",\n".join(rows) + "\n}}\n")

@@ -165,3 +165,12 @@ def test_tensors_of_a_tree() -> None:
     assert (found[3].a.item(), found[3].b) == (2, 3)
     assert not utils.is_zero_param(one)
     assert not utils.is_zero_param("x")
+
+
+def test_a_wrapped_constructor_gives_its_dtype_and_its_device_unless_a_call_says_another() -> None:
+    from zoo.deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
+
+    ones = zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.half, torch.device("meta"))
+    assert (ones(2, 3).dtype, ones(2, 3).device.type) == (torch.half, "meta")
+    assert ones(2, dtype=torch.int).dtype == torch.int
+    assert (ones(2, device="cpu").device.type, ones(2, dtype=torch.double).dtype) == ("cpu", torch.half)

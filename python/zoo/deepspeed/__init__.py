@@ -18,15 +18,16 @@ from zoo.deepspeed.modules import TableFinder, attribute, install
 from zoo.deepspeed.standin import VERSION as __version__
 from zoo.deepspeed.standin import install_as_deepspeed, installed_folder
 from zoo.deepspeed.surface import TABLE
+from zoo.deepspeed.surface.absent import ABSENT
 
 __all__ = ["install_as_deepspeed", "installed_folder"]
 
 __version_major__, __version_minor__, __version_patch__ = (int(x) for x in __version__.split("+")[0].split("."))
 version, git_hash, git_branch = __version__, None, None
 
-FINDER = TableFinder(TABLE)
+FINDER = TableFinder(TABLE, ABSENT)
 _names: dict[str, Any] = dict(FINDER.table[""])  # type: ignore[arg-type]
-_below = tuple(FINDER.below(""))
+_below, _why = tuple(FINDER.below("")), FINDER.why
 install(FINDER)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -23,6 +23,7 @@ class Name:
     differs: str = ""
 
 
+Why = Callable[[str], "str | None"]
 Names = Mapping[str, "Name | str"]
 Table = Mapping[str, "Names | str"]
 """Module path beneath the root ("" for the root itself) → its names; or the one module that it is."""
@@ -43,15 +44,15 @@ def resolve(home: str) -> Any:
 class Reexports(ModuleType):
     """A module with names of a table. What is set in it stays in it, as in any module."""
 
-    def __init__(self, name: str, names: Names, below: Sequence[str], doc: str) -> None:
+    def __init__(self, name: str, names: Names, below: Sequence[str], why: Why, doc: str) -> None:
         super().__init__(name, doc)
-        self.__dict__.update(__path__=[], _names=dict(names), _below=tuple(below), __all__=sorted(names))
+        self.__dict__.update(__path__=[], _names=dict(names), _below=tuple(below), _why=why, __all__=sorted(names))
 
     def __getattr__(self, name: str) -> Any:
         return attribute(self.__dict__, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *self._names, *self._below} - {"_names", "_below"})
+        return sorted({*self.__dict__, *self._names, *self._below} - {"_names", "_below", "_why"})
 
 
 def attribute(space: dict[str, Any], name: str) -> Any:
@@ -69,7 +70,8 @@ def attribute(space: dict[str, Any], name: str) -> Any:
         return import_module(f"{space['__name__']}.{name}")
     shown = space["__name__"].removeprefix("zoo.")
     raise AttributeError(
-        f"{shown} has no {name!r} in zoo: it does not exist there (yet), or DeepSpeed does not have it either. "
+        space["_why"](f"{shown}.{name}".partition(".")[2])
+        or f"{shown} has no {name!r} in zoo: it does not exist there (yet), or DeepSpeed does not have it either. "
         "docs/migration.md lists what is there."
     )
 
@@ -90,11 +92,11 @@ def _imported(home: str, wanted: str) -> Any:
 class TableFinder(MetaPathFinder, Loader):
     """Finds the modules of a table under the root; and, once there is a nickname, each of them under that as well.
 
-    Both are one module object.
+    Both are one module object. What is absent with a reason, a path and all beneath it, is refused with it.
     """
 
-    def __init__(self, table: Table) -> None:
-        self.table = dict(table)
+    def __init__(self, table: Table, absent: Mapping[str, str]) -> None:
+        self.table, self.absent = dict(table), absent
         for path in list(self.table):
             while path:
                 path = path.rpartition(".")[0]
@@ -106,6 +108,15 @@ class TableFinder(MetaPathFinder, Loader):
         head = f"{path}." if path else ""
         return sorted({p[len(head) :].split(".")[0] for p in self.table if p and p.startswith(head)})
 
+    def why(self, inside: str) -> str | None:
+        """The sentence about what is absent with a reason, told for it or for what it is in; None for anything else."""
+        path = inside
+        while path and path not in self.absent:
+            path = path.rpartition(".")[0]
+        if not path:
+            return None
+        return f"{NICKNAME}.{inside} is not in zoo: {self.absent[path]} docs/migration.md lists what is there."
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """See :class:`importlib.abc.MetaPathFinder`."""
         for root in (ROOT, self.nickname):
@@ -114,6 +125,11 @@ class TableFinder(MetaPathFinder, Loader):
             inside = fullname[len(root) + 1 :]
             if inside in self.table:
                 return ModuleSpec(fullname, self, origin=f"names of {ROOT}", is_package=True)
+            why = self.why(inside)
+            if why is not None:
+                # Under the nickname always: of an error that has the name which "from x import y" looked for Python
+                # drops the sentence.
+                raise ModuleNotFoundError(why, name=f"{NICKNAME}.{inside}")
             if root == self.nickname:
                 raise ModuleNotFoundError(
                     f"{fullname} does not exist in zoo (yet), whose {ROOT} stands in for DeepSpeed here; "
@@ -132,7 +148,7 @@ class TableFinder(MetaPathFinder, Loader):
         if isinstance(names, str):
             return self._again(import_module(names), spec)
         doc = f"``{NICKNAME}.{inside}``, with zoo behind its names; made of the tables of ``{ROOT}.surface``."
-        return Reexports(spec.name, names, self.below(inside), doc)
+        return Reexports(spec.name, names, self.below(inside), self.why, doc)
 
     def _again(self, module: ModuleType, spec: ModuleSpec) -> ModuleType:
         spec.loader_state = module.__spec__

@@ -6,16 +6,26 @@ import sys
 
 from zoo.deepspeed.modules import Name, home_of
 from zoo.deepspeed.surface import TABLE
+from zoo.deepspeed.surface.absent import ABSENT
 
 HEAD = """# From DeepSpeed to zoo
 
 Programs of DeepSpeed run on zoo as they are (`zoo run --as-deepspeed script.py`, see `python/zoo/deepspeed/README.md`).
-Each name that is there, where it is at home in zoo, and what differs. What is not in this list is absent: importing it
-is an `ImportError`, asking for it an `AttributeError`. Made of the tables in `python/zoo/deepspeed/surface` by
-`python -m zoo.deepspeed.page`.
+Each name that is there, where it is at home in zoo, and what differs; then [what is absent, and why](#absent). What is
+in neither list is absent too: importing it is an `ImportError`, asking for it an `AttributeError`. Made of the tables
+in `python/zoo/deepspeed/surface` by `python -m zoo.deepspeed.page`.
 
 | name | in zoo | what differs |
 |---|---|---|
+"""
+
+ABSENT_HEAD = """
+## Absent
+
+Names that DeepSpeed has and zoo has not; of a module all that is in it. The error that a program gets has the sentence.
+
+| name | why it is not there |
+|---|---|
 """
 
 
@@ -30,7 +40,8 @@ def page() -> str:
         for name, entry in sorted(names.items()):
             differs = entry.differs if isinstance(entry, Name) else ""
             rows.append(f"| `{module}.{name}` | `{home_of(entry).replace(':', '.')}` | {differs} |")
-    return HEAD + "\n".join(rows) + "\n"
+    absent = [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(ABSENT.items())]
+    return HEAD + "\n".join(rows) + "\n" + ABSENT_HEAD + "\n".join(absent) + "\n"
 
 
 if __name__ == "__main__":

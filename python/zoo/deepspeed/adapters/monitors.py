@@ -17,10 +17,29 @@ from zoo.monitor.wandb import WandbSection
 from zoo.parts import Environment
 
 Event = tuple[str, Any, int]
-TensorBoardConfig = TensorBoardSection
-WandbConfig = WandbSection
-CSVConfig = CsvSection
-CometConfig = CometSection
+
+
+class _Strict:
+    """``strict``: "auto" is a value like others; otherwise it counts as not given."""
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
+
+
+class TensorBoardConfig(_Strict, TensorBoardSection):
+    """The section ``tensorboard``."""
+
+
+class WandbConfig(_Strict, WandbSection):
+    """The section ``wandb``."""
+
+
+class CSVConfig(_Strict, CsvSection):
+    """The section ``csv_monitor``."""
+
+
+class CometConfig(_Strict, CometSection):
+    """The section ``comet``."""
 
 
 class DeepSpeedMonitorConfig(BaseModel):

@@ -155,15 +155,19 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         raise RuntimeError(str(error)) from error
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_dtype: torch.dtype) -> Callable[..., Any]:
-    """``fn``, a constructor of tensors, with what has floating point in ``target_dtype``.
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Any], target_fp_dtype: torch.dtype, target_device: torch.device
+) -> Callable[..., Any]:
+    """``fn``, a constructor of tensors, with what has floating point in ``target_fp_dtype``; on ``target_device``
+    unless a call says ``device=``.
 
     zoo's ``Init`` replaces no constructors; programs that keep DeepSpeed's from doing so look for this.
     """
 
     @functools.wraps(fn)
     def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("device", target_device)
         made = fn(*args, **kwargs)
-        return made.to(target_dtype) if made.is_floating_point() else made
+        return made.to(target_fp_dtype) if made.is_floating_point() else made
 
     return make

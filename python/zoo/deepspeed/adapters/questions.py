@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zoo.deepspeed.adapters.documents import get_log_level
 from zoo.deepspeed.adapters.optimizer import OptimizerView
 from zoo.engine import Engine
 
@@ -48,6 +49,7 @@ class Questions:
 
     engine: Engine
     optimizer: OptimizerView | None
+    _document: dict[str, Any]
 
     def _at(self, path: str) -> Any:
         value: Any = self.engine.config
@@ -70,6 +72,11 @@ class Questions:
     def get_batch_info(self) -> tuple[int, int, int]:
         """(samples of a step, samples of a micro-batch on one rank, micro-batches of a step)."""
         return self.train_batch_size(), self._at("train_micro_batch_size_per_gpu"), self.gradient_accumulation_steps()
+
+    def log_level(self) -> str | None:
+        """``log_level`` of the configuration; None where it does not say."""
+        level: str | None = get_log_level(self._document)
+        return level
 
     def zero_optimization(self) -> bool:
         """Whether a stage above 0 is asked for."""

@@ -6,7 +6,19 @@ One file for each part of the surface; ``TABLE`` is all of them together.
 from __future__ import annotations
 
 from zoo.deepspeed.modules import Table
-from zoo.deepspeed.surface import checkpoints, configuration, moe, pipelines, root, utilities, zero
+from zoo.deepspeed.surface import (
+    checkpoints,
+    compression,
+    configuration,
+    memory,
+    moe,
+    optimizers,
+    pipelines,
+    root,
+    sequences,
+    utilities,
+    zero,
+)
 
 __all__ = ["TABLE"]
 
@@ -26,5 +38,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 
 TABLE: Table = _joined(  # type: ignore[assignment]
-    root.TABLE, checkpoints.TABLE, configuration.TABLE, moe.TABLE, pipelines.TABLE, utilities.TABLE, zero.TABLE,
+    root.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE, optimizers.TABLE,
+    pipelines.TABLE, sequences.TABLE, utilities.TABLE, zero.TABLE,
 )  # fmt: skip

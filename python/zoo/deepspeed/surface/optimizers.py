@@ -1,0 +1,37 @@
+"""Optimizers beside those of ``deepspeed.ops``: Muon, and those that send signs."""
+
+from __future__ import annotations
+
+from zoo.deepspeed.modules import Name, Names, Table
+
+_MUON = "zoo.deepspeed.adapters.muon"
+_ONEBIT = "zoo.deepspeed.adapters.onebit"
+
+_SIGNS = "max_grad_norm is refused: the configuration's gradient_clipping does that; on CPU and GPU alike."
+
+
+def _onebit(*names: str) -> Names:
+    return {name: Name(f"{_ONEBIT}:{name}", _SIGNS) for name in names}
+
+
+_AUX = Name(f"{_MUON}:MuonWithAuxAdam", "of zoo.optim.Muon; matrices only in groups with use_muon.")
+
+TABLE: Table = {
+    "runtime.fp16.onebit": _onebit("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
+    "runtime.fp16.onebit.adam": _onebit("OnebitAdam"),
+    "runtime.fp16.onebit.lamb": _onebit("OnebitLamb"),
+    "runtime.fp16.onebit.zoadam": _onebit("ZeroOneAdam"),
+    "runtime.zero.muon": {},
+    "runtime.zero.muon.original_muon": {
+        "NS_METHODS": f"{_MUON}:NS_METHODS",
+        "muon_update": Name(
+            f"{_MUON}:muon_update", 'ns_method "gram" and "standard" are one computation; the gradient stays as it is.'
+        ),
+        "zeropower_via_newtonschulz5": f"{_MUON}:zeropower_via_newtonschulz5",
+        **{
+            name: Name(f"{_MUON}:{name}", "zoo.optim.Muon; matrices only.") for name in ("Muon", "SingleDeviceMuon")
+        },
+        "MuonWithAuxAdam": _AUX,
+        "SingleDeviceMuonWithAuxAdam": _AUX,
+    },
+}  # fmt: skip
