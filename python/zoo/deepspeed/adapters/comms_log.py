@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -228,3 +229,25 @@ def _table(summary: Mapping[str, Any], waits: Mapping[str, Any] | None) -> str:
                 f"{row['avg_latency_ms']:>12.2f}{row['tput_avg_gbps']:>10.2f}{row['busbw_avg_gbps']:>12.2f}{waited}"
             )
     return "\n".join(lines)
+
+
+comms_logger = CommsLogger()
+"""The log of this process."""
+
+
+def run_logged(name: str, tensor: Any, group: Any, call: Callable[[], Any], prof: bool, log_name: str) -> Any:
+    """The call; timed and counted where the log is on, which waits for it."""
+    if not comms_logger.wants(name, prof):
+        return call()
+    device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    handle = call()
+    if hasattr(handle, "wait"):
+        handle.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    latency_ms = (time.perf_counter() - begin) * 1e3
+    comms_logger.count(name, log_name, latency_ms, bytes_of(tensor), dist.get_world_size(group))
+    return handle

@@ -6,9 +6,7 @@ Every function returns what torch's does: None, or with ``async_op`` a handle. T
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +14,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
-from zoo.comm import speak_as_torchrun
 from zoo.comm.launch import HALF_AN_HOUR, PORT
-from zoo.deepspeed.adapters.comms_log import CommsLogger, bytes_of
-from zoo.deepspeed.adapters.hugging_face import tell_accelerate
+from zoo.deepspeed.adapters.comm_messages import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from zoo.deepspeed.adapters.comm_ranks import (
+    NotJoinedError as NotJoinedError,
+)  # fmt: skip
+from zoo.deepspeed.adapters.comm_ranks import (
+    destroy_process_group,
+    get_all_ranks_from_group,
+    get_global_rank,
+    get_local_rank,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    has_all_gather_into_tensor,
+    has_all_reduce_coalesced,
+    has_coalescing_manager,
+    has_reduce_scatter_tensor,
+    initialize_mesh_device,
+    is_available,
+    is_initialized,
+    joined,
+    mpi_discovery,
+    new_group,
+)
+from zoo.deepspeed.adapters.comms_log import CommsLogger, comms_logger, run_logged
 
 if TYPE_CHECKING:
     from zoo.deepspeed.adapters.entry import init_distributed
@@ -40,11 +59,6 @@ __all__ = [
 NCCL_BACKEND, GLOO_BACKEND, MPI_BACKEND = "nccl", "gloo", "mpi"
 TORCH_DISTRIBUTED_DEFAULT_PORT = PORT
 default_pg_timeout: timedelta = HALF_AN_HOUR
-comms_logger = CommsLogger()
-
-
-class NotJoinedError(AssertionError, ValueError):
-    """There is no process group yet; DeepSpeed raises an AssertionError, torch a ValueError."""
 
 
 def __getattr__(name: str) -> Any:
@@ -55,32 +69,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"deepspeed.comm has no {name!r} in zoo; docs/migration.md lists what is there.")
 
 
-def _joined(name: str) -> None:
-    if not is_initialized():
-        raise NotJoinedError(
-            f"{name}() needs a process group: call deepspeed.init_distributed() first, in a script that a launcher "
-            "started, or with rank= and world_size=."
-        )
-
-
-def _run(name: str, tensor: Any, group: Any, call: Callable[[], Any], prof: bool, log_name: str) -> Any:
-    """The call; timed and counted where the log is on, which waits for it."""
-    if not comms_logger.wants(name, prof):
-        return call()
-    device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    handle = call()
-    if hasattr(handle, "wait"):
-        handle.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    latency_ms = (time.perf_counter() - begin) * 1e3
-    comms_logger.count(name, log_name, latency_ms, bytes_of(tensor), dist.get_world_size(group))
-    return handle
-
-
 # -- of all ranks of a group ------------------------------------------------------------------------------------------
 
 
@@ -89,7 +77,7 @@ def all_reduce(
     log_name: str = "all_reduce", debug: str = "",
 ) -> Any:  # fmt: skip
     """``tensor`` becomes the sum, or what ``op`` says, of all ranks'."""
-    return _run("all_reduce", tensor, group, lambda: dist.all_reduce(tensor, op, group, async_op), prof, log_name)
+    return run_logged("all_reduce", tensor, group, lambda: dist.all_reduce(tensor, op, group, async_op), prof, log_name)
 
 
 def inference_all_reduce(
@@ -97,7 +85,7 @@ def inference_all_reduce(
     log_name: str = "all_reduce", debug: str = "",
 ) -> Any:  # fmt: skip
     """:func:`all_reduce`, complete when it returns."""
-    return _run("inference_all_reduce", tensor, group, lambda: dist.all_reduce(tensor, op, group), prof, log_name)
+    return run_logged("inference_all_reduce", tensor, group, lambda: dist.all_reduce(tensor, op, group), prof, log_name)
 
 
 def all_reduce_coalesced(
@@ -109,7 +97,7 @@ def all_reduce_coalesced(
     def call() -> Any:
         return _together([dist.all_reduce(t, op, group, async_op=True) for t in tensors], async_op)
 
-    return _run("all_reduce_coalesced", list(tensors), group, call, prof, log_name)
+    return run_logged("all_reduce_coalesced", list(tensors), group, call, prof, log_name)
 
 
 def all_gather(
@@ -117,7 +105,7 @@ def all_gather(
     prof: bool = False, log_name: str = "all_gather", debug: str = "",
 ) -> Any:  # fmt: skip
     """``tensor_list[r]`` becomes rank r's ``tensor``."""
-    return _run(
+    return run_logged(
         "all_gather", tensor, group, lambda: dist.all_gather(tensor_list, tensor, group, async_op), prof, log_name
     )
 
@@ -131,14 +119,14 @@ def all_gather_into_tensor(
     def call() -> Any:
         return dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
 
-    return _run("all_gather_into_tensor", tensor, group, call, prof, log_name)
+    return run_logged("all_gather_into_tensor", tensor, group, call, prof, log_name)
 
 
 def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: str = ""
 ) -> Any:
     """:func:`all_gather_into_tensor`."""
-    _joined("allgather_fn")
+    joined("allgather_fn")
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -147,7 +135,7 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> Any:  # fmt: skip
     """:func:`all_gather_into_tensor` of each pair."""
-    _joined("all_gather_coalesced")
+    joined("all_gather_coalesced")
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _together([dist.all_gather_into_tensor(o, i, group, async_op=True) for o, i in pairs], async_op)
 
@@ -157,7 +145,9 @@ def all_gather_object(
     debug: str = "",
 ) -> None:  # fmt: skip
     """``object_list[r]`` becomes rank r's ``obj``, pickled."""
-    _run("all_gather_object", None, group, lambda: dist.all_gather_object(object_list, obj, group), prof, log_name)
+    run_logged(
+        "all_gather_object", None, group, lambda: dist.all_gather_object(object_list, obj, group), prof, log_name
+    )
 
 
 def reduce_scatter(
@@ -169,7 +159,7 @@ def reduce_scatter(
     def call() -> Any:
         return dist.reduce_scatter(output, input_list, op, group, async_op)
 
-    return _run("reduce_scatter", input_list, group, call, prof, log_name)
+    return run_logged("reduce_scatter", input_list, group, call, prof, log_name)
 
 
 def reduce_scatter_tensor(
@@ -181,7 +171,7 @@ def reduce_scatter_tensor(
     def call() -> Any:
         return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
-    return _run("reduce_scatter_tensor", tensor, group, call, prof, log_name)
+    return run_logged("reduce_scatter_tensor", tensor, group, call, prof, log_name)
 
 
 def reduce_scatter_fn(
@@ -189,7 +179,7 @@ def reduce_scatter_fn(
     async_op: bool = False, prof: bool = False, debug: str = "",
 ) -> Any:  # fmt: skip
     """:func:`reduce_scatter_tensor`."""
-    _joined("reduce_scatter_fn")
+    joined("reduce_scatter_fn")
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
 
 
@@ -203,7 +193,7 @@ def all_to_all_single(
     def call() -> Any:
         return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
-    return _run("all_to_all_single", tensor, group, call, prof, log_name)
+    return run_logged("all_to_all_single", tensor, group, call, prof, log_name)
 
 
 def all_to_all(
@@ -215,7 +205,7 @@ def all_to_all(
     def call() -> Any:
         return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
-    return _run("all_to_all", input_tensor_list, group, call, prof, log_name)
+    return run_logged("all_to_all", input_tensor_list, group, call, prof, log_name)
 
 
 def broadcast(
@@ -223,7 +213,7 @@ def broadcast(
     log_name: str = "broadcast", debug: str = "",
 ) -> Any:  # fmt: skip
     """``tensor`` becomes that of rank ``src`` of the job."""
-    return _run("broadcast", tensor, group, lambda: dist.broadcast(tensor, src, group, async_op), prof, log_name)
+    return run_logged("broadcast", tensor, group, lambda: dist.broadcast(tensor, src, group, async_op), prof, log_name)
 
 
 def broadcast_object_list(
@@ -235,7 +225,7 @@ def broadcast_object_list(
     def call() -> Any:
         return dist.broadcast_object_list(object_list, src, group, device)
 
-    _run("broadcast_object_list", None, group, call, prof, log_name)
+    run_logged("broadcast_object_list", None, group, call, prof, log_name)
 
 
 def reduce(
@@ -243,7 +233,7 @@ def reduce(
     prof: bool = False, log_name: str = "reduce", debug: str = "",
 ) -> Any:  # fmt: skip
     """``tensor`` of rank ``dst`` of the job becomes the sum of all; the others' is undefined."""
-    return _run("reduce", tensor, group, lambda: dist.reduce(tensor, dst, op, group, async_op), prof, log_name)
+    return run_logged("reduce", tensor, group, lambda: dist.reduce(tensor, dst, op, group, async_op), prof, log_name)
 
 
 def gather(
@@ -251,7 +241,9 @@ def gather(
     async_op: bool = False, prof: bool = False, log_name: str = "gather", debug: str = "",
 ) -> Any:  # fmt: skip
     """``gather_list[r]`` of rank ``dst`` becomes rank r's ``tensor``; the others give no list."""
-    return _run("gather", tensor, group, lambda: dist.gather(tensor, gather_list, dst, group, async_op), prof, log_name)
+    return run_logged(
+        "gather", tensor, group, lambda: dist.gather(tensor, gather_list, dst, group, async_op), prof, log_name
+    )
 
 
 def scatter(
@@ -259,7 +251,7 @@ def scatter(
     async_op: bool = False, prof: bool = False, log_name: str = "scatter", debug: str = "",
 ) -> Any:  # fmt: skip
     """``tensor`` of rank r becomes ``scatter_list[r]`` of rank ``src``; the others give no list."""
-    return _run(
+    return run_logged(
         "scatter", tensor, group, lambda: dist.scatter(tensor, scatter_list, src, group, async_op), prof, log_name
     )
 
@@ -269,7 +261,7 @@ def barrier(
     debug: str = "",
 ) -> Any:  # fmt: skip
     """Wait until all ranks are here."""
-    return _run("barrier", None, group, lambda: dist.barrier(group, async_op, device_ids), prof, log_name)
+    return run_logged("barrier", None, group, lambda: dist.barrier(group, async_op, device_ids), prof, log_name)
 
 
 def monitored_barrier(
@@ -281,7 +273,7 @@ def monitored_barrier(
     def call() -> Any:
         return dist.monitored_barrier(group, timeout, wait_all_ranks)
 
-    return _run("monitored_barrier", None, group, call, prof, log_name)
+    return run_logged("monitored_barrier", None, group, call, prof, log_name)
 
 
 class _Together:
@@ -305,171 +297,6 @@ def _together(works: list[Any], async_op: bool) -> _Together | None:
         return handle
     handle.wait()
     return None
-
-
-# -- of two ranks -----------------------------------------------------------------------------------------------------
-
-
-def send(
-    tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0, prof: bool = False, log_name: str = "send",
-    debug: str = "",
-) -> None:  # fmt: skip
-    """To rank ``dst`` of the job."""
-    _run("send", tensor, group, lambda: dist.send(tensor, dst, group, tag), prof, log_name)
-
-
-def recv(
-    tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, prof: bool = False,
-    log_name: str = "recv", debug: str = "",
-) -> int:  # fmt: skip
-    """From rank ``src`` of the job, or from any; the sender's rank."""
-    found: int = _run("recv", tensor, group, lambda: dist.recv(tensor, src, group, tag), prof, log_name)
-    return found
-
-
-def isend(
-    tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0, prof: bool = False, log_name: str = "isend",
-    debug: str = "",
-) -> Any:  # fmt: skip
-    """To rank ``dst`` of the job; a handle. Not in the log: nobody waits here."""
-    return dist.isend(tensor, dst, group, tag)
-
-
-def irecv(
-    tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, prof: bool = False,
-    log_name: str = "irecv", debug: str = "",
-) -> Any:  # fmt: skip
-    """From rank ``src`` of the job, or from any; a handle. Not in the log."""
-    return dist.irecv(tensor, src, group, tag)
-
-
-class P2POp:
-    """One message of :func:`batch_isend_irecv`.
-
-    Raises:
-        AssertionError: ``op`` is neither :func:`isend` nor :func:`irecv`.
-    """
-
-    def __init__(self, op: Any, tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
-        if op not in (isend, irecv, dist.isend, dist.irecv):
-            raise AssertionError(f"P2POp got the op {op!r}; it takes deepspeed.comm.isend or deepspeed.comm.irecv.")
-        self.op, self.tensor, self.peer, self.group, self.tag = op, tensor, peer, group, tag
-
-
-def batch_isend_irecv(
-    p2p_op_list: list[Any], prof: bool = False, log_name: str = "batch_isend_irecv", debug: str = ""
-) -> list[Any]:
-    """Begin several messages as one operation; their handles."""
-
-    def torchs(one: Any) -> Any:
-        if isinstance(one, dist.P2POp):
-            return one
-        op = dist.isend if one.op in (isend, dist.isend) else dist.irecv
-        return dist.P2POp(op, one.tensor, one.peer, one.group, one.tag)
-
-    found: list[Any] = dist.batch_isend_irecv([torchs(one) for one in p2p_op_list])
-    return found
-
-
-# -- ranks and groups -------------------------------------------------------------------------------------------------
-
-
-def is_available() -> bool:
-    """Whether this torch can communicate."""
-    return dist.is_available()
-
-
-def is_initialized() -> bool:
-    """Whether a process group is joined, by whomever."""
-    joined = dist.is_available() and dist.is_initialized()
-    if joined:
-        tell_accelerate()
-    return joined
-
-
-def get_rank(group: Any = None) -> int:
-    """This process's number in the group; -1 outside of it."""
-    _joined("get_rank")
-    return dist.get_rank(group)
-
-
-def get_world_size(group: Any = None) -> int:
-    """Ranks of the group; -1 outside of it."""
-    _joined("get_world_size")
-    return dist.get_world_size(group)
-
-
-def get_local_rank() -> int:
-    """This process's number on its node, as the launcher says (LOCAL_RANK); 0 without."""
-    _joined("get_local_rank")
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The number in the job of the rank that has ``group_rank`` in the group."""
-    _joined("get_global_rank")
-    return dist.get_global_rank(group or get_world_group(), group_rank)
-
-
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The numbers in the job of a group's ranks, in its order."""
-    _joined("get_all_ranks_from_group")
-    return list(dist.get_process_group_ranks(group or get_world_group()))
-
-
-def get_world_group() -> Any:
-    """The group of all ranks."""
-    _joined("get_world_group")
-    return dist.group.WORLD
-
-
-def new_group(ranks: Any = None, **options: Any) -> Any:
-    """A group of these ranks; all ranks of the job call it, with the same list. ``options`` are torch's."""
-    _joined("new_group")
-    return dist.new_group(None if ranks is None else list(ranks), **options)
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """Leave the group, or all of them."""
-    dist.destroy_process_group(group)
-
-
-def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A ``DeviceMesh`` with named axes over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    _joined("initialize_mesh_device")
-    kind = "cuda" if dist.get_backend() == NCCL_BACKEND else "cpu"
-    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
-
-
-def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
-    """Set the variables that torchrun would from those of SLURM or MPI; see :func:`zoo.comm.speak_as_torchrun`."""
-    speak_as_torchrun(distributed_port)
-
-
-def has_all_gather_into_tensor() -> bool:
-    """True: every torch that zoo runs with has it."""
-    _joined("has_all_gather_into_tensor")
-    return True
-
-
-def has_reduce_scatter_tensor() -> bool:
-    """True: every torch that zoo runs with has it."""
-    _joined("has_reduce_scatter_tensor")
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    """True: it is here."""
-    _joined("has_all_reduce_coalesced")
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    """Whether torch has its (private) manager of operations that are issued as one."""
-    _joined("has_coalescing_manager")
-    return hasattr(dist.distributed_c10d, "_coalescing_manager")
 
 
 # -- the log ----------------------------------------------------------------------------------------------------------
