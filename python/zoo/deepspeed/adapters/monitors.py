@@ -19,27 +19,38 @@ from zoo.parts import Environment
 Event = tuple[str, Any, int]
 
 
-class _Strict:
+def _given(strict: bool, data: dict[str, Any]) -> dict[str, Any]:
     """``strict``: "auto" is a value like others; otherwise it counts as not given."""
-
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
+    return data if strict else {key: value for key, value in data.items() if value != "auto"}
 
 
-class TensorBoardConfig(_Strict, TensorBoardSection):
+# Each has an ``__init__`` of its own: pydantic shows an inherited one's signature in some versions only.
+class TensorBoardConfig(TensorBoardSection):
     """The section ``tensorboard``."""
 
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**_given(strict, data))
 
-class WandbConfig(_Strict, WandbSection):
+
+class WandbConfig(WandbSection):
     """The section ``wandb``."""
 
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**_given(strict, data))
 
-class CSVConfig(_Strict, CsvSection):
+
+class CSVConfig(CsvSection):
     """The section ``csv_monitor``."""
 
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**_given(strict, data))
 
-class CometConfig(_Strict, CometSection):
+
+class CometConfig(CometSection):
     """The section ``comet``."""
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**_given(strict, data))
 
 
 class DeepSpeedMonitorConfig(BaseModel):
