@@ -60,7 +60,6 @@ WHOLE = {
     "ops.op_builder:FusedLambBuilder.NAME": "theirs, of a CPU, has none",
     "runtime.bf16_optimizer:BF16_Optimizer": _MADE,
     "runtime.config:DEEPSPEED_OPTIMIZERS": "without those of mup",
-    "runtime.dataloader:DeepSpeedDataLoader": _MADE,
     "runtime.engine:DeepSpeedEngine": _MADE,
     "runtime.fp16.fused_optimizer:FP16_Optimizer": _MADE,
     "runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer": _MADE,

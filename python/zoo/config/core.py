@@ -125,11 +125,27 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
-    """Types of gradients."""
+    """Types of gradients and buffers."""
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     """Type in which a rank keeps gradients and adds up those of the micro-batches of a step; null for the type of the
     parameters."""
+    param_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """Type of parameters in the forward. fp16.enabled and bf16.enabled say it; here it can only be said again."""
+    buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """Type that floating-point buffers of the model are cast to; null: they keep theirs, but for the running statistics
+    of BatchNorm, which have the type of its weights."""
+    keep_in_fp32_modules: Literal["auto"] | list[str] = "auto"
+    """Names of buffers that are float32 under fp16 and bf16, whatever buffer_dtype says: parts of their full names, "*"
+    for any characters. "auto": what the model itself lists, as those of transformers do."""
+
+    def contradictions(self, config: Config) -> Iterable[str]:
+        enabled = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+        if self.param_dtype not in (None, enabled):
+            yield (
+                f"data_types.param_dtype is {self.param_dtype!r}, and fp16.enabled and bf16.enabled say {enabled}; "
+                "leave param_dtype out"
+            )
 
 
 class Comm(Section):

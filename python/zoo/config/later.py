@@ -22,7 +22,7 @@ KEYS: dict[str, Fate] = {
         "the memory of model states after a step is memory_bytes of its record, where it is measured", False
     ),
     "dataloader_drop_last": unnecessary(
-        "what is left of an epoch and does not fill a micro-batch on every rank is always dropped", False,
+        "zoo's loader always drops what is left of an epoch and does not fill a micro-batch on every rank", False,
         nothing=(True,),
     ),
     "disable_python_gc": refused("the engine leaves the garbage collector alone; call gc.disable() yourself", False),

@@ -16,6 +16,7 @@ from zoo.comm import init_distributed
 from zoo.config import Config, read
 from zoo.engine import attachments, building
 from zoo.engine.building import OptimizerFactory
+from zoo.engine.casting import cast
 from zoo.engine.engine import Engine
 from zoo.monitor import Feed
 from zoo.parts import Environment, Sink
@@ -46,7 +47,7 @@ def initialize(
 
     Args:
         config: a path, a mapping, or what ``zoo.config.load`` returned.
-        model: on its device; it is cast in place where the configuration asks for fp16 or bf16.
+        model: on its device; its parameters are cast in place where the configuration asks for fp16 or bf16.
         optimizer: instead of the one that the configuration names: a class or another callable ``(parameters) →
             optimizer``; or an instance that has made no step, with its own groups and arguments (not with an optimizer
             section that has params). Without either the engine only evaluates.
@@ -114,9 +115,8 @@ def _built(
     # Before the model is touched, because data is what is wrong most often.
     batches = building.build_loader(config, data, collate_fn, environment, attached, loader)
     model = attached.prepare(model, mesh)
-    dtype = building.compute_dtype(config)
-    if dtype is not None:
-        model.to(dtype=dtype)
+    buffers = config.data_types.buffer_dtype
+    cast(model, building.compute_dtype(config), building.DTYPES[buffers] if buffers else None, config.data_types)
     zero = building.build_optimizer(config, model, registry, group=group, mesh=mesh, params=params, optimizer=optimizer)
     sharded = zero.sharded if zero is not None else building.evaluates(config, model, group, mesh)
     if environment.world_size == 1:  # otherwise a collective, for which a rank that fails alone would wait

@@ -201,9 +201,9 @@ def check_numbers(name: str, config: Any) -> None:
                 raise ValueError(f"{name} got {option.name}={value}; it takes finite numbers.")
 
 
-def check_groups(name: str, key: str, value: float | Sequence[float], num_groups: int) -> None:
+def check_groups(name: str, key: str, value: float | Sequence[float] | None, num_groups: int) -> None:
     """Raise ValueError for a list of values that is not one per parameter group."""
-    if not isinstance(value, (int, float)) and len(value) != num_groups:
+    if value is not None and not isinstance(value, (int, float)) and len(value) != num_groups:
         raise ValueError(
             f"{name} got {len(value)} values for {key}; the optimizer has {num_groups} parameter groups: give one "
             "value for all or one for each."

@@ -11,16 +11,18 @@ class WarmupLR(Schedule):
     """``lr(k) = min + (max - min) * r(k)`` with the ramp r from 0 to 1 over n = ``warmup_num_steps``, 1 after it.
 
     r(k) = ln(k) / ln(n) for "log", (k - 1) / n for "linear", and 0 for k = 0: the first two steps are taken at the
-    minimum, as the field's own schedule does. n is at least 2. The optimizer's own learning rate is replaced.
+    minimum, as the field's own schedule does. n is at least 2. The optimizer's own learning rate is replaced, or is
+    the maximum where none is given.
     Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2.
     """
 
     @dataclass(frozen=True)
     class Config:
-        """``warmup_min_lr`` and ``warmup_max_lr`` are one number, or one for each parameter group."""
+        """``warmup_min_lr`` and ``warmup_max_lr`` are one number, or one for each parameter group; no maximum (null):
+        the optimizer's own rate."""
 
         warmup_min_lr: Rates = 0.0
-        warmup_max_lr: Rates = 0.001
+        warmup_max_lr: Rates | None = 0.001
         warmup_num_steps: int = 1000
         warmup_type: str = "log"
 
@@ -33,5 +35,6 @@ class WarmupLR(Schedule):
 
     def rate(self, step: int, group: int) -> float:
         """The formula of the class."""
-        low, high = of_group(self.config.warmup_min_lr, group), of_group(self.config.warmup_max_lr, group)
+        low, top = of_group(self.config.warmup_min_lr, group), self.config.warmup_max_lr
+        high = self.base_rates[group] if top is None else of_group(top, group)
         return low + (high - low) * ramp(step, self.config.warmup_num_steps, self.config.warmup_type)

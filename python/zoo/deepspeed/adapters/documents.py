@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zoo.config import ConfigError
 from zoo.config.batch import BATCH_KEYS, solve
 from zoo.deepspeed.adapters import keys
+from zoo.deepspeed.adapters.configuration import find_document
 from zoo.deepspeed.adapters.sections import (
     ZeroStageEnum,
     get_bfloat16_config,
@@ -148,8 +149,6 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from zoo.deepspeed.adapters.entry import find_document
-
         self._param_dict = document = find_document(None, config)
         self.global_rank, self.world_size = _place(document, mpu, mesh_device)
         self._read_keys(document)
@@ -254,8 +253,6 @@ class DeepSpeedConfigWriter:
 
     def load_config(self, filename: str) -> None:
         """Take the document of a file of JSON."""
-        from zoo.deepspeed.adapters.entry import find_document
-
         if not Path(filename).is_file():
             raise FileNotFoundError(f"load_config({str(filename)!r}): there is no such file.")
         self.data = find_document(None, filename)

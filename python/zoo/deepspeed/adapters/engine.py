@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing.listing import listing
+from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
 from zoo.deepspeed.adapters.optimizer import view_of
 from zoo.deepspeed.adapters.questions import Questions
 from zoo.engine import Engine
@@ -39,7 +40,11 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.optimizer = view_of(engine)
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._dropped_within_a_step = False
+        self._stepping = False
+        if not self.managed_gradient_accumulation():
+            engine.set_gradient_accumulation_boundary(True)
         self.training = engine.module.training
 
     def __getattr__(self, name: str) -> Any:
@@ -68,11 +73,18 @@ class DeepSpeedEngine(Questions, nn.Module):
             The loss, so divided.
         """
         self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        if not self.managed_gradient_accumulation():  # one step() for several of them
+            self.engine.note_counts(self.engine.take_counts())
         return loss / self.engine.accumulation if scale_wrt_gas and self.engine.accumulation > 1 else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count the micro-batch; at the boundary move parameters and learning rate, and clear the gradients."""
-        self.engine.step(lr_kwargs)
+        """Count the micro-batch; at the boundary move parameters and learning rate, and clear the gradients. With
+        ``managed_gradient_accumulation`` false every step is a boundary."""
+        self._stepping = True
+        try:
+            self.engine.step(lr_kwargs)
+        finally:
+            self._stepping = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of which ``backward()`` may be called: times the loss scale, where there is one."""
@@ -112,11 +124,23 @@ class DeepSpeedEngine(Questions, nn.Module):
         return self.engine.eval_batch(*args, **kwargs)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on every micro-batch is the last of its step, or none is."""
+        """From now on every micro-batch is the last of its step, or none is.
+
+        Raises:
+            AssertionError: ``managed_gradient_accumulation`` is false.
+        """
+        if not self.managed_gradient_accumulation():
+            raise AssertionError(
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation=false: there every step() is "
+                "a boundary. Leave one of the two out."
+            )
         self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last of its step."""
+        """Whether the micro-batch at hand is the last of its step; with ``managed_gradient_accumulation`` false,
+        whether ``step()`` is under way."""
+        if not self.managed_gradient_accumulation():
+            return self._stepping
         return self.engine.is_gradient_accumulation_boundary()
 
     def was_step_applied(self) -> bool:
@@ -156,6 +180,33 @@ class DeepSpeedEngine(Questions, nn.Module):
     def destroy(self) -> None:
         """Close what the engine has opened; the model is an ordinary one again. Collective at stage 3."""
         self.engine.destroy()
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+        data_sampler: Any = None, collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:  # fmt: skip
+        """A loader of this rank's micro-batches.
+
+        Args:
+            dataset: with ``__len__`` and ``__getitem__``, or an ``IterableDataset``.
+            batch_size: by default a micro-batch's.
+            route: "train": shuffled, once for all; "eval", "predict": in the data set's order.
+            pin_memory: batches lie in page-locked memory, where there is a GPU.
+            data_sampler: of this rank's indices, instead.
+            collate_fn: by default that of ``initialize``.
+            num_local_io_workers: processes that load; by default this one does.
+        """
+        return loader_of(
+            self, dataset, batch_size, route, pin_memory and torch.cuda.is_available(), data_sampler, collate_fn,
+            num_local_io_workers,
+        )  # fmt: skip
+
+    def training_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """That of ``initialize(training_data=...)``."""
+        return self.deepspeed_io(dataset)
 
     # -- counts -------------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import copy
-import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +14,10 @@ from torch import nn
 
 from zoo import comm
 from zoo.comm.launch import PORT
-from zoo.config import Config, ConfigError, load, root_keys
-from zoo.deepspeed.adapters import groups
-from zoo.deepspeed.adapters.data import loader_for
+from zoo.config import ConfigError
+from zoo.deepspeed.adapters import communication, groups
+from zoo.deepspeed.adapters.configuration import carry_out, find_document, translated
+from zoo.deepspeed.adapters.data import is_data_set
 from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
@@ -31,7 +26,6 @@ from zoo.engine import initialize as _initialize
 from zoo.zero.sharding.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
-_warned: set[str] = set()
 
 
 def init_distributed(
@@ -85,13 +79,15 @@ def initialize(
         optimizer: an instance that has made no step, or a callable ``parameters → optimizer``; it takes the place of
             the configuration's.
         model_parameters: parameters or groups of them. Frozen ones are left out.
-        training_data, collate_fn: as of :func:`zoo.engine.initialize`.
+        training_data: a data set, of which this rank gets batches in DeepSpeed's order
+            (:class:`~zoo.deepspeed.adapters.data.DeepSpeedDataLoader`); or a loader of this rank's batches.
+        collate_fn: list of samples → batch.
         lr_scheduler: a schedule, or a callable ``optimizer → schedule``.
         distributed_port: of rank 0, where the launcher names none.
         mpu: an object with ``get_data_parallel_group()``; its ranks share the model's state.
         dist_init_required: as of :func:`zoo.engine.initialize`.
-        config, config_params: a dict, the path of a file, or base64 of JSON. Root keys that nobody knows are warned of,
-            once, and left out.
+        config, config_params: a dict, the path of a file of JSON, HJSON or YAML, or base64 of JSON. Root keys that
+            nobody knows are warned of, once, and left out.
         mesh_param: refused: name the axes in the configuration's section ``mesh``.
 
     Returns:
@@ -104,34 +100,41 @@ def initialize(
         raise ConfigError("initialize() got no model; give it model=, an nn.Module.")
     if mesh_param is not None:
         raise ConfigError('initialize(mesh_param=...): name the axes in the configuration, {"mesh": {"axes": {...}}}.')
+    if isinstance(optimizer, str):
+        raise ConfigError(
+            f"initialize(optimizer={optimizer!r}): give an optimizer, or a callable parameters → optimizer; names go "
+            'into the configuration, {"optimizer": {"type": ...}}.'
+        )
     document = find_document(args, config if config is not None else config_params)
-    given = _translated(document, drop_optimizer=optimizer is not None)
+    given = translated(document, drop_optimizer=optimizer is not None)
     group = mpu.get_data_parallel_group() if mpu is not None else None
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    carry_out(document)
+    communication.configure(document)
     _to_device(model)
     zero = document.get("zero_optimization")
     apply_zero_leaf_module_config(model, (zero.get("leaf_module") or {}) if isinstance(zero, Mapping) else None)
     # An instance has its groups already.
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
-    data = _data(model, given, training_data, group, collate_fn)
+    # zoo's own loader only where a section chooses the samples: programs of DeepSpeed know the order of theirs.
+    its_own = _chooses_samples(given) or not is_data_set(training_data)
     engine, _, loader, schedule = _initialize(
-        given, model, optimizer=optimizer, model_parameters=parameters, training_data=data,
-        lr_scheduler=lr_scheduler, dist_init_required=False, group=group,
-        collate_fn=collate_fn if data is training_data else None,
+        given, model, optimizer=optimizer, model_parameters=parameters, lr_scheduler=lr_scheduler,
+        training_data=training_data if its_own else None, collate_fn=collate_fn if its_own else None,
+        dist_init_required=False, group=group,
     )  # fmt: skip
     groups.follow(engine, mpu)
     made = engine_class(model)(engine, document, mpu)
+    made.collate_fn = collate_fn
+    if not its_own:
+        loader = made.training_loader(training_data)
+        made.training_dataloader = engine.dataloader = loader
     return made, made.optimizer, loader, schedule
 
 
-def _data(model: nn.Module, document: Mapping[str, Any], data: Any, group: Any, collate_fn: Any) -> Any:
-    """Batches in DeepSpeed's order; zoo's own where stages or a section that chooses samples need them."""
-    chooses = any(document.get(name) for name in ("data_efficiency", "curriculum_learning"))
-    if data is None or chooses or engine_class(model) is not DeepSpeedEngine:
-        return data
-    size = dist.get_world_size(group) if dist.is_initialized() else 1
-    return loader_for(data, int(load(document, world_size=size).train_micro_batch_size_per_gpu), group, collate_fn)
+def _chooses_samples(document: Mapping[str, Any]) -> bool:
+    return any(document.get(name) for name in ("data_efficiency", "curriculum_learning"))
 
 
 def engine_class(model: nn.Module) -> type[DeepSpeedEngine]:
@@ -143,88 +146,6 @@ def engine_class(model: nn.Module) -> type[DeepSpeedEngine]:
 
         return PipelineEngine
     return DeepSpeedEngine
-
-
-def find_document(args: Any, config: Any) -> dict[str, Any]:
-    """The configuration as a dict of its own.
-
-    Raises:
-        ConfigError: there is none, or it cannot be read.
-    """
-    if config is None:
-        config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    if config is None:
-        raise ConfigError(
-            "there is no configuration; give initialize config= (a dict or a path), or args with deepspeed_config."
-        )
-    if isinstance(config, Config):
-        raise ConfigError("initialize() of deepspeed takes a dict or a path; zoo.engine.initialize takes a Config.")
-    if isinstance(config, Mapping):
-        return {key: copy.deepcopy(value) for key, value in config.items()}
-    if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"the configuration is a {type(config).__name__}; give a dict or the path of a file.")
-    path = Path(config)
-    if _is_file(path):
-        if path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-        return _json(path.read_text(encoding="utf-8"), str(path))
-    try:
-        text = base64.urlsafe_b64decode(str(config)).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        raise ConfigError(f"the configuration {str(config)!r} is no file, and no base64 of one.") from None
-    return _json(text, "the configuration in base64")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # too long for a name: base64
-        return False
-
-
-def _json(text: str, where: str) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1})
-            raise ConfigError(f"{where}: given twice: {', '.join(twice)}. Keep one of them.")
-        return found
-
-    try:
-        found = json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} is a {type(found).__name__}; a configuration is an object.")
-    return found
-
-
-def _translated(document: Mapping[str, Any], *, drop_optimizer: bool) -> dict[str, Any]:
-    """What zoo reads of it."""
-    found = dict(document)
-    for key in sorted(set(found) - root_keys()):
-        if key not in _warned:
-            _log.warning("the configuration has the root key %r, which neither zoo nor DeepSpeed knows.", key)
-            _warned.add(key)
-        del found[key]
-    zero = found.get("zero_optimization")
-    if isinstance(zero, Mapping) and "leaf_module" in zero:  # declared on the model
-        found["zero_optimization"] = {key: value for key, value in zero.items() if key != "leaf_module"}
-    if not (isinstance(zero, Mapping) and zero.get("update_in_backward")):  # a key of zoo alone, which cannot clip
-        found.setdefault("gradient_clipping", 1.0)  # DeepSpeed clips to 1 unless told otherwise
-    every = found.get("steps_per_print")
-    if isinstance(every, float) and math.isinf(every):
-        found["steps_per_print"] = None
-    if drop_optimizer and found.pop("optimizer", None) is not None:
-        _log.warning("initialize() got an optimizer; the configuration's section optimizer is not used.")
-    section = found.get("optimizer")
-    if isinstance(section, Mapping) and section.get("type") == "AdamW":
-        params = section.get("params") or {}
-        if params.get("torch_adam") and "weight_decay" not in params:  # torch's class has a default of its own
-            found["optimizer"] = {**section, "params": {**params, "weight_decay": 0.01}}
-    return found
 
 
 def _trainable(given: Iterable[Any] | None) -> list[Any] | None:

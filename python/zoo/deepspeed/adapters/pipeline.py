@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
 from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.pipeline_module import PipelineError
 from zoo.engine import RepeatingLoader
@@ -69,6 +70,10 @@ class PipelineEngine(DeepSpeedEngine):
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader = loader
             self.set_dataiterator(iter(RepeatingLoader(loader)))
+
+    def training_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """That of ``initialize(training_data=...)``: samples in the data set's order."""
+        return loader_of(self, dataset, None, "train", torch.cuda.is_available(), None, None, None, shuffle=False)
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
         """``fn(batch)`` → (inputs, labels), for each batch of the data."""

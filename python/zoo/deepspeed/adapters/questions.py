@@ -8,6 +8,7 @@ import torch
 
 from zoo.deepspeed.adapters.documents import get_log_level
 from zoo.deepspeed.adapters.optimizer import OptimizerView
+from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
 
 # Method of the engine → dotted path in zoo's configuration.
@@ -77,6 +78,14 @@ class Questions:
         """``log_level`` of the configuration; None where it does not say."""
         level: str | None = get_log_level(self._document)
         return level
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts the micro-batches of a step; otherwise each ``step()`` is a whole one."""
+        return bool(self._document.get("managed_gradient_accumulation", True))
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether a last batch that is not full is left out."""
+        return bool(self._document.get("dataloader_drop_last", False))
 
     def zero_optimization(self) -> bool:
         """Whether a stage above 0 is asked for."""
@@ -220,8 +229,13 @@ def _axis(mesh: Any, name: str) -> int:
 
 
 def _method(name: str, path: str) -> Any:
+    section, _, key = path.partition(".")
+
     def ask(self: Questions) -> Any:
-        return self._at(path)
+        found = self._at(path)
+        if found is None and section == "zero_optimization":  # zoo finds out by itself; programs want a number
+            return getattr(get_zero_config(self._document), key)
+        return found
 
     ask.__name__ = ask.__qualname__ = name
     ask.__doc__ = f"``{path}`` of the configuration."

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zoo.lr_schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR
-from zoo.lr_schedules import WarmupLR as _WarmupLR
+from zoo.lr_schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
@@ -23,24 +22,9 @@ _OPTIONS = (
 globals().update({name.upper(): name for name in _OPTIONS})
 
 _CLASSES: dict[str, type[Schedule]] = {
-    LR_RANGE_TEST: LRRangeTest, ONE_CYCLE: OneCycle, WARMUP_DECAY_LR: WarmupDecayLR, WARMUP_COSINE_LR: WarmupCosineLR,
+    LR_RANGE_TEST: LRRangeTest, ONE_CYCLE: OneCycle, WARMUP_LR: WarmupLR, WARMUP_DECAY_LR: WarmupDecayLR,
+    WARMUP_COSINE_LR: WarmupCosineLR,
 }  # fmt: skip
-
-
-class WarmupLR(_WarmupLR):
-    """As :class:`zoo.lr_schedules.WarmupLR`; ``warmup_max_lr=None`` is the optimizer's own learning rate."""
-
-    def __init__(
-        self, optimizer: Any, warmup_min_lr: Any = 0.0, warmup_max_lr: Any = 0.001, warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
-    ) -> None:  # fmt: skip
-        if warmup_max_lr is None:
-            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        config = self.Config(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
-        self._begin(optimizer, config, last_batch_iteration)
-
-
-_CLASSES[WARMUP_LR] = WarmupLR
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:

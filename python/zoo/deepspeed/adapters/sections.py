@@ -234,8 +234,9 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """The section of a document."""
-    return DeepSpeedZeroConfig(**param_dict.get("zero_optimization", {}))
+    """The section of a document; true and false are stages 1 and 0."""
+    section = param_dict.get("zero_optimization", {})
+    return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:

@@ -1,0 +1,179 @@
+"""The document of ``deepspeed.initialize``: where it is found, and what zoo reads of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import gc
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zoo.config import Config, ConfigError, root_keys
+from zoo.config.batch import BATCH_KEYS
+from zoo.deepspeed.adapters.logs import set_log_level_from_string
+
+_log = logging.getLogger("zoo.deepspeed")
+_warned: set[str] = set()
+
+_CARRIED_OUT_HERE = frozenset({"log_level", "managed_gradient_accumulation"})
+"""Root keys that zoo's own configuration does not have."""
+
+
+def find_document(args: Any, config: Any) -> dict[str, Any]:
+    """The configuration as a dict of its own.
+
+    Raises:
+        ConfigError: there is none, there are two, or it cannot be read.
+    """
+    named = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    given = [source for source in (config, *named) if source is not None]
+    if not given:
+        raise ConfigError(
+            "there is no configuration; give initialize config= (a dict or a path), or args with deepspeed_config."
+        )
+    if len(given) > 1:
+        raise ConfigError(
+            "there are several configurations: config= of initialize, deepspeed_config and deepscale_config of args; "
+            "give one of them."
+        )
+    return _read(given[0])
+
+
+def _read(config: Any) -> dict[str, Any]:
+    if isinstance(config, Config):
+        raise ConfigError("initialize() of deepspeed takes a dict or a path; zoo.engine.initialize takes a Config.")
+    if isinstance(config, Mapping):
+        return {key: copy.deepcopy(value) for key, value in config.items()}
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"the configuration is a {type(config).__name__}; give a dict or the path of a file.")
+    path = Path(config)
+    if _is_file(path):
+        text = path.read_text(encoding="utf-8")
+        return _yaml(text, str(path)) if path.suffix in (".yaml", ".yml") else _json(text, str(path))
+    try:
+        text = base64.urlsafe_b64decode(str(config)).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        raise ConfigError(f"the configuration {str(config)!r} is no file, and no base64 of one.") from None
+    return _json(text, "the configuration in base64")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a name: base64
+        return False
+
+
+def _yaml(text: str, where: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        return _object(yaml.safe_load(text), where)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is no YAML: {error}") from None
+
+
+def _json(text: str, where: str) -> dict[str, Any]:
+    """JSON; or HJSON, which has comments and commas at the end, as DeepSpeed reads its files."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1})
+            raise ConfigError(f"{where}: given twice: {', '.join(twice)}. Keep one of them.")
+        return found
+
+    try:
+        return _object(json.loads(text, object_pairs_hook=once), where)
+    except json.JSONDecodeError as error:
+        import hjson  # type: ignore[import-untyped]
+
+        try:
+            return _object(hjson.loads(text, object_pairs_hook=once), where)
+        except hjson.HjsonDecodeError:
+            raise ConfigError(f"{where} is no JSON: {error}") from None
+
+
+def _object(found: Any, where: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        what = "empty" if found is None else f"a {type(found).__name__}"
+        raise ConfigError(f"{where} is {what}; a configuration is an object.")
+    return found
+
+
+# -- what zoo reads of it ---------------------------------------------------------------------------------------------
+
+
+def translated(document: Mapping[str, Any], *, drop_optimizer: bool = False) -> dict[str, Any]:
+    """The document for ``zoo.engine.initialize``.
+
+    Args:
+        drop_optimizer: the program has given an optimizer.
+    """
+    found = {key: _filled(key, value) for key, value in document.items() if key not in _CARRIED_OUT_HERE}
+    for key in sorted(set(found) - root_keys()):
+        if key not in _warned:
+            _log.warning("the configuration has the root key %r, which neither zoo nor DeepSpeed knows.", key)
+            _warned.add(key)
+        del found[key]
+    zero = _zero(found)
+    if not (isinstance(zero, Mapping) and zero.get("update_in_backward")):  # a key of zoo alone, which cannot clip
+        found.setdefault("gradient_clipping", 1.0)  # DeepSpeed clips to 1 unless told otherwise
+    every = found.get("steps_per_print")
+    if every == 0 or (isinstance(every, float) and math.isinf(every)):
+        found["steps_per_print"] = None
+    found.pop("disable_python_gc", None)  # see carry_out
+    if drop_optimizer and found.pop("optimizer", None) is not None:
+        _log.warning("initialize() got an optimizer; the configuration's section optimizer is not used.")
+    section = found.get("optimizer")
+    if isinstance(section, Mapping) and section.get("type") == "AdamW":
+        params = section.get("params") or {}
+        if params.get("torch_adam") and "weight_decay" not in params:  # torch's class has a default of its own
+            found["optimizer"] = {**section, "params": {**params, "weight_decay": 0.01}}
+    return found
+
+
+def _filled(key: str, value: Any) -> Any:
+    """A section without its values "auto", which count as not given; options of components are their own business."""
+    if not isinstance(value, Mapping) or key in ("optimizer", "scheduler", *BATCH_KEYS):
+        return value
+    return {name: _filled(name, item) for name, item in value.items() if item != "auto"}
+
+
+def _zero(found: dict[str, Any]) -> Any:
+    """The section ``zero_optimization``, in the form that zoo takes; it is put into ``found``."""
+    zero = found.get("zero_optimization")
+    if isinstance(zero, bool):  # of the first versions: stage 1, or none
+        zero = found["zero_optimization"] = {"stage": int(zero)}
+    if not isinstance(zero, Mapping):
+        return zero
+    if "leaf_module" in zero:  # declared on the model
+        zero = {key: value for key, value in zero.items() if key != "leaf_module"}
+    moved = [key for key in ("offload_optimizer", "offload_param") if _asks(zero.get(key))]
+    if moved and not zero.get("stage"):
+        _log.warning("zero_optimization.%s without a stage of ZeRO: nothing is offloaded.", " and .".join(moved))
+        zero = {key: value for key, value in zero.items() if key not in moved}
+    found["zero_optimization"] = zero
+    return zero
+
+
+def _asks(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("device") not in (None, "none")
+
+
+def carry_out(document: Mapping[str, Any]) -> None:
+    """Root keys that say something about the process: ``log_level``, ``disable_python_gc``.
+
+    Raises:
+        ValueError: no such level.
+    """
+    if document.get("log_level") is not None:
+        set_log_level_from_string(document["log_level"])
+    if document.get("disable_python_gc"):
+        gc.disable()
