@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import json
 import math
 import shutil
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import datetime, timedelta, timezone
+from datetime import time as time_of_day
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -42,8 +47,15 @@ arrays = scalars | st.sampled_from(
 tensors = st.sampled_from(
     [torch.tensor(0.1), torch.zeros(0, 3), torch.tensor([1, 2], dtype=torch.uint16), torch.eye(2, dtype=torch.bfloat16)]
 )
+names = st.sampled_from(["a", "b_2", "__zoo__", "with space"])
+kinds = st.sampled_from([bool, int, float, str, list, dict, set])
+zones = st.none() | st.timedeltas(timedelta(hours=-23), timedelta(hours=23)).map(timezone)
+times = (
+    st.datetimes(timezones=zones) | st.dates() | st.times(timezones=zones) | st.timedeltas()
+    | st.sampled_from([Path("a/../b"), Path("/"), datetime(2026, 10, 25, 2, 30, fold=1)])
+)  # fmt: skip
 values = st.recursive(
-    hashable | arrays | tensors,
+    hashable | arrays | tensors | times,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(hashable, inner, max_size=3)
@@ -52,6 +64,9 @@ values = st.recursive(
         | st.dictionaries(hashable, inner, max_size=3).map(lambda pairs: defaultdict(None, pairs))
         | st.builds(deque, st.lists(inner, max_size=3), st.none() | st.integers(3, 5))
         | st.tuples(inner)
+        | st.dictionaries(names, inner, max_size=3).map(lambda pairs: argparse.Namespace(**pairs))
+        | st.dictionaries(names, inner, max_size=3).map(lambda pairs: SimpleNamespace(**pairs))
+        | st.builds(defaultdict, kinds, st.dictionaries(hashable, inner, max_size=3))
     ),
     max_leaves=12,
 )
@@ -71,6 +86,12 @@ def same(left: Any, right: Any) -> bool:
         return (left == right and same_sign) or (math.isnan(left) and math.isnan(right))
     if isinstance(left, complex):
         return same(left.real, right.real) and same(left.imag, right.imag)
+    if isinstance(left, (argparse.Namespace, SimpleNamespace)):
+        return same(vars(left), vars(right))
+    if isinstance(left, defaultdict) and left.default_factory is not right.default_factory:
+        return False
+    if isinstance(left, (datetime, time_of_day)):
+        return repr(left) == repr(right)
     if isinstance(left, dict):
         return len(left) == len(right) and all(
             same(a, b) and same(left[a], right[b]) for a, b in zip(left, right, strict=True)
@@ -121,7 +142,9 @@ CIRCLE.append(CIRCLE)
         ({"a": {2: (len,)}}, r"^meta\.a\[2\]\[0\] is of the type builtin_function_or_method"),
         ({"a": Colour.RED}, r"^meta\.a is of the type .*Colour"),
         ({"a": Named("x")}, r"^meta\.a is of the type .*Named"),
-        ({"a": defaultdict(int)}, r"^meta\.a is of the type collections\.defaultdict with a factory, which is code"),
+        ({"a": defaultdict(len)}, r"^meta\.a is a defaultdict with a factory that is code; it may be one of bool, int"),
+        ({"a": argparse.Namespace(b=len)}, r"^meta\.a\.b is of the type builtin_function_or_method"),
+        ({"a": datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC"))}, r"^meta\.a is of the type datetime\.datetime"),
         ({"a": np.array([(1, 2)], dtype="i4,i4")}, r"^meta\.a is of the type numpy\.ndarray and holds \["),
         ({"a": np.bytes_(b"a\0")}, r"^meta\.a is .*, whose last zeros numpy drops"),
         (
@@ -258,6 +281,15 @@ RAW = "AAAAAAAAAAA="  # eight bytes
         ("dtype", "nn", "'nn' is no dtype"),
         ("device", "os:1:2", "no device"),
         ("device", "nothing", "no device"),
+        ("defaultdict of", ["len", {}], "not the name of a factory"),
+        ("defaultdict of", ["int", [1]], "its second part is no dict"),
+        ("Namespace", [1], "they are no attributes"),
+        ("Namespace", {"__zoo__": ["dict", [[1, 2]]]}, "they are no attributes"),
+        ("Path", 3, "it is no text"),
+        ("datetime", ["yesterday", 0], "Invalid isoformat"),
+        ("datetime", ["2026-01-01T00:00:00", 2], "fold must be"),
+        ("timedelta", [10**9, 0, 0], "must have magnitude"),
+        ("timedelta", [1.5, 0, 0], "no whole numbers"),
         (["tuple"], [], r"meta\.a: a value of the kind \['tuple'\] is not known"),
     ],
 )

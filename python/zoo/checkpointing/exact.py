@@ -10,8 +10,11 @@ NaN and infinite floats, which JSON has not      their names
 int of more than 2000 bits                       in base 16
 str with half of a pair of surrogates            its UTF-8 in base 64, that half included
 dict with strings as keys                        as an object
-dict with other keys, OrderedDict, Counter,      its pairs, in order
-defaultdict without a factory
+dict with other keys, OrderedDict, Counter       its pairs, in order
+defaultdict                                      its pairs; the name of its factory, a builtin type
+``argparse.Namespace``, ``SimpleNamespace``      its attributes
+``pathlib.Path``                                 its text; it comes back as the path of the system that reads
+datetime, date, time, timedelta                  ISO 8601; a timedelta its days, seconds and microseconds
 tuple, set, frozenset, deque, ``torch.Size``     its items (a deque also its ``maxlen``)
 complex, bytes                                   two numbers; base 64
 numpy scalars and arrays, dense tensors          dtype, shape, bytes in base 64; a tensor comes back on the CPU
@@ -33,19 +36,23 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from zoo.checkpointing import exact_objects as objects
 from zoo.checkpointing.errors import CheckpointError
 
 MARK = "__zoo__"
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size"}
 _MAPPINGS: dict[type, str] = {
     dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"
+}  # fmt: skip
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)
 }  # fmt: skip
 _MANY_BITS = 2000  # Python converts at least 640 digits, whatever its limit is set to
 _NUMPY = re.compile(r"[<>|=][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
@@ -55,7 +62,8 @@ _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?")
 _HEXADECIMAL = re.compile(r"-?0x[0-9a-f]+")
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, "
-    "defaultdict without a factory, numpy scalars and arrays, dense tensors, torch.Size, torch.dtype and torch.device"
+    "defaultdict of a builtin type, argparse.Namespace, SimpleNamespace, Path, datetime, date, time, timedelta, numpy "
+    "scalars and arrays, dense tensors, torch.Size, torch.dtype and torch.device"
 )
 
 
@@ -87,7 +95,9 @@ def encode(value: Any, path: str) -> Any:
         return value if _is_text(value) else _marked("str", _base64(value.encode("utf-8", "surrogatepass")))
     if kind is list:
         return [encode(item, f"{path}[{k}]") for k, item in enumerate(value)]
-    if kind in _MAPPINGS and getattr(value, "default_factory", None) is None:
+    if kind is defaultdict and value.default_factory is not None:
+        return _defaultdict(value, path)
+    if kind in _MAPPINGS:
         return _mapping(value, path)
     if kind in _SEQUENCES:
         return _marked(_SEQUENCES[kind], _items(value, path))
@@ -103,9 +113,13 @@ def encode(value: Any, path: str) -> Any:
         return _marked("dtype", _name(value))
     if kind is torch.device:
         return _marked("device", str(value))
-    what = _described(value) + (" with a factory, which is code" if kind is defaultdict else "")
+    marked = objects.encoded(value)
+    if marked is not None:
+        name, parts = marked
+        return _marked(name, _mapping(parts, path) if isinstance(parts, dict) else parts)
     raise CheckpointError(
-        f"{path} is {what}, which a checkpoint cannot give back exactly; it holds {_ALLOWED}. Give it as one of these."
+        f"{path} is {_described(value)}, which a checkpoint cannot give back exactly; it holds {_ALLOWED}. Give it as "
+        "one of these."
     )
 
 
@@ -130,8 +144,21 @@ def _mapping(value: dict[Any, Any], path: str) -> dict[str, Any]:
     kind = type(value)
     if kind is dict and MARK not in value and all(type(key) is str and _is_text(key) for key in value):
         return {key: encode(item, f"{path}.{key}") for key, item in value.items()}
-    pairs = [[encode(key, f"a key of {path}"), encode(item, f"{path}[{_short(key)}]")] for key, item in value.items()]
-    return _marked(_MAPPINGS[kind], pairs)
+    return _marked(_MAPPINGS[kind], _pairs_of(value, path))
+
+
+def _pairs_of(value: Mapping[Any, Any], path: str) -> list[Any]:
+    return [[encode(key, f"a key of {path}"), encode(item, f"{path}[{_short(key)}]")] for key, item in value.items()]
+
+
+def _defaultdict(value: defaultdict[Any, Any], path: str) -> dict[str, Any]:
+    name = next((name for name, kind in _FACTORIES.items() if kind is value.default_factory), None)
+    if name is None:
+        raise CheckpointError(
+            f"{path} is a defaultdict with a factory that is code; it may be one of {', '.join(_FACTORIES)}, or none. "
+            "Give it as a dict."
+        )
+    return _marked("defaultdict of", [name, _marked("dict", _pairs_of(value, path))])
 
 
 def _array(value: Any, path: str) -> dict[str, Any]:
@@ -284,6 +311,25 @@ def _pairs(parts: Any, place: _Place) -> Any:
     return _hashed(dict, pairs, [pair[0] for pair in pairs])
 
 
+def _with_factory(parts: Any, place: _Place) -> defaultdict[Any, Any]:
+    if not isinstance(parts, list) or len(parts) != 2 or parts[0] not in _FACTORIES:
+        raise _Unfit(f"its parts are {_short(parts)}, not the name of a factory and a dict")
+    found = _decode(parts[1], place)
+    if type(found) is not dict:
+        raise _Unfit("its second part is no dict")
+    return defaultdict(_FACTORIES[parts[0]], found)
+
+
+def _object(kind: str) -> Callable[[Any, _Place], Any]:
+    def read(parts: Any, place: _Place) -> Any:
+        try:
+            return objects.decoded(kind, _decode(parts, place))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _Unfit(f"its parts are {_short(parts)}: {error}") from None
+
+    return read
+
+
 def _deque(parts: Any, place: _Place) -> deque[Any]:
     if not isinstance(parts, list) or len(parts) != 2 or not (parts[0] is None or _is_size(parts[0])):
         raise _Unfit(f"its parts are {_short(parts)}, not its maxlen and a list")
@@ -402,6 +448,8 @@ _READERS: dict[str, Callable[[Any, _Place], Any]] = {
     "tuple": lambda parts, place: tuple(_list(parts, place)),
     "set": lambda parts, place: _set(set, parts, place),
     "frozenset": lambda parts, place: _set(frozenset, parts, place),
+    "defaultdict of": _with_factory,
+    **{kind: _object(kind) for kind in objects.KINDS},
     "deque": _deque,
     "complex": _complex,
     "float": _float,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from zoo.cli.failure import one_sentence
+from zoo.comm.launch import discover
 
 
 def run(
@@ -30,11 +32,21 @@ def run(
         environment = dict(os.environ)
         if as_deepspeed:
             environment["PYTHONPATH"] = with_standin(environment.get("PYTHONPATH", ""))
+            if ranks == 1 and discover(environment) is None:  # as DeepSpeed's launcher does: a job of one process
+                environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+                environment.setdefault("MASTER_ADDR", "127.0.0.1")
+                environment.setdefault("MASTER_PORT", str(_free_port()))
         started = [sys.executable]
         if ranks > 1:
             started += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         sys.stdout.flush()
         os.execve(sys.executable, [*started, str(script), *(arguments or ())], environment)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def with_standin(path: str) -> str:

@@ -94,6 +94,7 @@ class Checkpoints(WholeStates):
         exclude_frozen_parameters: bool = False,
         *,
         asynchronous: bool | None = None,
+        within_step: bool = False,
     ) -> str:
         """Write parameters, optimizer, schedule, position in the data, random numbers and ``client_state``. A
         collective, for the thread that trains.
@@ -110,6 +111,8 @@ class Checkpoints(WholeStates):
                 The next save, a load and :meth:`destroy` wait for it. States on NVMe are not copied: an update waits
                 before it overwrites one that is not written yet. Quantised parameters on NVMe are written before it
                 returns.
+            within_step: also where some micro-batches of a step are over. Their gradients are not part of it: whoever
+                loads it goes on at the beginning of that step. Here training goes on as if nothing had been saved.
 
         Returns:
             The checkpoint's directory.
@@ -123,7 +126,7 @@ class Checkpoints(WholeStates):
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         what = f"saving the checkpoint {tag!r}"
         # What one rank raises alone, all raise: the others would wait for it.
-        scalars, states = alike(everyone, what, self._state)
+        scalars, states = alike(everyone, what, lambda: self._state(within_step))
         if getattr(getattr(self._engine.config, "checkpoint", None), "errors", "ranks") == "folded":
             states = list(self.training("save_checkpoint()").folded(states))
         slices: list[StateSlice] = [*states, *buffer_slices(self.module, self.sharded)]
@@ -149,8 +152,9 @@ class Checkpoints(WholeStates):
         self._last_path = joined(directory, tag)
         return str(path) if "://" not in str(directory) else self._last_path
 
-    def _state(self) -> tuple[Mapping[str, float], list[StateSlice]]:
-        self.check_between_steps("save_checkpoint()")
+    def _state(self, within_step: bool) -> tuple[Mapping[str, float], list[StateSlice]]:
+        if not within_step:
+            self.check_between_steps("save_checkpoint()")
         optimizer = self.training("save_checkpoint()")
         return optimizer.state_scalars(), list(optimizer.state_slices())
 

@@ -15,6 +15,7 @@ from tests.checkpointing.foreign.golden_model import BEFORE, LR, Net, batches, g
 from zoo import sim
 from zoo.checkpointing import CheckpointError, MissingStateError
 from zoo.checkpointing.foreign import ForeignCheckpoint, load_deepspeed, load_torch
+from zoo.checkpointing.foreign.deepspeed_whole import _with_steps
 from zoo.layout import Box
 from zoo.zero import ZeroOptimizer
 
@@ -187,3 +188,11 @@ def test_tensor_parallel_parts_are_refused_with_the_way_out(tmp_path: Path) -> N
     torch.save(model, step / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match=r"2 tensor-parallel ranks.*ds_to_universal"):
         load_deepspeed(tmp_path / "run", "step")
+
+
+def test_a_step_that_the_last_parameter_alone_has_is_the_step_of_its_group() -> None:
+    """As DeepSpeed's fused Adam leaves them; a parameter without a state, which had no gradient, gets none."""
+    states: list[dict[Any, Any]] = [{"step": 0, "exp_avg": 1}, {}, {"step": 7}]
+    assert _with_steps(states) == [{"step": 7, "exp_avg": 1}, {}, {"step": 7}]
+    assert _with_steps([{"step": torch.tensor(0.0)}, {"step": 3}])[0]["step"] == torch.tensor(0.0)
+    assert _with_steps([{"momentum_buffer": 1}, {"step": 0}]) == [{"momentum_buffer": 1}, {"step": 0}]

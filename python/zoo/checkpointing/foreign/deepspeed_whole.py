@@ -47,10 +47,17 @@ def add_whole_states(
                 f"group {number} of {what} has {len(members)} parameters; {len(own)} names were given"
             )
         copies = need_list(held[0], what) if held else [tensors[name] for name in own]
-        for at, (name, member) in enumerate(zip(own, members, strict=True)):
-            state = need_dict(entries.get(member, {}) if type(member) is int else {}, what)
+        of_members = [need_dict(entries.get(m, {}) if type(m) is int else {}, what) for m in members]
+        for at, (name, state) in enumerate(zip(own, _with_steps(of_members), strict=True)):
             _add_one(found, name, copies[at] if at < len(copies) else None, state, shapes[-1][name], what)
     return shapes
+
+
+def _with_steps(states: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """DeepSpeed's fused Adam counts the steps of a group in the state of its last parameter, and leaves 0 in the
+    others: the largest one is that of all."""
+    latest = max((s["step"] for s in states if type(s.get("step")) is int), default=0)
+    return [{**s, "step": latest} if type(s.get("step")) is int and not s["step"] else s for s in states]
 
 
 def _names(

@@ -125,7 +125,7 @@ def translated(document: Mapping[str, Any], *, drop_optimizer: bool = False) -> 
     zero = _zero(found)
     if not (isinstance(zero, Mapping) and zero.get("update_in_backward")):  # a key of zoo alone, which cannot clip
         found.setdefault("gradient_clipping", 1.0)  # DeepSpeed clips to 1 unless told otherwise
-    every = found.get("steps_per_print")
+    every = found.setdefault("steps_per_print", None)
     if every == 0 or (isinstance(every, float) and math.isinf(every)):
         found["steps_per_print"] = None
     found.pop("disable_python_gc", None)  # see carry_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,10 @@ from torch import nn
 
 from zoo.checkpointing.listing import listing
 from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
-from zoo.deepspeed.adapters.optimizer import view_of
+from zoo.deepspeed.adapters.logs import warning_once
+from zoo.deepspeed.adapters.optimizer import BasicOptimizer, view_of
 from zoo.deepspeed.adapters.questions import Questions
+from zoo.deepspeed.adapters.timers import throughput_timer
 from zoo.engine import Engine
 
 _log = logging.getLogger("zoo.deepspeed")
@@ -43,6 +46,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._dropped_within_a_step = False
         self._stepping = False
+        self.tput_timer = throughput_timer(self._document, engine)
         if not self.managed_gradient_accumulation():
             engine.set_gradient_accumulation_boundary(True)
         self.training = engine.module.training
@@ -63,6 +67,8 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if self.training:
+            self.tput_timer.start()
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -73,18 +79,18 @@ class DeepSpeedEngine(Questions, nn.Module):
             The loss, so divided.
         """
         self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        if not self.managed_gradient_accumulation():  # one step() for several of them
-            self.engine.note_counts(self.engine.take_counts())
+        self.engine.note_counts(self.engine.take_counts())  # there may be one step() for several of them
         return loss / self.engine.accumulation if scale_wrt_gas and self.engine.accumulation > 1 else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count the micro-batch; at the boundary move parameters and learning rate, and clear the gradients. With
         ``managed_gradient_accumulation`` false every step is a boundary."""
-        self._stepping = True
+        self._stepping, steps = True, self.engine.global_steps
         try:
             self.engine.step(lr_kwargs)
         finally:
             self._stepping = False
+        self.tput_timer.stop(global_step=self.engine.global_steps > steps)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of which ``backward()`` may be called: times the loss scale, where there is one."""
@@ -113,6 +119,23 @@ class DeepSpeedEngine(Questions, nn.Module):
     def no_sync(self) -> Any:
         """Backwards inside communicate at no stage."""
         return self.engine.no_sync()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backwards inside communicate nothing; the ``step()`` after it reduces what they have added up.
+
+        Raises:
+            NotImplementedError: at stage 0, and of a pipeline. AssertionError: ``managed_gradient_accumulation`` is
+                false.
+        """
+        if self.zero_optimization_stage() == 0 or self.is_pipeline:
+            raise NotImplementedError("coalesce_grad_reduction() is for stages 1 to 3 without a pipeline.")
+        if not self.managed_gradient_accumulation():
+            raise AssertionError(
+                "coalesce_grad_reduction() with managed_gradient_accumulation=false: step() does that."
+            )
+        with self.engine.no_sync():
+            yield
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One whole step; see :meth:`zoo.engine.Engine.train_batch`."""
@@ -217,7 +240,7 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Steps taken, skipped ones included."""
+        """Steps taken, skipped ones included. This and the other counts may be set, by a program that restores them."""
         return self.engine.global_steps
 
     @global_steps.setter
@@ -238,10 +261,23 @@ class DeepSpeedEngine(Questions, nn.Module):
         """Steps whose gradients were not finite."""
         return self.engine.skipped_steps
 
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._count_from(skipped=int(value))
+
     @property
     def global_samples(self) -> int:
         """Samples of all steps and ranks."""
         return self.engine.global_samples
+
+    @global_samples.setter
+    def global_samples(self, value: int) -> None:
+        self._count_from(samples=int(value))
+
+    def _count_from(self, **counts: int) -> None:
+        engine = self.engine
+        now = {"steps": engine.global_steps, "skipped": engine.skipped_steps, "samples": engine.global_samples}
+        engine.restore_counts(**{**now, "tokens": engine.global_tokens, **counts})
 
     @property
     def lr_scheduler(self) -> Any:
@@ -252,9 +288,40 @@ class DeepSpeedEngine(Questions, nn.Module):
     def lr_scheduler(self, schedule: Any) -> None:
         self.engine.lr_scheduler = schedule
 
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the latest step's gradient, before clipping; None before the first step."""
-        return self.engine.get_global_grad_norm() if self.optimizer is not None else None
+    def get_global_grad_norm(self) -> torch.Tensor | float | None:
+        """The norm of the latest step's gradient, before clipping; None before the first step. A number at stage 0 in
+        fp32, elsewhere a tensor without dimensions."""
+        norm = self.engine.get_global_grad_norm() if self.optimizer is not None else None
+        return norm if norm is None or type(self.optimizer) is BasicOptimizer else torch.tensor(norm)
+
+    # -- states elsewhere ---------------------------------------------------------------------------------------------
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move states from the GPU to host memory until :meth:`reload_states`. Stage 3.
+
+        Args:
+            include: members of ``OffloadStateTypeEnum``, or their names; None: all. Gradients' buffers go with them.
+            device: "cpu"; "none": nothing happens, with a warning.
+            pin_memory, non_blocking: of the copies.
+
+        Raises:
+            ValueError: another stage, or another device.
+        """
+        kind = str(getattr(device, "value", device))
+        if kind == "none":
+            _log.warning("offload_states(device='none'): nothing is moved.")
+            return
+        names = None if include is None else {str(getattr(state, "value", state)) for state in include}
+        wanted = None if names is None else sorted(names - {"contiguous_grad_buffer"})
+        self.engine.training("offload_states()").offload_states(
+            wanted, kind, pin_memory=pin_memory, non_blocking=non_blocking
+        )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` took away."""
+        self.engine.training("reload_states()").reload_states(non_blocking=non_blocking)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -268,17 +335,23 @@ class DeepSpeedEngine(Questions, nn.Module):
     ) -> bool:
         """Write a checkpoint in zoo's format; it is on the disk when this returns, on all ranks. A collective.
 
+        Gradients that no ``step()`` has used are not part of it, which is warned of, and stay as they are here.
+
         Returns:
             True.
 
         Raises:
-            ValueError: there are gradients that no ``step()`` has used; or what kept it from being written, see
-                :meth:`zoo.engine.Engine.save_checkpoint`.
+            ValueError: what kept it from being written, see :meth:`zoo.engine.Engine.save_checkpoint`.
         """
         self._forget_empty_step()
+        if self.optimizer is not None and (self.engine.clock.micro_batch or self.engine.optimizer.holds_gradients):
+            warning_once(
+                "save_checkpoint() in the middle of a step: the gradients of its micro-batches are not part of the "
+                "checkpoint. Whoever loads it begins this step anew."
+            )
         self.engine.save_checkpoint(
             save_dir, None if tag is None else str(tag), client_state, save_latest, exclude_frozen_parameters,
-            asynchronous=False,
+            asynchronous=False, within_step=True,
         )  # fmt: skip
         return True
 

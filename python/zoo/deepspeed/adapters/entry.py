@@ -22,6 +22,7 @@ from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.optimizer import OptimizerView
+from zoo.deepspeed.adapters.schedules import one_cycle_of
 from zoo.engine import initialize as _initialize
 from zoo.zero.sharding.guard import ShardedParameter
 
@@ -78,7 +79,8 @@ def initialize(
         model: it is brought to this process's device.
         optimizer: an instance that has made no step, or a callable ``parameters → optimizer``; it takes the place of
             the configuration's.
-        model_parameters: parameters or groups of them. Frozen ones are left out.
+        model_parameters: parameters or groups of them. Frozen ones are left out; what is in none of them is frozen,
+            with a warning.
         training_data: a data set, of which this rank gets batches in DeepSpeed's order
             (:class:`~zoo.deepspeed.adapters.data.DeepSpeedDataLoader`); or a loader of this rank's batches.
         collate_fn: list of samples → batch.
@@ -117,6 +119,9 @@ def initialize(
     apply_zero_leaf_module_config(model, (zero.get("leaf_module") or {}) if isinstance(zero, Mapping) else None)
     # An instance has its groups already.
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
+    optimizer, parameters = _components(given, model, optimizer, parameters)
+    lr_scheduler = one_cycle_of(given) if lr_scheduler is None else lr_scheduler
+    _freeze_others(model, optimizer, parameters)
     # zoo's own loader only where a section chooses the samples: programs of DeepSpeed know the order of theirs.
     its_own = _chooses_samples(given) or not is_data_set(training_data)
     engine, _, loader, schedule = _initialize(
@@ -131,6 +136,36 @@ def initialize(
         loader = made.training_loader(training_data)
         made.training_dataloader = engine.dataloader = loader
     return made, made.optimizer, loader, schedule
+
+
+def _components(given: dict[str, Any], model: nn.Module, optimizer: Any, parameters: Any) -> tuple[Any, Any]:
+    """(optimizer, parameters) where the section ``optimizer`` names one whose groups DeepSpeed makes: Muon."""
+    section = given.get("optimizer")
+    if optimizer is not None or not isinstance(section, Mapping) or str(section.get("type")).lower() != "muon":
+        return optimizer, parameters
+    from zoo.deepspeed.adapters import muon
+
+    del given["optimizer"]
+    return muon.MuonWithAuxAdam, muon.groups_by_section(model, parameters, section.get("params") or {})
+
+
+def _freeze_others(model: nn.Module, optimizer: Any, parameters: Any) -> None:
+    """Parameters that are in no group are not updated: under DeepSpeed by nobody, here because they are frozen."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters
+    if groups is None:
+        return
+    members: set[int] = set()
+    for item in groups:
+        of_group = item["params"] if isinstance(item, Mapping) else [item]
+        members |= {id(p[1] if isinstance(p, tuple) else p) for p in of_group}
+    left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in members]
+    if members and left:
+        _log.warning(
+            "%d parameters are in no group of the optimizer and are frozen, because nothing updates them: %s.",
+            len(left), ", ".join(name for name, _ in left[:10]) + (", …" if len(left) > 10 else ""),
+        )  # fmt: skip
+        for _, parameter in left:
+            parameter.requires_grad_(False)
 
 
 def _chooses_samples(document: Mapping[str, Any]) -> bool:

@@ -16,6 +16,16 @@ _moe: Any = import_module("zoo.moe")
 _Layer: Any = _moe.MoE
 
 
+class _Inner:
+    """``layer.deepspeed_moe``: ``gate``, ``experts``, ``ep_size``, ``num_local_experts``, and what the latest forward
+    gave: ``l_aux`` and ``exp_counts``."""
+
+    def __init__(self, layer: Any) -> None:
+        self.gate, self.experts, self.ep_size = layer.gate, layer.experts, layer.ep_size
+        self.num_local_experts, self.ep_group_name = layer.num_local_experts, layer.expert_group_name
+        self.l_aux, self.exp_counts = layer.__dict__.get("_latest", (None, None))
+
+
 class MoE(_Layer):  # type: ignore[misc]
     """:class:`zoo.moe.MoE` with the attributes that programs read.
 
@@ -41,6 +51,17 @@ class MoE(_Layer):  # type: ignore[misc]
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         for parameter in self.expert_parameters():
             parameter.allreduce, parameter.group_name = False, self.expert_group_name
+
+    @property
+    def deepspeed_moe(self) -> _Inner:
+        """What gates, sends and computes: this layer itself, under the names that it has in DeepSpeed."""
+        return _Inner(self)
+
+    def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> Any:
+        """(output, l_aux, exp_counts)."""
+        found = super().forward(hidden_states, used_token)
+        self.__dict__["_latest"] = found[1].detach(), found[2]
+        return found
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Nothing to do: ``initialize`` finds the ranks that share the experts.

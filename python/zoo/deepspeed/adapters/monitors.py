@@ -88,6 +88,13 @@ class _Events:
     samples_per_s = tokens_per_s = wire_bytes = memory_bytes = None
 
 
+def _records(events: Sequence[Event]) -> list[Any]:
+    by_place: dict[int, dict[str, float]] = {}
+    for name, value, samples in events:
+        by_place.setdefault(int(samples), {})[name] = float(value)
+    return [_Events(samples, metrics) for samples, metrics in by_place.items()]
+
+
 class Monitor:
     """One sink, on rank 0.
 
@@ -117,11 +124,24 @@ class Monitor:
         """Write (name, number, samples so far) triples."""
         if self.sink is None:
             return
-        by_place: dict[int, dict[str, float]] = {}
-        for name, value, samples in event_list:
-            by_place.setdefault(int(samples), {})[name] = float(value)
-        for samples, metrics in by_place.items():
-            self.sink.write(_Events(samples, metrics))
+        for record in _records(event_list):
+            self.sink.write(record)
+
+
+class FeedMonitor:
+    """``engine.monitor``: the sinks that get each step's record take events of the program too.
+
+    Attributes:
+        enabled: whether there are any, on this rank.
+    """
+
+    def __init__(self, feed: Any) -> None:
+        self._feed, self.enabled = feed, bool(feed)
+
+    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+        """Write (name, number, samples so far) triples."""
+        for record in _records(event_list):
+            self._feed.put(record)
 
 
 class TensorBoardMonitor(Monitor):

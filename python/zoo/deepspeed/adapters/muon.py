@@ -6,11 +6,14 @@ Legend: A rows, B columns of a matrix.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from zoo import optim
+from zoo.config import ConfigError
 from zoo.optim.muon import orthogonal
 
 NS_METHODS = {"standard", "gram"}
@@ -92,8 +95,57 @@ class MuonWithAuxAdam(optim.Muon):
 SingleDeviceMuon, SingleDeviceMuonWithAuxAdam = Muon, MuonWithAuxAdam
 
 
+def groups_by_section(
+    model: nn.Module, parameters: Sequence[Any] | None, params: Mapping[str, Any]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The groups of :class:`MuonWithAuxAdam` for a configuration's ``optimizer`` of the type "Muon": matrices that are
+    neither embeddings nor a head (by their names, "embed" and "lm_head") by Muon, all others by AdamW. A parameter that
+    says ``use_muon`` itself says it anew: it is marked by this.
+
+    Args:
+        parameters: parameters or groups, whose own options come first; None: all that are trained.
+        params: the options: lr, or muon_lr and adam_lr, momentum, ns_method; betas, eps; weight_decay.
+
+    Raises:
+        ConfigError: what Muon cannot do.
+    """
+    _check_section(params)
+    for name, parameter in model.named_parameters():
+        matrix = parameter.ndim >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
+        parameter.use_muon = matrix  # type: ignore[attr-defined]
+    given = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    groups = [dict(item) for item in given if isinstance(item, Mapping)]
+    loose = [item[1] if isinstance(item, tuple) else item for item in given if not isinstance(item, Mapping)]
+    found = []
+    for group in [*groups, *([{"params": loose}] if loose else [])]:
+        for matrices, defaults, rate in ((True, _MUON, "muon_lr"), (False, _ADAM, "adam_lr")):
+            members = [p for p in group["params"] if getattr(p, "use_muon", False) is matrices]
+            known = (*defaults, "ns_method") if matrices else tuple(defaults)
+            options = {key: params[key] for key in known if key in params}
+            if rate in params:
+                options["lr"] = params[rate]
+            options |= {key: value for key, value in group.items() if key in known}
+            if members:
+                found.append(_group(len(found), {"params": members, "use_muon": matrices, **options}))
+    return found
+
+
+def _check_section(params: Mapping[str, Any]) -> None:
+    known = {*_MUON, *_ADAM, "muon_lr", "adam_lr", "ns_method", "torch_adam", "adam_w_mode", "fp32_optimizer_states"}
+    unknown = sorted(set(params) - known - {"per_head_muon"})
+    if unknown:
+        raise ConfigError(f"optimizer.params of Muon has {', '.join(unknown)}; known are {', '.join(sorted(known))}.")
+    if params.get("per_head_muon") or not params.get("adam_w_mode", True):
+        raise ConfigError(
+            "optimizer.params of Muon: per_head_muon and adam_w_mode=false are not there. Leave them out; "
+            "muon_update(num_heads=...) orthogonalises by head."
+        )
+
+
 def _group(number: int, group: dict[str, Any]) -> dict[str, Any]:
     """A group of :class:`zoo.optim.Muon`."""
+    if "adam_eps" in group:  # it was one already
+        return group
     if "use_muon" not in group:
         raise ValueError(f'parameter group {number} does not say "use_muon"; say True for matrices of hidden layers.')
     defaults = _MUON if group["use_muon"] else _ADAM

@@ -23,6 +23,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     engine: Any
+    is_pipeline = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zoo.deepspeed.adapters.documents import get_log_level
+from zoo.deepspeed.adapters.documents import (
+    DeepSpeedConfig,
+    get_communication_data_type,
+    get_log_level,
+    get_optimizer_name,
+    get_scheduler_name,
+)
+from zoo.deepspeed.adapters.monitors import FeedMonitor
 from zoo.deepspeed.adapters.optimizer import OptimizerView
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
@@ -23,26 +32,34 @@ _PATHS = {
     "torch_autocast_enabled": "torch_autocast.enabled",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "sparse_gradients_enabled": "sparse_gradients",
-    "communication_data_type": "communication_data_type",
     "zero_optimization_stage": "zero_optimization.stage",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
-    "zero_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
-    "zero_param_persistence_threshold": "zero_optimization.param_persistence_threshold",
-    "zero_model_persistence_threshold": "zero_optimization.model_persistence_threshold",
-    "zero_max_live_parameters": "zero_optimization.max_live_parameters",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.gather_16bit_weights_on_model_save",
-    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
-    "zero_offload_param": "zero_optimization.offload_param",
-    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
 }
+
+# Method of the engine → attribute of DeepSpeedConfig.
+_OF_DOCUMENT = {
+    name: name
+    for name in (
+        "dump_state", "memory_breakdown", "optimizer_params", "scheduler_params", "load_universal_checkpoint",
+        "use_node_local_storage", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail",
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather",
+    )
+} | {"aio_config": "aio_config", "pipeline_config": "pipeline", "zero_config": "zero_config"}  # fmt: skip
+# Method of the engine: "zero_" and this → the same key of the section zero_optimization.
+_OF_ZERO = {
+    f"zero_{key}": key
+    for key in (
+        "reduce_scatter", "reduce_bucket_size", "allgather_bucket_size", "allgather_partitions", "overlap_comm",
+        "contiguous_gradients", "elastic_checkpoint", "prefetch_bucket_size", "param_persistence_threshold",
+        "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
+        "ignore_unused_parameters", "gather_16bit_weights_on_model_save", "load_from_fp32_weights", "legacy_stage1",
+        "round_robin_gradients", "module_granularity_threshold", "use_multi_rank_bucket_allreduce",
+        "multi_rank_bucket_allreduce", "offload_param", "offload_optimizer",
+    )
+} | {name: name for name in (
+    "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights",
+    "zero_hpz_partition_size",
+)}  # fmt: skip
+_OF_ZERO["zero_multi_rank_bucket_allreduce"] = "use_multi_rank_bucket_allreduce"
 
 
 class Questions:
@@ -51,6 +68,14 @@ class Questions:
     engine: Engine
     optimizer: OptimizerView | None
     _document: dict[str, Any]
+    mpu: Any
+    is_pipeline = False
+    loaded_checkpoint_dp_world_size = loaded_checkpoint_mp_world_size = None
+
+    @functools.cached_property
+    def _config(self) -> DeepSpeedConfig:
+        """The document as attributes, with DeepSpeed's defaults."""
+        return DeepSpeedConfig(self._document, self.mpu)
 
     def _at(self, path: str) -> Any:
         value: Any = self.engine.config
@@ -111,9 +136,52 @@ class Questions:
         """Whether gradients are divided after they were added up over ranks."""
         return not self._at("prescale_gradients")
 
-    def coalesce_grad_reduction(self) -> bool:
-        """False: reductions of several backwards are not put together; ``no_sync`` does it."""
-        return False
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """In which gradients travel: what the configuration says, or the parameters' type."""
+        said: torch.dtype | None = get_communication_data_type(self._document)
+        if said is not None:
+            return said
+        half = self._at("fp16.enabled")
+        return torch.float16 if half else torch.bfloat16 if self._at("bf16.enabled") else torch.float32
+
+    @property
+    def enable_backward_allreduce(self) -> bool:
+        """True. A program that adds gradients up over ranks itself needs an optimizer of its own.
+
+        Setting it to False raises NotImplementedError.
+        """
+        return True
+
+    @enable_backward_allreduce.setter
+    def enable_backward_allreduce(self, value: bool) -> None:
+        if not value:
+            raise NotImplementedError(
+                "engine.enable_backward_allreduce = False: zoo's step() reduces what backward has not. Leave the "
+                "reduction to it; engine.no_sync() puts it off."
+            )
+
+    def curriculum_learning_enabled(self) -> bool:
+        """Whether the configuration chooses samples by their difficulty."""
+        section = (self._document.get("data_efficiency") or {}).get("data_sampling") or {}
+        return bool((section.get("curriculum_learning") or {}).get("enabled", False))
+
+    def random_ltd_enabled(self) -> bool:
+        """Whether layers see a part of the tokens."""
+        section = (self._document.get("data_efficiency") or {}).get("data_routing") or {}
+        return bool((section.get("random_ltd") or {}).get("enabled", False))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refused: the data set's batches and the engine's counts have the size of the configuration.
+
+        Raises:
+            NotImplementedError: another size than the configuration's.
+        """
+        if micro_batch_size != self._at("train_micro_batch_size_per_gpu"):
+            raise NotImplementedError(
+                f"set_train_micro_batch_size({micro_batch_size}): micro-batches keep the configured size, "
+                f"{self._at('train_micro_batch_size_per_gpu')}; set_train_batch_size changes how many there are."
+            )
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
@@ -125,21 +193,21 @@ class Questions:
 
     def optimizer_name(self) -> str | None:
         """Its type in the configuration, in lower case."""
-        section = self.engine.config.optimizer
-        return None if section is None else str(section.type).lower()
+        name = get_optimizer_name(self._document)
+        return None if name is None else str(name).lower()
 
     def scheduler_name(self) -> str | None:
         """Its type in the configuration."""
-        section = self.engine.config.scheduler
-        return None if section is None else str(section.type)
+        name = get_scheduler_name(self._document)
+        return None if name is None else str(name)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
         return self.engine.get_lr()
 
     def get_type(self) -> list[Any]:
-        """The types of groups: "type", where a group has one."""
-        return [] if self.optimizer is None else [g.get("type") for g in self.optimizer.param_groups]
+        """The types of groups: "type", 0.0 where a group has none."""
+        return [] if self.optimizer is None else [g.get("type", 0.0) for g in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
         """The momentum or betas of each group."""
@@ -172,6 +240,30 @@ class Questions:
     def world_size(self) -> int:
         """How many processes there are."""
         return int(self.engine.sharded.everyone.size)
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share each layer: of the program's ``mpu``, or of the axis "model"."""
+        ask = getattr(self.mpu, "get_model_parallel_world_size", None) or getattr(
+            self.mpu, "get_tensor_model_parallel_world_size", None
+        )
+        return int(ask()) if ask is not None else _axis(self.engine.mesh, "model")
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.dp_world_size
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Of each mixture of experts."""
+        layers: Any = (m for m in self.engine.module.modules() if hasattr(m, "expert_group_name"))
+        return [int(layer.num_experts) for layer in layers]
+
+    @property
+    def param_names(self) -> dict[Any, str]:
+        """Parameter → name."""
+        return {parameter: name for name, parameter in self.engine.module.named_parameters()}
 
     @property
     def dp_world_size(self) -> int:
@@ -209,8 +301,8 @@ class Questions:
 
     @property
     def monitor(self) -> Any:
-        """What takes records to sinks."""
-        return self.engine.feed
+        """Takes events of the program to the sinks that get each step's record."""
+        return FeedMonitor(self.engine.feed)
 
     @property
     def flops_profiler(self) -> None:
@@ -228,19 +320,34 @@ def _axis(mesh: Any, name: str) -> int:
     return int(mesh.size(names.index(name))) if name in names else 1
 
 
-def _method(name: str, path: str) -> Any:
-    section, _, key = path.partition(".")
-
+def _method(name: str, doc: str, read: Callable[[Any], Any]) -> Any:
     def ask(self: Questions) -> Any:
-        found = self._at(path)
-        if found is None and section == "zero_optimization":  # zoo finds out by itself; programs want a number
-            return getattr(get_zero_config(self._document), key)
-        return found
+        return read(self)
 
     ask.__name__ = ask.__qualname__ = name
-    ask.__doc__ = f"``{path}`` of the configuration."
+    ask.__doc__ = doc
     return ask
 
 
+def _of_zoo(path: str) -> Callable[[Any], Any]:
+    return lambda engine: engine._at(path)
+
+
+def _of_document(attribute: str) -> Callable[[Any], Any]:
+    return lambda engine: getattr(engine._config, attribute)
+
+
+def _of_zero(key: str) -> Callable[[Any], Any]:
+    def read(engine: Any) -> Any:
+        found = getattr(get_zero_config(engine._document), key)
+        return None if getattr(found, "device", None) == "none" else found
+
+    return read
+
+
 for _name, _path in _PATHS.items():
-    setattr(Questions, _name, _method(_name, _path))
+    setattr(Questions, _name, _method(_name, f"``{_path}`` of the configuration.", _of_zoo(_path)))
+for _name, _key in _OF_DOCUMENT.items():
+    setattr(Questions, _name, _method(_name, f"``{_key}`` of the configuration.", _of_document(_key)))
+for _name, _key in _OF_ZERO.items():
+    setattr(Questions, _name, _method(_name, f"``zero_optimization.{_key}`` of the configuration.", _of_zero(_key)))

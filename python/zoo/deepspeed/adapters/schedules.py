@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from zoo.lr_schedules import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+import torch
+
+from zoo.config import ConfigError
+from zoo.lr_schedules import LRRangeTest, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zoo.lr_schedules import OneCycle as _OneCycle
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
@@ -22,9 +28,99 @@ _OPTIONS = (
 globals().update({name.upper(): name for name in _OPTIONS})
 
 _CLASSES: dict[str, type[Schedule]] = {
-    LR_RANGE_TEST: LRRangeTest, ONE_CYCLE: OneCycle, WARMUP_LR: WarmupLR, WARMUP_DECAY_LR: WarmupDecayLR,
-    WARMUP_COSINE_LR: WarmupCosineLR,
+    LR_RANGE_TEST: LRRangeTest, WARMUP_LR: WarmupLR, WARMUP_DECAY_LR: WarmupDecayLR, WARMUP_COSINE_LR: WarmupCosineLR,
 }  # fmt: skip
+
+
+class OneCycle(_OneCycle):
+    """As :class:`zoo.lr_schedules.OneCycle`; where it cycles momentum, the second of ``betas`` becomes 0.99, and groups
+    without ``betas`` keep their momentum."""
+
+    def __init__(
+        self, optimizer: Any, cycle_min_lr: Any, cycle_max_lr: Any, decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+        cycle_min_mom: Any = 0.8, cycle_max_mom: Any = 0.9, decay_mom_rate: float = 0.0, last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
+        config = self.Config(
+            cycle_min_lr, cycle_max_lr, decay_lr_rate, cycle_first_step_size, cycle_second_step_size,
+            cycle_first_stair_count, cycle_second_stair_count, decay_step_size, cycle_momentum, cycle_min_mom,
+            cycle_max_mom, decay_mom_rate,
+        )  # fmt: skip
+        self._begin(optimizer, config, last_batch_iteration)
+
+    @staticmethod
+    def _has_momentum(group: dict[str, Any]) -> bool:
+        return "betas" in group
+
+    def values(self, step: int, group: int) -> dict[str, Any]:
+        """Rate; and (momentum, 0.99) where the group has ``betas``."""
+        found = super().values(step, group)
+        if "betas" in found:
+            found["betas"] = (found["betas"][0], 0.99)
+        return found
+
+
+_CLASSES[ONE_CYCLE] = OneCycle
+
+
+def one_cycle_of(document: dict[str, Any]) -> Callable[[Any], OneCycle] | None:
+    """Takes the section ``scheduler`` out of a document where it names OneCycle: a callable optimizer → schedule."""
+    section = document.get("scheduler")
+    if not isinstance(section, dict) or section.get("type") != ONE_CYCLE:
+        return None
+    params = dict(document.pop("scheduler").get("params") or {})
+    try:
+        OneCycle.Config(**{key: value for key, value in params.items() if key != "last_batch_iteration"})
+    except TypeError as error:
+        raise ConfigError(f"scheduler.params of OneCycle: {error}") from None
+    return lambda optimizer: OneCycle(optimizer, **params)
+
+
+def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """An optimizer itself, or the one that it wraps.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    for found in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(found, torch.optim.Optimizer):
+            return found
+    raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer, and wraps none")
+
+
+def add_tuning_arguments(parser: Any) -> Any:
+    """``--lr_schedule`` and an option for each option of the schedules; gives the parser back."""
+    group = parser.add_argument_group("Convergence Tuning", "options of learning-rate schedules")
+    group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}")
+    added: set[str] = set()
+    for name, schedule in _CLASSES.items():
+        for field in dataclasses.fields(schedule.Config):
+            default = None if field.default is dataclasses.MISSING else field.default
+            if field.name not in added and field.name not in ("cos_min_ratio", "warmup_min_ratio", "total_num_steps"):
+                value = _TUNING.get(field.name, default)
+                group.add_argument(f"--{field.name}", type=_kind(value), default=value, help=f"of {name}")
+                added.add(field.name)
+    return parser
+
+
+_TUNING = {
+    "lr_range_test_min_lr": 0.001, "lr_range_test_step_rate": 1.0, "lr_range_test_step_size": 1000,
+    "lr_range_test_staircase": False, "cycle_first_step_size": 1000, "cycle_first_stair_count": -1,
+    "cycle_second_step_size": -1, "cycle_second_stair_count": -1, "decay_step_size": 1000, "cycle_min_lr": 0.01,
+    "cycle_max_lr": 0.1, "decay_lr_rate": 0.0, "cycle_momentum": False, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9,
+    "decay_mom_rate": 0.0, "warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log",
+}  # fmt: skip
+
+
+def _kind(value: Any) -> Callable[[str], Any]:
+    if isinstance(value, bool):
+        return _flag
+    return type(value) if isinstance(value, (int, str)) else float
+
+
+def _flag(text: str) -> bool:
+    return text.strip().lower() in ("1", "true", "yes")
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:

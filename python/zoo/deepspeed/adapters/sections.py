@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 from zoo.config import ConfigError
+from zoo.zero.config import ZeroConfig
 
 INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"
 CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
@@ -236,7 +237,11 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """The section of a document; true and false are stages 1 and 0."""
     section = param_dict.get("zero_optimization", {})
-    return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
+    if isinstance(section, bool):
+        section = {"stage": int(section)}
+    known = DeepSpeedZeroConfig.model_fields
+    own = set(ZeroConfig.model_fields) - set(known) - {field.alias for field in known.values()}  # keys of zoo alone
+    return DeepSpeedZeroConfig(**{key: value for key, value in section.items() if key not in own})
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:

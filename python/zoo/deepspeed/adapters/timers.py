@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,11 +197,21 @@ class NoopTimer:
         """None."""
 
 
+def throughput_timer(document: Mapping[str, Any], engine: Any) -> ThroughputTimer:
+    """``engine.tput_timer``. It waits for the GPU where ``timers.throughput.synchronized`` asks for it."""
+    section = (document.get("timers") or {}).get("throughput") or {}
+    config = SimpleNamespace(
+        enabled=bool(section.get("enabled", True)), synchronized=bool(section.get("synchronized", False))
+    )
+    return ThroughputTimer(config, engine.train_batch_size, steps_per_output=engine.config.steps_per_print)
+
+
 class ThroughputTimer:
     """Samples a second: ``start()`` before a micro-batch, ``stop(global_step=...)`` after it.
 
     Args:
-        config: an object whose attribute ``enabled`` says whether anything is measured.
+        config: an object whose attribute ``enabled`` says whether anything is measured, and ``synchronized`` (True
+            where there is none) whether the GPU is waited for.
         batch_size: samples of a step, all ranks.
         start_step: steps before this one are not counted.
         steps_per_output: log after so many steps; None: never.
@@ -230,7 +241,7 @@ class ThroughputTimer:
             return
         self.started = True
         if self.global_step_count >= self.start_step:
-            _synchronize()
+            self._wait()
             self.start_time = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
@@ -242,7 +253,7 @@ class ThroughputTimer:
         if global_step:
             self.global_step_count += 1
         if self.start_time > 0:
-            _synchronize()
+            self._wait()
             self.end_time = time.perf_counter()
             took = self.end_time - self.start_time
             self.start_time = 0.0
@@ -252,6 +263,10 @@ class ThroughputTimer:
                 if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
                     self._report()
                 self.step_elapsed_time = 0.0
+
+    def _wait(self) -> None:
+        if getattr(self.config, "synchronized", True):
+            _synchronize()
 
     def _report(self) -> None:
         text = (

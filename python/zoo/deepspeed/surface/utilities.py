@@ -56,11 +56,11 @@ _SCHEDULES = _of(
     "LR_RANGE_TEST_STAIRCASE", "LR_RANGE_TEST_STEP_RATE", "LR_RANGE_TEST_STEP_SIZE", "LR_SCHEDULE", "MID_VALUE",
     "ONE_CYCLE", "TOTAL_NUM_STEPS", "VALID_LR_SCHEDULES", "WARMUP_COSINE_LR", "WARMUP_DECAY_LR", "WARMUP_LINEAR_RATE",
     "WARMUP_LOG_RATE", "WARMUP_LR", "WARMUP_MAX_LR", "WARMUP_MIN_LR", "WARMUP_MIN_RATIO", "WARMUP_NUM_STEPS",
-    "WARMUP_TYPE", "get_config_from_args", "get_lr_from_config",
+    "WARMUP_TYPE", "OneCycle", "add_tuning_arguments", "get_torch_optimizer",
+    "get_config_from_args", "get_lr_from_config",
 )  # fmt: skip
 _SCHEDULES |= {
-    name: f"zoo.lr_schedules:{name}"
-    for name in ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
+    name: f"zoo.lr_schedules:{name}" for name in ("LRRangeTest", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 }
 _RUNTIME: Names = _of(
     "runtime_utils",
