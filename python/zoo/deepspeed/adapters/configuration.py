@@ -110,11 +110,14 @@ def _object(found: Any, where: str) -> dict[str, Any]:
 # -- what zoo reads of it ---------------------------------------------------------------------------------------------
 
 
-def translated(document: Mapping[str, Any], *, drop_optimizer: bool = False) -> dict[str, Any]:
+def translated(
+    document: Mapping[str, Any], *, drop_optimizer: bool = False, pipeline: bool = True
+) -> dict[str, Any]:  # fmt: skip
     """The document for ``zoo.engine.initialize``.
 
     Args:
         drop_optimizer: the program has given an optimizer.
+        pipeline: the model is one; otherwise the section ``pipeline`` says nothing.
     """
     found = {key: _filled(key, value) for key, value in document.items() if key not in _CARRIED_OUT_HERE}
     for key in sorted(set(found) - root_keys()):
@@ -129,6 +132,8 @@ def translated(document: Mapping[str, Any], *, drop_optimizer: bool = False) -> 
     if every == 0 or (isinstance(every, float) and math.isinf(every)):
         found["steps_per_print"] = None
     found.pop("disable_python_gc", None)  # see carry_out
+    if not pipeline:
+        found.pop("pipeline", None)
     if drop_optimizer and found.pop("optimizer", None) is not None:
         _log.warning("initialize() got an optimizer; the configuration's section optimizer is not used.")
     section = found.get("optimizer")
@@ -149,6 +154,8 @@ def _filled(key: str, value: Any) -> Any:
 def _zero(found: dict[str, Any]) -> Any:
     """The section ``zero_optimization``, in the form that zoo takes; it is put into ``found``."""
     zero = found.get("zero_optimization")
+    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str) and zero["stage"].isdigit():
+        zero = {**zero, "stage": int(zero["stage"])}
     if isinstance(zero, bool):  # of the first versions: stage 1, or none
         zero = found["zero_optimization"] = {"stage": int(zero)}
     if not isinstance(zero, Mapping):

@@ -41,6 +41,8 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.module = engine.module
         self._document = dict(config)
         self.optimizer = view_of(engine)
+        for bucket in engine.sharded.buckets:
+            bucket.quiet = True  # loops over p.grad and names of a state_dict find nothing, as with DeepSpeed
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
@@ -99,7 +101,7 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those of earlier micro-batches of the step too; which micro-batch comes next stays."""
-        if self.optimizer is None:
+        if not self.trains:
             self.module.zero_grad()
             return
         if self.engine.clock.micro_batch and not self._dropped_within_a_step:
@@ -113,7 +115,7 @@ class DeepSpeedEngine(Questions, nn.Module):
     def _forget_empty_step(self) -> None:
         """A step whose gradients were all dropped begins anew: there is nothing that a checkpoint would lose."""
         engine = self.engine
-        if self.optimizer is not None and engine.clock.micro_batch and not engine.optimizer.holds_gradients:
+        if self.trains and engine.clock.micro_batch and not engine.optimizer.holds_gradients:
             engine.restart_counts()
 
     def no_sync(self) -> Any:
@@ -291,7 +293,7 @@ class DeepSpeedEngine(Questions, nn.Module):
     def get_global_grad_norm(self) -> torch.Tensor | float | None:
         """The norm of the latest step's gradient, before clipping; None before the first step. A number at stage 0 in
         fp32, elsewhere a tensor without dimensions."""
-        norm = self.engine.get_global_grad_norm() if self.optimizer is not None else None
+        norm = self.engine.get_global_grad_norm() if self.trains else None
         return norm if norm is None or type(self.optimizer) is BasicOptimizer else torch.tensor(norm)
 
     # -- states elsewhere ---------------------------------------------------------------------------------------------
@@ -344,7 +346,7 @@ class DeepSpeedEngine(Questions, nn.Module):
             ValueError: what kept it from being written, see :meth:`zoo.engine.Engine.save_checkpoint`.
         """
         self._forget_empty_step()
-        if self.optimizer is not None and (self.engine.clock.micro_batch or self.engine.optimizer.holds_gradients):
+        if self.trains and (self.engine.clock.micro_batch or self.engine.optimizer.holds_gradients):
             warning_once(
                 "save_checkpoint() in the middle of a step: the gradients of its micro-batches are not part of the "
                 "checkpoint. Whoever loads it begins this step anew."

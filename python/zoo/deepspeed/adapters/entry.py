@@ -22,7 +22,7 @@ from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.optimizer import OptimizerView
-from zoo.deepspeed.adapters.schedules import one_cycle_of
+from zoo.deepspeed.adapters.schedules import schedule_of
 from zoo.engine import initialize as _initialize
 from zoo.zero.sharding.guard import ShardedParameter
 
@@ -108,7 +108,8 @@ def initialize(
             'into the configuration, {"optimizer": {"type": ...}}.'
         )
     document = find_document(args, config if config is not None else config_params)
-    given = translated(document, drop_optimizer=optimizer is not None)
+    pipeline = engine_class(model) is not DeepSpeedEngine
+    given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline)
     group = mpu.get_data_parallel_group() if mpu is not None else None
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -120,7 +121,7 @@ def initialize(
     # An instance has its groups already.
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
     optimizer, parameters = _components(given, model, optimizer, parameters)
-    lr_scheduler = one_cycle_of(given) if lr_scheduler is None else lr_scheduler
+    lr_scheduler = schedule_of(given) if lr_scheduler is None else lr_scheduler
     _freeze_others(model, optimizer, parameters)
     # zoo's own loader only where a section chooses the samples: programs of DeepSpeed know the order of theirs.
     its_own = _chooses_samples(given) or not is_data_set(training_data)

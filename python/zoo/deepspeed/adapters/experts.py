@@ -26,8 +26,14 @@ class _Inner:
         self.l_aux, self.exp_counts = layer.__dict__.get("_latest", (None, None))
 
 
+def _without_bias(expert: nn.Module, given: Any, output: Any) -> Any:
+    """Megatron's layers return (output, bias), of which DeepSpeed takes the first."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 class MoE(_Layer):  # type: ignore[misc]
-    """:class:`zoo.moe.MoE` with the attributes that programs read.
+    """:class:`zoo.moe.MoE` with the attributes that programs read. Of an expert that returns a tuple it takes the first
+    member.
 
     Attributes:
         ep_size, expert_group_name, num_local_experts, use_residual: as DeepSpeed has them.
@@ -40,6 +46,7 @@ class MoE(_Layer):  # type: ignore[misc]
         use_rts: bool = True, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:  # fmt: skip
+        expert.register_forward_hook(_without_bias)
         super().__init__(
             hidden_size, expert, num_experts, ep_size, k, capacity_factor, eval_capacity_factor, min_capacity,
             use_residual, noisy_gate_policy, drop_tokens, use_rts, use_tutel, enable_expert_tensor_parallelism,

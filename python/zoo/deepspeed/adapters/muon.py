@@ -116,7 +116,7 @@ def groups_by_section(
     given = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     groups = [dict(item) for item in given if isinstance(item, Mapping)]
     loose = [item[1] if isinstance(item, tuple) else item for item in given if not isinstance(item, Mapping)]
-    found = []
+    found: list[dict[str, Any]] = []
     for group in [*groups, *([{"params": loose}] if loose else [])]:
         for matrices, defaults, rate in ((True, _MUON, "muon_lr"), (False, _ADAM, "adam_lr")):
             members = [p for p in group["params"] if getattr(p, "use_muon", False) is matrices]

@@ -276,10 +276,22 @@ class DeepSpeedZeroOptimizer_Stage3(OptimizerView, ZeROOptimizer):
         return self._engine.module
 
 
-def view_of(engine: Engine) -> OptimizerView | None:
+class DeepSpeedZeRoOffload(ParameterOffload):
+    """``engine.optimizer`` at stage 3 where nothing is trained: it keeps the parameters partitioned."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.module)
+        self._engine = engine
+
+    def empty_partition_cache(self) -> None:
+        """Free what is kept whole between two passes. On all ranks."""
+        self._engine.sharded.runtime.residency.clear()
+
+
+def view_of(engine: Engine) -> OptimizerView | DeepSpeedZeRoOffload | None:
     """The optimizer of an engine, under the class that a program expects."""
     if engine.optimizer is None:
-        return None
+        return DeepSpeedZeRoOffload(engine) if engine.config.zero_optimization.stage == 3 else None
     stage, config = engine.config.zero_optimization.stage, engine.config
     if stage == 3:
         return DeepSpeedZeroOptimizer_Stage3(engine)

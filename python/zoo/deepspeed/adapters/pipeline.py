@@ -33,6 +33,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.is_pipe_parallel = self.num_stages > 1
         self.is_data_parallel = sizes.get("data", 1) > 1
         self.is_model_parallel = sizes.get("model", 1) > 1
+        if self.engine.module.loss_fn is None:
+            self.engine.set_batch_fn(_inputs)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -41,10 +43,15 @@ class PipelineEngine(DeepSpeedEngine):
         reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
     ) -> Any:  # fmt: skip
         """The loss of the next micro-batches, without gradients; see
-        :meth:`zoo.engine.pipeline.PipelineEngine.eval_batch`."""
-        return self.engine.eval_batch(
+        :meth:`zoo.engine.pipeline.PipelineEngine.eval_batch`. With ``return_logits`` (loss, outputs of the last
+        micro-batch), the latter on the last stage and None elsewhere."""
+        found = self.engine.eval_batch(
             data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
         )
+        if not return_logits:
+            return found
+        loss, outputs = found
+        return loss, outputs[-1] if outputs else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: stages exchange activations by ``train_batch`` and ``eval_batch``."""
@@ -77,7 +84,11 @@ class PipelineEngine(DeepSpeedEngine):
         return loader_of(self, dataset, None, "train", torch.cuda.is_available(), None, None, None, shuffle=False)
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """``fn(batch)`` → (inputs, labels), for each batch of the data."""
+        """``fn(batch)`` → (inputs, labels), for each batch of the data. Without ``loss_fn`` the first layer gets the
+        inputs, and the last one gives the loss."""
+        if self.engine.module.loss_fn is None:
+            self.engine.set_batch_fn(_inputs if fn is None else lambda batch: _inputs(fn(batch)))
+            return
         self.engine.set_batch_fn(fn)
 
     def reset_activation_shape(self) -> None:
@@ -156,6 +167,11 @@ class PipelineEngine(DeepSpeedEngine):
         if isinstance(checkpoint, Mapping) and set(checkpoint) >= {"module"} and not _is_tensor(checkpoint["module"]):
             checkpoint = checkpoint["module"]
         super().load_module_state_dict(checkpoint, strict, allowed_missing_keys=allowed_missing_keys)
+
+
+def _inputs(batch: Any) -> Any:
+    """(its inputs,), of a pair with labels."""
+    return (batch[0],) if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
 
 
 def _is_tensor(value: Any) -> bool:

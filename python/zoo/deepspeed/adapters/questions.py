@@ -16,7 +16,6 @@ from zoo.deepspeed.adapters.documents import (
     get_scheduler_name,
 )
 from zoo.deepspeed.adapters.monitors import FeedMonitor
-from zoo.deepspeed.adapters.optimizer import OptimizerView
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
 
@@ -66,11 +65,16 @@ class Questions:
     """The part of ``DeepSpeedEngine`` that answers."""
 
     engine: Engine
-    optimizer: OptimizerView | None
+    optimizer: Any
     _document: dict[str, Any]
     mpu: Any
     is_pipeline = False
     loaded_checkpoint_dp_world_size = loaded_checkpoint_mp_world_size = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer that updates. At stage 3 ``optimizer`` is an object without one too."""
+        return self.engine.optimizer is not None
 
     @functools.cached_property
     def _config(self) -> DeepSpeedConfig:
@@ -185,11 +189,11 @@ class Questions:
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
-        return self.optimizer is not None and self.optimizer.dynamic_loss_scale
+        return self.trains and self.optimizer.dynamic_loss_scale
 
     def loss_scale(self) -> float:
         """What losses are multiplied by."""
-        return 1.0 if self.optimizer is None else self.optimizer.cur_scale
+        return self.optimizer.cur_scale if self.trains else 1.0
 
     def optimizer_name(self) -> str | None:
         """Its type in the configuration, in lower case."""
@@ -207,17 +211,17 @@ class Questions:
 
     def get_type(self) -> list[Any]:
         """The types of groups: "type", 0.0 where a group has none."""
-        return [] if self.optimizer is None else [g.get("type", 0.0) for g in self.optimizer.param_groups]
+        return [g.get("type", 0.0) for g in self.optimizer.param_groups] if self.trains else []
 
     def get_mom(self) -> list[Any]:
         """The momentum or betas of each group."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        groups = self.optimizer.param_groups if self.trains else []
         return [g["betas"] if "betas" in g else g.get("momentum", 0.0) for g in groups]
 
     @property
     def basic_optimizer(self) -> Any:
         """The wrapped optimizer."""
-        return None if self.optimizer is None else self.optimizer.optimizer
+        return self.optimizer.optimizer if self.trains else None
 
     @property
     def device(self) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -64,17 +65,31 @@ class OneCycle(_OneCycle):
 _CLASSES[ONE_CYCLE] = OneCycle
 
 
-def one_cycle_of(document: dict[str, Any]) -> Callable[[Any], OneCycle] | None:
-    """Takes the section ``scheduler`` out of a document where it names OneCycle: a callable optimizer → schedule."""
+def schedule_of(document: dict[str, Any]) -> Callable[[Any], Any] | None:
+    """Takes the section ``scheduler`` out of a document where it names OneCycle or a class of
+    ``torch.optim.lr_scheduler``: a callable optimizer → schedule.
+
+    Raises:
+        ConfigError: options that it does not have.
+    """
     section = document.get("scheduler")
-    if not isinstance(section, dict) or section.get("type") != ONE_CYCLE:
+    name = section.get("type") if isinstance(section, dict) else None
+    made = OneCycle if name == ONE_CYCLE else _of_torch(name)
+    if made is None:
         return None
     params = dict(document.pop("scheduler").get("params") or {})
     try:
-        OneCycle.Config(**{key: value for key, value in params.items() if key != "last_batch_iteration"})
+        inspect.signature(made).bind(None, **params)
     except TypeError as error:
-        raise ConfigError(f"scheduler.params of OneCycle: {error}") from None
-    return lambda optimizer: OneCycle(optimizer, **params)
+        raise ConfigError(f"scheduler.params of {name}: {error}") from None
+    return lambda optimizer: made(optimizer, **params)
+
+
+def _of_torch(name: Any) -> Any:
+    if not isinstance(name, str) or name in VALID_LR_SCHEDULES or name.startswith("_"):
+        return None
+    found = getattr(torch.optim.lr_scheduler, name, None)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.lr_scheduler.LRScheduler) else None
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -107,6 +107,7 @@ class Bucket:
         self.on_refused: Callable[[Bucket, str], bool] | None = None
         self.meeting: Meeting | None = None
         self.leases, self.active, self.context_serial = 0, 0, -1
+        self.quiet = False  # what is not here reads as nothing, and is no error: a partitioned gradient, a state_dict
         self.parameters = BucketParameters(self, source)
         self.gradients = BucketGradients(self) if spec.trainable else None
 

@@ -158,15 +158,17 @@ def nothing_of(parameter: Any) -> torch.Tensor | None:
     """What a ``state_dict()`` holds of a parameter of which only a shard is here, where it is asked for its names.
 
     transformers does so at stage 3 before it loads weights, and on ranks that do not save. It gets a tensor without
-    memory (of the device "meta"), of which nothing can be computed or written; None for anybody else.
+    memory (of the device "meta"), of which nothing can be computed or written; None for anybody else, unless the
+    bucket is ``quiet``.
     """
     frame: FrameType | None = sys._getframe(2)
     if frame is None or frame.f_code is not _SAVES:
         return None
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
-        frame = frame.f_back
-    if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_READ_NAMES):
-        return None
+    if not getattr(parameter._zoo_bucket, "quiet", False):
+        while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+            frame = frame.f_back
+        if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_READ_NAMES):
+            return None
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
@@ -296,8 +298,11 @@ def _flat_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _get_grad(self: Any) -> torch.Tensor | None:
-    gradients = type(self)._zoo_bucket.gradients
-    return gradients.visible(self._zoo_slot) if gradients is not None else None
+    bucket = type(self)._zoo_bucket
+    if bucket.gradients is None:
+        return None
+    found = bucket.gradients.visible(self._zoo_slot)
+    return None if bucket.quiet and isinstance(found, PartitionedGradient) else found
 
 
 def _set_grad(self: Any, value: torch.Tensor | None) -> None:
