@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from zoo.deepspeed.monitor.config import (
     CometConfig,
@@ -21,6 +23,12 @@ def test_auto_counts_as_not_given_unless_the_section_is_strict(kind: type) -> No
         kind(True, enabled="auto")
     with pytest.raises(ValueError, match="foo"):
         kind(enabled=True, foo=1)
+
+
+@pytest.mark.parametrize("kind", [CSVConfig, CometConfig, TensorBoardConfig, WandbConfig])
+def test_the_signature_is_there_before_the_first_instance(kind: type) -> None:
+    assert "__signature__" in vars(kind)
+    assert "strict" in inspect.signature(kind).parameters
 
 
 def test_a_document_gives_the_sections_of_its_monitors() -> None:

@@ -7,13 +7,24 @@ import sys
 from zoo.deepspeed.modules import Name, home_of
 from zoo.deepspeed.surface import TABLE
 from zoo.deepspeed.surface.absent import ABSENT
+from zoo.deepspeed.surface.behaviour import BEHAVIOUR
 
 HEAD = """# From DeepSpeed to zoo
 
 Programs of DeepSpeed run on zoo as they are (`zoo run --as-deepspeed script.py`, see `python/zoo/deepspeed/README.md`).
-Each name that is there, where it is at home in zoo, and what differs; then [what is absent, and why](#absent). What is
+What [behaves otherwise](#behaviour); each [name](#names) that is there, where it is at home in zoo, and what differs;
+then [what is absent, and why](#absent). What is
 in neither list is absent too: importing it is an `ImportError`, asking for it an `AttributeError`. Made of the tables
 in `python/zoo/deepspeed/surface` by `python -m zoo.deepspeed.page`.
+
+## Behaviour
+
+| what | in zoo |
+|---|---|
+"""
+
+NAMES_HEAD = """
+## Names
 
 | name | in zoo | what differs |
 |---|---|---|
@@ -41,7 +52,9 @@ def page() -> str:
             differs = entry.differs if isinstance(entry, Name) else ""
             rows.append(f"| `{module}.{name}` | `{home_of(entry).replace(':', '.')}` | {differs} |")
     absent = [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(ABSENT.items())]
-    return HEAD + "\n".join(rows) + "\n" + ABSENT_HEAD + "\n".join(absent) + "\n"
+    behaves = [f"| {what} | {how} |" for what, how in BEHAVIOUR]
+    head = HEAD + "\n".join(behaves) + "\n" + NAMES_HEAD
+    return head + "\n".join(rows) + "\n" + ABSENT_HEAD + "\n".join(absent) + "\n"
 
 
 if __name__ == "__main__":

@@ -24,29 +24,29 @@ def _given(strict: bool, data: dict[str, Any]) -> dict[str, Any]:
     return data if strict else {key: value for key, value in data.items() if value != "auto"}
 
 
-# Each has an ``__init__`` of its own: pydantic shows an inherited one's signature in some versions only.
-class TensorBoardConfig(TensorBoardSection):
+# Built at once, because a section that is built on first use shows the signature of its base until then.
+class TensorBoardConfig(TensorBoardSection, defer_build=False):
     """The section ``tensorboard``."""
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         super().__init__(**_given(strict, data))
 
 
-class WandbConfig(WandbSection):
+class WandbConfig(WandbSection, defer_build=False):
     """The section ``wandb``."""
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         super().__init__(**_given(strict, data))
 
 
-class CSVConfig(CsvSection):
+class CSVConfig(CsvSection, defer_build=False):
     """The section ``csv_monitor``."""
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         super().__init__(**_given(strict, data))
 
 
-class CometConfig(CometSection):
+class CometConfig(CometSection, defer_build=False):
     """The section ``comet``."""
 
     def __init__(self, strict: bool = False, **data: Any) -> None:

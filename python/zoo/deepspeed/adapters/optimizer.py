@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zoo.deepspeed.adapters.parameters  # noqa: F401 (gives parameters of stage 3 their attributes)
+from zoo.deepspeed.adapters.leaves import get_z3_leaf_modules
 from zoo.engine import Engine
 from zoo.zero import ZeroOptimizer
 
@@ -95,6 +96,17 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
         self.zero.step()
         if self._drops_gradients:
             self.zero.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the optimizer's memory was laid out for its parameters.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "add_param_group() of a ZeRO optimizer: its buffers hold the parameters that initialize was given. Give "
+            "initialize all of them, and freeze those whose time comes later by lr=0 of their group."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -274,6 +286,13 @@ class DeepSpeedZeroOptimizer_Stage3(OptimizerView, ZeROOptimizer):
     def module(self) -> nn.Module:
         """The model."""
         return self._engine.module
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """Module whose parts are gathered together (``set_z3_leaf_modules``) → its parameters that are trained."""
+        trained = {id(p) for group in self.param_groups for p in group["params"]}
+        leaves = get_z3_leaf_modules(self._engine.module)
+        return {leaf: [p for p in leaf.parameters() if id(p) in trained] for leaf in leaves}
 
 
 class DeepSpeedZeRoOffload(ParameterOffload):

@@ -49,6 +49,58 @@ class DeepSpeedCPUAdam(optim.Adam):
             state_dtype=torch.float32 if fp32_optimizer_states else None,
         )  # fmt: skip
 
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
+        """Update the parameters that have a gradient with the states of a subgroup, ``self.state[subgroup_id]``: those
+        of one parameter, which a program moves through memory in turns. Returns what ``closure`` does."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p, options in self._with_gradients():
+            state = self.state[subgroup_id]  # type: ignore[index]
+            if not state:
+                kind = torch.float32 if self.fp32_optimizer_states else p.dtype
+                zeros = torch.zeros_like(p, dtype=kind)
+                state |= {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+            state["step"] += 1
+            (beta1, beta2), decay, lr = options["betas"], options["weight_decay"], options["lr"]
+            grad = p.grad.float() + (0.0 if self.adamw_mode else decay * p.float())  # type: ignore[union-attr]
+            state["exp_avg"].mul_(beta1).add_(grad * (1 - beta1))
+            state["exp_avg_sq"].mul_(beta2).add_(grad * grad * (1 - beta2))
+            kept = 1 - lr * decay if self.adamw_mode else 1.0
+            p.copy_(p.float() * kept - self._moved(state, options))
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Any = None) -> Any:
+        """Undo the latest :meth:`step_subgroup` of a subgroup, with the same gradients, up to rounding.
+
+        Raises:
+            RuntimeError: there was none.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        state = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
+        if state.get("step", 0) <= 0:
+            raise RuntimeError(f"rollback_subgroup({sub_group_id}): it has made no step that could be undone.")
+        for p, options in self._with_gradients():
+            (beta1, beta2), decay, lr = options["betas"], options["weight_decay"], options["lr"]
+            kept = 1 - lr * decay if self.adamw_mode else 1.0
+            p.copy_((p.float() + self._moved(state, options)) / kept)
+            grad = p.grad.float() + (0.0 if self.adamw_mode else decay * p.float())  # type: ignore[union-attr]
+            state["exp_avg"].sub_(grad * (1 - beta1)).div_(beta1)
+            state["exp_avg_sq"].sub_(grad * grad * (1 - beta2)).div_(beta2).clamp_(min=0)
+            state["step"] -= 1
+        return loss
+
+    def _with_gradients(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        return [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @staticmethod
+    def _moved(state: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+        """lr · m̂ / (√v̂ + eps)."""
+        corrects, (beta1, beta2) = options["bias_correction"], options["betas"]
+        first, second = (1 - beta ** state["step"] if corrects else 1.0 for beta in (beta1, beta2))
+        moved: torch.Tensor = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + options["eps"])
+        return moved.mul_(options["lr"])
+
 
 class FusedLion(optim.Lion):
     """Lion; see :class:`zoo.optim.Lion`."""

@@ -26,6 +26,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
+class NoFolderError(FileNotFoundError, ValueError):
+    """There is no such folder; DeepSpeed's functions raise ValueError where it lacks a file ``latest``."""
+
+
 @contextmanager
 def _opened(checkpoint_dir: Any, tag: str | None) -> Iterator[Any]:
     """Whichever system's checkpoint is there, read by this process alone: programs convert on rank 0.
@@ -35,7 +39,7 @@ def _opened(checkpoint_dir: Any, tag: str | None) -> Iterator[Any]:
     """
     place = Path(checkpoint_dir)
     if not place.is_dir() and "://" not in str(checkpoint_dir):
-        raise FileNotFoundError(f"the folder {str(checkpoint_dir)!r} does not exist; give the one that was saved to.")
+        raise NoFolderError(f"the folder {str(checkpoint_dir)!r} does not exist; give the one that was saved to.")
     theirs = deepspeed_tags(place) if place.is_dir() else []
     if tag in theirs if tag is not None else bool(theirs):
         ours = [found.tag for found in listing(place)]

@@ -84,8 +84,7 @@ ABSENT: Mapping[str, str] = {
     "runtime.swap_tensor": "parameters and states go to NVMe by zoo.zero.offload, in pieces of any size.",
     "runtime.tensor_parallel": _TENSOR_PARALLEL,
     "runtime.zenflow": _ZENFLOW,
-    "runtime.zero.parameter_offload.ZeROOrderedDict": _INTERNAL,
-    "runtime.zero.parameter_offload.ensure_zero_ordered_dict": _INTERNAL,
+    "runtime.zero.parameter_offload": _INTERNAL,
     "runtime.zero.partition_parameters.CUDAQuantizer": (
         "weights are quantised for the wire by zoo.comm: zero_quantized_weights in the configuration."
     ),

@@ -57,7 +57,6 @@ TABLE: Table = {
             f"{_PARAMETERS}:zero_wrapper_for_fp_tensor_constructor", "zoo's Init replaces no constructors of tensors."
         ),
     },
-    "runtime.zero.parameter_offload": {"DeepSpeedZeRoOffload": f"{_OPTIMIZER}:DeepSpeedZeRoOffload"},
     "runtime.engine": {
         "DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine",
         "DeepSpeedZeroOptimizer": f"{_OPTIMIZER}:DeepSpeedZeroOptimizer",

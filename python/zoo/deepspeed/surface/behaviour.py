@@ -1,0 +1,89 @@
+"""What behaves otherwise than in DeepSpeed under the same name: (what, how). ``docs/migration.md`` lists it."""
+
+from __future__ import annotations
+
+BEHAVIOUR: tuple[tuple[str, str], ...] = (
+    (
+        "checkpoints",
+        "are written in zoo's format, which any number of ranks and any stage read; DeepSpeed's own and "
+        "universal ones are read too. `load_checkpoint` returns the folder of the checkpoint. `zoo ckpt export`"
+        " and `zero_to_fp32.py`, which lies beside them, make plain weights.",
+    ),
+    (
+        "`client_state`",
+        "holds plain values, tensors, arrays, namespaces, paths and times, and gives them back exactly; "
+        "anything else is refused when it is saved, because no file is unpickled. `load_checkpoint` gives back "
+        "what was put in, and no keys of its own.",
+    ),
+    (
+        "`load_checkpoint`",
+        "restores `micro_steps`; a schedule that is loaded sets its rate at once, also with "
+        "`load_optimizer_states=False`.",
+    ),
+    (
+        "`state_dict()` of partitioned parameters (stage 3)",
+        "has tensors of the right shape without memory (device meta) where DeepSpeed has empty ones; reading "
+        "their values raises.",
+    ),
+    (
+        "values that are not on this rank",
+        "raise PartitionedAccessError where something is computed with a partitioned parameter, `p.data` "
+        "included; DeepSpeed computes with empty tensors. `p.grad` is None where the gradient is partitioned, "
+        "in both.",
+    ),
+    (
+        "parameters in no group of the optimizer",
+        "are frozen by `initialize`, with a warning: they have no gradient and count as frozen in checkpoints.",
+    ),
+    (
+        "`engine.optimizer`",
+        "is a view of zoo's optimizer at every stage, at stage 0 in fp32 too; `param_groups` hold the model's "
+        "parameters, not flat fp32 tensors; the keys of `state_dict()` are zoo's. Groups cannot be added.",
+    ),
+    (
+        "`get_global_grad_norm()` at stage 0 in fp32",
+        "is a number; DeepSpeed has None.",
+    ),
+    (
+        "clipping at stage 0 in fp32, where ranks have different layers or experts",
+        "is by the norm of the whole model, as at all other stages; DeepSpeed clips by the norm of what a rank has.",
+    ),
+    (
+        "`gradient_clipping`",
+        "is 1.0 where the configuration does not say; zoo.engine's own default is no clipping.",
+    ),
+    (
+        "the configuration",
+        "is checked: keys that contradict each other, and options that nobody carries out, are a ConfigError (a"
+        " ValueError) with a sentence. What becomes of each key is on [its page](config.md); "
+        '`gradient_allreduce_op` "sum", the profiler, elasticity, tensor parallelism, the hybrid engine and '
+        "passes of the compiler are refused.",
+    ),
+    (
+        "learning-rate schedules",
+        "`WarmupLR` rises to 0.001 where `warmup_max_lr` is not given, as documented, and to the optimizer's "
+        "rate where it is null; `state_dict()` has `last_step` and `base_rates`, and `load_state_dict` takes "
+        "DeepSpeed's `last_batch_iteration` too.",
+    ),
+    (
+        "`MoE`",
+        "needs the engine's `initialize` before a forward where `ep_size` is above 1; names of parameters are "
+        "those of zoo.moe.",
+    ),
+    (
+        "pipelines",
+        "`initialize` returns a loader of one epoch, which `train_batch` repeats; `micro_steps` counts micro-batches.",
+    ),
+    (
+        "arguments that cannot be",
+        "are a ValueError with a sentence in many places where DeepSpeed has an AssertionError.",
+    ),
+    (
+        "`engine.half()`, `.bfloat16()`, `.to()` after `initialize`",
+        "are refused: parameters lie in flat buffers.",
+    ),
+    (
+        "`enable_backward_allreduce = False`",
+        "raises: `step()` reduces what backward has not; `no_sync()` puts it off.",
+    ),
+)
