@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Path(__file__).with_name("peers.json")
-PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "peft", "trl", "lightning", "bitsandbytes")
+PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "peft", "trl", "lightning", "datasets", "bitsandbytes")
 _SHARED = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 MODELS = ("gpt2", "llama", "qwen3_moe")
