@@ -42,14 +42,24 @@ OTHERS = [
     *[_case("lora.py", *which) for which in (("gpt2", 3), ("llama", 0), ("llama", 2), ("llama", 3), ("qwen3_moe", 3))],
     *[_case("qlora.py", "llama", stage) for stage in (2, 3)],
     *[_case("sft.py", *which) for which in (("gpt2", 2), ("llama", 3))],
-    *[_case("moe.py", "gpt2", stage) for stage in (0, 1, 2)],
-    *[_case("pipeline.py", "gpt2", stage) for stage in (0, 1)],
+    *[(*_case(program, "gpt2", 0), "--clipping", "0") for program in ("moe.py", "pipeline.py")],
+    *[_case("moe.py", "gpt2", stage) for stage in (1, 2)],
+    _case("pipeline.py", "gpt2", 1),
     *[_case("fabric.py", "llama", stage) for stage in (2, 3)],
 ]  # fmt: skip
 OTHERS_OFFLOAD = [_case("accelerate_loop.py", "llama", 2, "cpu"), _case("plain.py", "gpt2", 3, "cpu")]
 CASES = [*TRAINER, *OTHERS, *OFFLOAD, *OTHERS_OFFLOAD]
-IMPOSSIBLE: dict[Case, str] = {}
-"""Cases that DeepSpeed itself does not run, and why."""
+LEFT_OUT: dict[Case, str] = {
+    _case("moe.py", "gpt2", 0): "DeepSpeed's stage 0 clips by the mean of the norms that each rank finds with its own "
+    "experts; its stages 1 and 2, and zoo, by the norm of the whole gradient. Losses differ by 2.4e-6; compared "
+    "without clipping.",
+    _case(
+        "pipeline.py", "gpt2", 0
+    ): "DeepSpeed's stage 0 leaves the later pipeline stages out of the norm that it clips "
+    "by; its stage 1, and zoo, clip by the norm of the whole gradient. Losses differ by 1.9e-4; compared without "
+    "clipping.",
+}
+"""Cases that cannot be compared, and why."""
 
 EXPORTS = ("trainer.py", "accelerate_loop.py", "plain.py", "lora.py")
 """Programs with ``--export``, whose folder ``from_pretrained`` reads."""

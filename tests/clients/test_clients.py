@@ -30,7 +30,7 @@ _SHARE = {
     "qlora.py --model llama --stage 3",
     "sft.py --model llama --stage 3",
     "moe.py --model gpt2 --stage 1",
-    "pipeline.py --model gpt2 --stage 0",
+    "pipeline.py --model gpt2 --stage 0 --clipping 0",
     "fabric.py --model llama --stage 2",
 }
 
@@ -86,7 +86,7 @@ def test_differences_are_found() -> None:
     assert wrong(losses=[2.0, float("nan")]) == 1
     assert wrong(grad_norms=[]) == 1
     assert wrong(resumed=[2.0, 1.0]) == 0
-    assert wrong(resumed=[2.0, 1.000002]) == 1
+    assert wrong(resumed=[2.0, 1.0000001]) == 1
     assert wrong(exported={".": 2e-5}) == 1
     assert len(judged(case, plain, {**plain, "exported": {".": 0.0}}, same_processor=True)) == 1
 
