@@ -28,13 +28,13 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts wheels \
-	try-wheels nvcc kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean again
+	try-wheels nvcc peer kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo "also: setup test-rust test-python test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
-	@echo "      kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean"
+	@echo "      peer kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -121,6 +121,11 @@ try-wheels: wheels
 # For machines without a CUDA toolkit: nvcc as wheels, 113 MB to download, 308 MB on the disk.
 nvcc: setup
 	@$(call FIND_PYTHON,nvcc)
+
+# Real DeepSpeed in an environment of its own, which tests/clients compares with; 5.7 GB on the disk, most of it torch.
+PEER ?= .peer
+peer: setup
+	@$(BIN)/python scripts/peer.py $(PEER)
 
 kernels-check: setup
 	@$(BIN)/python scripts/kernels_check.py

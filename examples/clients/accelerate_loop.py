@@ -9,7 +9,6 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 from common import (
     ACCUMULATION,
-    CLIPPING,
     CONFIGS,
     LEARNING_RATE,
     MICRO_BATCH,
@@ -33,7 +32,7 @@ def main() -> None:
     make_state()
     config = ds_config(args.stage, args.offload) | {
         "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": CLIPPING,
+        "gradient_clipping": args.clipping,
     }
     config["optimizer"]["params"] |= {"betas": [0.9, 0.999], "eps": 1e-8}
     plugin = DeepSpeedPlugin(hf_ds_config=config, transformer_moe_cls_names=BLOCKS_OF_EXPERTS.get(args.model))
@@ -57,7 +56,8 @@ def main() -> None:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), CLIPPING) if accelerator.sync_gradients else None
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), args.clipping)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 VOCABULARY, LENGTH = 64, 16
 MICRO_BATCH, ACCUMULATION = 2, 2
-LEARNING_RATE, WEIGHT_DECAY, WARMUP, CLIPPING = 1e-2, 0.01, 2, 0.5
+LEARNING_RATE, WEIGHT_DECAY, WARMUP = 1e-2, 0.01, 2
 
 
 def arguments(about: str | None) -> argparse.Namespace:
@@ -25,6 +25,9 @@ def arguments(about: str | None) -> argparse.Namespace:
     parser.add_argument("--model", default="gpt2", choices=sorted(CONFIGS))
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="stage of ZeRO")
     parser.add_argument("--offload", default="none", choices=("none", "cpu"), help="where the optimizer's states are")
+    parser.add_argument(
+        "--clipping", type=float, default=0.5, help="norm that gradients are clipped to; 0: they are not"
+    )
     parser.add_argument("--steps", type=int, default=6, help="steps of the whole training")
     parser.add_argument("--stop", type=int, help="stop after this many steps")
     parser.add_argument("--folder", type=Path, default=Path("out"), help="where checkpoints go")
@@ -124,20 +127,20 @@ def ds_config(stage: int, offload: str) -> dict[str, Any]:
     return config
 
 
-def filled_config(stage: int, offload: str, steps: int) -> dict[str, Any]:
+def filled_config(args: argparse.Namespace) -> dict[str, Any]:
     """The same with numbers in the place of "auto", for programs without a Trainer."""
-    config = ds_config(stage, offload)
+    config = ds_config(args.stage, args.offload)
     config |= {
         "train_batch_size": MICRO_BATCH * ACCUMULATION * int(os.environ["WORLD_SIZE"]),
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": CLIPPING,
+        "gradient_clipping": args.clipping,
     }
     config["optimizer"]["params"] |= {
         "lr": LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": WEIGHT_DECAY,
     }  # fmt: skip
     config["scheduler"]["params"] = {
-        "warmup_min_lr": 0, "warmup_max_lr": LEARNING_RATE, "warmup_num_steps": WARMUP, "total_num_steps": steps,
+        "warmup_min_lr": 0, "warmup_max_lr": LEARNING_RATE, "warmup_num_steps": WARMUP, "total_num_steps": args.steps,
     }  # fmt: skip
     # Small enough that a tiny model has several buckets and parameters in parts.
     config["zero_optimization"] |= {

@@ -52,7 +52,7 @@ class AnyDevice(DeepSpeedStrategy):
 
 def main() -> None:
     args = arguments(__doc__)
-    config = filled_config(args.stage, args.offload, args.steps)
+    config = filled_config(args)
     del config["optimizer"], config["scheduler"]
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     # Fabric's optimizer.step() is a step of DeepSpeed's optimizer, which knows nothing of micro-batches.

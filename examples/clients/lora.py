@@ -16,8 +16,8 @@ TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj"], "qwen3_m
 
 def main() -> None:
     args = arguments(__doc__)
+    base = hub(args)  # before there is a group of processes, in which transformers writes on one rank only
     make_state()
-    base = hub(args)
     training = TrainingArguments(**training_arguments(args))
     set_seed(7)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

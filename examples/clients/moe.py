@@ -53,7 +53,7 @@ def main() -> None:
     deepspeed.init_distributed()
     torch.manual_seed(7)
     model = Model()
-    config = filled_config(args.stage, args.offload, args.steps)
+    config = filled_config(args)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
 
     rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()

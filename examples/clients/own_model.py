@@ -59,7 +59,7 @@ class Model(nn.Module):
 def main() -> None:
     args = arguments(__doc__)
     deepspeed.init_distributed()
-    config = filled_config(args.stage, args.offload, args.steps)
+    config = filled_config(args)
     del config["optimizer"], config["scheduler"]
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     torch.manual_seed(7)

@@ -67,7 +67,7 @@ def main() -> None:
         TiedLayerSpec("embedding", Embedding, forward_fn=logits),
     ]
     model = PipelineModule(layers, num_stages=STAGES, loss_fn=loss)
-    config = filled_config(args.stage, args.offload, args.steps)
+    config = filled_config(args)
     replicas = deepspeed.comm.get_world_size() // STAGES
     config["train_batch_size"] = MICRO_BATCH * ACCUMULATION * replicas
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -16,7 +16,7 @@ from transformers.integrations import HfDeepSpeedConfig
 def main() -> None:
     args = arguments(__doc__)
     deepspeed.init_distributed()
-    config = filled_config(args.stage, args.offload, args.steps)
+    config = filled_config(args)
     set_seed(7)
     # While this lives, transformers builds models with their parameters in parts at stage 3.
     keep = HfDeepSpeedConfig(config)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArgum
 
 def main() -> None:
     args = arguments(__doc__)
+    base = hub(args)  # before there is a group of processes, in which transformers writes on one rank only
     make_state()
-    base = hub(args)
     training = TrainingArguments(**training_arguments(args))
     set_seed(7)
     model = AutoModelForCausalLM.from_pretrained(

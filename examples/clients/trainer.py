@@ -11,7 +11,6 @@ import torch
 from common import (
     ACCUMULATION,
     BY_HAND,
-    CLIPPING,
     CONFIGS,
     LEARNING_RATE,
     MICRO_BATCH,
@@ -63,7 +62,7 @@ def training_arguments(args: Any) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "weight_decay": WEIGHT_DECAY,
         "warmup_steps": WARMUP,
-        "max_grad_norm": CLIPPING,
+        "max_grad_norm": args.clipping,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "save_strategy": "steps" if args.save else "no",

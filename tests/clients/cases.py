@@ -1,13 +1,15 @@
 """The programs of ``examples/clients`` on two gloo processes: on zoo, and on real DeepSpeed where that is installed.
 
-    ZOO_PEER=/path/to/environment python -m tests.clients.cases     record what DeepSpeed computes, in peers.json
+    ZOO_PEER=.peer python -m tests.clients.cases     record what DeepSpeed computes, in peers.json
 
-``make peer`` makes the environment. Cases that are recorded already are left as they are.
+``make peer`` makes the environment. Cases that are recorded already are left as they are, unless the recording is of
+other versions or of a processor with other instruction sets: then it begins anew.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Path(__file__).with_name("peers.json")
-PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "peft", "trl", "lightning", "bitsandbytes")
+PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "peft", "trl", "lightning", "datasets", "bitsandbytes")
 _SHARED = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 MODELS = ("gpt2", "llama", "qwen3_moe")
@@ -40,12 +42,24 @@ OTHERS = [
     *[_case("lora.py", *which) for which in (("gpt2", 3), ("llama", 0), ("llama", 2), ("llama", 3), ("qwen3_moe", 3))],
     *[_case("qlora.py", "llama", stage) for stage in (2, 3)],
     *[_case("sft.py", *which) for which in (("gpt2", 2), ("llama", 3))],
-    *[_case("moe.py", "gpt2", stage) for stage in (0, 1, 2)],
-    *[_case("pipeline.py", "gpt2", stage) for stage in (0, 1)],
+    *[(*_case(program, "gpt2", 0), "--clipping", "0") for program in ("moe.py", "pipeline.py")],
+    *[_case("moe.py", "gpt2", stage) for stage in (1, 2)],
+    _case("pipeline.py", "gpt2", 1),
     *[_case("fabric.py", "llama", stage) for stage in (2, 3)],
 ]  # fmt: skip
 OTHERS_OFFLOAD = [_case("accelerate_loop.py", "llama", 2, "cpu"), _case("plain.py", "gpt2", 3, "cpu")]
 CASES = [*TRAINER, *OTHERS, *OFFLOAD, *OTHERS_OFFLOAD]
+LEFT_OUT: dict[Case, str] = {
+    _case("moe.py", "gpt2", 0): "DeepSpeed's stage 0 clips by the mean of the norms that each rank finds with its own "
+    "experts; its stages 1 and 2, and zoo, by the norm of the whole gradient. Losses differ by 2.4e-6; compared "
+    "without clipping.",
+    _case(
+        "pipeline.py", "gpt2", 0
+    ): "DeepSpeed's stage 0 leaves the later pipeline stages out of the norm that it clips "
+    "by; its stage 1, and zoo, clip by the norm of the whole gradient. Losses differ by 1.9e-4; compared without "
+    "clipping.",
+}
+"""Cases that cannot be compared, and why."""
 
 EXPORTS = ("trainer.py", "accelerate_loop.py", "plain.py", "lora.py")
 """Programs with ``--export``, whose folder ``from_pretrained`` reads."""
@@ -61,21 +75,24 @@ STUDIED = [
 """Cases that are also stopped and resumed, and whose exported weights are read, where they export."""
 HALF = 3
 """Steps after which a studied case is stopped; all make six."""
+TIMEOUT_S = 400.0
 
 
 def peer_here() -> Path | None:
     """The environment with real DeepSpeed that ZOO_PEER names."""
-    return Path(os.environ["ZOO_PEER"]) if os.environ.get("ZOO_PEER") else None
+    return Path(os.environ["ZOO_PEER"]).absolute() if os.environ.get("ZOO_PEER") else None
 
 
-def tolerance(case: Case) -> float:
-    """Relative, of losses. DeepSpeed's CPU Adam differs from its own other runs by 2e-6."""
-    return 5e-6 if "--offload" in case else 1e-6
+def tolerance(case: Case, *, same_processor: bool = True) -> float:
+    """Relative, of losses. DeepSpeed's CPU Adam differs from its own other runs by 2e-6, and kernels for other
+    instruction sets add in another order.
+    """
+    return 1e-6 if same_processor and "--offload" not in case else 5e-6
 
 
 def difference(own: list[float], other: list[float]) -> float:
-    """The largest relative one; infinite between lists of several lengths."""
-    if len(own) != len(other) or not own:
+    """The largest relative one; infinite between lists of several lengths and where a number is none."""
+    if len(own) != len(other) or not own or not all(map(math.isfinite, (*own, *other))):
         return float("inf")
     return max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(own, other, strict=True))
 
@@ -104,17 +121,22 @@ def run(case: Case, *extra: str, folder: Path, peer: Path | None = None) -> dict
 
 
 def _finished(command: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str]:
-    """Exit status and what it said on stderr; after 200 seconds it is ended with all that it started."""
+    """Exit status and what it said on stderr; after TIMEOUT_S it is ended with all that it started."""
     with subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            said = process.communicate(timeout=200)[1]
+            said = process.communicate(timeout=TIMEOUT_S)[1]
             return process.returncode, said
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return -signal.SIGKILL, f"it hung.\n{process.communicate()[1]}"
+
+
+def results(case: Case, peer: Path | None = None) -> dict[str, Any]:
+    """All that is asked of a case."""
+    return study(case, peer) if case in STUDIED else losses(case, peer)
 
 
 def losses(case: Case, peer: Path | None = None) -> dict[str, Any]:
@@ -155,7 +177,7 @@ def _logits_differ(case: Case, export: Path, base: Path, logits: list[float]) ->
     """Reads the export as anybody would, in a process without DeepSpeed or zoo."""
     command = [sys.executable, str(Path(__file__).with_name("reading.py")), str(export)]
     command += [str(base)] if case[0] == "lora.py" else []
-    done = subprocess.run(command, env={**os.environ, **_SHARED}, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env={**os.environ, **_SHARED}, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
         raise AssertionError(f"{' '.join(case)}: {export} cannot be read:\n{done.stderr[-4000:]}")
     own = json.loads(done.stdout.splitlines()[-1])
@@ -164,22 +186,46 @@ def _logits_differ(case: Case, export: Path, base: Path, logits: list[float]) ->
     return max(abs(a - b) for a, b in zip(own, logits, strict=True))
 
 
+_HEAD = """
+import importlib.metadata, json, sys, torch
+versions = {name: importlib.metadata.version(name) for name in sys.argv[1:]}
+print(json.dumps({"versions": versions, "instructions": torch.backends.cpu.get_cpu_capability()}))
+"""
+
+
+def head(peer: Path | None = None) -> dict[str, Any]:
+    """``versions`` of the packages in an environment, and the ``instructions`` that torch uses there."""
+    python = sys.executable if peer is None else str(peer / "bin/python")
+    packages = [name for name in PACKAGES if peer is not None or name != "deepspeed"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    said = subprocess.check_output([python, "-c", _HEAD, *packages], text=True, env=environment)
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
+def recorded() -> dict[str, Any]:
+    """``versions``, ``instructions`` and ``cases`` of peers.json."""
+    found: dict[str, Any] = json.loads(PEERS.read_text()) if PEERS.exists() else {"cases": {}}
+    return found
+
+
 def record(peer: Path) -> None:
     """Write what the peer computes for every case that is not recorded."""
-    found = json.loads(PEERS.read_text()) if PEERS.exists() else {"versions": {}, "cases": {}}
-    names = f"import importlib.metadata as m, json; print(json.dumps({{p: m.version(p) for p in {PACKAGES}}}))"
-    found["versions"] = json.loads(subprocess.check_output([str(peer / "bin/python"), "-c", names], text=True))
-    for case in CASES:
-        name = " ".join(case)
-        if name not in found["cases"]:
-            try:
-                found["cases"][name] = study(case, peer) if case in STUDIED else losses(case, peer)
-            except AssertionError as error:
-                print(error, flush=True)
-                continue
-            PEERS.write_text(json.dumps(found, indent=1) + "\n")
-            print(*case, flush=True)
+    here, found = head(peer), recorded()
+    kept = found["cases"] if {key: found.get(key) for key in here} == here else {}
+    names = [" ".join(case) for case in CASES]
+    for case, name in zip(CASES, names, strict=True):
+        if name in kept:
+            continue
+        try:
+            kept[name] = results(case, peer)
+        except AssertionError as error:
+            print(error, flush=True)
+            continue
+        cases = {name: kept[name] for name in names if name in kept}
+        PEERS.write_text(json.dumps({**here, "cases": cases}, indent=1) + "\n")
+        print(name, flush=True)
 
 
 if __name__ == "__main__":
-    record(Path(os.environ["ZOO_PEER"]))
+    record(Path(os.environ["ZOO_PEER"]).absolute())

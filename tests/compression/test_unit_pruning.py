@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 from typing import Any
@@ -267,6 +268,34 @@ class Reads(Mlp):
         return out
 
 
+def wrapped(step: Any) -> Any:
+    """A decorator as libraries have them: it takes any arguments and says that it is what it wraps."""
+
+    def decorate(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def around(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            out: Tensor = step(self, forward(self, *args, **kwargs))
+            return out
+
+        return around
+
+    return decorate
+
+
+class Wrapped(Mlp):
+    @wrapped(lambda self, out: 2 * out)
+    def forward(self, x: Tensor, *more: Tensor, shift: float = 0.25, **others: Tensor) -> Tensor:
+        out: Tensor = self.fc2(torch.relu(self.fc1(x, *more, **others))) + shift
+        return out
+
+
+class WrappedReads(Mlp):
+    @wrapped(lambda self, out: out + self.fc2.weight.sum())
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        out: Tensor = self.fc2(torch.relu(self.fc1(x))) * scale
+        return out
+
+
 class Added(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x.sum(-1, keepdim=True)
@@ -288,6 +317,7 @@ def with_own_forward() -> Mlp:
     [
         (Scaled(), "the forward of a Scaled computes with the number of units"),
         (Reads(), r"the forward of a Reads reads 'fc2\.weight' itself"),
+        (WrappedReads(), r"the forward of a WrappedReads reads 'fc2\.weight' itself"),
         (with_own_forward(), "an? Added has a forward of its own"),
         (Mlp(Rolled()), "'roll', which is not known to treat each unit alone"),
         (Residual(), "'getitem', which is not known to treat each unit alone"),
@@ -308,6 +338,12 @@ def test_what_cannot_be_followed_stays_and_the_log_says_why(
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{ROWS}.different_groups.g: the units of 'fc1' stay, as zeros")
     assert re.search(reason, record.getMessage()), record.getMessage()
+
+
+def test_a_forward_in_a_wrapper_is_followed() -> None:
+    x = torch.randn(3, 6)
+    clean, _ = cleaned(Wrapped(), units(["fc1"], [["fc2"]]), x)
+    assert tuple(clean.fc1.weight.shape) == (5, 6)
 
 
 STEPS: dict[str, Any] = {

@@ -145,8 +145,18 @@ def check_zoo(words: list[str]) -> None:
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         assert words[0] in command.commands, f"zoo has no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
+    script = next((place for place, word in enumerate(words) if word.endswith(".py") and "/" in word), len(words))
+    if command.name == "run" and script < len(words):
+        check_python(words[script:])
+        words = words[:script]
     options = {name for parameter in command.params for name in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= options, f"{command.name} has {sorted(options)}"
+
+
+def beside(script: Path) -> list[Path]:
+    """The files next to a script that it imports."""
+    names = re.findall(r"^from (\w+) import", script.read_text(encoding="utf-8"), re.MULTILINE)
+    return [path for name in names if (path := script.with_name(f"{name}.py")).exists()]
 
 
 def check_python(words: list[str]) -> None:
@@ -160,7 +170,7 @@ def check_python(words: list[str]) -> None:
         sources, options = Path(found.origin).parent.rglob("*.py"), words[2:]
     else:
         assert (ROOT / words[0]).is_file(), f"there is no {words[0]}"
-        sources, options = iter([ROOT / words[0]]), words[1:]
+        sources, options = iter([ROOT / words[0], *beside(ROOT / words[0])]), words[1:]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for option in options:
         assert not option.startswith("--") or f'"{option}"' in code, f"{words[1]} has no {option}"
@@ -170,8 +180,11 @@ def check_python(words: list[str]) -> None:
 def check_pip(words: list[str]) -> None:
     """Folders and files are there, and extras of this repository's distributions."""
     extras = tomllib.loads(text("cuda/pyproject.toml"))["project"]["optional-dependencies"]
+    own = tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"]
     for before, word in zip(["", *words], words, strict=False):
-        if word.startswith(".") or before == "-r":
+        if match := re.fullmatch(r"\.\[(\w+)\]", word):
+            assert match[1] in own, f"zoo-core has no extra {match[1]}"
+        elif word.startswith(".") or before == "-r":
             assert (ROOT / word).exists(), f"there is no {word}"
         elif match := re.fullmatch(r"zoo-kernels\[(\w+)\]", word):
             assert match[1] in extras
@@ -190,6 +203,8 @@ def test_commands_exist(page: str) -> None:
             check_python(words)
         elif program == "torchrun" and "-m" in words:
             check_python(words[words.index("-m") :])
+        elif program == "torchrun" and any(word.endswith(".py") for word in words):
+            check_python(words[next(place for place, word in enumerate(words) if word.endswith(".py")) :])
         elif program == "pip":
             check_pip(words)
         elif "/" in program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from importlib import metadata
@@ -66,3 +67,20 @@ def test_nothing_asks_for_the_distribution_that_takes_another_name() -> None:
         project = manifest(f"{folder}/pyproject.toml")["project"]
         assert not [need for need in project["dependencies"] if need.startswith("deepspeed")]
     assert "./dropin" not in (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
+
+
+def test_the_tests_have_every_client_library_in_the_version_of_the_extra() -> None:
+    extra = manifest("pyproject.toml")["project"]["optional-dependencies"]["clients"]
+    lines = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
+    assert {"transformers", "accelerate"} <= {re.split(r"[<>=]", need)[0] for need in extra}
+    assert [need for need in extra if need not in lines] == []
+    names = {re.split(r"[<>=;]", need)[0] for need in [*extra, *lines]}
+    assert not names & {"torch", "deepspeed"}  # torch is the user's own; zoo is what stands for the other
+
+
+def test_what_the_recorded_peer_had_is_what_the_extra_asks_for() -> None:
+    recorded = json.loads((ROOT / "tests/clients/peers.json").read_text(encoding="utf-8"))["versions"]
+    extra = manifest("pyproject.toml")["project"]["optional-dependencies"]["clients"]
+    for need in extra:
+        name, oldest = re.match(r"([\w-]+)>=([\d.]+)", need).groups()
+        assert recorded[name].startswith(f"{oldest}."), f"{name} {recorded[name]} was recorded; the extra says {need}"

@@ -142,6 +142,23 @@ class _Tracer(fx.Tracer):
         known = class_of(m) in (*_MODULES, *_MAX_POOLS, *_MEAN_POOLS, nn.Flatten)
         return known or any(True for _ in m.parameters()) or any(True for _ in m.buffers())
 
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """A wrapper of ``*args, **kwargs`` gets the arguments of the forward inside, and runs whole."""
+        inner = inspect.unwrap(root_fn)
+        nested = any(isinstance(value, (tuple, list, dict)) for value in (concrete_args or {}).values())
+        if inner is root_fn or nested:
+            return super().create_args_for_root(root_fn, is_module, concrete_args)
+        _, values = super().create_args_for_root(inner, is_module, concrete_args)
+        parameters = inspect.signature(inner).parameters.values()
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        num = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+        def through(*given: Any) -> Any:
+            # torch.fx puts what is for keywords only right after the positional ones, and the rest at the end.
+            return root_fn(*given[:num], **dict(zip(named, given[num:], strict=False)))
+
+        return through, values
+
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """``*args`` of the traced forward are none, as arguments with defaults have these."""
         return iter(()) if _is_rest(obj) else super().iter(obj)
