@@ -13,8 +13,8 @@ HEAD = """# From DeepSpeed to zoo
 
 Programs of DeepSpeed run on zoo as they are (`zoo run --as-deepspeed script.py`, see `python/zoo/deepspeed/README.md`).
 What [behaves otherwise](#behaviour); each [name](#names) that is there, where it is at home in zoo, and what differs;
-then [what is absent, and why](#absent). What is
-in neither list is absent too: importing it is an `ImportError`, asking for it an `AttributeError`. Made of the tables
+then [what is absent, and why](#absent). What is in
+neither list is absent too: importing it is an `ImportError`, asking for it an `AttributeError`. Made of the tables
 in `python/zoo/deepspeed/surface` by `python -m zoo.deepspeed.page`.
 
 ## Behaviour

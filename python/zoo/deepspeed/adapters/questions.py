@@ -40,9 +40,9 @@ _OF_DOCUMENT = {
     for name in (
         "dump_state", "memory_breakdown", "optimizer_params", "scheduler_params", "load_universal_checkpoint",
         "use_node_local_storage", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail",
-        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather",
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio_config",
     )
-} | {"aio_config": "aio_config", "pipeline_config": "pipeline", "zero_config": "zero_config"}  # fmt: skip
+}  # fmt: skip
 # Method of the engine: "zero_" and this → the same key of the section zero_optimization.
 _OF_ZERO = {
     f"zero_{key}": key
@@ -51,8 +51,8 @@ _OF_ZERO = {
         "contiguous_gradients", "elastic_checkpoint", "prefetch_bucket_size", "param_persistence_threshold",
         "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
         "ignore_unused_parameters", "gather_16bit_weights_on_model_save", "load_from_fp32_weights", "legacy_stage1",
-        "round_robin_gradients", "module_granularity_threshold", "use_multi_rank_bucket_allreduce",
-        "multi_rank_bucket_allreduce", "offload_param", "offload_optimizer",
+        "round_robin_gradients", "module_granularity_threshold",
+        "offload_param", "offload_optimizer",
     )
 } | {name: name for name in (
     "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights",
