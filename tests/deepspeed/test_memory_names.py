@@ -79,8 +79,12 @@ def test_the_engine_says_the_level_of_the_log_that_its_configuration_asks_for() 
         config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, **more}
         return deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0].log_level()
 
-    assert sim.run(1, level) == [None]
-    assert sim.run(1, lambda rank: level(rank, log_level="info")) == ["info"]
+    before = logging.getLogger("DeepSpeed").level
+    try:
+        assert sim.run(1, level) == [None]
+        assert sim.run(1, lambda rank: level(rank, log_level="info")) == ["info"]
+    finally:
+        logging.getLogger("DeepSpeed").setLevel(before)
 
 
 def test_pinned_tensors_are_of_one_pool_that_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,15 +38,10 @@ def cast(model: nn.Module, dtype: torch.dtype | None, buffer_dtype: torch.dtype 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     # Kernels of BatchNorm on CPUs take one type for weights and statistics.
-    owners = [module for module in model.modules() if module._buffers and not isinstance(module, _NormBase)]
-    own = [dict(module._buffers) for module in owners]
-    try:
-        for module in owners:
-            module._buffers.update(dict.fromkeys(module._buffers))
-        model.to(dtype=dtype)
-    finally:
-        for module, buffers in zip(owners, own, strict=True):
-            module._buffers.update(buffers)
+    kept = [(m, dict(m._buffers)) for m in model.modules() if m._buffers and not isinstance(m, _NormBase)]
+    model.to(dtype=dtype)
+    for module, buffers in kept:
+        module._buffers.update(buffers)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
