@@ -221,3 +221,66 @@ def test_ordinary_parameters_pass_through() -> None:
     assert not bool(model[0].weight.any())
     with GatheredParameters(model.parameters(), enabled=False), GatheredParameters([]):
         pass
+
+
+class Fused(torch.autograd.Function):
+    """x W^T, squared and summed; the gradients are computed in the forward, while W is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x @ weight.T
+        ctx.save_for_backward(2 * y @ weight, 2 * y.T @ x)
+        return y.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad * x, grad * weight
+
+
+class FusedHead(nn.Module):
+    """Never calls its head: a fused loss takes the weight, gathered for as long as it runs."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reads = reads
+        self.first, self.second, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(torch.tanh(self.first(x)))
+        if self.reads:
+            with torch.no_grad(), GatheredParameters(self.first.weight):
+                assert self.first.weight.shape == (6, 4)
+        with GatheredParameters(self.head.weight):
+            out: torch.Tensor = Fused.apply(h, self.head.weight)
+        return out
+
+
+@given(
+    world=st.integers(1, 3), size=st.sampled_from([1, 10**6]), overlap=st.booleans(), reads=st.booleans(),
+    order=st.permutations(["first", "second", "head"]),
+)  # fmt: skip
+def test_what_a_forward_gathers_for_itself_gets_its_gradient(
+    world: int, size: int, overlap: bool, reads: bool, order: list[str]
+) -> None:
+    """Training so at stage 3 equals stage 0, wherever the parameter stands among those of the model."""
+
+    def fn(rank: int, stage: int) -> dict[str, torch.Tensor]:
+        model = FusedHead(reads)
+        model._modules = {name: model._modules[name] for name in order}
+        opt = ZeroOptimizer(
+            model, stage=stage, optimizer=torch.optim.AdamW, lr=0.01, param_persistence_threshold=0,
+            reduce_bucket_size=size, overlap_comm=overlap,
+        )  # fmt: skip
+        for step in range(3):
+            opt.backward(model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))))
+            opt.step()
+            opt.zero_grad()
+        found = opt.consolidated_parameters()
+        opt.close()
+        return found
+
+    expected = sim.run(world, lambda rank: fn(rank, 0))
+    for found in sim.run(world, lambda rank: fn(rank, 3)):
+        torch.testing.assert_close(found, expected[0])

@@ -128,9 +128,13 @@ class Backward:
 
     def _open_others(self) -> None:
         """Gradients come for parameters whose module did not run: another module used them."""
+        contexts = self._contexts.open if self._driven is None else [self._driven]
+        ran = {unit.name for context in contexts for unit in context.calls}
         for bucket in self._whole:
             counted = bucket in self._used if self._driven is not None else bucket.leases
-            if not counted and self._tasks.adds_to(bucket):
+            # Of a bucket of several modules, those that ran open it only when backward comes to them.
+            idle = set(bucket.spec.units) - ran if counted else ()
+            if (idle and self._tasks.adds_to_units(bucket, idle)) if counted else self._tasks.adds_to(bucket):
                 self._awaited.add(bucket)
                 if bucket.gradients is not None:
                     bucket.gradients.open()

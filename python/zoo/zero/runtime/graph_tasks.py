@@ -7,7 +7,7 @@ will execute; all of this may be called inside of one only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,12 @@ class GraphTasks:
             return all(map(_will_execute, leaves))
         except RuntimeError:
             return False
+
+    def adds_to_units(self, bucket: Bucket, units: Collection[str]) -> bool:
+        """Whether it adds to the gradient of some parameter of ``bucket`` that is one of these units'."""
+        begins = tuple(f"{unit}." for unit in units)
+        named = zip(bucket.spec.names, bucket.spec.parameters, strict=True)
+        return any(map(_will_execute, accumulators([p for name, p in named if name.startswith(begins)])))
 
     def adds_to(self, bucket: Bucket) -> bool:
         """Whether it adds to the gradient of some parameter of ``bucket``."""

@@ -70,7 +70,8 @@ class GatheredParameters:
             overwritten. Of parameters that are parts along other mesh axes it is a rank of those with the same part.
             After an exception inside, nothing is changed, but for what an inner context stored before it.
         fwd_module: a module in whose forward the parameters are used from now on: they are registered as external to
-            it (:func:`~zoo.zero.register_external_parameter`).
+            it (:func:`~zoo.zero.register_external_parameter`). Without it, a trainable parameter that is gathered for
+            reading inside of a forward, at stage 3 and with gradients recorded, becomes external to the running unit.
         enabled: False makes this do nothing.
 
     Raises:
@@ -115,6 +116,7 @@ class GatheredParameters:
         for owner in {id(o): o for o in map(owner_of, self._slots)}.values():
             owner.settle()
         self._agree()
+        self._take_external()
         try:
             for bucket in self._slots:
                 self._held[bucket] = owner_of(bucket).hold(bucket, writes=self._modifier is not None)
@@ -143,6 +145,13 @@ class GatheredParameters:
         if self._fwd_module is not None:
             for parameter in self._params:
                 register_external_parameter(self._fwd_module, parameter)
+
+    def _take_external(self) -> None:
+        """What is read in a forward may lead to the loss: its gradient comes in the backward of the running unit."""
+        if self._modifier is None and torch.is_grad_enabled():
+            for bucket, slots in self._slots.items():
+                if bucket.partitioned and bucket.gradients is not None:
+                    bucket.take_external(bucket.spec.names[slots[0]])
 
     def _agree(self) -> None:
         comms: dict[int, tuple[Communicator, torch.device, list[str]]] = {}
