@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tests.processes import run_ranks
 from tests.profiles import examples
 
-from zoo.comm import init_distributed
+from zoo.comm import init_distributed, launch
 from zoo.comm.launch import Place, discover, first_node
 from zoo.engine import add_config_arguments
 
@@ -153,3 +154,22 @@ def test_a_scripts_command_line() -> None:
     assert vars(parser.parse_args([])) == {"deepspeed": False, "deepspeed_config": None}
     found = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
     assert (found.deepspeed, found.deepspeed_config) == (True, "ds.json")
+
+
+def test_the_group_is_left_before_python_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, in bounded time, and not after a failure: peers that wait for it learn of that by the end of the process."""
+    said: list[str] = []
+    held = threading.Event()
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: said.append("left"))
+    launch._leave()
+    assert said == ["left"]
+    monkeypatch.setattr(launch, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: held.wait(60) and said.append("late"))
+    launch._leave()  # returns, though it has not left
+    assert said == ["left"]
+    held.set()
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: said.append("after a failure"))
+    monkeypatch.setattr("sys.last_type", RuntimeError, raising=False)
+    launch._leave()
+    assert "after a failure" not in said
