@@ -157,7 +157,7 @@ def test_a_scripts_command_line() -> None:
 
 
 def test_the_group_is_left_before_python_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, in bounded time, and not after a failure: peers that wait for it learn of that by the end of the process."""
+    """In bounded time, and not after a failure: peers that wait for it learn of that by the end of the process."""
     said: list[str] = []
     held = threading.Event()
     monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
