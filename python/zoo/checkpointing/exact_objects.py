@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,10 @@ def encoded(value: Any) -> tuple[str, Any] | None:
         if kind is bag:
             return name, dict(vars(value))
     for name, iso in _ISO.items():
-        if kind is iso and _is_told(getattr(value, "tzinfo", None)):
-            return name, [value.isoformat(), getattr(value, "fold", 0)]
+        if kind is iso:
+            text, fold = value.isoformat(), getattr(value, "fold", 0)
+            # Names of time zones are not told, and Python reads some offsets as others.
+            return (name, [text, fold]) if repr(_of_iso(name, text, fold)) == repr(value) else None
     if kind is timedelta:
         return "timedelta", [value.days, value.seconds, value.microseconds]
     if kind is type(Path()):
@@ -30,11 +32,9 @@ def encoded(value: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _is_told(zone: Any) -> bool:
-    """Whether ISO 8601 tells the time zone: a fixed offset without a name of its own, or none."""
-    if zone is None:
-        return True
-    return type(zone) is timezone and zone.tzname(None) == timezone(zone.utcoffset(None)).tzname(None)
+def _of_iso(name: str, text: str, fold: int) -> Any:
+    found = _ISO[name].fromisoformat(text)
+    return found.replace(fold=fold) if fold else found
 
 
 def decoded(kind: str, parts: Any) -> Any:
@@ -49,8 +49,7 @@ def decoded(kind: str, parts: Any) -> Any:
         return _BAGS[kind](**parts)
     if kind in _ISO:
         text, fold = parts
-        found = _ISO[kind].fromisoformat(text)
-        return found.replace(fold=fold) if fold else found
+        return _of_iso(kind, text, fold)
     if kind == "timedelta":
         days, seconds, microseconds = parts
         if not all(type(part) is int for part in parts):
