@@ -19,38 +19,28 @@ from zoo.parts import Environment
 Event = tuple[str, Any, int]
 
 
-def _given(strict: bool, data: dict[str, Any]) -> dict[str, Any]:
+class _Strict:
     """``strict``: "auto" is a value like others; otherwise it counts as not given."""
-    return data if strict else {key: value for key, value in data.items() if value != "auto"}
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
 
 
 # Built at once, because a section that is built on first use shows the signature of its base until then.
-class TensorBoardConfig(TensorBoardSection, defer_build=False):
+class TensorBoardConfig(_Strict, TensorBoardSection, defer_build=False):
     """The section ``tensorboard``."""
 
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**_given(strict, data))
 
-
-class WandbConfig(WandbSection, defer_build=False):
+class WandbConfig(_Strict, WandbSection, defer_build=False):
     """The section ``wandb``."""
 
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**_given(strict, data))
 
-
-class CSVConfig(CsvSection, defer_build=False):
+class CSVConfig(_Strict, CsvSection, defer_build=False):
     """The section ``csv_monitor``."""
 
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**_given(strict, data))
 
-
-class CometConfig(CometSection, defer_build=False):
+class CometConfig(_Strict, CometSection, defer_build=False):
     """The section ``comet``."""
-
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**_given(strict, data))
 
 
 class DeepSpeedMonitorConfig(BaseModel):

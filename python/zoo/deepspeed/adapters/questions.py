@@ -34,15 +34,12 @@ _PATHS = {
     "zero_optimization_stage": "zero_optimization.stage",
 }
 
-# Method of the engine → attribute of DeepSpeedConfig.
-_OF_DOCUMENT = {
-    name: name
-    for name in (
-        "dump_state", "memory_breakdown", "optimizer_params", "scheduler_params", "load_universal_checkpoint",
-        "use_node_local_storage", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail",
-        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio_config",
-    )
-}  # fmt: skip
+# Methods of the engine that are attributes of DeepSpeedConfig.
+_OF_DOCUMENT = (
+    "dump_state", "memory_breakdown", "optimizer_params", "scheduler_params", "load_universal_checkpoint",
+    "use_node_local_storage", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio_config",
+)  # fmt: skip
 # Method of the engine: "zero_" and this → the same key of the section zero_optimization.
 _OF_ZERO = {
     f"zero_{key}": key
@@ -351,7 +348,7 @@ def _of_zero(key: str) -> Callable[[Any], Any]:
 
 for _name, _path in _PATHS.items():
     setattr(Questions, _name, _method(_name, f"``{_path}`` of the configuration.", _of_zoo(_path)))
-for _name, _key in _OF_DOCUMENT.items():
-    setattr(Questions, _name, _method(_name, f"``{_key}`` of the configuration.", _of_document(_key)))
+for _name in _OF_DOCUMENT:
+    setattr(Questions, _name, _method(_name, f"``{_name}`` of the configuration.", _of_document(_name)))
 for _name, _key in _OF_ZERO.items():
     setattr(Questions, _name, _method(_name, f"``zero_optimization.{_key}`` of the configuration.", _of_zero(_key)))
