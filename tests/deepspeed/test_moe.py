@@ -137,6 +137,59 @@ def test_experts_on_other_ranks_need_no_mesh(stage: int) -> None:
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
+def test_layers_without_an_engine_find_each_other() -> None:
+    alone = steps_by_hand(0, 1)
+
+    def job(rank: int) -> list[float]:
+        groups = deepspeed.utils.groups
+        with pytest.raises(AssertionError, match="no expert-parallel group 'ep_size_2'"):
+            groups._get_expert_data_parallel_group("ep_size_2")
+        assert groups._get_expert_parallel_group_dict() == {}
+        with pytest.raises(AssertionError, match="4 ranks cannot form groups of 3"):
+            groups._create_expert_and_data_parallel(3)
+        with pytest.raises(ValueError, match="consecutive ranks share the experts"):
+            groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
+        return steps_by_hand(rank, 2)
+
+    for losses in sim.run(4, job):
+        assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def steps_by_hand(rank: int, ep_size: int) -> list[float]:
+    """Every rank has the same data; gradients of experts are those of all ranks that share them."""
+    model = Net(ep_size)
+    with torch.no_grad():
+        for parameter in model.moe.expert_parameters():
+            parameter.fill_(0.1)
+    for _ in range(2):  # the second call does nothing
+        model.moe.set_deepspeed_parallelism()
+    if ep_size > 1:
+        groups = deepspeed.utils.groups
+        first, name = rank // 2 * 2, "ep_size_2"
+        assert groups._get_expert_parallel_group_ranks(name) == [first, first + 1]
+        assert groups._get_expert_parallel_src_rank(name) == first
+        assert groups._get_expert_data_parallel_group_ranks(name) == [rank % 2, rank % 2 + 2]
+        assert groups._get_expert_data_parallel_world_size(name) == 2
+        assert groups._get_expert_data_parallel_rank(name) == rank // 2
+        assert groups._get_expert_broadcast_src_rank(name) == rank % 2
+        assert list(groups._get_expert_data_parallel_group_dict()) == [name]
+        assert groups._get_max_expert_size() == 2
+        groups._create_expert_and_data_parallel(2)  # they are there
+        with pytest.raises(AssertionError, match="it has 'ep_size_2'"):
+            groups._create_expert_and_data_parallel(4)
+    x, found = torch.randn(6, 4, generator=torch.Generator().manual_seed(5)), []
+    for _ in range(2):
+        loss = model(x)
+        model.zero_grad()
+        loss.backward()
+        found.append(float(loss.detach()))
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad / (ep_size if utils.is_moe_param(p) else 1)
+    return found
+
+
 def test_two_sizes_are_refused() -> None:
     def job(rank: int) -> None:
         model = nn.ModuleList([MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=n) for n in (2, 4)])

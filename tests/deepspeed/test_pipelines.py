@@ -72,6 +72,48 @@ def test_a_pipeline_trains_as_one_stage_does() -> None:
         assert losses == pytest.approx(alone, rel=1e-6)
 
 
+def test_where_a_rank_stands_in_a_grid() -> None:
+    """Four ranks: two stages, two replicas; what DeepSpeed 0.19.8 says of them."""
+
+    def job(rank: int) -> None:
+        engine = start(topology=PipeDataParallelTopology(2, 2))
+        grid, module = engine.grid, engine.module
+        assert isinstance(grid, PipelineParallelGrid)
+        assert engine.mpu is grid is module.mpu() is deepspeed.utils.groups.mpu
+        pipe, data = divmod(rank, 2)
+        assert (grid.stage_id, grid.data_parallel_id) == (pipe, data)
+        assert (grid.dp_group, grid.dp_groups) == ([2 * pipe, 2 * pipe + 1], [[0, 1], [2, 3]])
+        assert (grid.pp_group, grid.pipe_groups) == ([data, data + 2], [[0, 2], [1, 3]])
+        assert grid.p2p_groups == [[0, 2], [1, 3], [2, 0], [3, 1]]
+        assert (grid.slice_group, grid.model_parallel_size, grid.ds_model_world_size) == ([rank], 1, 2)
+        assert grid.ds_model_rank == grid.get_pipeline_model_parallel_rank() == pipe
+        assert grid.get_data_parallel_group_ranks() == grid.dp_group
+        assert grid.get_pipeline_model_parallel_world_size() == 2
+        assert (grid.get_tensor_model_parallel_rank(), grid.get_tensor_model_parallel_world_size()) == (0, 1)
+        assert grid.dp_proc_group is engine.data_parallel_group is engine.seq_data_parallel_group
+        assert [g.size() for g in (grid.dp_proc_group, grid.pp_proc_group, grid.ds_model_proc_group)] == [2, 2, 2]
+        assert grid.slice_proc_group.size() == 1
+        assert (engine.get_data_parallel_rank(), engine.mp_world_size, engine.dp_world_size) == (data, 2, 2)
+        assert (module.global_rank, module.world_size, module.world_group.size()) == (rank, 4, 4)
+        assert (engine.prev_stage, engine.next_stage) == (pipe - 1, pipe + 1)
+        both = module.tied_comms["both"]
+        assert (both["ranks"], both["weight_attr"], both["group"].size()) == ([data, data + 2], ["weight"], 2)
+        assert both["module"] is module.tied_modules["both"]
+        assert module.tied_weight_attrs == {"both": ["weight"]}
+        names = [getattr(call, "func", call) for call in module.forward_funcs]
+        if pipe == 0:
+            assert names == [module.tied_modules["both"], torch.tanh]
+            assert module.fwd_map == {}
+        else:
+            assert names == [getattr(module, "2"), turned]
+            assert module.fwd_map == {"2": 0}
+        assert engine.agg_train_loss is None
+        loss = engine.train_batch(iter(batches(3)))
+        assert engine.agg_train_loss is loss
+
+    sim.run(4, job)
+
+
 def test_what_an_engine_of_a_pipeline_says() -> None:
     def job(rank: int) -> None:
         engine = start(num_stages=2)

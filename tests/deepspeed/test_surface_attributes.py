@@ -53,6 +53,33 @@ def test_attributes_of_pipelines() -> None:
     assert engine.activation_checkpoint_interval == 1
 
 
+def test_what_engines_are_asked_of_features() -> None:
+    document = {**config(1), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    document["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}, "legacy_fusion": True}
+    model = net()
+    optimizer, data = torch.optim.AdamW(model.parameters(), lr=0.1), [torch.ones(1)] * 4
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=document, training_data=data)[0]
+    assert (engine.client_optimizer, engine.client_lr_scheduler, engine.training_data) == (optimizer, None, data)
+    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
+    assert (engine.dist_backend, engine.zenflow, engine.pipeline_parallelism) == (None, False, False)
+    for name in ("autotuning_enabled", "flops_profiler_enabled", "super_offload", "data_efficiency_enabled"):
+        assert getattr(engine, name)() is False, name
+    for name in ("data_sampling_enabled", "zero_nvme_offload_optimizer", "zero_allgather_sequential"):
+        assert getattr(engine, name)() is False, name
+    assert engine.optimizer_legacy_fusion()
+    assert engine.zero_compute_grad_norm()
+    assert (engine.zero_partial_offload(), engine.zenflow_config()) == (1.0, None)
+    assert engine.initial_dynamic_scale() == engine.dynamic_loss_scale_args()["init_scale"] == 2**16
+    assert (engine.moe_layers, engine.gate_modules, engine.num_experts) == ([], [], [])
+    assert engine.is_map_style_dataset(data)
+    assert not engine.is_iterable_style_dataset(data)
+    engine.timers("mine").start()
+    engine.timers("mine").stop()
+    assert engine.timers("mine").elapsed() >= 0
+    plain = start(2)
+    assert plain.get_data_types() == (torch.float32, torch.float32)
+
+
 def test_parameters_of_leaves() -> None:
     model = nn.Sequential(net(), nn.Linear(3, 3))
     model[1].bias.requires_grad_(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -367,6 +368,11 @@ class _Tied:
 
     def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None) -> None:
         self.module, self._forward_fn = module, forward_fn
+
+    @property
+    def as_given(self) -> Callable[[Any], Any]:
+        """The module, or ``forward_fn`` of it."""
+        return self.module if self._forward_fn is None else functools.partial(self._forward_fn, self.module)
 
     def __call__(self, x: Any) -> Any:
         forward_fn, module = self._forward_fn, self.module

@@ -119,6 +119,7 @@ def initialize(
     zero = document.get("zero_optimization")
     apply_zero_leaf_module_config(model, (zero.get("leaf_module") or {}) if isinstance(zero, Mapping) else None)
     # An instance has its groups already.
+    client_optimizer, client_schedule = optimizer, lr_scheduler
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
     optimizer, parameters = _components(given, model, optimizer, parameters)
     lr_scheduler = schedule_of(given) if lr_scheduler is None else lr_scheduler
@@ -133,6 +134,7 @@ def initialize(
     groups.follow(engine, mpu)
     made = engine_class(model)(engine, document, mpu)
     made.collate_fn = collate_fn
+    made.client_optimizer, made.client_lr_scheduler, made.training_data = client_optimizer, client_schedule, training_data
     if not its_own:
         loader = made.training_loader(training_data)
         made.training_dataloader = engine.dataloader = loader

@@ -10,7 +10,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from zoo.deepspeed.adapters import groups
+from zoo.layout import enter_mesh
 
 _moe: Any = import_module("zoo.moe")
 _Layer: Any = _moe.MoE
@@ -71,16 +75,17 @@ class MoE(_Layer):  # type: ignore[misc]
         return found
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Nothing to do: ``initialize`` finds the ranks that share the experts.
+        """Find the ranks that share the experts, for a layer that runs without an engine; ``initialize`` does it by
+        itself. A collective of the job, which calls it before a forward.
 
         Raises:
             ValueError: another order of ranks is asked for.
         """
-        if use_data_before_expert_parallel_:
-            raise ValueError(
-                "set_deepspeed_parallelism(use_data_before_expert_parallel_=True): consecutive ranks share the "
-                "experts. Leave it out, or name the axes in another order in the configuration's section mesh."
-            )
+        if self.ep_size > 1 and dist.is_initialized() and self.expert_ranks is None:
+            groups._create_expert_and_data_parallel(self.ep_size, use_data_before_expert_parallel_)
+            enter_mesh(self, groups._mesh())
+        elif use_data_before_expert_parallel_:
+            groups.refuse_other_order()
 
 
 def is_moe_param(param: torch.Tensor) -> bool:

@@ -7,29 +7,41 @@ documented getters raise an AssertionError then, as DeepSpeed's do.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch.distributed as _dist
 
 from zoo.deepspeed.adapters import communication as dist
 from zoo.deepspeed.adapters.access import DeprecatedException
+from zoo.config.mesh import data_axes
 
-mpu: Any = None
-"""The model-parallel unit that ``initialize`` was given, or that the program sets."""
 mesh_device: Any = None
 """A DeviceMesh that the program sets, with axes "data_parallel" and "sequence_parallel"."""
 expert_tensor_parallel_world_size = 1
 
 _ENGINES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the group of all ranks, so that a job forgets its own
+_MESHES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _said: dict[str, int] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "mpu":  # the program has set none
+        return getattr(getattr(_engine(), "module", None), "_grid", None)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _mpu() -> Any:
+    """``groups.mpu``, the model-parallel unit: what ``initialize`` was given or the program sets here, or else the
+    grid of a pipeline."""
+    said = globals().get("mpu")
+    return said if said is not None else __getattr__("mpu")
 
 
 def follow(engine: Any, given: Any) -> None:
     """``initialize`` has made this engine of zoo, with this mpu."""
-    global mpu
     if given is not None:
-        mpu = given
+        globals()["mpu"] = given
     if _dist.is_initialized():
         _ENGINES[_dist.group.WORLD] = engine
 
@@ -43,18 +55,27 @@ def _need_job(name: str) -> None:
         raise dist.NotJoinedError(f"{name}() needs a process group: call deepspeed.init_distributed() first.")
 
 
+def _mesh() -> Any:
+    """The engine's mesh, or before there is one that of :func:`_create_expert_and_data_parallel`."""
+    engine = _engine()
+    if engine is None and _dist.is_initialized():
+        return _MESHES.get(_dist.group.WORLD)
+    return getattr(engine, "mesh", None)
+
+
 def _along(axis: str) -> Any:
-    """The group along an axis of the engine's mesh; None where it has none of that name."""
-    mesh = getattr(_engine(), "mesh", None)
+    """The group along an axis of the mesh; None where it has none of that name."""
+    mesh = _mesh()
     names = getattr(mesh, "mesh_dim_names", None) or ()
     return mesh.get_group(axis) if mesh is not None and axis in names else None
 
 
 def _asked(*names: str) -> Any:
     """What the mpu answers to the first of these questions that it knows; None without."""
+    unit = _mpu()
     for name in names:
-        if mpu is not None and hasattr(mpu, name):
-            return getattr(mpu, name)()
+        if hasattr(unit, name):
+            return getattr(unit, name)()
     return None
 
 
@@ -126,9 +147,10 @@ get_model_parallel_rank = get_tensor_model_parallel_rank
 
 def _get_model_parallel_world_size() -> int:
     """1 without an mpu that says more."""
-    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
+    unit = _mpu()
+    if unit is None or hasattr(unit, "initialize_sequence_parallel"):
         return 1
-    return int(mpu.get_model_parallel_world_size())
+    return int(unit.get_model_parallel_world_size())
 
 
 # -- data parallelism -------------------------------------------------------------------------------------------------
@@ -273,6 +295,91 @@ def _get_expert_parallel_rank(group_name: str) -> int:
 
 def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
     return dist.get_all_ranks_from_group(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """By their names."""
+    found = _along("expert")
+    return {} if found is None else {f"ep_size_{dist.get_world_size(found)}": found}
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    """The job's number of the first of those that share experts with this process."""
+    return dist.get_global_rank(_get_expert_parallel_group(group_name), 0)
+
+
+def _get_expert_data_parallel_group(group_name: str) -> Any:
+    """The ranks that have the same experts; their gradients are added up over these.
+
+    Raises:
+        AssertionError: see :func:`_get_expert_parallel_group`.
+    """
+    _get_expert_parallel_group(group_name)
+    mesh = _mesh()
+    axes = [axis for axis in data_axes(mesh.mesh_dim_names) if axis != "expert"]
+    if len(axes) != 1:
+        raise NotImplementedError(
+            f"the ranks with the same experts lie along the axes {axes} of the mesh {mesh.mesh_dim_names}, for which "
+            "there is no one group. Ask for the group of each axis: engine.engine.mesh.get_group(axis)."
+        )
+    return mesh.get_group(axes[0])
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return dist.get_all_ranks_from_group(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """By the names of the groups that share experts."""
+    return {name: _get_expert_data_parallel_group(name) for name in _get_expert_parallel_group_dict()}
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return dist.get_world_size(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return dist.get_rank(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """The job's number of the first rank that has the same experts."""
+    return dist.get_global_rank(_get_expert_data_parallel_group(group_name), 0)
+
+
+def refuse_other_order() -> NoReturn:
+    """What ``use_data_before_expert_parallel_`` asks for."""
+    raise ValueError(
+        "use_data_before_expert_parallel_=True: consecutive ranks share the experts. Leave it out, or name the axes in "
+        "another order in the configuration's section mesh."
+    )
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:  # fmt: skip
+    """Groups of so many consecutive ranks that share experts, for layers that run without an engine; see
+    :meth:`zoo.deepspeed.moe.layer.MoE.set_deepspeed_parallelism`. A collective of the job.
+
+    Raises:
+        AssertionError: the number of ranks is no multiple of it. ValueError: another order of ranks is asked for.
+    """
+    _need_job("_create_expert_and_data_parallel")
+    size = dist.get_world_size()
+    if use_data_before_expert_parallel_:
+        refuse_other_order()
+    if expert_parallel_size_ < 1 or size % expert_parallel_size_:
+        raise AssertionError(f"{size} ranks cannot form groups of {expert_parallel_size_} that share experts.")
+    there = _mesh()
+    if there is not None and _along("expert") is not None:
+        _get_expert_parallel_group(f"ep_size_{expert_parallel_size_}")
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = "cuda" if str(_dist.get_backend()) == "nccl" else "cpu"
+    _MESHES[_dist.group.WORLD] = init_device_mesh(
+        kind, (size // expert_parallel_size_, expert_parallel_size_), mesh_dim_names=("data", "expert")
+    )
 
 
 def _get_max_expert_size() -> int | None:

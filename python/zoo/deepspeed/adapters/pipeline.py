@@ -18,17 +18,25 @@ class PipelineEngine(DeepSpeedEngine):
     """The engine of a :class:`zoo.pipe.PipelineModule`: whole batches only.
 
     Attributes:
-        grid: the process groups of the topology; None without a process group.
+        grid, mpu: the process groups of the topology; None without a process group.
+        agg_train_loss: what the latest ``train_batch`` returned; None before.
+        batch_fn: see :meth:`set_batch_fn`. data_iterator: see :meth:`set_dataiterator`.
         is_pipe_parallel, is_data_parallel, is_model_parallel: whether there are several ranks of a kind.
     """
 
     engine: Any
-    is_pipeline = True
+    is_pipeline = pipeline_parallelism = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Groups are made by all ranks at once, so not when a rank first asks.
         self.grid: Any = self.engine.module.mpu() if dist.is_initialized() else None
+        if self.grid is not None:
+            self.mpu = self.grid
+        self.agg_train_loss: torch.Tensor | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.data_iterator: Any = None
+        self.log_batch_step_id = -1
         sizes = self.engine.module.topology().mesh_axes
         self.is_pipe_parallel = self.num_stages > 1
         self.is_data_parallel = sizes.get("data", 1) > 1
@@ -37,6 +45,11 @@ class PipelineEngine(DeepSpeedEngine):
             self.engine.set_batch_fn(_inputs)
 
     # -- batches ------------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """One whole step; the mean loss of all replicas, on every rank."""
+        self.agg_train_loss = super().train_batch(data_iter)
+        return self.agg_train_loss
 
     def eval_batch(
         self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True,
@@ -71,6 +84,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Batches for ``train_batch()`` without an iterator."""
+        self.data_iterator = iterator
         self.engine.set_dataiterator(iterator)
 
     def set_dataloader(self, loader: Any) -> None:
@@ -86,6 +100,7 @@ class PipelineEngine(DeepSpeedEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
         """``fn(batch)`` → (inputs, labels), for each batch of the data. Without ``loss_fn`` the first layer gets the
         inputs, and the last one gives the loss."""
+        self.batch_fn = fn
         if self.engine.module.loss_fn is None:
             self.engine.set_batch_fn(_inputs if fn is None else lambda batch: _inputs(fn(batch)))
             return
@@ -120,6 +135,16 @@ class PipelineEngine(DeepSpeedEngine):
     def stage_id(self) -> int:
         """This rank's place among them."""
         return int(self.engine.stage_id)
+
+    @property
+    def prev_stage(self) -> int:
+        """The place before this rank's; -1 before the first."""
+        return self.stage_id - 1
+
+    @property
+    def next_stage(self) -> int:
+        """The place after this rank's."""
+        return self.stage_id + 1
 
     @property
     def micro_batches(self) -> int:

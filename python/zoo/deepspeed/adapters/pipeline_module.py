@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zoo.deepspeed.adapters.pipeline_grid import PipelineParallelGrid
 from zoo.pipe import PipelineModule as _PipelineModule
 from zoo.pipe import ProcessTopology
 
@@ -43,6 +45,60 @@ class PipelineModule(_PipelineModule):
             mesh=mesh,
         )  # fmt: skip
         self.dynamic_shape = dynamic_shape
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The process groups of the topology. The first call makes them: collective over all ranks of the job."""
+        if not isinstance(self._grid, PipelineParallelGrid):
+            self._grid = PipelineParallelGrid(self._topology)
+        return self._grid
+
+    @property
+    def world_group(self) -> Any:
+        """All ranks of the job; None without a process group."""
+        return dist.group.WORLD
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """What this rank calls, in turn: modules, functions, and tied modules with their ``forward_fn``."""
+        return [getattr(call, "as_given", call) for _, call in sorted(self._calls.items())]
+
+    @property
+    def fwd_map(self) -> dict[str, int]:
+        """Name of a module of this rank → its place in :attr:`forward_funcs`; tied ones are in ``tied_modules``."""
+        names = map(str, sorted(self._calls))
+        return {name: place for place, name in enumerate(names) if name in self._modules}
+
+    @property
+    def tied_weight_attrs(self) -> dict[str, list[str]]:
+        """Key of a tied module of this rank → the names of what it shares."""
+        found: dict[str, list[str]] = {}
+        for key in self.tied_parameters:
+            module, name = key.split(".", 1)
+            found.setdefault(module, []).append(name)
+        return found
+
+    @property
+    def tied_comms(self) -> dict[str, dict[str, Any]]:
+        """Key of a tied module that several ranks of this pipeline have → ``ranks``, all of the job's; ``group``, the
+        whole pipeline's; ``weight_attr``; ``module``. The first call is collective, see :meth:`mpu`."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, stages in self.tied_ranks.items():
+            module, name = key.split(".", 1)
+            if self.stage_id not in stages:
+                continue
+            comm = found.setdefault(
+                module,
+                {
+                    "ranks": [self.mpu().stage_to_global(stage) for stage in stages],
+                    "group": self.mpu().get_pipe_parallel_group(), "weight_attr": [],
+                    "module": self.tied_modules[module],
+                },
+            )  # fmt: skip
+            comm["weight_attr"].append(name)
+        return found
 
     @property
     def parts(self) -> list[int]:

@@ -16,6 +16,7 @@ from zoo.deepspeed.adapters.documents import (
     get_scheduler_name,
 )
 from zoo.deepspeed.adapters.monitors import FeedMonitor
+from zoo.deepspeed.adapters.questions_of_features import QuestionsOfFeatures
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
 
@@ -55,17 +56,21 @@ _OF_ZERO = {
     "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights",
     "zero_hpz_partition_size",
 )}  # fmt: skip
+_OF_ZERO |= {
+    "zero_allgather_sequential": "allgather_sequential", "zero_parameter_alignment": "parameter_alignment",
+    "zero_compute_grad_norm": "compute_grad_norm", "is_sanity_checks_enabled": "enable_sanity_checks",
+}  # fmt: skip
 _OF_ZERO["zero_multi_rank_bucket_allreduce"] = "use_multi_rank_bucket_allreduce"
 
 
-class Questions:
+class Questions(QuestionsOfFeatures):
     """The part of ``DeepSpeedEngine`` that answers."""
 
     engine: Engine
     optimizer: Any
     _document: dict[str, Any]
     mpu: Any
-    is_pipeline = False
+    is_pipeline = pipeline_parallelism = False
     loaded_checkpoint_dp_world_size = loaded_checkpoint_mp_world_size = None
 
     @property
@@ -258,8 +263,7 @@ class Questions:
     @property
     def num_experts(self) -> list[int]:
         """Of each mixture of experts."""
-        layers: Any = (m for m in self.engine.module.modules() if hasattr(m, "expert_group_name"))
-        return [int(layer.num_experts) for layer in layers]
+        return [int(layer.num_experts) for layer in self.moe_layers]
 
     @property
     def param_names(self) -> dict[Any, str]:
@@ -273,8 +277,9 @@ class Questions:
 
     @property
     def data_parallel_group(self) -> Any:
-        """The data-parallel ranks."""
-        return getattr(self.engine.comm, "group", None)
+        """The data-parallel ranks; None where the engine is alone and nobody has made a group for it."""
+        asked = getattr(self.mpu, "get_data_parallel_group", None)
+        return asked() if asked is not None else getattr(self.engine.comm, "group", None)
 
     @property
     def seq_data_parallel_group(self) -> Any:

@@ -32,6 +32,10 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "in both.",
     ),
     (
+        "`p.all_gather()`, `p.partition()`",
+        "are not there: `deepspeed.zero.GatheredParameters` does both, and is told who writes.",
+    ),
+    (
         "parameters in no group of the optimizer",
         "are frozen by `initialize`, with a warning: they have no gradient and count as frozen in checkpoints.",
     ),
@@ -67,8 +71,8 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "`MoE`",
-        "needs the engine's `initialize` before a forward where `ep_size` is above 1; names of parameters are "
-        "those of zoo.moe.",
+        "has zoo.moe's names of parameters; consecutive ranks share the experts. A forward without `initialize` wants "
+        "`set_deepspeed_parallelism()` where `ep_size` is above 1.",
     ),
     (
         "pipelines",

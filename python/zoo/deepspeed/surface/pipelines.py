@@ -19,7 +19,7 @@ _TOPOLOGY: Names = {
     "ProcessTopology": "zoo.pipe:ProcessTopology",
     "PipeDataParallelTopology": "zoo.pipe:PipeDataParallelTopology",
     "PipeModelDataParallelTopology": "zoo.pipe:PipeModelDataParallelTopology",
-    "PipelineParallelGrid": "zoo.pipe:PipelineParallelGrid",
+    "PipelineParallelGrid": "zoo.deepspeed.adapters.pipeline_grid:PipelineParallelGrid",
 }
 _INSTRUCTIONS = (
     "BackwardPass", "BufferOpInstruction", "ForwardPass", "LoadMicroBatch", "OptimizerStep", "PipeInstruction",
