@@ -18,11 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.clients import shipped
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Path(__file__).with_name("peers.json")
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "peft", "trl", "lightning", "datasets", "bitsandbytes")
 _SHARED = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+SHIPPED = [("trl/sft", 3), ("trl/dpo", 3), ("trl/dpo", 1), ("trl/kto", 2), ("trl/reward", 0), ("trl/grpo", 3)]
 MODELS = ("gpt2", "llama", "qwen3_moe")
 Case = tuple[str, ...]
 
@@ -48,7 +51,7 @@ OTHERS = [
     *[_case("fabric.py", "llama", stage) for stage in (2, 3)],
 ]  # fmt: skip
 OTHERS_OFFLOAD = [_case("accelerate_loop.py", "llama", 2, "cpu"), _case("plain.py", "gpt2", 3, "cpu")]
-CASES = [*TRAINER, *OTHERS, *OFFLOAD, *OTHERS_OFFLOAD]
+CASES = [*TRAINER, *OTHERS, *OFFLOAD, *OTHERS_OFFLOAD, *(_case(name, "llama", stage) for name, stage in SHIPPED)]
 LEFT_OUT: dict[Case, str] = {
     _case("moe.py", "gpt2", 0): "DeepSpeed's stage 0 clips by the mean of the norms that each rank finds with its own "
     "experts; its stages 1 and 2, and zoo, by the norm of the whole gradient. Losses differ by 2.4e-6; compared "
@@ -101,8 +104,19 @@ def run(case: Case, *extra: str, folder: Path, peer: Path | None = None) -> dict
     """Losses and gradient norms of a program: on zoo under the name deepspeed, or in the peer's environment."""
     out = folder / "out.json"
     out.unlink(missing_ok=True)
-    words = [str(ROOT / "examples/clients" / case[0]), *case[1:], "--folder", str(folder), "--out", str(out), *extra]
     environment = {**os.environ, **_SHARED}
+    if shipped.is_shipped(case):
+        words = [*shipped.words(case, folder, peer), *extra]
+    else:
+        words = [
+            str(ROOT / "examples/clients" / case[0]),
+            *case[1:],
+            "--folder",
+            str(folder),
+            "--out",
+            str(out),
+            *extra,
+        ]
     environment.pop("ACCELERATE_USE_DEEPSPEED", None)
     if peer is None:
         command = [sys.executable, "-m", "zoo.cli", "run", "--as-deepspeed", "--ranks", "2", *words]
@@ -110,13 +124,16 @@ def run(case: Case, *extra: str, folder: Path, peer: Path | None = None) -> dict
         path = f"{peer / 'bin'}{os.pathsep}{os.environ['PATH']}"
         environment |= {"PATH": path, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
         environment.pop("PYTHONPATH", None)
-        command = [str(peer / "bin/torchrun"), "--standalone", "--nproc-per-node=2", *words]
+        driven = [str(Path(__file__).with_name("driven.py"))] if shipped.is_shipped(case) else []
+        command = [str(peer / "bin/torchrun"), "--standalone", "--nproc-per-node=2", *driven, *words]
+    if shipped.is_shipped(case):
+        environment["PYTHONPATH"] = str(folder)  # where its rewards are
     status, said = _finished(command, environment, folder)
     if status != 0 and peer is not None:  # it compiles its extensions in the first run, on both ranks at once
         status, said = _finished(command, environment, folder)
     if status != 0:
         raise AssertionError(f"{' '.join([*case, *extra])} ended with {status}:\n{said[-6000:]}")
-    found: dict[str, Any] = json.loads(out.read_text())
+    found: dict[str, Any] = shipped.read(case, folder) if shipped.is_shipped(case) else json.loads(out.read_text())
     return found
 
 

@@ -3,9 +3,9 @@
     ZOO_PEER=.peer python -m tests.clients.page     both sides of every case in this run
     python -m tests.clients.page                    DeepSpeed's side from peers.json
 
-Writes ``docs/clients/<date>.md`` after every case. What was measured on the same day is kept in ``runs/clients`` and
-not measured again, so an interrupted run goes on where it stopped; ``--again WORD`` runs zoo again for the cases whose
-names contain the word.
+Writes ``docs/clients/<date>.md`` after every case. What was measured on the same day, also by ``make campaign`` with
+ZOO_PEER, is kept in ``runs/clients`` and not measured again, so an interrupted run goes on where it stopped;
+``--again WORD`` runs zoo again for the cases whose names contain the word.
 """
 
 from __future__ import annotations
@@ -65,22 +65,41 @@ def sides(case: Case, kept: Found, peer: Path | None) -> Found:
     return found
 
 
+def _folder(date: str) -> Path:
+    return ROOT / "runs/clients" / date
+
+
+def _file(case: Case, date: str) -> Path:
+    return _folder(date) / (re.sub(r"\W+", "-", " ".join(case)) + ".json")
+
+
+def keep(case: Case, found: Found, date: str | None = None) -> None:
+    """What was measured today, for the page."""
+    path = _file(case, date or datetime.date.today().isoformat())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+
+
+def read_kept(case: Case, date: str) -> Found:
+    """What :func:`keep` has."""
+    path = _file(case, date)
+    found: Found = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
 def measure(date: str, again: str | None) -> None:
     peer = peer_here()
-    state = ROOT / f"runs/clients/{date}.json"
-    state.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(state.read_text()) if state.exists() else {"cases": {}}
     theirs = head(peer) if peer else {key: recorded()[key] for key in ("versions", "instructions")}
-    found |= {"zoo": head(), "peer": theirs}
+    found: Found = {"zoo": head(), "peer": theirs, "cases": {" ".join(case): read_kept(case, date) for case in CASES}}
+    page = ROOT / f"docs/clients/{date}.md"
+    page.parent.mkdir(exist_ok=True)
     for case in CASES:
         name = " ".join(case)
-        kept = dict(found["cases"].get(name, {}))
+        before = dict(found["cases"][name])
         if again and again in name:
-            kept.pop("ours", None)
-        found["cases"][name] = sides(case, kept, peer)
-        state.write_text(json.dumps(found, indent=1))
-        page = ROOT / f"docs/clients/{date}.md"
-        page.parent.mkdir(exist_ok=True)
+            before.pop("ours", None)
+        found["cases"][name] = sides(case, before, peer)
+        keep(case, found["cases"][name], date)
         page.write_text(written(date, found))
         print(name, flush=True)
 
@@ -147,16 +166,17 @@ are also stopped and resumed on zoo: {exact} of them repeat the run bit for bit.
 PAGE = """\
 # Clients on zoo and on DeepSpeed, {date}
 
-The programs of [examples/clients](../../examples/clients/README.md), unmodified, on two gloo processes in fp32: six
-steps on zoo under the name deepspeed, and six on real DeepSpeed in an environment of its own. Written by
-`python -m tests.clients.page`.
+The programs of [examples/clients](../../examples/clients/README.md), and those that TRL ships (`trl/dpo` is
+`trl/scripts/dpo.py` of the installed package), unmodified, on two gloo processes in fp32: six steps on zoo under the
+name deepspeed, and six on real DeepSpeed in an environment of its own. Written by `python -m tests.clients.page`.
 
 Processor: {processor}. DeepSpeed's side: {versions}. {others}
 
 {summary}
 
 *Losses differ*, *norms differ*: the largest relative difference over the steps, of the mean loss of a step over
-micro-batches and ranks, and of the gradient's norm, which is empty where DeepSpeed gives none. Bounds: 1e-6 for losses,
+micro-batches and ranks (of `trl/grpo`, whose loss is zero but for rounding, the mean entropy of what it sampled), and
+of the gradient's norm, which is empty where DeepSpeed gives none. Bounds: 1e-6 for losses,
 5e-6 with offload, where DeepSpeed's CPU Adam itself differs from its other runs by 2e-6; 1e-5 for norms. *Resumed*: the
 same for a run that is stopped after three steps and resumed, against the run without a stop, which it is to equal bit
 for bit. *Export*: the largest absolute difference between logits of the trained model and of what `from_pretrained`

@@ -12,12 +12,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from tests.clients import shipped
 from tests.clients.cases import CASES, ROOT, STUDIED, Case, head, losses, peer_here, recorded, results, study
-from tests.clients.page import judged
+from tests.clients.page import judged, keep
 
 _NEEDS = {
     "lora.py": ("peft",), "qlora.py": ("peft", "bitsandbytes"), "sft.py": ("trl", "datasets"),
-    "fabric.py": ("lightning",),
+    "fabric.py": ("lightning",), **dict.fromkeys(shipped.PROGRAMS, ("trl", "datasets")),
 }  # fmt: skip
 # Every program and stage, offload once, and one case that is stopped, resumed and exported; the rest for the campaign.
 _SHARE = {
@@ -32,6 +33,7 @@ _SHARE = {
     "moe.py --model gpt2 --stage 1",
     "pipeline.py --model gpt2 --stage 0 --clipping 0",
     "fabric.py --model llama --stage 2",
+    "trl/dpo --model llama --stage 3",
 }
 
 
@@ -51,6 +53,8 @@ def test_a_client_has_deepspeeds_losses_and_resumes_and_exports(case: Case) -> N
     peer, here, there = peer_here(), head(), recorded()
     ours = results(case)
     theirs = results(case, peer) if peer else there["cases"][" ".join(case)]
+    if peer:
+        keep(case, {"ours": ours, "theirs": theirs, "live": True})
     wrong = judged(case, ours, theirs, same_processor=peer is not None or here["instructions"] == there["instructions"])
     assert not wrong, f"{wrong}\nzoo: {ours}\nDeepSpeed: {theirs}\nhere: {here}\n" + (
         "both in this run" if peer else f"recorded with {there['versions']}, {there['instructions']}"
@@ -63,10 +67,10 @@ def test_every_case_is_recorded_and_every_program_and_stage_is_in_the_share() ->
     assert set(recorded()["cases"]) == set(names)
     assert set(names) >= _SHARE
     assert set(STUDIED) <= set(CASES)
+    written = {path.name for path in (ROOT / "examples/clients").glob("*.py") if path.name != "common.py"}
+    assert {name.split()[0] for name in names} == written | set(shipped.PROGRAMS)
     for cases in (names, _SHARE):
-        assert {name.split()[0] for name in cases} == {
-            path.name for path in (ROOT / "examples/clients").glob("*.py") if path.name != "common.py"
-        }
+        assert {name.split()[0] for name in cases} >= written
         assert {name.split()[4] for name in cases} == {"0", "1", "2", "3"}
         assert any("--offload" in name for name in cases)
 

@@ -134,7 +134,11 @@ def initialize(
     groups.follow(engine, mpu)
     made = engine_class(model)(engine, document, mpu)
     made.collate_fn = collate_fn
-    made.client_optimizer, made.client_lr_scheduler, made.training_data = client_optimizer, client_schedule, training_data
+    made.client_optimizer, made.client_lr_scheduler, made.training_data = (
+        client_optimizer,
+        client_schedule,
+        training_data,
+    )
     if not its_own:
         loader = made.training_loader(training_data)
         made.training_dataloader = engine.dataloader = loader
