@@ -186,7 +186,7 @@ def test_micro_batches_that_the_program_counts(stage: int) -> None:
         alone.zero_grad()
     for weight, steps, samples in sim.run(2, job):
         torch.testing.assert_close(weight, alone.weight.detach(), rtol=1e-6, atol=1e-7)
-        assert (steps, samples) == (3, 2 * 2 * 6)
+        assert (steps, samples) == (3, 2 * 2 * 3)  # as many a step as the configuration says
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

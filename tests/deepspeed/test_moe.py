@@ -190,6 +190,20 @@ def steps_by_hand(rank: int, ep_size: int) -> list[float]:
     return found
 
 
+def test_experts_that_every_rank_has_are_groups_too() -> None:
+    def job(rank: int) -> None:
+        model = Net(1)
+        deepspeed.initialize(model=model, config={"train_batch_size": 2})
+        groups = deepspeed.utils.groups
+        assert groups._get_expert_parallel_group_ranks("ep_size_1") == [rank]
+        assert groups._get_expert_data_parallel_group_ranks("ep_size_1") == [0, 1]
+        assert groups._get_max_expert_size_name() == "ep_size_1"
+        with pytest.raises(AssertionError, match="it has 'ep_size_1'"):
+            groups._get_expert_parallel_group("ep_size_2")
+
+    sim.run(2, job)
+
+
 def test_two_sizes_are_refused() -> None:
     def job(rank: int) -> None:
         model = nn.ModuleList([MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=n) for n in (2, 4)])

@@ -120,7 +120,19 @@ def test_experts_that_return_their_bias_beside(residual: bool) -> None:
     inner = made[0].deepspeed_moe
     assert torch.equal(inner.exp_counts, outputs[0][2])
     assert torch.equal(inner.l_aux, outputs[0][1])
-    assert (inner.gate, inner.experts, inner.num_local_experts) == (made[0].gate, made[0].experts, 2)
+    assert inner.l_aux.requires_grad  # a program may add it to its loss
+    assert (inner.ep_size, inner.num_local_experts, inner.ep_group_name) == (1, 2, "ep_size_1")
+    assert inner.gate.wg.weight is made[0].gate.weight
+    assert (inner.gate.k, inner.gate.capacity_factor, inner.gate.drop_tokens) == (1, 1.0, True)
+    assert list(inner.experts.deepspeed_experts) == list(made[0].experts.list)
+    with pytest.raises(AttributeError, match="the layer would not see it"):
+        inner.gate.capacity_factor = 0.5
+
+
+def test_the_expert_that_is_given_stays_as_it_is() -> None:
+    expert = Biased()
+    MoE(4, expert, num_experts=2, k=1)
+    assert isinstance(expert(torch.ones(1, 4)), tuple)
 
 
 class Loss(nn.Module):

@@ -110,6 +110,12 @@ def test_where_a_rank_stands_in_a_grid() -> None:
         assert engine.agg_train_loss is None
         loss = engine.train_batch(iter(batches(3)))
         assert engine.agg_train_loss is loss
+        more = iter(batches(6))
+        engine.train_batch(more)
+        engine.train_batch()  # goes on with those
+        assert list(more) == []
+        replicated = [p.ds_pipe_replicated for p in module.tied_modules["both"].parameters()]
+        assert replicated == [pipe == 1]
 
     sim.run(4, job)
 
@@ -142,6 +148,8 @@ def test_what_an_engine_of_a_pipeline_says() -> None:
         engine.set_has_attention_mask(True)
         with pytest.raises(ValueError, match="takes True or False"):
             engine.set_has_attention_mask("yes")
+        with pytest.raises(ValueError, match="a list of the names of classes"):
+            PipelineModule(layers(), num_stages=2, checkpointable_layers="Linear")
         engine.set_dataloader(batches(3))
         engine.set_batch_fn(lambda batch: (batch[0], batch[1] * 0))
         assert engine.train_batch() > engine.train_batch()  # towards labels of 0

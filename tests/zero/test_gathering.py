@@ -21,6 +21,24 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
 
+def test_numpy_may_have_had_the_memory() -> None:
+    """Its arrays keep memory from being resized: the parameters get another one, and training goes on."""
+
+    def job(rank: int, exported: bool) -> list[Any]:
+        model = small()
+        optimizer = Stage3Optimizer(model, optimizer=torch.optim.AdamW, lr=0.1, param_persistence_threshold=0)
+        train(model, optimizer, rank, range(2))
+        with GatheredParameters(list(model.parameters())):
+            held = [p.detach().numpy() for p in model.parameters()] if exported else []
+            before = [array.copy() for array in held]
+        train(model, optimizer, rank, range(2, 4))
+        assert all((array == value).all() for array, value in zip(held, before, strict=True))
+        with GatheredParameters(list(model.parameters())):
+            return [p.detach().clone().tolist() for p in model.parameters()]
+
+    assert sim.run(2, lambda rank: job(rank, True)) == sim.run(2, lambda rank: job(rank, False))
+
+
 def train(model: nn.Module, optimizer: ZeroOptimizer, rank: int, steps: range) -> None:
     for step in steps:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -354,7 +354,7 @@ def _commit(
     disk.rename(temporary, path / MANIFEST)
     disk.sync_directory(path)
     if latest:
-        put(disk, path.parent / LATEST, (path.name + "\n").encode())
+        put(disk, path.parent / LATEST, path.name.encode())
     for old in before:
         discard(disk, path / old)
 

@@ -136,12 +136,23 @@ def translated(
         found.pop("pipeline", None)
     if drop_optimizer and found.pop("optimizer", None) is not None:
         _log.warning("initialize() got an optimizer; the configuration's section optimizer is not used.")
-    section = found.get("optimizer")
-    if isinstance(section, Mapping) and section.get("type") == "AdamW":
-        params = section.get("params") or {}
-        if params.get("torch_adam") and "weight_decay" not in params:  # torch's class has a default of its own
-            found["optimizer"] = {**section, "params": {**params, "weight_decay": 0.01}}
+    _torch_adams_decay(found)
+    if found.get("prescale_gradients"):
+        found.pop("gradient_predivide_factor", None)  # without effect then, in both
+    if "sequence" not in ((found.get("mesh") or {}).get("axes") or {}):
+        found.pop("seq_parallel_communication_data_type", None)  # no sequence is split
     return found
+
+
+def _torch_adams_decay(found: dict[str, Any]) -> None:
+    """``torch_adam`` without ``weight_decay`` is torch's AdamW with its own default, unless adam_w_mode is off."""
+    section = found.get("optimizer")
+    if not isinstance(section, Mapping) or not isinstance(section.get("params"), Mapping):
+        return
+    name, params = str(section.get("type")).lower(), section["params"]
+    decoupled = name == "adamw" or (name == "adam" and params.get("adam_w_mode", True))
+    if params.get("torch_adam") and decoupled and "weight_decay" not in params:
+        found["optimizer"] = {**section, "params": {**params, "weight_decay": 0.01}}
 
 
 def _filled(key: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from torch import nn
 
 from zoo.checkpointing.listing import listing
+from zoo.deepspeed.adapters.client_state import plain_state
 from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
 from zoo.deepspeed.adapters.logs import warning_once
-from zoo.deepspeed.adapters.optimizer import BasicOptimizer, view_of
+from zoo.deepspeed.adapters.optimizer import view_of
 from zoo.deepspeed.adapters.questions import Questions
+from zoo.deepspeed.adapters.schedules import first_required
 from zoo.deepspeed.adapters.timers import throughput_timer
 from zoo.engine import Engine
 
@@ -48,6 +51,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._dropped_within_a_step = False
         self._stepping = False
+        self._asked_schedule: tuple[Any, str | None] = None, None
         self.tput_timer = throughput_timer(self._document, engine)
         if not self.managed_gradient_accumulation():
             engine.set_gradient_accumulation_boundary(True)
@@ -81,18 +85,49 @@ class DeepSpeedEngine(Questions, nn.Module):
             The loss, so divided.
         """
         self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        self.engine.note_counts(self.engine.take_counts())  # there may be one step() for several of them
+        self.engine.note_counts((0, self.engine.take_counts()[1]))  # there may be one step() for several of them
         return loss / self.engine.accumulation if scale_wrt_gas and self.engine.accumulation > 1 else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count the micro-batch; at the boundary move parameters and learning rate, and clear the gradients. With
         ``managed_gradient_accumulation`` false every step is a boundary."""
-        self._stepping, steps = True, self.engine.global_steps
+        engine = self.engine
+        self._stepping, steps, scale = True, engine.global_steps, self._smallest_scale()
+        if engine.is_gradient_accumulation_boundary():  # DeepSpeed counts a step's samples by the configuration
+            engine.note_counts((engine.train_batch_size // engine.batch_ranks, 0))
+            lr_kwargs = self._for_schedule() if lr_kwargs is None else lr_kwargs
         try:
-            self.engine.step(lr_kwargs)
+            engine.step(lr_kwargs)
         finally:
             self._stepping = False
-        self.tput_timer.stop(global_step=self.engine.global_steps > steps)
+        self.tput_timer.stop(global_step=engine.global_steps > steps)
+        self._give_up(scale)
+
+    def _for_schedule(self) -> Mapping[str, Any] | None:
+        """For a schedule whose step wants an argument, as Megatron's ``step(increment)``: the samples of a step."""
+        schedule = self.engine.lr_scheduler
+        if schedule is not self._asked_schedule[0]:
+            self._asked_schedule = schedule, first_required(schedule.step)
+        name = self._asked_schedule[1]
+        return None if name is None else {name: self.train_batch_size()}
+
+    def _smallest_scale(self) -> float | None:
+        """The loss scale, where it moves with overflows and cannot become smaller; stages 1 to 3."""
+        scaler = self.engine.optimizer.scaler if self.trains and self.zero_optimization_stage() else None
+        return scaler.scale if scaler is not None and scaler.dynamic and scaler.scale <= scaler.min_scale else None
+
+    def _give_up(self, scale: float | None) -> None:
+        """A training that overflows at the smallest scale would go on without ever moving.
+
+        Raises:
+            RuntimeError: it did so just now.
+        """
+        record = self.engine.record if scale is not None and self.engine.clock.micro_batch == 0 else None
+        if record is not None and record.skipped:
+            raise RuntimeError(
+                f"the gradients overflow at the smallest loss scale, {scale:g}: no step moves the parameters any more. "
+                "The model diverges in fp16: train in bf16, or lower the learning rate."
+            )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of which ``backward()`` may be called: times the loss scale, where there is one."""
@@ -142,7 +177,10 @@ class DeepSpeedEngine(Questions, nn.Module):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One whole step; see :meth:`zoo.engine.Engine.train_batch`."""
         self._forget_empty_step()
-        return self.engine.train_batch(data_iter)
+        scale = self._smallest_scale()
+        loss = self.engine.train_batch(data_iter)
+        self._give_up(scale)
+        return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """See the engine's."""
@@ -291,10 +329,13 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.engine.lr_scheduler = schedule
 
     def get_global_grad_norm(self) -> torch.Tensor | float | None:
-        """The norm of the latest step's gradient, before clipping; None before the first step. A number at stage 0 in
-        fp32, elsewhere a tensor without dimensions."""
+        """The norm of the latest step's gradient, before clipping; None before the first step; infinite after an
+        overflow. A number at stage 0, elsewhere a tensor without dimensions."""
         norm = self.engine.get_global_grad_norm() if self.trains else None
-        return norm if norm is None or type(self.optimizer) is BasicOptimizer else torch.tensor(norm)
+        if norm is None:
+            return None
+        norm = norm if math.isfinite(norm) else math.inf
+        return torch.tensor(norm) if self.zero_optimization_stage() else norm
 
     # -- states elsewhere ---------------------------------------------------------------------------------------------
 
@@ -352,7 +393,8 @@ class DeepSpeedEngine(Questions, nn.Module):
                 "checkpoint. Whoever loads it begins this step anew."
             )
         self.engine.save_checkpoint(
-            save_dir, None if tag is None else str(tag), client_state, save_latest, exclude_frozen_parameters,
+            save_dir, None if tag is None else str(tag), plain_state(client_state), save_latest,
+            exclude_frozen_parameters,
             asynchronous=False, within_step=True,
         )  # fmt: skip
         return True

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from zoo.engine import initialize as _initialize
 from zoo.zero.sharding.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
+_MADE: WeakValueDictionary[int, DeepSpeedEngine] = WeakValueDictionary()
+"""By the id of their models."""
 
 
 def init_distributed(
@@ -76,9 +79,9 @@ def initialize(
 
     Args:
         args: an object with ``deepspeed_config``, the path of the configuration, where ``config`` is not given.
-        model: it is brought to this process's device.
-        optimizer: an instance that has made no step, or a callable ``parameters → optimizer``; it takes the place of
-            the configuration's.
+        model: it is brought to this process's device. An engine that has it already ends, with a warning.
+        optimizer: an instance that has made no step, or a callable ``parameters → optimizer``, which is called once
+            with the model's parameters; it takes the place of the configuration's.
         model_parameters: parameters or groups of them. Frozen ones are left out; what is in none of them is frozen,
             with a warning.
         training_data: a data set, of which this rank gets batches in DeepSpeed's order
@@ -115,11 +118,14 @@ def initialize(
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     carry_out(document)
     communication.configure(document)
+    _end_earlier(model)
     _to_device(model)
     zero = document.get("zero_optimization")
     apply_zero_leaf_module_config(model, (zero.get("leaf_module") or {}) if isinstance(zero, Mapping) else None)
     # An instance has its groups already.
     client_optimizer, client_schedule = optimizer, lr_scheduler
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = _called(optimizer, model, model_parameters)
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
     optimizer, parameters = _components(given, model, optimizer, parameters)
     lr_scheduler = schedule_of(given) if lr_scheduler is None else lr_scheduler
@@ -133,6 +139,7 @@ def initialize(
     )  # fmt: skip
     groups.follow(engine, mpu)
     made = engine_class(model)(engine, document, mpu)
+    _MADE[id(model)] = made
     made.collate_fn = collate_fn
     made.client_optimizer, made.client_lr_scheduler, made.training_data = (
         client_optimizer,
@@ -143,6 +150,34 @@ def initialize(
         loader = made.training_loader(training_data)
         made.training_dataloader = engine.dataloader = loader
     return made, made.optimizer, loader, schedule
+
+
+def _called(optimizer: Any, model: nn.Module, model_parameters: Iterable[Any] | None) -> torch.optim.Optimizer:
+    """What ``parameters → optimizer`` makes of the model's own parameters; it is called once."""
+    if not callable(optimizer):
+        raise ConfigError(
+            f"initialize(optimizer={optimizer!r}): a {type(optimizer).__name__}; give an optimizer of torch, or a "
+            "callable parameters → optimizer."
+        )
+    parameters = _trainable(model_parameters)
+    made = optimizer([p for p in model.parameters() if p.requires_grad] if parameters is None else parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"initialize(optimizer=...): it made a {type(made).__name__} of the parameters; it has to return an "
+            "optimizer of torch."
+        )
+    return made
+
+
+def _end_earlier(model: nn.Module) -> None:
+    """A model has one engine at a time."""
+    earlier = _MADE.get(id(model))
+    if earlier is not None and earlier.module is model and not earlier.engine.sharded.closed:
+        _log.warning(
+            "initialize() got a model that an engine has: that engine ends, and its optimizer's states with it. Call "
+            "its destroy() before, or load its checkpoint into the new one."
+        )
+        earlier.destroy()
 
 
 def _components(given: dict[str, Any], model: nn.Module, optimizer: Any, parameters: Any) -> tuple[Any, Any]:

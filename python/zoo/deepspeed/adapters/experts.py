@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
@@ -20,14 +21,30 @@ _moe: Any = import_module("zoo.moe")
 _Layer: Any = _moe.MoE
 
 
-class _Inner:
+class _View:
+    """Something of a layer under DeepSpeed's names, to be read; what it has besides is that of ``behind``."""
+
+    def __init__(self, behind: Any, **named: Any) -> None:
+        self.__dict__.update(named, _behind=behind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_behind"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"deepspeed_moe...{name} = {value!r}: the layer would not see it. Make the layer with what it is to have."
+        )
+
+
+def _inner(layer: Any) -> _View:
     """``layer.deepspeed_moe``: ``gate``, ``experts``, ``ep_size``, ``num_local_experts``, and what the latest forward
     gave: ``l_aux`` and ``exp_counts``."""
-
-    def __init__(self, layer: Any) -> None:
-        self.gate, self.experts, self.ep_size = layer.gate, layer.experts, layer.ep_size
-        self.num_local_experts, self.ep_group_name = layer.num_local_experts, layer.expert_group_name
-        self.l_aux, self.exp_counts = layer.__dict__.get("_latest", (None, None))
+    l_aux, exp_counts = layer.__dict__.get("_latest", (None, None))
+    return _View(
+        layer, gate=_View(layer.gate, wg=layer.gate, **layer.asked),
+        experts=_View(layer.experts, deepspeed_experts=layer.experts.list, num_local_experts=layer.num_local_experts),
+        ep_group_name=layer.expert_group_name, l_aux=l_aux, exp_counts=exp_counts,
+    )  # fmt: skip
 
 
 def _without_bias(expert: nn.Module, given: Any, output: Any) -> Any:
@@ -41,6 +58,7 @@ class MoE(_Layer):  # type: ignore[misc]
 
     Attributes:
         ep_size, expert_group_name, num_local_experts, use_residual: as DeepSpeed has them.
+        asked: the arguments that are the gate's.
     """
 
     def __init__(
@@ -50,12 +68,18 @@ class MoE(_Layer):  # type: ignore[misc]
         use_rts: bool = True, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:  # fmt: skip
-        expert.register_forward_hook(_without_bias)
+        own = copy.deepcopy(expert)  # the caller's module stays as it is
+        own.register_forward_hook(_without_bias)
         super().__init__(
-            hidden_size, expert, num_experts, ep_size, k, capacity_factor, eval_capacity_factor, min_capacity,
+            hidden_size, own, num_experts, ep_size, k, capacity_factor, eval_capacity_factor, min_capacity,
             use_residual, noisy_gate_policy, drop_tokens, use_rts, use_tutel, enable_expert_tensor_parallelism,
             top2_2nd_expert_sampling,
         )  # fmt: skip
+        self.asked = {
+            "k": k, "capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor,
+            "min_capacity": min_capacity, "drop_tokens": drop_tokens, "noisy_gate_policy": noisy_gate_policy,
+            "use_rts": use_rts, "top2_2nd_expert_sampling": top2_2nd_expert_sampling,
+        }  # fmt: skip
         self.ep_size, self.use_residual = ep_size, use_residual
         self.expert_group_name = f"ep_size_{ep_size}"
         self.num_local_experts = num_experts // ep_size
@@ -64,14 +88,14 @@ class MoE(_Layer):  # type: ignore[misc]
             parameter.allreduce, parameter.group_name = False, self.expert_group_name
 
     @property
-    def deepspeed_moe(self) -> _Inner:
-        """What gates, sends and computes: this layer itself, under the names that it has in DeepSpeed."""
-        return _Inner(self)
+    def deepspeed_moe(self) -> _View:
+        """What gates, sends and computes: this layer itself, under the names that it has in DeepSpeed, to be read."""
+        return _inner(self)
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> Any:
         """(output, l_aux, exp_counts)."""
         found = super().forward(hidden_states, used_token)
-        self.__dict__["_latest"] = found[1].detach(), found[2]
+        self.__dict__["_latest"] = found[1], found[2]
         return found
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:

@@ -12,15 +12,18 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as _dist
 
+from zoo.comm.groups import make_groups
+from zoo.config.mesh import data_axes
 from zoo.deepspeed.adapters import communication as dist
 from zoo.deepspeed.adapters.access import DeprecatedException
-from zoo.config.mesh import data_axes
 
 mesh_device: Any = None
 """A DeviceMesh that the program sets, with axes "data_parallel" and "sequence_parallel"."""
 expert_tensor_parallel_world_size = 1
 
 _ENGINES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the group of all ranks, so that a job forgets its own
+_ALONE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""For layers with ep_size=1: this rank by itself."""
 _MESHES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _said: dict[str, int] = {}
 
@@ -42,8 +45,13 @@ def follow(engine: Any, given: Any) -> None:
     """``initialize`` has made this engine of zoo, with this mpu."""
     if given is not None:
         globals()["mpu"] = given
-    if _dist.is_initialized():
-        _ENGINES[_dist.group.WORLD] = engine
+    if not _dist.is_initialized():
+        return
+    world = _dist.group.WORLD
+    _ENGINES[world] = engine
+    sizes = {getattr(m, "ep_size", None) for m in engine.module.modules() if hasattr(m, "expert_group_name")}
+    if sizes == {1} and world not in _ALONE:  # all ranks are here, as making a group wants it
+        _ALONE[world] = make_groups([[r] for r in range(dist.get_world_size())], "expert", None, alone=True)
 
 
 def _engine() -> Any:
@@ -272,13 +280,19 @@ def _get_sequence_data_parallel_rank() -> int:
 # -- expert parallelism -----------------------------------------------------------------------------------------------
 
 
+def _experts() -> Any:
+    """The ranks that share experts; None where the engine has none."""
+    found = _along("expert")
+    return _ALONE.get(_dist.group.WORLD) if found is None and _engine() is not None else found
+
+
 def _get_expert_parallel_group(group_name: str) -> Any:
     """The ranks that share experts; ``group_name`` is "ep_size_" and their number.
 
     Raises:
         AssertionError: the engine has no such group.
     """
-    found = _along("expert")
+    found = _experts()
     if found is None or group_name != f"ep_size_{dist.get_world_size(found)}":
         there = f"it has 'ep_size_{dist.get_world_size(found)}'" if found is not None else 'there is no axis "expert"'
         raise AssertionError(f"the engine's mesh has no expert-parallel group {group_name!r}; {there}.")
@@ -299,7 +313,7 @@ def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
     """By their names."""
-    found = _along("expert")
+    found = _experts()
     return {} if found is None else {f"ep_size_{dist.get_world_size(found)}": found}
 
 
@@ -315,6 +329,8 @@ def _get_expert_data_parallel_group(group_name: str) -> Any:
         AssertionError: see :func:`_get_expert_parallel_group`.
     """
     _get_expert_parallel_group(group_name)
+    if _along("expert") is None:  # each rank has all of them
+        return _get_data_parallel_group()
     mesh = _mesh()
     axes = [axis for axis in data_axes(mesh.mesh_dim_names) if axis != "expert"]
     if len(axes) != 1:
@@ -384,7 +400,7 @@ def _create_expert_and_data_parallel(
 
 def _get_max_expert_size() -> int | None:
     """Ranks that share experts; None where none do."""
-    found = _along("expert")
+    found = _experts()
     return dist.get_world_size(found) if found is not None else None
 
 

@@ -237,7 +237,7 @@ class FP16_Optimizer(OptimizerView):
 
 
 class FP16_UnfusedOptimizer(OptimizerView):
-    """Stage 0 in fp16, with an optimizer that needs whole tensors."""
+    """Stage 0 in fp16, with another optimizer than Adam of zoo's kernels."""
 
 
 class BF16_Optimizer(OptimizerView, ZeROOptimizer):
@@ -318,4 +318,8 @@ def view_of(engine: Engine) -> OptimizerView | DeepSpeedZeRoOffload | None:
         return DeepSpeedZeroOptimizer(engine)
     if config.bf16.enabled:
         return BF16_Optimizer(engine)
-    return FP16_Optimizer(engine) if config.fp16.enabled else BasicOptimizer(engine)
+    if not config.fp16.enabled:
+        return BasicOptimizer(engine)
+    inner = type(engine.optimizer.inner)  # DeepSpeed has flat fp16 groups for its own Adam only
+    fused = inner.__module__.startswith("zoo.") and "adam" in inner.__name__.lower()
+    return FP16_Optimizer(engine) if fused else FP16_UnfusedOptimizer(engine)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from zoo.zero import GatheredParameters as _Gathered
 from zoo.zero import Init as _Init
 from zoo.zero import PartitionedAccessError
 from zoo.zero import register_external_parameter as _register
@@ -127,6 +128,33 @@ for _read in (
     ds_id, ds_shape, ds_numel, ds_status, ds_tensor, ds_persist, ds_active_sub_modules, ds_process_group,
 ):  # fmt: skip
     setattr(ShardedParameter, _read.__name__, _of_stage3(_read))
+
+
+class GatheredParameters(_Gathered):
+    """As :class:`zoo.zero.GatheredParameters`, and with two habits of DeepSpeed's.
+
+    What is no tensor among ``params`` is passed over, None too. And tensors that are taken inside, such as a
+    ``state_dict()``, keep the values of then when the parameters are partitioned again, in memory of their own; under
+    zoo.zero they are refused.
+    """
+
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+    ) -> None:
+        given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
+        super().__init__([p for p in given if isinstance(p, torch.Tensor)], modifier_rank, fwd_module, enabled)
+        self._taken: dict[Any, int] = {}
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._taken = {bucket: bucket.parameters.taken() for bucket in self._held if bucket.partitioned}
+
+    def _let_go(self, *, restore: bool, forget: bool) -> None:
+        for bucket, before in self._taken.items():
+            if bucket.active == 1 and bucket.parameters.live and bucket.parameters.taken() > before:
+                bucket.parameters.renew()
+        self._taken = {}
+        super()._let_go(restore=restore, forget=forget)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -47,7 +47,10 @@ class PipelineEngine(DeepSpeedEngine):
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """One whole step; the mean loss of all replicas, on every rank."""
+        """One whole step; the mean loss of all replicas, on every rank. Without an iterator it goes on with the one
+        before."""
+        data_iter = self.data_iterator if data_iter is None else data_iter
+        self.data_iterator = data_iter
         self.agg_train_loss = super().train_batch(data_iter)
         return self.agg_train_loss
 

@@ -39,12 +39,20 @@ class PipelineModule(_PipelineModule):
             from zoo import comm
 
             comm.init_distributed()  # which rank has which layers follows from the job
+        if checkpointable_layers is not None and isinstance(checkpointable_layers, str):
+            raise ValueError(f"checkpointable_layers={checkpointable_layers!r}; give a list of the names of classes.")
         super().__init__(
             layers, num_stages, topology, loss_fn, seed_layers, seed_fn, base_seed, partition_method,
             activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers, schedule=schedule,
             mesh=mesh,
         )  # fmt: skip
         self.dynamic_shape = dynamic_shape
+        tied_elsewhere = {
+            id(self.tied_parameters[key]) for key, ranks in self.tied_ranks.items()
+            if key in self.tied_parameters and self.stage_id != ranks[0]
+        }  # fmt: skip
+        for parameter in self.parameters():  # what norms are taken over counts those of other stages once
+            parameter.ds_pipe_replicated = id(parameter) in tied_elsewhere  # type: ignore[attr-defined]
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -178,16 +178,17 @@ class Questions(QuestionsOfFeatures):
         return bool((section.get("random_ltd") or {}).get("enabled", False))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Refused: the data set's batches and the engine's counts have the size of the configuration.
+        """Micro-batches of another size from now on, and as many of them in a step; a loader that there is goes on
+        with its own.
 
         Raises:
-            NotImplementedError: another size than the configuration's.
+            ValueError: no number above 0.
         """
-        if micro_batch_size != self._at("train_micro_batch_size_per_gpu"):
-            raise NotImplementedError(
-                f"set_train_micro_batch_size({micro_batch_size}): micro-batches keep the configured size, "
-                f"{self._at('train_micro_batch_size_per_gpu')}; set_train_batch_size changes how many there are."
-            )
+        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+            raise ValueError(f"set_train_micro_batch_size({micro_batch_size!r}); give a number of samples, 1 or more.")
+        self.engine.config = self.engine.config.model_copy(
+            update={"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": None}
+        )
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
@@ -208,8 +209,8 @@ class Questions(QuestionsOfFeatures):
         return None if name is None else str(name)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
-        return self.engine.get_lr()
+        """The learning rate of each group; empty without an optimizer."""
+        return self.engine.get_lr() if self.trains else []
 
     def get_type(self) -> list[Any]:
         """The types of groups: "type", 0.0 where a group has none."""

@@ -134,7 +134,7 @@ class QuestionsOfFeatures:
 
     def zenflow_config(self) -> None:
         """None: there is no ZenFlow."""
-        return None
+        return
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:

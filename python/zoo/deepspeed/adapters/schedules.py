@@ -161,3 +161,17 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name!r} is no schedule; allowed are {', '.join(VALID_LR_SCHEDULES)}"
     return params[where.get(name, "warmup_max_lr")], ""
+
+
+def first_required(step: Callable[..., Any]) -> str | None:
+    """The name of the one argument without which ``step`` cannot be called; None where it can, or wants more."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # a function of C that does not say
+        return None
+    wanted = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)
+    ]
+    return wanted[0] if len(wanted) == 1 else None

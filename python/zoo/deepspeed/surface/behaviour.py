@@ -12,8 +12,9 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     (
         "`client_state`",
         "holds plain values, tensors, arrays, namespaces, paths and times, and gives them back exactly; "
-        "anything else is refused when it is saved, because no file is unpickled. `load_checkpoint` gives back "
-        "what was put in, and no keys of its own.",
+        "anything else is refused when it is saved, because no file is unpickled. Subclasses of int, float and str "
+        "(members of enums, `torch.__version__`) come back as these, parameters as tensors. `load_checkpoint` gives "
+        "back what was put in, and no keys of its own.",
     ),
     (
         "`load_checkpoint`",
@@ -30,6 +31,38 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "raise PartitionedAccessError where something is computed with a partitioned parameter, `p.data` "
         "included; DeepSpeed computes with empty tensors. `p.grad` is None where the gradient is partitioned, "
         "in both.",
+    ),
+    (
+        "what is taken inside of `GatheredParameters`",
+        "keeps the values of then, as in DeepSpeed; zoo.zero's own refuses it afterwards.",
+    ),
+    (
+        "`safe_set_full_fp32_param`",
+        "changes the model's parameter at once; in DeepSpeed the next step does.",
+    ),
+    (
+        "several `backward()` before one `step()` without accumulation",
+        "add up at every stage; DeepSpeed's stages 1 to 3 do not step along their sum.",
+    ),
+    (
+        "parameters that are frozen after `initialize`",
+        "go on by momentum and decay at every stage, as in DeepSpeed's stages 1 to 3.",
+    ),
+    (
+        "a dynamic loss scale",
+        "doubles after `loss_scale_window` good steps, in DeepSpeed after one more at first and after an overflow.",
+    ),
+    (
+        "`Train/Samples/lr` of monitors",
+        "is the rate that the step used; in DeepSpeed the next one's.",
+    ),
+    (
+        "initialize() of a model that an engine has",
+        "ends that engine, with a warning; in DeepSpeed both go on.",
+    ),
+    (
+        "curriculum schedules",
+        "begin at the smallest difficulty and end at the largest, also where `difficulty_step` does not divide them.",
     ),
     (
         "`p.all_gather()`, `p.partition()`",
@@ -80,7 +113,8 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "arguments that cannot be",
-        "are a ValueError with a sentence in many places where DeepSpeed has an AssertionError.",
+        "are a ValueError with a sentence in many places where DeepSpeed has an AssertionError, a RuntimeError or a "
+        "TypeError.",
     ),
     (
         "`engine.half()`, `.bfloat16()`, `.to()` after `initialize`",

@@ -12,7 +12,10 @@ _INIT = Name(
     f"{_PARAMETERS}:Init",
     "mpu= and quantized weights are refused; the configuration's precision is the dtype of the parameters.",
 )
-_GATHERED = Name("zoo.zero:GatheredParameters", "what would be lost (a write without modifier_rank) is an error.")
+_GATHERED = Name(
+    "zoo.deepspeed.adapters.parameters:GatheredParameters",
+    "what would be lost (a write without modifier_rank) is an error.",
+)
 _REGISTER = Name(f"{_PARAMETERS}:register_external_parameter")
 _UNREGISTER = Name(f"{_PARAMETERS}:unregister_external_parameter")
 _ESTIMATORS = {

@@ -447,6 +447,10 @@ class Guard:
         """A unit that owns the parameters runs."""
         self._class.__torch_function__ = self._shown
 
+    def moved(self, storage: torch.UntypedStorage) -> None:
+        """Their memory is another one now."""
+        self._address = storage._cdata
+
     def close(self) -> None:
         """The memory is gone: refuse everything that shares it."""
         refuse_storage(self._address, self._message)

@@ -225,6 +225,8 @@ class BucketParameters:
         self.secondary = None
 
     def _drop_full(self) -> None:
+        if not self._storage.resizable():  # NumPy has had it
+            self.renew()
         self._storage.resize_(0)
         self._guard.close()
         self.live = False
@@ -235,6 +237,23 @@ class BucketParameters:
         self.reshard()
         self.shard.drop()
         self.originals = None
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Give the parameters other memory with the same values; whoever has tensors of the old one keeps that."""
+        before, self.full = self.full, torch.empty_like(self.full)
+        self.full.copy_(before)
+        self._storage = self.full.untyped_storage()
+        self._guard.moved(self._storage)
+        self.forget_aliases()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(self.bucket.spec.parameters, self.bucket.views(self.full), strict=True):
+                assign_data(parameter, view)
+
+    def taken(self) -> int:
+        """How much has this memory, apart from what ``parameter.data`` is remembered by: more than before, and somebody
+        has taken a tensor of it."""
+        return self.shared_by() - len(self._aliases)
 
     def shared_by(self) -> int:
         """How many tensors and storages of Python there are with the memory of ``full``."""
