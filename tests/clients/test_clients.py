@@ -34,6 +34,7 @@ _SHARE = {
     "pipeline.py --model gpt2 --stage 0 --clipping 0",
     "fabric.py --model llama --stage 2",
     "trl/dpo --model llama --stage 3",
+    "long_sequences.py --model llama --stage 3",
 }
 
 

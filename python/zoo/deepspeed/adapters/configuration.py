@@ -139,6 +139,9 @@ def translated(
     _torch_adams_decay(found)
     if found.get("prescale_gradients"):
         found.pop("gradient_predivide_factor", None)  # without effect then, in both
+    shared = found.pop("sequence_parallel_size", 1)
+    if isinstance(shared, int) and shared > 1:
+        found.setdefault("mesh", {"axes": {"data": -1, "sequence": shared}})
     if "sequence" not in ((found.get("mesh") or {}).get("axes") or {}):
         found.pop("seq_parallel_communication_data_type", None)  # no sequence is split
     return found

@@ -89,7 +89,8 @@ def initialize(
         collate_fn: list of samples → batch.
         lr_scheduler: a schedule, or a callable ``optimizer → schedule``.
         distributed_port: of rank 0, where the launcher names none.
-        mpu: an object with ``get_data_parallel_group()``; its ranks share the model's state.
+        mpu: an object with ``get_data_parallel_group()``; its ranks share the model's state. Or one with
+            ``get_sequence_parallel_group()`` and its size: these ranks share sequences, all ranks the model's state.
         dist_init_required: as of :func:`zoo.engine.initialize`.
         config, config_params: a dict, the path of a file of JSON, HJSON or YAML, or base64 of JSON. Root keys that
             nobody knows are warned of, once, and left out.
@@ -113,7 +114,7 @@ def initialize(
     document = find_document(args, config if config is not None else config_params)
     pipeline = engine_class(model) is not DeepSpeedEngine
     given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline)
-    group = mpu.get_data_parallel_group() if mpu is not None else None
+    group = None if mpu is None or _shares_sequences(mpu, given) else mpu.get_data_parallel_group()
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     carry_out(document)
@@ -150,6 +151,18 @@ def initialize(
         loader = made.training_loader(training_data)
         made.training_dataloader = engine.dataloader = loader
     return made, made.optimizer, loader, schedule
+
+
+def _shares_sequences(mpu: Any, given: dict[str, Any]) -> bool:
+    """Whether ``mpu`` says that ranks share sequences; ``given`` then has a mesh that does. They are consecutive."""
+    size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    if size <= 1:
+        return False
+    ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
+    if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
+        raise ConfigError(f"the mpu has the ranks {ranks} share a sequence; consecutive ones can.")
+    given["mesh"] = {"axes": {"data": -1, "sequence": size}}
+    return True
 
 
 def _called(optimizer: Any, model: nn.Module, model_parameters: Iterable[Any] | None) -> torch.optim.Optimizer:

@@ -289,8 +289,11 @@ class Questions(QuestionsOfFeatures):
 
     @property
     def seq_parallel_group(self) -> Any:
-        """None: sequences are split by an axis of the mesh."""
-        return None
+        """The ranks that share a sequence; None where none do."""
+        asked = getattr(self.mpu, "get_sequence_parallel_group", None)
+        if asked is not None:
+            return asked()
+        return self.engine.mesh.get_group("sequence") if self.sequence_parallel_size > 1 else None
 
     @property
     def sequence_parallel_size(self) -> int:

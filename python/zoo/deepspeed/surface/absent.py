@@ -17,7 +17,9 @@ _TENSOR_PARALLEL = (
     "mesh with an axis for it."
 )
 _COMPILER = "there are no compiler passes of its own yet; engine.compile() is torch.compile."
-_SEQUENCES = "models are not rewritten for split sequences; zoo.nn.SequenceParallelAttention wraps their attention."
+_SEQUENCES = (
+    "models are not rewritten for split sequences; DistributedAttention and UlyssesSPAttentionHF wrap their attention."
+)
 _SHAPES_OF_FILES = (
     "checkpoints are not reshaped by hand: zoo's are read at any number of ranks, DeepSpeed's by `zoo ckpt`."
 )
@@ -26,7 +28,6 @@ _LAUNCHER = "there is no launcher yet: torchrun starts the processes on every ma
 _ZENFLOW = "ZenFlow is not there; zero_optimization.update_in_backward is the nearest."
 _LORA = "there are no layers of its own for LoRA; those of peft train at every stage."
 _ROLLOUT = "generation during training goes through unwrap_model_for_generation; there is no engine of rollouts yet."
-_AXIS = 'ranks share sequences along an axis of the mesh: {"mesh": {"axes": {"data": -1, "sequence": 2}}}.'
 _PINNED = "page-locked memory is zoo.io.BufferPool's."
 _TRANSFORMER = "there are no fused transformer layers yet; torch.nn.functional.scaled_dot_product_attention is fused."
 
@@ -77,9 +78,6 @@ ABSENT: Mapping[str, str] = {
     "runtime.domino": _TENSOR_PARALLEL,
     "runtime.hybrid_engine": _ROLLOUT,
     "runtime.rollout": _ROLLOUT,
-    "runtime.sequence_parallel.parallel_state_sp": _AXIS,
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCES,
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCES,
     "runtime.superoffload": "SuperOffload is not there; offload_optimizer is.",
     "runtime.swap_tensor": "parameters and states go to NVMe by zoo.zero.offload, in pieces of any size.",
     "runtime.tensor_parallel": _TENSOR_PARALLEL,
@@ -102,7 +100,6 @@ ABSENT: Mapping[str, str] = {
     "sequence.autosp_vit": _SEQUENCES,
     "sequence.cross_entropy": _SEQUENCES,
     "sequence.fpdt_layer": "no chunks of sequences go to the host; what activation checkpointing keeps can.",
-    "sequence.layer.DistributedAttention": _SEQUENCES,
     "tp_model_init": _TENSOR_PARALLEL,
 }  # fmt: skip
 """Path beneath ``deepspeed`` → the reason, one sentence."""

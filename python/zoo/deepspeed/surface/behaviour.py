@@ -45,6 +45,11 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "add up at every stage; DeepSpeed's stages 1 to 3 do not step along their sum.",
     ),
     (
+        "sequences that ranks share (`UlyssesSPAttentionHF`)",
+        "give the gradient of the mean over all ranks at every stage, as DeepSpeed's stages 0 and 3; its stages 1 and "
+        "2 have a norm that is larger by the number of ranks that share one.",
+    ),
+    (
         "parameters that are frozen after `initialize`",
         "go on by momentum and decay at every stage, as in DeepSpeed's stages 1 to 3.",
     ),
