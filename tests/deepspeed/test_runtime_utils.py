@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
 from zoo.deepspeed.runtime import utils
 
 BALANCED = json.loads((Path(__file__).parent / "partitions.json").read_text())["rows"]

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as _dist
 
+from zoo.config.mesh import data_axes
 from zoo.deepspeed.adapters import communication as dist
 from zoo.deepspeed.adapters.access import DeprecatedException
-from zoo.config.mesh import data_axes
 
 mesh_device: Any = None
 """A DeviceMesh that the program sets, with axes "data_parallel" and "sequence_parallel"."""

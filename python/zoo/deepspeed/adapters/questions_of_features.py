@@ -134,7 +134,6 @@ class QuestionsOfFeatures:
 
     def zenflow_config(self) -> None:
         """None: there is no ZenFlow."""
-        return None
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:
