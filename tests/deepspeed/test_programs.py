@@ -367,6 +367,25 @@ def test_lamb_refuses_what_it_does_not_do() -> None:
         lamb([nn.Parameter(torch.ones(2))], max_grad_norm=1.0)
 
 
+def test_adams_say_what_they_are_and_refuse_amsgrad() -> None:
+    adam = deepspeed.ops.adam
+    first, second = (adam.DeepSpeedCPUAdam([nn.Parameter(torch.ones(2))], adamw_mode=w) for w in (True, False))
+    assert second.opt_id == first.opt_id + 1
+    assert (first.adam_w_mode, second.adam_w_mode, first.fp32_optimizer_states) == (True, False, True)
+    for cls in (adam.DeepSpeedCPUAdam, adam.FusedAdam):
+        with pytest.raises(RuntimeError, match=f"{cls.__name__} has no AMSGrad variant"):
+            cls([nn.Parameter(torch.ones(2))], amsgrad=True)
+
+
+def test_builders_have_deepspeeds_names_of_modules() -> None:
+    builders = deepspeed.ops.op_builder
+    families = {"CPUAdam": "adam", "CPUAdagrad": "adagrad", "CPULion": "lion", "FusedAdam": "adam", "AsyncIO": "aio"}
+    for name, family in families.items():
+        builder = getattr(builders, f"{name}Builder")()
+        assert builder.absolute_name() == f"deepspeed.ops.{family}.{builder.NAME}_op"
+        assert deepspeed.ops.__compatible_ops__[builder.NAME] is builder.is_compatible()
+
+
 def test_schedules_and_the_names_of_their_options() -> None:
     schedules = import_module("zoo.deepspeed.runtime.lr_schedules")
     assert schedules.VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]

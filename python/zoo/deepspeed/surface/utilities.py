@@ -146,6 +146,7 @@ TABLE: Table = {
             differs='"enabled": false in the section leaves the log off, as documented; DeepSpeed switches it on.',
         ),
     },
+    "ops": _of("op_builders", "__compatible_ops__", differs="of the operations that zoo has builders for."),
     "ops.op_builder": _BUILDERS,
     "ops.aio": _of("op_builders", "AsyncIOBuilder"),
     "utils.zero_to_fp32": _WEIGHTS,
