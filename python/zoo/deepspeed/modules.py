@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import _bootstrap, import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 ROOT = "zoo.deepspeed"
@@ -171,11 +171,11 @@ class TableFinder(MetaPathFinder, Loader):
 def _is_imported() -> bool:
     """Whether the finder that calls this is asked by an import, which shows its error, and not by a probe, which wants
     None. Both call it alike: only the callers tell."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == _find_and_load.co_filename:
         if frame.f_code is _find_and_load:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -45,7 +45,8 @@ class _MetadataFinder(DistributionFinder):
 
 def _already() -> list[tuple[str, Any]]:
     """Modules of DeepSpeed itself that are imported, the root first."""
-    found = [(name, m) for name, m in sorted(sys.modules.items()) if name.partition(".")[0] == NICKNAME and m]
+    modules: dict[str, Any] = dict(sys.modules)  # None is what keeps something from being imported
+    found = [(name, m) for name, m in sorted(modules.items()) if name.partition(".")[0] == NICKNAME and m is not None]
     return [(n, m) for n, m in found if not hasattr(m, "__zoo_standin__") and not m.__name__.startswith("zoo.")]
 
 

@@ -16,7 +16,7 @@ from zoo.deepspeed.adapters.logs import log_dist
 from zoo.deepspeed.adapters.sections import DeepSpeedConfigModel
 from zoo.deepspeed.adapters.timers import trim_mean
 
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 # By how the message, and what a rank has to send of it, follow from the bytes given.
 _TIMES_RANKS = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 _EXCHANGES = ("all_to_all", "all_to_all_single")

@@ -137,7 +137,7 @@ class OnDevice:
             return
         mode = _Made(self.dtype, self.device)
         self._inside.append((mode, torch.Tensor.__dict__.get("__new__")))
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         # No named argument: operations on meta import torch._dynamo, which compares this signature with one of its own.
         torch.Tensor.__new__ = lambda *args, **kwargs: mode.new(*args, **kwargs)  # type: ignore[method-assign]
 
@@ -149,7 +149,7 @@ class OnDevice:
             del torch.Tensor.__new__
         else:
             torch.Tensor.__new__ = before  # type: ignore[method-assign]
-        mode.__exit__(*exception)
+        mode.__exit__(*exception)  # type: ignore[no-untyped-call]
 
 
 def _of_mpu(what: str, kinds: tuple[str, ...], absent: Any) -> Callable[..., Any]:

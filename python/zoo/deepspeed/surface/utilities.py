@@ -135,7 +135,8 @@ TABLE: Table = {
     "utils.comms_logging": {
         **_of(
             "comms_log", "CommsLogger",
-            differs="speeds are of the group's ranks, DeepSpeed's of all; operations with handles are waited for.",
+            differs="speeds are of the group's ranks, DeepSpeed's of all; operations with handles are waited for; "
+            "stragglers are told of what all ranks have counted alike.",
         ),
         **_of("comms_log", "calc_bw_log", "convert_size", "get_caller_func"),
     },
