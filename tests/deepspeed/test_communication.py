@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -113,6 +114,109 @@ def test_the_log_counts_what_goes_through(capsys: pytest.CaptureFixture[str]) ->
         dist.reset_log()
         dist.configure(enabled=False)
     assert not dist.has_comm_data()
+
+
+@pytest.fixture
+def log() -> Iterator[Any]:
+    """The log, as it was afterwards."""
+    from zoo.deepspeed.comm.comm import comms_logger
+
+    before = dict(vars(comms_logger))
+    comms_logger.comms_dict = {}
+    yield comms_logger
+    vars(comms_logger).update(before)
+
+
+SECTION = {"enabled": True, "prof_all": False, "prof_ops": ["mine"]}
+
+
+def test_the_log_is_configured_by_a_configuration(log: Any) -> None:
+    document = {"train_micro_batch_size_per_gpu": 1, "comms_logger": SECTION}
+    config = deepspeed.DeepSpeedConfig(document)
+    assert config.comms_config.comms_logger_enabled
+    assert config.comms_config.comms_logger.prof_ops == ["mine"]
+    dist.configure(config)
+    assert (log.enabled, log.prof_all, log.prof_ops) == (True, False, ["mine"])
+    log.set(enabled=False)
+    dist.configure(deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1}))
+    assert not log.enabled
+    off = deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "comms_logger": {"prof_ops": ["other"]}})
+    dist.configure(deepspeed_config=off)
+    assert (log.enabled, log.prof_ops) == (False, ["other"])
+    sim.run(1, lambda rank: deepspeed.init_distributed(config=config))
+    assert log.enabled
+    with pytest.raises(ValueError, match="got object; give it a dict"):
+        dist.configure(object())
+
+
+def test_the_log_counts_names_that_were_asked_for(log: Any) -> None:
+    log.set(**SECTION)
+
+    def job(rank: int) -> None:
+        dist.all_reduce(torch.ones(2), log_name="mine")
+        dist.all_reduce(torch.ones(2))
+        dist.inference_all_reduce(torch.ones(2))
+        log.set(prof_ops=["all_reduce"])
+        dist.inference_all_reduce(torch.ones(4))
+
+    sim.run(1, job)
+    assert {name: {size: row[0] for size, row in rows.items()} for name, rows in log.comms_dict.items()} == {
+        "mine": {8: 1}, "all_reduce": {16: 1},
+    }  # fmt: skip
+
+
+def test_the_log_counts_messages_that_nobody_waits_for(log: Any) -> None:
+    log.set(enabled=True, prof_all=True)
+
+    def job(rank: int) -> None:
+        got = torch.empty(3)
+        send, receive = (dist.isend, torch.ones(3)), (dist.irecv, got)
+        works = [op(tensor, 1 - rank) for op, tensor in ([send, receive] if rank else [receive, send])]
+        pair = [dist.P2POp(dist.isend, torch.ones(2), 1 - rank), dist.P2POp(dist.irecv, torch.empty(2), 1 - rank)]
+        for work in (*works, *dist.batch_isend_irecv(pair)):
+            work.wait()
+        dist.barrier()
+
+    sim.run(2, job)
+    counted = {name: {size: row[0] for size, row in rows.items()} for name, rows in log.comms_dict.items()}
+    assert counted == {"isend": {12: 2}, "irecv": {12: 2}, "batch_isend_irecv": {16: 2}, "barrier": {0: 2}}
+
+
+def test_names_of_the_log_have_the_caller_where_debug_is_on(log: Any) -> None:
+    log.set(enabled=True, prof_all=True, debug=True)
+
+    def job(rank: int) -> None:
+        dist.all_reduce(torch.ones(1))
+        dist.log_summary()
+
+    sim.run(1, job)
+    assert log.get_operation_names() == [
+        "all_reduce | [Caller Func: job]",
+        "log_summary_barrier | [Caller Func: log_summary]",
+    ]
+    assert log.get_total_operations() == 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "found"),
+    [
+        ("all_reduce", (0.008, 0.004)),
+        ("all_reduce_coalesced", (0.008, 0.004)),
+        ("inference_all_reduce", (0.008, 0.004)),
+        ("all_gather", (0.008, 0.004)),
+        ("all_gather_into_tensor", (0.008, 0.004)),
+        ("reduce_scatter", (0.008, 0.004)),
+        ("reduce_scatter_tensor", (0.008, 0.004)),
+        ("all_to_all", (0.004, 0.002)),
+        ("all_to_all_single", (0.004, 0.002)),
+        ("broadcast", (0.004, 0.004)),
+        ("send", (0.004, 0.004)),
+    ],
+)
+def test_speeds_are_those_of_deepspeed(operation: str, found: tuple[float, float]) -> None:
+    from zoo.deepspeed.utils.comms_logging import calc_bw_log
+
+    assert calc_bw_log(operation, 1000, 2.0, 2) == pytest.approx(found)
 
 
 # -- accelerator ------------------------------------------------------------------------------------------------------

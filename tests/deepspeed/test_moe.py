@@ -57,6 +57,22 @@ def test_sparse_routes_are_the_dense_ones(case: dict[str, Any]) -> None:
     assert torch.equal(counts, same)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [
+        (torch.bfloat16, (1.12060546875, 2.552734375, 0.94921875, 3.99609375)),
+        (torch.float16, (1.12078857421875, 2.55615234375, 0.9488525390625, 3.99951171875)),
+    ],
+)
+def test_logits_of_16_bits_give_a_loss_and_weights_in_float32(dtype: torch.dtype, found: tuple[float, ...]) -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.3], [2.0, 0.0, 0.7], [3.0, 0.0, 1.1], [0.2, 0.4, 0.9]], dtype=dtype)
+    one = sharded_moe.top1gating(logits, 1.0, 1, use_rts=False)
+    two = sharded_moe.topkgating(logits, 2, 1.0, 1)
+    numbers = [one[0], one[1].sum(), two[0], two[1].sum()]
+    assert {t.dtype for t in (*one[:2], *two[:2])} == {torch.float32}
+    assert tuple(float(x) for x in numbers) == found  # DeepSpeed 0.19.8's
+
+
 def test_gates_draw_and_have_gradients() -> None:
     torch.manual_seed(0)
     gate = sharded_moe.TopKGate(4, 3, noisy_gate_policy="RSample", min_capacity=2)

@@ -228,6 +228,26 @@ def test_timers() -> None:
     assert len(said) == 2
 
 
+def _numbers_of_constructors_are_computed() -> None:
+    before = torch.Tensor.__dict__.get("__new__")
+    with deepspeed.OnDevice(dtype=torch.float16, device="meta"):
+        rates = [x.item() for x in torch.linspace(0, 1, 3)]
+        total = int(torch.tensor([1, 2, 3]).sum()), float(torch.eye(2).sum()), torch.randn(2).isfinite().all().item()
+        made = torch.Tensor(2, 3), torch.Tensor(torch.Size([2, 3])), torch.empty(2, 3), torch.full((2, 3), 0.5)
+        values = torch.Tensor([1.0, 2.0]).tolist(), torch.zeros(1, device="cpu").tolist()
+        with deepspeed.OnDevice(dtype=torch.bfloat16, device="cpu"):
+            inner = torch.Tensor(2)
+        table = nn.Embedding(4, 2)
+    assert rates == [0.0, 0.5, 1.0]
+    assert total == (6, 2.0, True)
+    assert values == ([1.0, 2.0], [0.0])
+    assert {(t.device.type, t.dtype, t.shape) for t in made} == {("meta", torch.float16, torch.Size([2, 3]))}
+    assert (inner.device.type, inner.dtype) == ("cpu", torch.bfloat16)
+    assert table.weight.is_meta
+    assert torch.Tensor.__dict__.get("__new__") is before
+    assert torch.Tensor(1).dtype is torch.float32
+
+
 def test_small_helpers() -> None:
     utils = deepspeed.utils
     assert import_module("zoo.deepspeed.utils.numa").parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
@@ -244,6 +264,7 @@ def test_small_helpers() -> None:
         layer = nn.Linear(3, 2)
     assert layer.weight.is_meta
     assert layer.weight.dtype is torch.float16
+    _numbers_of_constructors_are_computed()
     with utils.OnDevice(dtype=torch.bfloat16, device="cpu"):
         made = nn.BatchNorm1d(3)
         whole = torch.full((2,), 3), torch.zeros(2, dtype=torch.long)
@@ -344,6 +365,25 @@ def test_lamb_refuses_what_it_does_not_do() -> None:
         lamb([nn.Parameter(torch.ones(2))], amsgrad=True)
     with pytest.raises(ValueError, match="gradient_clipping"):
         lamb([nn.Parameter(torch.ones(2))], max_grad_norm=1.0)
+
+
+def test_adams_say_what_they_are_and_refuse_amsgrad() -> None:
+    adam = deepspeed.ops.adam
+    first, second = (adam.DeepSpeedCPUAdam([nn.Parameter(torch.ones(2))], adamw_mode=w) for w in (True, False))
+    assert second.opt_id == first.opt_id + 1
+    assert (first.adam_w_mode, second.adam_w_mode, first.fp32_optimizer_states) == (True, False, True)
+    for cls in (adam.DeepSpeedCPUAdam, adam.FusedAdam):
+        with pytest.raises(RuntimeError, match=f"{cls.__name__} has no AMSGrad variant"):
+            cls([nn.Parameter(torch.ones(2))], amsgrad=True)
+
+
+def test_builders_have_deepspeeds_names_of_modules() -> None:
+    builders = deepspeed.ops.op_builder
+    families = {"CPUAdam": "adam", "CPUAdagrad": "adagrad", "CPULion": "lion", "FusedAdam": "adam", "AsyncIO": "aio"}
+    for name, family in families.items():
+        builder = getattr(builders, f"{name}Builder")()
+        assert builder.absolute_name() == f"deepspeed.ops.{family}.{builder.NAME}_op"
+        assert deepspeed.ops.__compatible_ops__[builder.NAME] is builder.is_compatible()
 
 
 def test_schedules_and_the_names_of_their_options() -> None:

@@ -29,7 +29,7 @@ DIFFERS = {
     ("runtime.utils:PartitionedTensor.from_meta", "device"): "None is that of the accelerator; theirs, of a CPU, is it",
     **{
         (f"{module}:Init", p): why
-        for module in ("zero", "runtime.zero", "runtime.zero.partition_parameters")
+        for module in ("zero", "runtime.zero", "runtime.zero.partition_parameters", "runtime.zero.stage3")
         for p, why in _INIT.items()
     },
     **{
@@ -56,17 +56,24 @@ _MADE = "initialize makes it"
 _FUNCTION = ".apply alone is what programs use of an autograd function"
 WHOLE = {
     ":DeepSpeedEngine": _MADE,
+    ":dist": "None in theirs, until something has joined the ranks",
     "comm:ReduceOp": "torch's own",
     "ops.op_builder:FusedLambBuilder.NAME": "theirs, of a CPU, has none",
     "runtime.bf16_optimizer:BF16_Optimizer": _MADE,
     "runtime.config:DEEPSPEED_OPTIMIZERS": "without those of mup",
+    "runtime.engine:BF16_Optimizer": _MADE,
     "runtime.engine:DeepSpeedEngine": _MADE,
+    "runtime.engine:DeepSpeedZeRoOffload": _MADE,
+    "runtime.engine:DeepSpeedZeroOptimizer": _MADE,
+    "runtime.engine:FP16_Optimizer": _MADE,
+    "runtime.engine:FP16_UnfusedOptimizer": _MADE,
     "runtime.fp16.fused_optimizer:FP16_Optimizer": _MADE,
     "runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer": _MADE,
     "runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute": _FUNCTION,
     "runtime.sequence_parallel.ulysses_sp:TiledFusedLogitsLoss": _FUNCTION,
     "runtime.sequence_parallel.ulysses_sp:TiledMLP": _FUNCTION,
     "runtime.zero.linear:LinearFunctionForZeroStage3": _FUNCTION,
+    "runtime.zero.stage3:DeepSpeedZeRoOffload": _MADE,
     "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": _MADE,
     "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": _MADE,
     "accelerator.real_accelerator:SUPPORTED_ACCELERATOR_LIST": "what torch has under other names is not asked for",

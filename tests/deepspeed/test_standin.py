@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from benchmarks import common
@@ -95,6 +97,58 @@ def _as_before() -> object:
     for name in set(sys.modules) - modules:
         if name.partition(".")[0] == "deepspeed":
             del sys.modules[name]
+
+
+def test_a_probe_gets_none_where_an_import_says_why() -> None:
+    zoo.deepspeed.install_as_deepspeed()
+    assert find_spec("deepspeed.ops.adam") is not None
+    for root in ("deepspeed", "zoo.deepspeed"):
+        assert find_spec(f"{root}.absent_thing") is None
+        assert find_spec(f"{root}.inference") is None
+        with pytest.raises(ModuleNotFoundError, match="there is no inference engine yet"):
+            import_module(f"{root}.inference")
+    with pytest.raises(ModuleNotFoundError, match="there is no inference engine yet"):
+        exec("import deepspeed.inference")
+    with pytest.raises(ModuleNotFoundError, match="does not exist in zoo"):
+        exec("from deepspeed.absent_thing import anything")
+    with pytest.raises(ModuleNotFoundError, match="there is no inference engine yet"):
+        find_spec("deepspeed.inference.config")  # whose parent is imported
+
+
+STAR = """
+import sys
+for package in ("zoo.moe", "zoo.compression", "zoo.kernels"):
+    sys.modules[package] = None  # as if it were not installed
+from deepspeed import *
+names = "initialize init_distributed zero comm DeepSpeedEngine add_config_arguments checkpointing moe ops pipe runtime"
+assert set(names.split()) <= set(globals()), set(names.split()) - set(globals())
+import deepspeed
+assert (deepspeed.__git_hash__, deepspeed.__git_branch__, deepspeed.git_hash) == ("unknown", "unknown", "unknown")
+"""
+
+
+def test_a_star_imports_the_names_of_the_root() -> None:
+    python(STAR, folder=True)
+
+
+METADATA = """
+from importlib.metadata import distribution, files, version
+for name in ("deepspeed", "DeepSpeed", "DEEPSPEED"):
+    assert version(name) == "0.19.8+zoo", name
+    assert any(str(path) == "deepspeed/__init__.py" for path in files(name)), name
+assert all(path.locate().is_file() for path in files("deepspeed"))
+"""
+
+
+def test_metadata_is_found_in_any_spelling_and_lists_files() -> None:
+    python("import zoo.deepspeed as d; d.install_as_deepspeed()" + METADATA)
+    python(METADATA, folder=True)
+
+
+def test_a_part_of_deepspeed_itself_imported_before_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", ModuleType("deepspeed.ops"))
+    with pytest.raises(RuntimeError, match=r"deepspeed\.ops .*is imported already"):
+        zoo.deepspeed.install_as_deepspeed()
 
 
 def test_zoo_run_starts_scripts_with_their_own_arguments(tmp_path: Path) -> None:

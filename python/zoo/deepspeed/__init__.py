@@ -23,11 +23,13 @@ from zoo.deepspeed.surface.absent import ABSENT
 __all__ = ["install_as_deepspeed", "installed_folder"]
 
 __version_major__, __version_minor__, __version_patch__ = (int(x) for x in __version__.split("+")[0].split("."))
-version, git_hash, git_branch = __version__, None, None
+version, git_hash, git_branch = __version__, "unknown", "unknown"
+__git_hash__, __git_branch__ = git_hash, git_branch
 
 FINDER = TableFinder(TABLE, ABSENT)
 _names: dict[str, Any] = dict(FINDER.table[""])  # type: ignore[arg-type]
 _below, _why = tuple(FINDER.below("")), FINDER.why
+__all__ += [*_names, *_below]
 install(FINDER)
 
 

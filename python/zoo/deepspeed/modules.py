@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import _bootstrap, import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 ROOT = "zoo.deepspeed"
 NICKNAME = "deepspeed"
+_find_and_load = _bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,19 @@ class TableFinder(MetaPathFinder, Loader):
         return f"{NICKNAME}.{inside} is not in zoo: {self.absent[path]} docs/migration.md lists what is there."
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """See :class:`importlib.abc.MetaPathFinder`."""
+        """See :class:`importlib.abc.MetaPathFinder`.
+
+        Raises:
+            ModuleNotFoundError: an import asks for what zoo does not have. ``importlib.util.find_spec`` gets None.
+        """
         for root in (ROOT, self.nickname):
             if root is None or not fullname.startswith(f"{root}."):
                 continue
             inside = fullname[len(root) + 1 :]
             if inside in self.table:
                 return ModuleSpec(fullname, self, origin=f"names of {ROOT}", is_package=True)
+            if not _is_imported():
+                return None
             why = self.why(inside)
             if why is not None:
                 # Under the nickname always: of an error that has the name which "from x import y" looked for Python
@@ -159,6 +166,17 @@ class TableFinder(MetaPathFinder, Loader):
         spec = module.__spec__
         if spec is not None and spec.loader is self and spec.loader_state is not None:
             module.__spec__ = spec.loader_state
+
+
+def _is_imported() -> bool:
+    """Whether the finder that calls this is asked by an import, which shows its error, and not by a probe, which wants
+    None. Both call it alike: only the callers tell."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == _find_and_load.co_filename:
+        if frame.f_code is _find_and_load:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def install(finder: TableFinder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, DistributionFinder, distributions
@@ -38,7 +39,15 @@ class _MetadataFinder(DistributionFinder):
 
     def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
         """See :class:`importlib.metadata.DistributionFinder`."""
-        return [_Installed()] if context.name in (None, NICKNAME) else []
+        asked = None if context.name is None else re.sub(r"[-_.]+", "-", context.name).lower()
+        return [_Installed()] if asked in (None, NICKNAME) else []
+
+
+def _already() -> list[tuple[str, Any]]:
+    """Modules of DeepSpeed itself that are imported, the root first."""
+    modules: dict[str, Any] = dict(sys.modules)  # None is what keeps something from being imported
+    found = [(name, m) for name, m in sorted(modules.items()) if name.partition(".")[0] == NICKNAME and m is not None]
+    return [(n, m) for n, m in found if not hasattr(m, "__zoo_standin__") and not m.__name__.startswith("zoo.")]
 
 
 def install_as_deepspeed() -> None:
@@ -53,12 +62,11 @@ def install_as_deepspeed() -> None:
     """
     import zoo.deepspeed as facade
 
-    here = sys.modules.get(NICKNAME)
-    if here is facade:
+    if sys.modules.get(NICKNAME) is facade:
         return
-    if here is not None and not getattr(here, "__zoo_standin__", False):
+    for name, here in _already():
         raise RuntimeError(
-            f"install_as_deepspeed(): {NICKNAME} {getattr(here, '__version__', '')} is imported already, from "
+            f"install_as_deepspeed(): {name} {getattr(here, '__version__', '')} is imported already, from "
             f"{getattr(here, '__file__', 'somewhere')}. Call it before anything imports {NICKNAME}, also "
             "transformers and accelerate."
         )

@@ -113,6 +113,30 @@ def test_the_group_of_the_mpu(name: str) -> None:
     assert not is_configured()  # what simulated ranks set is theirs
 
 
+def test_settings_changed_after_configure_and_the_seed_of_tensor_ranks() -> None:
+    def fn(rank: int) -> None:
+        configure(Mpu("tensor_model_parallel", torch.distributed.group.WORLD, rank, 2), profile=True)
+        activation.set_num_layers(4)
+        activation.partition_activations_in_checkpoint(True)
+        assert isinstance(current().storage, Partition)
+        assert (current().config.number_checkpoints, current().config.profile) == (4, True)
+        activation.partition_activations_in_checkpoint(False)
+        assert current().storage is None
+        with pytest.raises(ValueError, match="number_checkpoints"):
+            activation.set_num_layers(0)
+        with pytest.raises(ValueError, match="model_parallel_cuda_manual_seed"):
+            activation.model_parallel_reconfigure_tp_seed(5)
+        model_parallel_cuda_manual_seed(1)
+        default = torch.get_rng_state()
+        activation.model_parallel_reconfigure_tp_seed(5)
+        assert torch.equal(torch.get_rng_state(), default)
+        with get_cuda_rng_tracker().fork():
+            drawn = torch.rand(2)
+        assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(5 + 2718 + rank)))
+
+    sim.run(2, fn)
+
+
 def test_states_of_the_tracker() -> None:
     tracker = CudaRNGStatesTracker("cpu")
     torch.manual_seed(0)

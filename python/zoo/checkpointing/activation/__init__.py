@@ -20,8 +20,11 @@ if TYPE_CHECKING:
         get_cuda_rng_tracker,
         is_configured,
         model_parallel_cuda_manual_seed,
+        model_parallel_reconfigure_tp_seed,
         non_reentrant_checkpoint,
+        partition_activations_in_checkpoint,
         reset,
+        set_num_layers,
     )
     from zoo.checkpointing.activation.config import ActivationCheckpointingConfig
     from zoo.checkpointing.activation.planning import Plan, UnitCosts, choose, measure, plan
@@ -43,9 +46,12 @@ __all__ = [
     "is_configured",
     "measure",
     "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
     "plan",
     "reset",
+    "set_num_layers",
 ]
 
 _WHERE = {

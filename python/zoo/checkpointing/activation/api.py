@@ -9,7 +9,7 @@ from typing import Any
 from zoo.checkpointing.activation import state
 from zoo.checkpointing.activation.config import ActivationCheckpointingConfig
 from zoo.checkpointing.activation.recomputing import ActivationCheckpointing
-from zoo.checkpointing.activation.rng import CudaRNGStatesTracker, seed_model_parallel
+from zoo.checkpointing.activation.rng import OFFSET, CudaRNGStatesTracker, seed_device, seed_model_parallel
 from zoo.comm import Communicator
 from zoo.config import Config, read_section
 
@@ -21,8 +21,11 @@ __all__ = [
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
     "reset",
+    "set_num_layers",
 ]
 
 _NAME = "activation_checkpointing"
@@ -68,6 +71,26 @@ def configure(
     group = tensor_group(mpu_)
     made = ActivationCheckpointing(config, group, aio=aio)
     state.own().configure(made, group.rank if group is not None else 0)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Switch ``partition_activations`` over the ranks that :func:`configure` knows; the rest stays as it is."""
+    _change(partition_activations=bool(partition_activation))
+
+
+def set_num_layers(nlayers: int | None) -> None:
+    """Change ``number_checkpoints``, the places of contiguous buffers; the rest stays as it is.
+
+    Raises:
+        ValueError: contiguous buffers need a number of at least 1.
+    """
+    _change(number_checkpoints=nlayers)
+
+
+def _change(**values: Any) -> None:
+    own, before = state.own(), current()
+    config = ActivationCheckpointingConfig.model_validate({**before.config.model_dump(), **values})
+    own.configure(ActivationCheckpointing(config, before.group, aio=before.aio), own.rank)
 
 
 def tensor_group(mpu: Any) -> Communicator | None:
@@ -151,6 +174,17 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """
     own = state.own()
     seed_model_parallel(own.tracker, seed, own.rank)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the tracker's "model-parallel-rng" again, with ``seed + 2718 + rank``; the default generator stays.
+
+    Raises:
+        ValueError: there is no such state: :func:`model_parallel_cuda_manual_seed` makes it.
+    """
+    own = state.own()
+    with own.tracker.fork():
+        seed_device(seed + OFFSET + own.rank, own.tracker.device)
 
 
 class CheckpointFunction:

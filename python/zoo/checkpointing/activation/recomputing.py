@@ -73,7 +73,7 @@ class ActivationCheckpointing:
         if problems:
             raise ValueError("; ".join(problems) + ".")
         self.storage = storage if storage is not None else _storage_of(config, group, aio)
-        self._tracker = tracker
+        self.group, self.aio, self._tracker = group, aio, tracker
         self._contexts = contexts_of(config.save) if config.save else None
         self._watches = config.synchronize_checkpoint_boundary or config.profile
         self._told = False

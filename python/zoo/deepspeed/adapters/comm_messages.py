@@ -31,16 +31,16 @@ def isend(
     tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0, prof: bool = False, log_name: str = "isend",
     debug: str = "",
 ) -> Any:  # fmt: skip
-    """To rank ``dst`` of the job; a handle. Not in the log: nobody waits here."""
-    return dist.isend(tensor, dst, group, tag)
+    """To rank ``dst`` of the job; a handle. The log has the time that it takes to begin: nobody waits here."""
+    return run_logged("isend", tensor, group, lambda: dist.isend(tensor, dst, group, tag), prof, log_name, waits=False)
 
 
 def irecv(
     tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, prof: bool = False,
     log_name: str = "irecv", debug: str = "",
 ) -> Any:  # fmt: skip
-    """From rank ``src`` of the job, or from any; a handle. Not in the log."""
-    return dist.irecv(tensor, src, group, tag)
+    """From rank ``src`` of the job, or from any; a handle. In the log as :func:`isend`."""
+    return run_logged("irecv", tensor, group, lambda: dist.irecv(tensor, src, group, tag), prof, log_name, waits=False)
 
 
 class P2POp:
@@ -59,7 +59,7 @@ class P2POp:
 def batch_isend_irecv(
     p2p_op_list: list[Any], prof: bool = False, log_name: str = "batch_isend_irecv", debug: str = ""
 ) -> list[Any]:
-    """Begin several messages as one operation; their handles."""
+    """Begin several messages as one operation; their handles. In the log as :func:`isend`, with all their bytes."""
 
     def torchs(one: Any) -> Any:
         if isinstance(one, dist.P2POp):
@@ -67,5 +67,9 @@ def batch_isend_irecv(
         op = dist.isend if one.op in (isend, dist.isend) else dist.irecv
         return dist.P2POp(op, one.tensor, one.peer, one.group, one.tag)
 
-    found: list[Any] = dist.batch_isend_irecv([torchs(one) for one in p2p_op_list])
+    def call() -> Any:
+        return dist.batch_isend_irecv([torchs(one) for one in p2p_op_list])
+
+    tensors, group = [one.tensor for one in p2p_op_list], p2p_op_list[0].group if p2p_op_list else None
+    found: list[Any] = run_logged("batch_isend_irecv", tensors, group, call, prof, log_name, waits=False)
     return found

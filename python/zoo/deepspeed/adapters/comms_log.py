@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 
 from zoo.deepspeed.adapters.logs import log_dist
+from zoo.deepspeed.adapters.sections import DeepSpeedConfigModel
 from zoo.deepspeed.adapters.timers import trim_mean
 
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-# Ranks → (message over what was given, wire bytes over the message), the convention of nccl-tests.
-_GATHERS = ("all_gather", "all_gather_into_tensor")
-_SCATTERS = ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
+# By how the message, and what a rank has to send of it, follow from the bytes given.
+_TIMES_RANKS = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+_EXCHANGES = ("all_to_all", "all_to_all_single")
 _REDUCES = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
 
 
@@ -37,19 +39,15 @@ def convert_size(size_bytes: int) -> str:
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = None) -> tuple[float, float]:
-    """(algorithm bandwidth, bus bandwidth) in Gbit/s of ``size`` bytes given in ``duration`` milliseconds.
+    """(throughput, bus bandwidth) in Gbit/s of ``size`` bytes given in ``duration`` milliseconds, as DeepSpeed counts.
 
-    The bus bandwidth counts what a rank has to send with the best algorithm: (N-1)/N of the message for all-gather,
-    reduce-scatter and all-to-all, 2(N-1)/N for all-reduce, the message for anything else. The message of an all-gather
-    is N times what a rank gives.
+    The message is ``size``; N times that for all-gather and reduce-scatter, also where what was given is whole; twice
+    it for all-reduce. The bus bandwidth counts what a rank has to send with the best algorithm: (N-1)/N of the message
+    for these and all-to-all, the message for anything else.
     """
     n = ranks or (dist.get_world_size() if dist.is_initialized() else 1)
-    message = size * n if comm_op in _GATHERS else size
-    wire = 1.0
-    if comm_op in _GATHERS or comm_op in _SCATTERS:
-        wire = (n - 1) / n
-    elif comm_op in _REDUCES:
-        wire = 2 * (n - 1) / n
+    message = size * (n if comm_op in _TIMES_RANKS else 2 if comm_op in _REDUCES else 1)
+    wire = (n - 1) / n if comm_op in (*_TIMES_RANKS, *_REDUCES, *_EXCHANGES) else 1.0
     speed = message * 8 / max(duration, 1e-9) / 1e6
     return speed, speed * wire
 
@@ -66,8 +64,8 @@ class CommsLogger:
 
     Attributes:
         comms_dict: name → bytes that a rank gave → [count, milliseconds, Gbit/s, bus Gbit/s], the last three lists.
-        enabled, prof_all, prof_ops: whether anything is counted; everything, or the operations of the list.
-        verbose: log each operation. debug: kept.
+        enabled, prof_all, prof_ops: whether anything is counted; everything, or the names (``log_name``) of the list.
+        verbose: log each operation. debug: names have the function that called behind them.
     """
 
     def __init__(self) -> None:
@@ -90,10 +88,11 @@ class CommsLogger:
                 setattr(self, name, value)
 
     def configure(self, comms_config: Any) -> None:
-        """From an object with ``comms_logger_enabled``, and ``comms_logger`` with the other attributes."""
-        self.set(enabled=comms_config.comms_logger_enabled)
-        if self.enabled:
-            section = comms_config.comms_logger
+        """From an object with ``comms_logger_enabled`` and, where that is true, the section ``comms_logger``, whose own
+        ``enabled`` counts if it has one."""
+        section = comms_config.comms_logger if comms_config.comms_logger_enabled else None
+        self.set(enabled=section is not None and bool(getattr(section, "enabled", True)))
+        if section is not None:
             self.set(**{name: getattr(section, name) for name in ("verbose", "debug", "prof_ops", "prof_all")})
 
     def start_profiling_comms(self) -> None:
@@ -113,7 +112,7 @@ class CommsLogger:
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, name: str, prof: bool) -> bool:
-        """Whether a call of this operation is counted."""
+        """Whether a call with this ``log_name`` is counted."""
         return self.enabled and (self.prof_all or prof or name in self.prof_ops)
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
@@ -235,19 +234,51 @@ comms_logger = CommsLogger()
 """The log of this process."""
 
 
-def run_logged(name: str, tensor: Any, group: Any, call: Callable[[], Any], prof: bool, log_name: str) -> Any:
-    """The call; timed and counted where the log is on, which waits for it."""
-    if not comms_logger.wants(name, prof):
+def run_logged(
+    name: str, tensor: Any, group: Any, call: Callable[[], Any], prof: bool, log_name: str, *, waits: bool = True
+) -> Any:
+    """The call; timed and counted where the log is on, which then waits for it if ``waits``.
+
+    To be called by the function that the program called: with ``debug`` the record names who called that.
+    """
+    if not comms_logger.wants(log_name, prof):
         return call()
+    if comms_logger.debug:
+        log_name = f"{log_name} | [Caller Func: {get_caller_func()}]"
     device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
     handle = call()
-    if hasattr(handle, "wait"):
+    if waits and hasattr(handle, "wait"):
         handle.wait()
-    if device.type == "cuda":
+    if waits and device.type == "cuda":
         torch.cuda.synchronize(device)
     latency_ms = (time.perf_counter() - begin) * 1e3
     comms_logger.count(name, log_name, latency_ms, bytes_of(tensor), dist.get_world_size(group))
     return handle
+
+
+class CommsLoggerConfig(DeepSpeedConfigModel):
+    """The section ``comms_logger``."""
+
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: list[str] = Field(default_factory=list)
+    verbose: bool = False
+    debug: bool = False
+
+
+class DeepSpeedCommsConfig:
+    """Of a document.
+
+    Attributes:
+        comms_logger_enabled: whether the section is there. comms_logger: it; not there without it.
+    """
+
+    comms_logger: CommsLoggerConfig
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        self.comms_logger_enabled = "comms_logger" in ds_config
+        if self.comms_logger_enabled:
+            self.comms_logger = CommsLoggerConfig(**ds_config["comms_logger"])

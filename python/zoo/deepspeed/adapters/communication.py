@@ -6,7 +6,7 @@ Every function returns what torch's does: None, or with ``async_op`` a handle. T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -306,20 +306,35 @@ def configure(
     deepspeed_config: Any = None, enabled: bool | None = None, prof_all: bool | None = None,
     prof_ops: list[str] | None = None, verbose: bool | None = None, debug: bool | None = None,
 ) -> None:  # fmt: skip
-    """What the log counts; ``deepspeed_config``: a dict, or an object with ``comms_config``, with the section
-    ``comms_logger``."""
-    section = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, dict) else None
-    comms_logger.set(**(section or {}))
+    """What the log counts; ``deepspeed_config``: a dict with the section ``comms_logger``, or a
+    :class:`DeepSpeedConfig`, or another object with ``comms_config``.
+
+    Raises:
+        ValueError: it is neither, or the section has a key that is not known.
+    """
+    if isinstance(deepspeed_config, Mapping):
+        comms_logger.set(**(deepspeed_config.get("comms_logger") or {}))
+    elif deepspeed_config is not None:
+        if not hasattr(deepspeed_config, "comms_config"):
+            raise ValueError(
+                f"deepspeed.comm.configure() got {type(deepspeed_config).__name__}; give it a dict with the section "
+                "comms_logger, or deepspeed.DeepSpeedConfig(...)."
+            )
+        if deepspeed_config.comms_config.comms_logger_enabled:
+            comms_logger.configure(deepspeed_config.comms_config)
     comms_logger.set(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print, on rank 0, what went through ``deepspeed.comm`` while the log was on; see :class:`CommsLogger`.
 
-    ``show_straggler`` adds what ranks waited for the slowest, a collective.
+    ``show_straggler`` adds what ranks waited for the slowest, a collective. Its own barriers, before and after, are in
+    the log under "log_summary_barrier".
     """
-    barrier()
-    return comms_logger.log_all(get_rank() == 0, show_straggler, return_dict)
+    barrier(log_name="log_summary_barrier")
+    found = comms_logger.log_all(get_rank() == 0, show_straggler, return_dict)
+    barrier(log_name="log_summary_barrier")
+    return found
 
 
 def reset_log() -> None:

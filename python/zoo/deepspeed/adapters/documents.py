@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zoo.config import ConfigError
 from zoo.config.batch import BATCH_KEYS, solve
 from zoo.deepspeed.adapters import keys
+from zoo.deepspeed.adapters.comms_log import DeepSpeedCommsConfig
 from zoo.deepspeed.adapters.configuration import find_document
 from zoo.deepspeed.adapters.sections import (
     ZeroStageEnum,
@@ -140,7 +141,8 @@ class DeepSpeedConfig:
 
     Attributes:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: solved for ``world_size``.
-        zero_config, zero_optimization_stage, zero_enabled, float16_config, bfloat16_config, monitor_config: sections.
+        zero_config, zero_optimization_stage, zero_enabled, float16_config, bfloat16_config, monitor_config,
+        comms_config: sections.
         optimizer_name, optimizer_params, scheduler_name, scheduler_params: None if there is none.
         others: keys of the document under their own names.
 
@@ -209,6 +211,7 @@ class DeepSpeedConfig:
         )
         self.pipeline = get_pipeline_config(document)
         self.aio_config = dict(document.get("aio", {}))
+        self.comms_config = DeepSpeedCommsConfig(document)
 
     def print_user_config(self) -> None:
         """Log the document."""

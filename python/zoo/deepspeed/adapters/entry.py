@@ -46,8 +46,9 @@ def init_distributed(
 ) -> None:
     """Join the job's process group, if there is one and it is not joined; see :func:`zoo.comm.init_distributed`.
 
-    "nccl" on a machine without CUDA becomes "gloo", which is warned of.
+    "nccl" on a machine without CUDA becomes "gloo", which is warned of. ``config`` is for ``deepspeed.comm.configure``.
     """
+    communication.configure(config)
     if dist_backend == "nccl" and not torch.cuda.is_available():
         dist_backend = "gloo"
         if not dist.is_initialized():

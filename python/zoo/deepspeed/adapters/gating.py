@@ -39,7 +39,8 @@ def top1gating(
         use_tutel: makes no difference.
 
     Returns:
-        l_aux (), weights (T, E, C), which of them are not 0, and the tokens of each expert before drops (E,).
+        l_aux () and weights (T, E, C), in float32 for logits of 16 bits; which of the weights are not 0; and the tokens
+        of each expert before drops (E,).
     """
     gates = F.softmax(logits, dim=1)
     noisy = logits + _gumbel(logits) if noisy_gate_policy == "RSample" else gates
@@ -201,7 +202,7 @@ def _placed(
 
 def _balance(gates: Tensor, experts: Tensor, used: Tensor) -> Tensor:
     """E/c Σ_e mean_t p_te · mean_t [e is among the c chosen of t]; Lepikhin et al. 2021 (GShard), algorithm 1."""
-    hits = torch.zeros_like(gates).scatter_add_(1, experts, used.expand_as(experts).to(gates.dtype))
+    hits = torch.zeros_like(gates, dtype=torch.float32).scatter_add_(1, experts, used.expand_as(experts).float())
     return (gates.mean(0) * hits.mean(0)).sum() * (gates.shape[1] / experts.shape[1])
 
 
@@ -219,8 +220,9 @@ def _answer(
         return l_aux, torch.tensor(places), num_experts, routes, slots, weights.t().contiguous(), counts
     # What is dropped adds its weight 0 to a place.
     flat = (experts * places + at) if places else experts.new_zeros(experts.shape)
-    combine = torch.zeros(tokens, num_experts * places, dtype=gates.dtype, device=gates.device)
+    dtype = torch.promote_types(gates.dtype, torch.float32)
+    combine = torch.zeros(tokens, num_experts * places, dtype=dtype, device=gates.device)
     if places:
-        combine = combine.scatter_add(1, flat, weights)
+        combine = combine.scatter_add(1, flat, weights.to(dtype))
     combine = combine.view(tokens, num_experts, places)
     return l_aux, combine, combine.bool(), counts

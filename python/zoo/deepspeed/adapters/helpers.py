@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from zoo.deepspeed.adapters.accelerators import get_accelerator
 
@@ -91,55 +91,65 @@ def parse_range_list(range_str: str) -> list[int]:
     return found
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """New tensors of floating point get a dtype."""
+_MAKERS: tuple[Any, ...] = (torch.empty, torch.zeros, torch.ones, torch.full)
+_NEW: Any = torch._C.TensorBase.__new__
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype = dtype
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+class _Made(TorchFunctionMode):
+    """What the four makers give is on a device, and in a dtype where it is of floating point. Nothing else changes:
+    constructors compute with torch.arange or torch.linspace, which need values."""
+
+    def __init__(self, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        self.dtype, self.device = dtype, device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _MAKERS:
-            asked = kwargs.get("dtype")
-            if (asked or torch.get_default_dtype()).is_floating_point and not _counts(func, args, asked):
-                kwargs = {**kwargs, "dtype": self.dtype}
-        return func(*args, **kwargs)
+        if func not in _MAKERS:
+            return func(*args, **kwargs)
+        if kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.device}
+        return self.cast(func(*args, **kwargs))
 
+    def cast(self, made: torch.Tensor) -> torch.Tensor:
+        """In the dtype, if it is of floating point."""
+        return made.to(self.dtype) if made.is_floating_point() else made
 
-_ATEN = torch.ops.aten
-_MAKERS = {
-    _ATEN.empty.memory_format,
-    _ATEN.zeros.default,
-    _ATEN.ones.default,
-    _ATEN.full.default,
-    _ATEN.empty_strided.default,
-}
-
-
-def _counts(func: Any, args: Any, asked: torch.dtype | None) -> bool:
-    """Whether it is ``full`` with a whole number, whose dtype is one of integers."""
-    return func is _ATEN.full.default and asked is None and not isinstance(args[1], float)
+    def new(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``torch.Tensor(2, 3)``, which no mode sees."""
+        sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+        if cls is not torch.Tensor or kwargs or not all(isinstance(n, int) for n in sizes):
+            return _NEW(cls, *args, **kwargs)
+        return self.cast(torch.empty(tuple(sizes), dtype=torch.get_default_dtype(), device=self.device))
 
 
 class OnDevice:
-    """``with OnDevice(dtype=torch.float16, device="meta"): model = Model()``: parameters and buffers that modules make
-    inside are on this device, those of floating point in this dtype. ``enabled=False``: nothing changes."""
+    """``with OnDevice(dtype=torch.float16, device="meta"): model = Model()``: what ``torch.empty``, ``zeros``,
+    ``ones``, ``full`` and ``torch.Tensor(sizes)`` make inside, and so the parameters of modules, is on this device, in
+    this dtype if it is of floating point. ``enabled=False``: nothing changes."""
 
     def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled
-        self._inside: list[Any] = []
+        self._inside: list[tuple[_Made, Any]] = []
 
     def __enter__(self) -> None:
-        if self.enabled:
-            self._inside = [torch.device(self.device), _Made(self.dtype)]
-            for context in self._inside:
-                context.__enter__()
+        if not self.enabled:
+            return
+        mode = _Made(self.dtype, self.device)
+        self._inside.append((mode, torch.Tensor.__dict__.get("__new__")))
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        # No named argument: operations on meta import torch._dynamo, which compares this signature with one of its own.
+        torch.Tensor.__new__ = lambda *args, **kwargs: mode.new(*args, **kwargs)  # type: ignore[method-assign]
 
     def __exit__(self, *exception: Any) -> None:
-        for context in reversed(self._inside):
-            context.__exit__(*exception)
-        self._inside = []
+        if not self.enabled:
+            return
+        mode, before = self._inside.pop()
+        if before is None:
+            del torch.Tensor.__new__
+        else:
+            torch.Tensor.__new__ = before  # type: ignore[method-assign]
+        mode.__exit__(*exception)  # type: ignore[no-untyped-call]
 
 
 def _of_mpu(what: str, kinds: tuple[str, ...], absent: Any) -> Callable[..., Any]:

@@ -11,9 +11,14 @@ class OpBuilder:
 
     NAME = ""
     _home = "zoo.kernels"
+    _family = ""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
+
+    def absolute_name(self) -> str:
+        """DeepSpeed's name of the compiled module: "deepspeed.ops.adam.cpu_adam_op"."""
+        return f"deepspeed.ops.{self._family}.{self.NAME}_op"
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether it works here: natively, or by its reference where there is no compiler."""
@@ -38,44 +43,56 @@ class OpBuilder:
 class CPUAdamBuilder(OpBuilder):
     """Adam on the CPU."""
 
-    NAME, _home = "cpu_adam", "zoo.kernels.update"
+    NAME, _home, _family = "cpu_adam", "zoo.kernels.update", "adam"
 
 
 class CPUAdagradBuilder(OpBuilder):
     """Adagrad on the CPU."""
 
-    NAME, _home = "cpu_adagrad", "zoo.kernels.update"
+    NAME, _home, _family = "cpu_adagrad", "zoo.kernels.update", "adagrad"
 
 
 class CPULionBuilder(OpBuilder):
     """Lion on the CPU."""
 
-    NAME, _home = "cpu_lion", "zoo.kernels.update"
+    NAME, _home, _family = "cpu_lion", "zoo.kernels.update", "lion"
 
 
 class FusedAdamBuilder(OpBuilder):
     """Adam on any device."""
 
-    NAME, _home = "fused_adam", "zoo.kernels.update"
+    NAME, _home, _family = "fused_adam", "zoo.kernels.update", "adam"
 
 
 class FusedLambBuilder(OpBuilder):
     """LAMB on any device."""
 
-    NAME, _home = "fused_lamb", "zoo.kernels.update"
+    NAME, _home, _family = "fused_lamb", "zoo.kernels.update", "lamb"
 
 
 class FusedLionBuilder(OpBuilder):
     """Lion on any device."""
 
-    NAME, _home = "fused_lion", "zoo.kernels.update"
+    NAME, _home, _family = "fused_lion", "zoo.kernels.update", "lion"
 
 
 class AsyncIOBuilder(OpBuilder):
     """Tensors to and from files: ``AsyncIOBuilder().load().aio_handle(...)``."""
 
-    NAME, _home = "async_io", "zoo.deepspeed.adapters.aio"
+    NAME, _home, _family = "async_io", "zoo.deepspeed.adapters.aio", "aio"
 
     def load(self, verbose: bool = True) -> Any:
         """The module with ``aio_handle``."""
         return import_module(self._home)
+
+
+_ALL = (
+    CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder,
+    AsyncIOBuilder,
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__compatible_ops__":  # found out when somebody asks
+        return {builder.NAME: builder().is_compatible() for builder in _ALL}
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,14 +14,24 @@ from zoo import optim
 _MASTER = torch.float32
 
 
+def _no_amsgrad(name: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise RuntimeError(f"{name} has no AMSGrad variant; leave amsgrad out, or take zoo.optim.Adam, which has it.")
+
+
 class FusedAdam(optim.Adam):
-    """Adam, or with ``adam_w_mode`` AdamW; see :class:`zoo.optim.Adam`."""
+    """Adam, or with ``adam_w_mode`` AdamW; see :class:`zoo.optim.Adam`.
+
+    Raises:
+        RuntimeError: ``amsgrad``.
+    """
 
     def __init__(
         self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
         set_grad_none: bool = True, *, master_dtype: torch.dtype | None = _MASTER,
     ) -> None:  # fmt: skip
+        _no_amsgrad("FusedAdam", amsgrad)
         self.adam_w_mode, self.set_grad_none = adam_w_mode, set_grad_none
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=bool(adam_w_mode),
@@ -34,13 +44,26 @@ class FusedAdam(optim.Adam):
 
 
 class DeepSpeedCPUAdam(optim.Adam):
-    """Adam, or with ``adamw_mode`` AdamW; ``fp32_optimizer_states=False`` keeps states in the parameters' dtype."""
+    """Adam, or with ``adamw_mode`` AdamW; ``fp32_optimizer_states=False`` keeps states in the parameters' dtype.
+
+    Attributes:
+        optimizer_id: how many were made, of the class.
+        adam_w_mode, adamw_mode, fp32_optimizer_states: as given.
+
+    Raises:
+        RuntimeError: ``amsgrad``.
+    """
+
+    optimizer_id = 0
 
     def __init__(
         self, model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0, amsgrad: bool = False,
         adamw_mode: bool = True, fp32_optimizer_states: bool = True, *, master_dtype: torch.dtype | None = _MASTER,
     ) -> None:  # fmt: skip
+        _no_amsgrad("DeepSpeedCPUAdam", amsgrad)
+        self._opt_id = DeepSpeedCPUAdam.optimizer_id
+        DeepSpeedCPUAdam.optimizer_id += 1
         self.adam_w_mode = self.adamw_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
         super().__init__(
@@ -48,6 +71,11 @@ class DeepSpeedCPUAdam(optim.Adam):
             bias_correction=bool(bias_correction), master_dtype=master_dtype,
             state_dtype=torch.float32 if fp32_optimizer_states else None,
         )  # fmt: skip
+
+    @property
+    def opt_id(self) -> int:
+        """Its number; not in ``vars``, which tell whether one built again is the same."""
+        return self._opt_id
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:

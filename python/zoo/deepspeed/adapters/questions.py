@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from zoo.deepspeed.adapters.documents import (
-    DeepSpeedConfig,
     get_communication_data_type,
     get_log_level,
     get_optimizer_name,
@@ -77,11 +75,6 @@ class Questions(QuestionsOfFeatures):
     def trains(self) -> bool:
         """Whether there is an optimizer that updates. At stage 3 ``optimizer`` is an object without one too."""
         return self.engine.optimizer is not None
-
-    @functools.cached_property
-    def _config(self) -> DeepSpeedConfig:
-        """The document as attributes, with DeepSpeed's defaults."""
-        return DeepSpeedConfig(self._document, self.mpu)
 
     def _at(self, path: str) -> Any:
         value: Any = self.engine.config

@@ -30,12 +30,17 @@ class QuestionsOfFeatures:
 
     engine: Any
     optimizer: Any
+    mpu: Any
     _document: dict[str, Any]
-    _config: DeepSpeedConfig
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
     training_data: Any = None
     zenflow = False
+
+    @functools.cached_property
+    def _config(self) -> DeepSpeedConfig:
+        """The document as attributes, with DeepSpeed's defaults."""
+        return DeepSpeedConfig(self._document, self.mpu)
 
     @property
     def dist_backend(self) -> str | None:
@@ -134,7 +139,6 @@ class QuestionsOfFeatures:
 
     def zenflow_config(self) -> None:
         """None: there is no ZenFlow."""
-        return
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:

@@ -202,7 +202,7 @@ def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, 
     counted = [p.grad for p in _counted(chosen, mpu) if p.grad is not None]
     total = _norm(counted, norm_type, mpu)
     factor = max_norm / (total + 1e-6)
-    if factor < 1:
+    if not factor >= 1:  # NaN too, which makes all elements NaN: whoever looks at one of them sees it
         for p in chosen:
             if p.grad is not None:
                 p.grad.detach().mul_(factor)
@@ -321,27 +321,27 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds of consecutive parts whose heaviest is as light as can be, and then the heaviest less the lightest as
-    small as the choice of earlier parts allows. O(parts · items²).
+    """Bounds of consecutive parts whose heaviest less whose lightest is small: for each number of first items and of
+    parts the least that the choice for one part less allows, and of equals the one with the latest last cut.
+    O(parts · items²).
+
+    DeepSpeed's choice, which programs have in their checkpoints; the heaviest part can be heavier than it has to be.
     """
     n, sums = len(weights), [0.0, *accumulate(map(float, weights))]
     if n <= num_parts:
         return partition_uniform(n, num_parts)
-    # best[i]: (heaviest less lightest, heaviest, lightest, bounds) of the first i items in as many parts as rounds.
-    best: list[Any] = [None] * (n + 1)
-    for i in range(1, n + 1):
-        best[i] = (0.0, sums[i], sums[i], [0, i])
+    # best[i]: (heaviest, lightest, bounds) of the first i items in as many parts as rounds.
+    best: list[Any] = [(sums[i], sums[i], [0, i]) for i in range(n + 1)]
     for parts in range(2, num_parts + 1):
         found: list[Any] = [None] * (n + 1)
         for i in range(parts, n + 1):
             for k in range(parts - 1, i):
-                last = sums[i] - sums[k]
-                _, most, least, bounds = best[k]
-                high, low = max(most, last), min(least, last)
-                if found[i] is None or (high, high - low) < (found[i][1], found[i][0]):
-                    found[i] = (high - low, high, low, [*bounds, i])
+                most, least, bounds = best[k]
+                high, low = max(most, sums[i] - sums[k]), min(least, sums[i] - sums[k])
+                if found[i] is None or high - low <= found[i][0] - found[i][1]:
+                    found[i] = (high, low, [*bounds, i])
         best = found
-    return list(best[n][3])
+    return list(best[n][2])
 
 
 class PartitionedTensor:

@@ -30,6 +30,7 @@ class DistributedAttention(nn.Module):
         sequence_process_group: the P ranks that share a sequence.
         scatter_idx: dim of the heads, which P divides. gather_idx: dim of the sequence.
         sp_stream: refused: transfers have a stream of their own.
+        num_kv_heads: makes no difference: keys and values have their shapes.
 
     forward takes q, k and v with S/P tokens and all heads, and gives as many back; ``local_attention`` sees S tokens
     and 1/P of the heads.
@@ -37,7 +38,7 @@ class DistributedAttention(nn.Module):
 
     def __init__(
         self, local_attention: Callable[..., torch.Tensor], sequence_process_group: Any, scatter_idx: int = 2,
-        gather_idx: int = 0, sp_stream: Any = None,
+        gather_idx: int = 0, sp_stream: Any = None, num_kv_heads: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if sp_stream is not None:

@@ -63,7 +63,7 @@ class SynchronizedWallClockTimer:
             self._begin, self.started_ = time.perf_counter(), True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """End; the time is added to those since the last reset. ``reset`` drops them, this one too.
+            """End; the time is added to those since the last reset. ``reset`` and ``record`` make no difference.
 
             Raises:
                 AssertionError: it does not run.
@@ -72,10 +72,7 @@ class SynchronizedWallClockTimer:
                 raise AssertionError(f"the timer {self.name_} does not run; call start() first.")
             _synchronize()
             self.started_ = False
-            if reset:
-                self._records.clear()
-            else:
-                self._records.append((time.perf_counter() - self._begin) * 1e3)
+            self._records.append((time.perf_counter() - self._begin) * 1e3)
 
         def reset(self) -> None:
             """Forget all times."""
@@ -217,6 +214,9 @@ class ThroughputTimer:
         steps_per_output: log after so many steps; None: never.
         monitor_memory: log the host's memory too.
         logging_fn: instead of the log.
+
+    Attributes:
+        initialized: whether it was ever started.
     """
 
     def __init__(
@@ -229,6 +229,7 @@ class ThroughputTimer:
         self.started, self.start_time, self.end_time = False, 0.0, 0.0
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
+        self.initialized = False
 
     def update_epoch_count(self) -> None:
         """A new epoch begins."""
@@ -239,7 +240,7 @@ class ThroughputTimer:
         """Before a micro-batch."""
         if not self.config.enabled:
             return
-        self.started = True
+        self.initialized = self.started = True
         if self.global_step_count >= self.start_step:
             self._wait()
             self.start_time = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Optimizers beside those of ``deepspeed.ops``: Muon, and those that send signs."""
+"""Optimizers beside those of ``deepspeed.ops``: Muon, and those that send signs; and scales of losses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from zoo.deepspeed.modules import Name, Names, Table
 
 _MUON = "zoo.deepspeed.adapters.muon"
 _ONEBIT = "zoo.deepspeed.adapters.onebit"
+_SCALERS = "zoo.deepspeed.adapters.loss_scalers"
 
 _SIGNS = "max_grad_norm is refused: the configuration's gradient_clipping does that; on CPU and GPU alike."
 
@@ -21,6 +22,18 @@ TABLE: Table = {
     "runtime.fp16.onebit.adam": _onebit("OnebitAdam"),
     "runtime.fp16.onebit.lamb": _onebit("OnebitLamb"),
     "runtime.fp16.onebit.zoadam": _onebit("ZeroOneAdam"),
+    "runtime.fp16.loss_scaler": {
+        **{name: f"{_SCALERS}:{name}" for name in ("CreateLossScaler", "LossScaler", "LossScalerBase")},
+        "DynamicLossScaler": Name(
+            f"{_SCALERS}:DynamicLossScaler", "an overflow at min_scale is a RuntimeError; engines have zoo's own."
+        ),
+        **{
+            name: f"zoo.deepspeed.adapters.sections:{name}"
+            for name in (
+                "CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "INITIAL_LOSS_SCALE", "MIN_LOSS_SCALE", "SCALE_WINDOW",
+            )
+        },
+    },
     "runtime.zero.muon": {},
     "runtime.zero.muon.original_muon": {
         "NS_METHODS": f"{_MUON}:NS_METHODS",

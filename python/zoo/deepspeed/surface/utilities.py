@@ -132,7 +132,22 @@ TABLE: Table = {
     "utils.numa": _of("helpers", "parse_range", "parse_range_list"),
     "utils.torch": _of("versions", "register_grad_hook", "required_torch_version"),
     "utils.timer": _TIMERS,
-    "utils.comms_logging": _of("comms_log", "CommsLogger", "calc_bw_log", "convert_size", "get_caller_func"),
+    "utils.comms_logging": {
+        **_of(
+            "comms_log", "CommsLogger",
+            differs="speeds are of the group's ranks, DeepSpeed's of all; operations with handles are waited for; "
+            "stragglers are told of what all ranks have counted alike.",
+        ),
+        **_of("comms_log", "calc_bw_log", "convert_size", "get_caller_func"),
+    },
+    "comm.config": {
+        **_of("comms_log", "CommsLoggerConfig"),
+        **_of(
+            "comms_log", "DeepSpeedCommsConfig",
+            differs='"enabled": false in the section leaves the log off, as documented; DeepSpeed switches it on.',
+        ),
+    },
+    "ops": _of("op_builders", "__compatible_ops__", differs="of the operations that zoo has builders for."),
     "ops.op_builder": _BUILDERS,
     "ops.aio": _of("op_builders", "AsyncIOBuilder"),
     "utils.zero_to_fp32": _WEIGHTS,
