@@ -26,7 +26,10 @@ def _plain(value: Any) -> Any:
         return value.detach().as_subclass(torch.Tensor)
     if kind is bool or kind in (int, float, str):
         return value
-    for base in (int, float, str):
-        if isinstance(value, base) and not hasattr(value, "dtype"):  # numpy's float64 is a float, and is held
-            return base.__new__(base, value) if base is not str else str.__str__(str.__add__(value, ""))
+    if isinstance(value, str):
+        return "".join([value])
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and not hasattr(value, "dtype"):  # numpy's float64 is one, and is held
+        return float(value)
     return value

@@ -141,8 +141,9 @@ class GatheredParameters(_Gathered):
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
-        super().__init__([p for p in given if isinstance(p, torch.Tensor)], modifier_rank, fwd_module, enabled)
+        given: Any = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
+        tensors: list[Any] = [p for p in given if isinstance(p, torch.Tensor)]
+        super().__init__(tensors, modifier_rank, fwd_module, enabled)
         self._taken: dict[Any, int] = {}
 
     def __enter__(self) -> None:

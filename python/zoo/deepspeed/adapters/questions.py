@@ -177,7 +177,8 @@ class Questions(QuestionsOfFeatures):
         Raises:
             ValueError: no number above 0.
         """
-        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+        given: Any = micro_batch_size
+        if not isinstance(given, int) or given < 1:
             raise ValueError(f"set_train_micro_batch_size({micro_batch_size!r}); give a number of samples, 1 or more.")
         self.engine.config = self.engine.config.model_copy(
             update={"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": None}

@@ -135,7 +135,7 @@ class UlyssesSPAttentionHF(nn.Module):
         q, k, v = exchange((query, key, value), self._comm, split_dim=1, join_dim=2, label="queries, keys and values")
         groups = getattr(module, "num_key_value_groups", None)
         if self.repeats > 1 and groups is not None:
-            module.num_key_value_groups = q.shape[1] // k.shape[1]
+            setattr(module, "num_key_value_groups", q.shape[1] // k.shape[1])  # noqa: B010 - of another's module
         try:
             out, weights = self.attn(module, q, k, v, attention_mask, *args, **kwargs)
         finally:
