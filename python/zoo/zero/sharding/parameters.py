@@ -225,9 +225,13 @@ class BucketParameters:
         self.secondary = None
 
     def _drop_full(self) -> None:
-        if not self._storage.resizable():  # NumPy has had it
-            self.renew()
-        self._storage.resize_(0)
+        try:
+            self._storage.resize_(0)
+        except RuntimeError:
+            if self._storage.resizable():
+                raise
+            self.renew()  # NumPy has had it, and may have it still
+            self._storage.resize_(0)
         self._guard.close()
         self.live = False
         self.hide()
