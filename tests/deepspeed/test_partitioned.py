@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -127,6 +128,15 @@ def test_experts_that_return_their_bias_beside(residual: bool) -> None:
     assert list(inner.experts.deepspeed_experts) == list(made[0].experts.list)
     with pytest.raises(AttributeError, match="the layer would not see it"):
         inner.gate.capacity_factor = 0.5
+
+
+def test_layers_are_copied_after_a_forward() -> None:
+    layer = MoE(4, nn.Linear(4, 4), num_experts=2, k=1, use_rts=False)
+    x = torch.randn(6, 4)
+    outputs = layer(x)
+    again = copy.deepcopy(layer)
+    assert again.deepspeed_moe.l_aux is None
+    assert torch.equal(again(x)[0], outputs[0])
 
 
 def test_the_expert_that_is_given_stays_as_it_is() -> None:

@@ -21,6 +21,19 @@ _moe: Any = import_module("zoo.moe")
 _Layer: Any = _moe.MoE
 
 
+class _Latest:
+    """What a forward gave; a copy of the layer, and a pickle of it, has none."""
+
+    def __init__(self, l_aux: torch.Tensor | None = None, exp_counts: torch.Tensor | None = None) -> None:
+        self.l_aux, self.exp_counts = l_aux, exp_counts
+
+    def __deepcopy__(self, memo: Any) -> _Latest:
+        return _Latest()
+
+    def __reduce__(self) -> Any:
+        return _Latest, ()
+
+
 class _View:
     """Something of a layer under DeepSpeed's names, to be read; what it has besides is that of ``behind``."""
 
@@ -39,11 +52,10 @@ class _View:
 def _inner(layer: Any) -> _View:
     """``layer.deepspeed_moe``: ``gate``, ``experts``, ``ep_size``, ``num_local_experts``, and what the latest forward
     gave: ``l_aux`` and ``exp_counts``."""
-    l_aux, exp_counts = layer.__dict__.get("_latest", (None, None))
     return _View(
         layer, gate=_View(layer.gate, wg=layer.gate, **layer.asked),
         experts=_View(layer.experts, deepspeed_experts=layer.experts.list, num_local_experts=layer.num_local_experts),
-        ep_group_name=layer.expert_group_name, l_aux=l_aux, exp_counts=exp_counts,
+        ep_group_name=layer.expert_group_name, l_aux=layer.latest.l_aux, exp_counts=layer.latest.exp_counts,
     )  # fmt: skip
 
 
@@ -58,7 +70,7 @@ class MoE(_Layer):  # type: ignore[misc]
 
     Attributes:
         ep_size, expert_group_name, num_local_experts, use_residual: as DeepSpeed has them.
-        asked: the arguments that are the gate's.
+        asked: the arguments that are the gate's. latest: ``l_aux`` and ``exp_counts`` of the latest forward.
     """
 
     def __init__(
@@ -75,6 +87,7 @@ class MoE(_Layer):  # type: ignore[misc]
             use_residual, noisy_gate_policy, drop_tokens, use_rts, use_tutel, enable_expert_tensor_parallelism,
             top2_2nd_expert_sampling,
         )  # fmt: skip
+        self.latest = _Latest()
         self.asked = {
             "k": k, "capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor,
             "min_capacity": min_capacity, "drop_tokens": drop_tokens, "noisy_gate_policy": noisy_gate_policy,
@@ -95,7 +108,7 @@ class MoE(_Layer):  # type: ignore[misc]
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> Any:
         """(output, l_aux, exp_counts)."""
         found = super().forward(hidden_states, used_token)
-        self.__dict__["_latest"] = found[1], found[2]
+        self.latest = _Latest(found[1], found[2])
         return found
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as _dist
 
-from zoo.comm.groups import make_groups
 from zoo.config.mesh import data_axes
 from zoo.deepspeed.adapters import communication as dist
 from zoo.deepspeed.adapters.access import DeprecatedException
@@ -45,13 +44,8 @@ def follow(engine: Any, given: Any) -> None:
     """``initialize`` has made this engine of zoo, with this mpu."""
     if given is not None:
         globals()["mpu"] = given
-    if not _dist.is_initialized():
-        return
-    world = _dist.group.WORLD
-    _ENGINES[world] = engine
-    sizes = {getattr(m, "ep_size", None) for m in engine.module.modules() if hasattr(m, "expert_group_name")}
-    if sizes == {1} and world not in _ALONE:  # all ranks are here, as making a group wants it
-        _ALONE[world] = make_groups([[r] for r in range(dist.get_world_size())], "expert", None, alone=True)
+    if _dist.is_initialized():
+        _ENGINES[_dist.group.WORLD] = engine
 
 
 def _engine() -> Any:
@@ -282,8 +276,13 @@ def _get_sequence_data_parallel_rank() -> int:
 
 def _experts() -> Any:
     """The ranks that share experts; None where the engine has none."""
-    found = _along("expert")
-    return _ALONE.get(_dist.group.WORLD) if found is None and _engine() is not None else found
+    found, engine = _along("expert"), _engine()
+    if found is not None or engine is None or not any(hasattr(m, "expert_group_name") for m in engine.module.modules()):
+        return found
+    world = _dist.group.WORLD
+    if world not in _ALONE:  # ep_size=1: this rank has all of them, and no other rank takes part
+        _ALONE[world] = _dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _ALONE[world]
 
 
 def _get_expert_parallel_group(group_name: str) -> Any:

@@ -55,7 +55,7 @@ ABSENT: Mapping[str, str] = {
     "model_implementations": _INFERENCE,
     "module_inject": _TENSOR_PARALLEL,
     "moe.experts": "the experts of a layer are layer.deepspeed_moe.experts.deepspeed_experts.",
-    "moe.sharded_moe.MOELayer": "MoE is one module, which gates, sends and computes; layer.deepspeed_moe has its parts.",
+    "moe.sharded_moe.MOELayer": "MoE is one module, which gates, sends and computes; its deepspeed_moe has the parts.",
     "nebula": "Azure's service for checkpoints is not used; they are written in the background by zoo itself.",
     "nvme": "`zoo io bench` measures devices.",
     "ops.adam.ZenFlowSelectiveAdamW": _ZENFLOW,
