@@ -73,6 +73,16 @@ assert (found["a"].loss_scale, found["b"].loss_scale, type(found["a"])) == (4, 1
 """
 
 
+def test_they_are_pickled_without_the_name() -> None:
+    code = (
+        "import pickle; from zoo.deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler\n"
+        "one = DynamicLossScaler(16, 2, 1, 1, False); one.update_scale(True)\n"
+        "again = pickle.loads(pickle.dumps(one))\n"
+        "assert type(again) is DynamicLossScaler and vars(again) == vars(one)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_checkpoint_names_them_as_deepspeeds_does(tmp_path: Path) -> None:
     code = "import zoo.deepspeed as d; d.install_as_deepspeed()" + CHECKPOINT
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "f.pt")], check=True)

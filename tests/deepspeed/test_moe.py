@@ -189,10 +189,16 @@ def steps_by_hand(rank: int, ep_size: int) -> list[float]:
         assert groups._get_expert_data_parallel_rank(name) == rank // 2
         assert groups._get_expert_broadcast_src_rank(name) == rank % 2
         assert list(groups._get_expert_data_parallel_group_dict()) == [name]
-        assert groups._get_max_expert_size() == 2
+        dense = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 4})[0]
+        model.moe.set_deepspeed_parallelism()  # whatever other engines there are, or were
+        dense.destroy()
+        assert groups._get_max_expert_size_name() == "ep_size_2"
         groups._create_expert_and_data_parallel(2)  # they are there
-        with pytest.raises(AssertionError, match="it has 'ep_size_2'"):
-            groups._create_expert_and_data_parallel(4)
+        groups._create_expert_and_data_parallel(4)  # and beside them others
+        assert list(groups._get_expert_parallel_group_dict()) == ["ep_size_2", "ep_size_4"]
+        assert groups._get_expert_parallel_group_ranks("ep_size_4") == [0, 1, 2, 3]
+        assert groups._get_expert_data_parallel_group_ranks("ep_size_4") == [rank]
+        assert (groups._get_max_expert_size(), groups._get_max_expert_size_name()) == (4, "ep_size_4")
     x, found = torch.randn(6, 4, generator=torch.Generator().manual_seed(5)), []
     for _ in range(2):
         loss = model(x)
@@ -214,8 +220,14 @@ def test_experts_that_every_rank_has_are_groups_too() -> None:
         assert groups._get_expert_parallel_group_ranks("ep_size_1") == [rank]
         assert groups._get_expert_data_parallel_group_ranks("ep_size_1") == [0, 1]
         assert groups._get_max_expert_size_name() == "ep_size_1"
-        with pytest.raises(AssertionError, match="it has 'ep_size_1'"):
+        with pytest.raises(AssertionError, match=r"there are \['ep_size_1'\]"):
             groups._get_expert_parallel_group("ep_size_2")
+        mixed = nn.ModuleList([MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=n) for n in (1, 2)])
+        engine = deepspeed.initialize(model=mixed, config={"train_batch_size": 2})[0]
+        assert list(groups._get_expert_parallel_group_dict()) == ["ep_size_1", "ep_size_2"]
+        assert groups._get_expert_data_parallel_group_ranks("ep_size_1") == [0, 1]
+        assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank]
+        assert [gate.wg.weight.shape for gate in engine.gate_modules] == [(4, 4), (4, 4)]
 
     sim.run(2, job)
 

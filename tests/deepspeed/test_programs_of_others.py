@@ -3,8 +3,12 @@ end, weights taken out."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import enum
+import gc
 import json
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +134,11 @@ class Megatron:
         self.samples = state["samples"]
 
 
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
 def test_schedules_that_count_samples() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -137,18 +146,31 @@ def test_schedules_that_count_samples() -> None:
     engine = start(model, optimizer=optimizer, lr_scheduler=schedule)
     losses(engine, 0)
     assert (schedule.samples, engine.get_lr()) == (6, [0.006])
+    batch_loss = nn.Sequential(net(), Squares())
+    again = start(batch_loss, optimizer=torch.optim.AdamW(batch_loss.parameters()), lr_scheduler=schedule)
+    again.train_batch(iter(batches(0, 1)))
+    assert schedule.samples == 8
     loss = loss_of(engine, batches(0, 1)[0])
     engine.backward(loss)
     engine.step(lr_kwargs={"increment": 10})
-    assert schedule.samples == 16
+    assert schedule.samples == 18
+    engine.lr_scheduler = None
+    losses(engine, 0)
+    assert schedule.samples == 18
 
 
+@pytest.mark.parametrize("kept", ["everywhere", "nowhere", "on rank 0"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_model_that_has_an_engine_gets_another(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_has_an_engine_gets_another(stage: int, kept: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever ranks have let the first engine go; a module around the model makes no difference either."""
+
     def job(rank: int) -> list[float]:
         first = start(stage=stage)
-        found = losses(first, rank)
-        second = start(first.module, stage=stage)
+        found, model = losses(first, rank), first.module
+        if kept == "nowhere" or (kept == "on rank 0" and rank):
+            first = None
+            gc.collect()
+        second = start(nn.Sequential(model), stage=stage)
         return found + losses(second, rank, skip=3)
 
     def plain(rank: int) -> list[float]:
@@ -161,7 +183,30 @@ def test_a_model_that_has_an_engine_gets_another(stage: int, caplog: pytest.LogC
     assert "that engine ends" in caplog.text
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_an_engine_froze_is_free_after_it(stage: int) -> None:
+    model = net()
+    engine = start(model, stage=stage, model_parameters=list(model[2].parameters()))
+    losses(engine, 0)
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+    before = engine.engine.module_state_dict()["0.weight"].clone()
+    again = start(model, stage=stage, model_parameters=model.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+    losses(again, 0)
+    assert not torch.equal(again.engine.module_state_dict()["0.weight"], before)
+    again.destroy()
+    model[0].requires_grad_(False)
+    start(model, stage=stage).destroy()
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]  # by the program
+
+
 # -- the configuration ------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_contradict_each_other() -> None:
+    document = config(1, sequence_parallel_size=2, mesh={"axes": {"data": 1}})
+    with pytest.raises(ConfigError, match='give the axis "sequence" there'):
+        start(config=document)
 
 
 def test_keys_without_effect_are_no_errors() -> None:
@@ -193,9 +238,14 @@ def test_a_training_that_only_overflows_ends(stage: int) -> None:
     if stage == 0:
         overflow()
         assert engine.skipped_steps == 3
-    else:
-        with pytest.raises(RuntimeError, match="overflow at the smallest loss scale, 64"):
-            overflow()
+        return
+    with pytest.raises(RuntimeError, match="overflow at the smallest loss scale, 64"):
+        overflow()
+    patient = start(config=fp16(stage, initial_scale_power=6, min_loss_scale=64, hysteresis=2))
+    for expected in (None, "overflow at the smallest"):
+        patient.backward((patient(batches(0, 1)[0].half()) * 60000.0).float().square().sum())
+        with pytest.raises(RuntimeError, match=expected) if expected else contextlib.nullcontext():
+            patient.step()
 
 
 def test_the_norm_at_stage_0_is_a_number_in_every_precision() -> None:
@@ -269,7 +319,9 @@ def test_client_state_of_subclasses(tmp_path: Path) -> None:
     engine = start()
     state = {
         "version": torch.__version__, "colour": Colour.RED, "mode": [Mode.FAST], Mode.FAST: 1.5,
-        "parameter": nn.Parameter(torch.ones(2)),
+        "parameter": nn.Parameter(torch.ones(2)), "args": argparse.Namespace(colour=Colour.RED),
+        "ordered": OrderedDict(a=Colour.RED), "set": {Colour.RED}, "deque": deque([Mode.FAST], 3),
+        "default": defaultdict(int, {Mode.FAST: Colour.RED}),
     }  # fmt: skip
     engine.save_checkpoint(tmp_path, client_state=state)
     assert (tmp_path / "latest").read_text() == "global_step0"
@@ -277,5 +329,8 @@ def test_client_state_of_subclasses(tmp_path: Path) -> None:
     parameter = loaded.pop("parameter")
     assert type(parameter) is torch.Tensor
     assert parameter.tolist() == [1, 1]
+    assert loaded.pop("args") == argparse.Namespace(colour=3)
+    containers = [loaded.pop(name) for name in ("ordered", "set", "deque", "default")]
+    assert containers == [OrderedDict(a=3), {3}, deque(["fast"], 3), defaultdict(int, fast=3)]
     assert loaded == {"version": str(torch.__version__), "colour": 3, "mode": ["fast"], "fast": 1.5}
     assert [type(value) for value in loaded.values()] == [str, int, list, float]

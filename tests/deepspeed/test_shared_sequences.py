@@ -223,7 +223,7 @@ def test_an_mpu_whose_ranks_share_sequences(stage: int) -> None:
         torch.testing.assert_close(weight, alone.qkv.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_mpu_with_other_neighbours_is_refused() -> None:
+def test_mpus_that_are_refused() -> None:
     def job(rank: int) -> None:
         from zoo.comm.groups import make_groups
 
@@ -231,5 +231,20 @@ def test_an_mpu_with_other_neighbours_is_refused() -> None:
         mpu = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2, get_sequence_parallel_group=lambda: group)
         with pytest.raises(ConfigError, match="consecutive ones can"):
             deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 4}, mpu=mpu)
+        megatron = SimpleNamespace(
+            get_sequence_parallel_world_size=lambda: 2,
+            get_sequence_parallel_group=lambda: torch.distributed.group.WORLD,
+            get_sequence_data_parallel_group=lambda: group,
+        )
+        with pytest.raises(NotImplementedError, match="others share layers"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 4}, mpu=megatron)
+        near = make_groups([[0, 1], [2, 3]], "near", None)
+        mpu = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2, get_sequence_parallel_group=lambda: near)
+        for more, said in (
+            ({"mesh": {"axes": {"data": 4}}}, "leave the mpu out, or the section"),
+            ({"seq_parallel_communication_data_type": "bf16"}, "in the type that they have"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 4, **more}, mpu=mpu)
 
     sim.run(4, job)

@@ -122,7 +122,8 @@ class TableFinder(MetaPathFinder, Loader):
         """See :class:`importlib.abc.MetaPathFinder`.
 
         Raises:
-            ModuleNotFoundError: an import asks for what zoo does not have. ``importlib.util.find_spec`` gets None.
+            ModuleNotFoundError: an import asks for what zoo does not have. ``importlib.util.find_spec`` gets None for
+                what would be right beneath a package that is there.
         """
         for root in (ROOT, self.nickname):
             if root is None or not fullname.startswith(f"{root}."):

@@ -47,7 +47,11 @@ def _already() -> list[tuple[str, Any]]:
     """Modules of DeepSpeed itself that are imported, the root first."""
     modules: dict[str, Any] = dict(sys.modules)  # None is what keeps something from being imported
     found = [(name, m) for name, m in sorted(modules.items()) if name.partition(".")[0] == NICKNAME and m is not None]
-    return [(n, m) for n, m in found if not hasattr(m, "__zoo_standin__") and not m.__name__.startswith("zoo.")]
+    return [
+        (n, m)
+        for n, m in found
+        if not hasattr(m, "__zoo_standin__") and not str(getattr(m, "__name__", "")).startswith("zoo.")
+    ]
 
 
 def install_as_deepspeed() -> None:

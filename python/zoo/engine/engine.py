@@ -255,13 +255,16 @@ class Engine(Checkpoints, Records):
 
     # -- whole steps --------------------------------------------------------------------------------------------------
 
-    def train_batch(self, iterator: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(
+        self, iterator: Iterator[Any] | None = None, *, lr_kwargs: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:  # fmt: skip
         """One whole step on the next ``gradient_accumulation_steps`` micro-batches; the model returns its mean loss.
 
         Args:
             iterator: of batches: a tuple or list becomes positional arguments of the model, a mapping keyword
                 arguments, anything else its one argument. The engine's own data loader, epoch after epoch, if not
                 given.
+            lr_kwargs: arguments of the schedule's ``step``.
 
         Returns:
             The loss, averaged over micro-batches and ranks: a float32 scalar tensor, the same on all ranks. A
@@ -278,7 +281,7 @@ class Engine(Checkpoints, Records):
         batches = self._own_batches() if iterator is None else iterator
         try:
             self._losses = list(self._runner.accumulate(batches, n, 1.0 / n))
-            self._update({})
+            self._update(lr_kwargs or {})
         except BaseException:
             self._discard = True  # later: to drop gradients may wait for ranks that have not failed
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,13 +27,15 @@ class PipelineEngine(Engine):
 
     # -- whole batches ------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, *, lr_kwargs: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:  # fmt: skip
         """One step on the next ``gradient_accumulation_steps`` micro-batches of each pipeline.
 
         Args:
             data_iter: of batches, (inputs, labels) each; on stages that are neither first nor last it may be None.
-            Where
-                it is not given: what :meth:`set_dataiterator` was given, or the engine's own data.
+                Where it is not given: what :meth:`set_dataiterator` was given, or the engine's own data.
+            lr_kwargs: arguments of the schedule's ``step``.
 
         Returns:
             The mean loss of all micro-batches and data-parallel ranks, a float32 scalar, the same on all ranks.
@@ -42,7 +44,7 @@ class PipelineEngine(Engine):
             StopIteration: the data are at their end, on all ranks.
             ValueError: they ended in the middle of the batch, or not on all ranks.
         """
-        return super().train_batch(self._iterator(data_iter))
+        return super().train_batch(self._iterator(data_iter), lr_kwargs=lr_kwargs)
 
     def eval_batch(
         self, data_iter: Any = None, return_logits: bool = False, compute_loss: bool = True,

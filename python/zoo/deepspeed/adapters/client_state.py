@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,20 +19,31 @@ def plain_state(value: Mapping[str, Any] | None) -> Any:
     return _plain(value)
 
 
+def _pairs(value: Any) -> dict[Any, Any]:
+    return {_plain(key): _plain(item) for key, item in value.items()}
+
+
+_CONTAINERS: dict[type, Callable[[Any], Any]] = {
+    **{kind: lambda value: type(value)(map(_plain, value)) for kind in (list, tuple, set, frozenset)},
+    **{kind: lambda value: type(value)(_pairs(value)) for kind in (dict, OrderedDict, Counter)},
+    **{kind: lambda value: type(value)(**_pairs(vars(value))) for kind in (argparse.Namespace, SimpleNamespace)},
+    defaultdict: lambda value: defaultdict(value.default_factory, _pairs(value)),
+    deque: lambda value: deque(map(_plain, value), value.maxlen),
+}
+
+
 def _plain(value: Any) -> Any:
     kind = type(value)
-    if kind is dict:
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind(map(_plain, value))
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](value)
     if isinstance(value, nn.Parameter):
         return value.detach().as_subclass(torch.Tensor)
-    if kind is bool or kind in (int, float, str):
+    if kind in (bool, int, float, str):
         return value
-    if isinstance(value, str):
+    if isinstance(value, str) and not hasattr(value, "dtype"):  # numpy's are held as they are
         return "".join([value])
     if isinstance(value, int):
         return int(value)
-    if isinstance(value, float) and not hasattr(value, "dtype"):  # numpy's float64 is one, and is held
+    if isinstance(value, float) and not hasattr(value, "dtype"):
         return float(value)
     return value

@@ -111,13 +111,14 @@ def _object(found: Any, where: str) -> dict[str, Any]:
 
 
 def translated(
-    document: Mapping[str, Any], *, drop_optimizer: bool = False, pipeline: bool = True
+    document: Mapping[str, Any], *, drop_optimizer: bool = False, pipeline: bool = True, by_mpu: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     """The document for ``zoo.engine.initialize``.
 
     Args:
         drop_optimizer: the program has given an optimizer.
         pipeline: the model is one; otherwise the section ``pipeline`` says nothing.
+        by_mpu: an mpu says which ranks share sequences.
     """
     found = {key: _filled(key, value) for key, value in document.items() if key not in _CARRIED_OUT_HERE}
     for key in sorted(set(found) - root_keys()):
@@ -140,10 +141,13 @@ def translated(
     if found.get("prescale_gradients"):
         found.pop("gradient_predivide_factor", None)  # without effect then, in both
     shared = found.pop("sequence_parallel_size", 1)
-    if isinstance(shared, int) and shared > 1:
-        found.setdefault("mesh", {"axes": {"data": -1, "sequence": shared}})
-    if "sequence" not in ((found.get("mesh") or {}).get("axes") or {}):
-        found.pop("seq_parallel_communication_data_type", None)  # no sequence is split
+    if isinstance(shared, int) and shared > 1 and not by_mpu:
+        axes = found.setdefault("mesh", {"axes": {"data": -1, "sequence": shared}}).get("axes") or {}
+        if axes.get("sequence") != shared:
+            raise ConfigError(
+                f"sequence_parallel_size is {shared}, and the section mesh has the axes {axes}: give the axis "
+                f'"sequence" there, of the size {shared}, or leave one of the two out.'
+            )
     return found
 
 

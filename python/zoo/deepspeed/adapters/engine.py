@@ -106,15 +106,20 @@ class DeepSpeedEngine(Questions, nn.Module):
     def _for_schedule(self) -> Mapping[str, Any] | None:
         """For a schedule whose step wants an argument, as Megatron's ``step(increment)``: the samples of a step."""
         schedule = self.engine.lr_scheduler
+        if schedule is None:
+            return None
         if schedule is not self._asked_schedule[0]:
             self._asked_schedule = schedule, first_required(schedule.step)
         name = self._asked_schedule[1]
         return None if name is None else {name: self.train_batch_size()}
 
     def _smallest_scale(self) -> float | None:
-        """The loss scale, where it moves with overflows and cannot become smaller; stages 1 to 3."""
+        """The loss scale, where it moves with overflows and the next one would make it smaller than it may be; stages 1
+        to 3."""
         scaler = self.engine.optimizer.scaler if self.trains and self.zero_optimization_stage() else None
-        return scaler.scale if scaler is not None and scaler.dynamic and scaler.scale <= scaler.min_scale else None
+        if scaler is None or not scaler.dynamic or scaler.lives > 1:
+            return None
+        return float(scaler.scale) if scaler.scale <= scaler.min_scale else None
 
     def _give_up(self, scale: float | None) -> None:
         """A training that overflows at the smallest scale would go on without ever moving.
@@ -178,7 +183,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         """One whole step; see :meth:`zoo.engine.Engine.train_batch`."""
         self._forget_empty_step()
         scale = self._smallest_scale()
-        loss = self.engine.train_batch(data_iter)
+        loss = self.engine.train_batch(data_iter, lr_kwargs=self._for_schedule())
         self._give_up(scale)
         return loss
 
@@ -241,8 +246,11 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
 
     def destroy(self) -> None:
-        """Close what the engine has opened; the model is an ordinary one again. Collective at stage 3."""
+        """Close what the engine has opened; the model is an ordinary one again, and trainable where ``initialize`` has
+        frozen it. Collective at stage 3."""
         self.engine.destroy()
+        keep(self.module, None)
+        thaw(self.module)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -499,6 +507,37 @@ class DeepSpeedEngine(Questions, nn.Module):
     ) -> bool:  # fmt: skip
         """:meth:`save_16bit_model` under its older name."""
         return self.save_16bit_model(save_dir, save_filename)
+
+
+class _Kept:
+    """What shards a model, as long as the model lives; not that of a copy or a pickle of it."""
+
+    def __init__(self, sharded: Any = None) -> None:
+        self.sharded = sharded
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+def keep(model: nn.Module, sharded: Any) -> None:
+    """Whoever lets an engine go has its parameters still, and may give them to another engine."""
+    model.__dict__["_zoo_kept"] = _Kept(sharded)
+
+
+def freeze(parameter: nn.Parameter) -> None:
+    """Until its engine ends: it is in no group of the optimizer."""
+    parameter.requires_grad_(False)
+    parameter._zoo_frozen = True  # type: ignore[attr-defined]
+
+
+def thaw(model: nn.Module) -> None:
+    """Undo :func:`freeze` of all parameters."""
+    for parameter in model.parameters():
+        if parameter.__dict__.pop("_zoo_frozen", False):
+            parameter.requires_grad_(True)
 
 
 def _any(folder: Path) -> bool:

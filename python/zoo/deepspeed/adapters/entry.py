@@ -19,17 +19,18 @@ from zoo.config import ConfigError
 from zoo.deepspeed.adapters import communication, groups
 from zoo.deepspeed.adapters.configuration import carry_out, find_document, translated
 from zoo.deepspeed.adapters.data import is_data_set
-from zoo.deepspeed.adapters.engine import DeepSpeedEngine
+from zoo.deepspeed.adapters.engine import DeepSpeedEngine, freeze, keep, thaw
 from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.optimizer import OptimizerView
 from zoo.deepspeed.adapters.schedules import schedule_of
 from zoo.engine import initialize as _initialize
+from zoo.zero.init.parts import Part
 from zoo.zero.sharding.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
 _MADE: WeakValueDictionary[int, DeepSpeedEngine] = WeakValueDictionary()
-"""By the id of their models."""
+"""By the id of what shards their models."""
 
 
 def init_distributed(
@@ -114,8 +115,11 @@ def initialize(
         )
     document = find_document(args, config if config is not None else config_params)
     pipeline = engine_class(model) is not DeepSpeedEngine
-    given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline)
+    by_mpu = hasattr(mpu, "get_sequence_parallel_world_size")
+    given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline, by_mpu=by_mpu)
     group = None if mpu is None or _shares_sequences(mpu, given) else mpu.get_data_parallel_group()
+    if not given.get("mesh"):
+        given.pop("seq_parallel_communication_data_type", None)  # no sequence is split
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     carry_out(document)
@@ -141,7 +145,8 @@ def initialize(
     )  # fmt: skip
     groups.follow(engine, mpu)
     made = engine_class(model)(engine, document, mpu)
-    _MADE[id(model)] = made
+    _MADE[id(engine.sharded)] = made
+    keep(model, engine.sharded)
     made.collate_fn = collate_fn
     made.client_optimizer, made.client_lr_scheduler, made.training_data = (
         client_optimizer,
@@ -159,11 +164,30 @@ def _shares_sequences(mpu: Any, given: dict[str, Any]) -> bool:
     size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
     if size <= 1:
         return False
+    both = getattr(mpu, "get_sequence_data_parallel_group", None)
+    if both is not None and dist.get_world_size(both()) != dist.get_world_size():
+        raise NotImplementedError(
+            f"the mpu has {size} ranks share a sequence, and others share layers: zoo carries out one of the two by an "
+            'mpu. Name all axes in the configuration, {"mesh": {"axes": {...}}}, and leave the mpu out.'
+        )
+    _refuse_beside_sequences(given)
     ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
     if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
         raise ConfigError(f"the mpu has the ranks {ranks} share a sequence; consecutive ones can.")
     given["mesh"] = {"axes": {"data": -1, "sequence": size}}
     return True
+
+
+def _refuse_beside_sequences(given: Mapping[str, Any]) -> None:
+    """What the configuration says of axes and of all-to-alls, beside an mpu whose ranks share sequences."""
+    if given.get("mesh"):
+        raise ConfigError(
+            "an mpu whose ranks share sequences, and the section mesh: leave the mpu out, or the section."
+        )
+    if given.get("seq_parallel_communication_data_type", "fp32") not in ("fp32", None):
+        raise ConfigError(
+            "seq_parallel_communication_data_type: sequences are exchanged in the type that they have. Leave it out."
+        )
 
 
 def _called(optimizer: Any, model: nn.Module, model_parameters: Iterable[Any] | None) -> torch.optim.Optimizer:
@@ -184,14 +208,26 @@ def _called(optimizer: Any, model: nn.Module, model_parameters: Iterable[Any] | 
 
 
 def _end_earlier(model: nn.Module) -> None:
-    """A model has one engine at a time."""
-    earlier = _MADE.get(id(model))
-    if earlier is not None and earlier.module is model and not earlier.engine.sharded.closed:
+    """A parameter has one engine at a time. Whether the program has kept the earlier one makes no difference to what
+    the ranks do together."""
+    owners: dict[int, Any] = {}
+    for parameter in model.parameters():
+        bucket = parameter._zoo_bucket if isinstance(parameter, ShardedParameter) else None
+        owner = bucket.owner() if bucket is not None and not isinstance(bucket, Part) and bucket.owner else None
+        if owner is not None:
+            owners[id(owner)] = owner
+    if owners:
         _log.warning(
             "initialize() got a model that an engine has: that engine ends, and its optimizer's states with it. Call "
             "its destroy() before, or load its checkpoint into the new one."
         )
-        earlier.destroy()
+    for number, owner in owners.items():
+        earlier = _MADE.get(number)
+        if earlier is not None and earlier.engine.sharded is owner:
+            earlier.destroy()
+        else:
+            owner.close()
+    thaw(model)
 
 
 def _components(given: dict[str, Any], model: nn.Module, optimizer: Any, parameters: Any) -> tuple[Any, Any]:
@@ -221,7 +257,7 @@ def _freeze_others(model: nn.Module, optimizer: Any, parameters: Any) -> None:
             len(left), ", ".join(name for name, _ in left[:10]) + (", …" if len(left) > 10 else ""),
         )  # fmt: skip
         for _, parameter in left:
-            parameter.requires_grad_(False)
+            freeze(parameter)
 
 
 def _chooses_samples(document: Mapping[str, Any]) -> bool:

@@ -41,7 +41,9 @@ class _View:
         self.__dict__.update(named, _behind=behind)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_behind"], name)
+        if "_behind" not in self.__dict__:  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._behind, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
@@ -120,7 +122,7 @@ class MoE(_Layer):  # type: ignore[misc]
         """
         if self.ep_size > 1 and dist.is_initialized() and self.expert_ranks is None:
             groups._create_expert_and_data_parallel(self.ep_size, use_data_before_expert_parallel_)
-            enter_mesh(self, groups._mesh())
+            enter_mesh(self, groups._expert_meshes()[self.ep_size])
         elif use_data_before_expert_parallel_:
             groups.refuse_other_order()
 

@@ -8,7 +8,7 @@ documented getters raise an AssertionError then, as DeepSpeed's do.
 from __future__ import annotations
 
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as _dist
 
@@ -20,10 +20,12 @@ mesh_device: Any = None
 """A DeviceMesh that the program sets, with axes "data_parallel" and "sequence_parallel"."""
 expert_tensor_parallel_world_size = 1
 
-_ENGINES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the group of all ranks, so that a job forgets its own
+# By the group of all ranks, so that a job forgets its own.
+_ENGINES: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 _ALONE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """For layers with ep_size=1: this rank by itself."""
-_MESHES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_MESHES: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
+"""Of layers of experts that run without an engine."""
 _said: dict[str, int] = {}
 
 
@@ -45,11 +47,14 @@ def follow(engine: Any, given: Any) -> None:
     if given is not None:
         globals()["mpu"] = given
     if _dist.is_initialized():
-        _ENGINES[_dist.group.WORLD] = engine
+        _ENGINES[_dist.group.WORLD] = ref(engine)
 
 
 def _engine() -> Any:
-    return _ENGINES.get(_dist.group.WORLD) if _dist.is_initialized() else None
+    """The engine that was made last, unless it is gone or destroyed."""
+    found = _ENGINES.get(_dist.group.WORLD) if _dist.is_initialized() else None
+    engine = None if found is None else found()
+    return None if engine is None or engine.sharded.closed else engine
 
 
 def _need_job(name: str) -> None:
@@ -57,17 +62,9 @@ def _need_job(name: str) -> None:
         raise dist.NotJoinedError(f"{name}() needs a process group: call deepspeed.init_distributed() first.")
 
 
-def _mesh() -> Any:
-    """The engine's mesh, or before there is one that of :func:`_create_expert_and_data_parallel`."""
-    engine = _engine()
-    if engine is None and _dist.is_initialized():
-        return _MESHES.get(_dist.group.WORLD)
-    return getattr(engine, "mesh", None)
-
-
 def _along(axis: str) -> Any:
-    """The group along an axis of the mesh; None where it has none of that name."""
-    mesh = _mesh()
+    """The group along an axis of the engine's mesh; None where it has none of that name."""
+    mesh = getattr(_engine(), "mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()
     return mesh.get_group(axis) if mesh is not None and axis in names else None
 
@@ -274,28 +271,43 @@ def _get_sequence_data_parallel_rank() -> int:
 # -- expert parallelism -----------------------------------------------------------------------------------------------
 
 
-def _experts() -> Any:
-    """The ranks that share experts; None where the engine has none."""
-    found, engine = _along("expert"), _engine()
-    if found is not None or engine is None or not any(hasattr(m, "expert_group_name") for m in engine.module.modules()):
-        return found
+def _expert_meshes() -> dict[int, Any]:
+    """Meshes with an axis "expert", by its size: the engine's, and those of layers that run without one."""
+    found = dict(_MESHES.get(_dist.group.WORLD, {})) if _dist.is_initialized() else {}
+    mesh = getattr(_engine(), "mesh", None)
+    if "expert" in (getattr(mesh, "mesh_dim_names", None) or ()):
+        found[mesh["expert"].size()] = mesh
+    return found
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """The groups of ranks that share experts, by name: "ep_size_" and their number."""
+    found = {f"ep_size_{size}": mesh.get_group("expert") for size, mesh in sorted(_expert_meshes().items())}
+    layers = [] if _engine() is None else [m for m in _engine().module.modules() if hasattr(m, "expert_group_name")]
+    if any(layer.ep_size == 1 for layer in layers):
+        found = {"ep_size_1": _alone(), **found}
+    return found
+
+
+def _alone() -> Any:
+    """This rank by itself; no other rank takes part in making the group."""
     world = _dist.group.WORLD
-    if world not in _ALONE:  # ep_size=1: this rank has all of them, and no other rank takes part
+    if world not in _ALONE:
         _ALONE[world] = _dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _ALONE[world]
 
 
 def _get_expert_parallel_group(group_name: str) -> Any:
-    """The ranks that share experts; ``group_name`` is "ep_size_" and their number.
+    """The ranks that share experts.
 
     Raises:
-        AssertionError: the engine has no such group.
+        AssertionError: no layer has such a group.
     """
-    found = _experts()
-    if found is None or group_name != f"ep_size_{dist.get_world_size(found)}":
-        there = f"it has 'ep_size_{dist.get_world_size(found)}'" if found is not None else 'there is no axis "expert"'
-        raise AssertionError(f"the engine's mesh has no expert-parallel group {group_name!r}; {there}.")
-    return found
+    found = _get_expert_parallel_group_dict()
+    if group_name not in found:
+        there = f"there are {list(found)}" if found else "no layer shares experts"
+        raise AssertionError(f"there is no expert-parallel group {group_name!r}; {there}.")
+    return found[group_name]
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
@@ -310,12 +322,6 @@ def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
     return dist.get_all_ranks_from_group(_get_expert_parallel_group(group_name))
 
 
-def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    """By their names."""
-    found = _experts()
-    return {} if found is None else {f"ep_size_{dist.get_world_size(found)}": found}
-
-
 def _get_expert_parallel_src_rank(group_name: str) -> int:
     """The job's number of the first of those that share experts with this process."""
     return dist.get_global_rank(_get_expert_parallel_group(group_name), 0)
@@ -325,12 +331,12 @@ def _get_expert_data_parallel_group(group_name: str) -> Any:
     """The ranks that have the same experts; their gradients are added up over these.
 
     Raises:
-        AssertionError: see :func:`_get_expert_parallel_group`.
+        AssertionError: see :func:`_get_expert_parallel_group`. NotImplementedError: they lie along several axes.
     """
     _get_expert_parallel_group(group_name)
-    if _along("expert") is None:  # each rank has all of them
+    mesh = _expert_meshes().get(int(group_name.removeprefix("ep_size_")))
+    if mesh is None:  # each rank has all of them
         return _get_data_parallel_group()
-    mesh = _mesh()
     axes = [axis for axis in data_axes(mesh.mesh_dim_names) if axis != "expert"]
     if len(axes) != 1:
         raise NotImplementedError(
@@ -385,22 +391,19 @@ def _create_expert_and_data_parallel(
         refuse_other_order()
     if expert_parallel_size_ < 1 or size % expert_parallel_size_:
         raise AssertionError(f"{size} ranks cannot form groups of {expert_parallel_size_} that share experts.")
-    there = _mesh()
-    if there is not None and _along("expert") is not None:
-        _get_expert_parallel_group(f"ep_size_{expert_parallel_size_}")
+    if expert_parallel_size_ in (1, *_expert_meshes()):
         return
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = "cuda" if str(_dist.get_backend()) == "nccl" else "cpu"
-    _MESHES[_dist.group.WORLD] = init_device_mesh(
+    _MESHES.setdefault(_dist.group.WORLD, {})[expert_parallel_size_] = init_device_mesh(
         kind, (size // expert_parallel_size_, expert_parallel_size_), mesh_dim_names=("data", "expert")
     )
 
 
 def _get_max_expert_size() -> int | None:
-    """Ranks that share experts; None where none do."""
-    found = _experts()
-    return dist.get_world_size(found) if found is not None else None
+    """The most ranks that share experts; None where there are none."""
+    return max((dist.get_world_size(group) for group in _get_expert_parallel_group_dict().values()), default=None)
 
 
 def _get_max_expert_size_name() -> str:

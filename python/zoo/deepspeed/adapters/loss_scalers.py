@@ -6,6 +6,7 @@ Engines have zoo's own, :class:`zoo.zero.update.loss_scaler.LossScaler`; these c
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,6 +31,11 @@ class LossScalerBase:
     def __init__(self, cur_scale: float) -> None:
         self.cur_scale, self.dynamic = cur_scale, False
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if "deepspeed" in sys.modules:
+            return super().__reduce_ex__(protocol)
+        return _made, (type(self).__name__, self.__dict__)  # by a function that is found without that name
+
     @property
     def loss_scale(self) -> float:
         """The factor."""
@@ -51,6 +57,14 @@ class LossScalerBase:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of :meth:`scale_loss`."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+
+def _made(kind: str, attributes: Mapping[str, Any]) -> LossScalerBase:
+    """A scaler from its pickle."""
+    cls: type[LossScalerBase] = {c.__name__: c for c in (LossScalerBase, LossScaler, DynamicLossScaler)}[kind]
+    found = cls.__new__(cls)
+    found.__dict__.update(attributes)
+    return found
 
 
 class LossScaler(LossScalerBase):

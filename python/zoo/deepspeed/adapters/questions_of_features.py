@@ -81,8 +81,8 @@ class QuestionsOfFeatures:
 
     @property
     def gate_modules(self) -> list[Any]:
-        """Their gates."""
-        return [layer.gate for layer in self.moe_layers]
+        """Their gates, each with its ``wg``."""
+        return [layer.deepspeed_moe.gate for layer in self.moe_layers]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(of parameters, of gradients that are added up)."""
