@@ -274,7 +274,7 @@ def _get_sequence_data_parallel_rank() -> int:
 def _expert_meshes() -> dict[int, Any]:
     """Meshes with an axis "expert", by its size: the engine's, and those of layers that run without one."""
     found = dict(_MESHES.get(_dist.group.WORLD, {})) if _dist.is_initialized() else {}
-    mesh = getattr(_engine(), "mesh", None)
+    mesh: Any = getattr(_engine(), "mesh", None)
     if "expert" in (getattr(mesh, "mesh_dim_names", None) or ()):
         found[mesh["expert"].size()] = mesh
     return found
