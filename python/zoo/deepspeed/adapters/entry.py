@@ -19,9 +19,10 @@ from zoo.config import ConfigError
 from zoo.deepspeed.adapters import communication, groups
 from zoo.deepspeed.adapters.configuration import carry_out, find_document, translated
 from zoo.deepspeed.adapters.data import is_data_set
-from zoo.deepspeed.adapters.engine import DeepSpeedEngine, freeze, keep, thaw
+from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
+from zoo.deepspeed.adapters.lifetimes import freeze, keep, thaw
 from zoo.deepspeed.adapters.optimizer import OptimizerView
 from zoo.deepspeed.adapters.schedules import schedule_of
 from zoo.engine import initialize as _initialize
