@@ -114,15 +114,8 @@ def run(case: Case, *extra: str, folder: Path, peer: Path | None = None) -> dict
     if shipped.is_shipped(case):
         words = [*shipped.words(case, folder, peer), *extra]
     else:
-        words = [
-            str(ROOT / "examples/clients" / case[0]),
-            *case[1:],
-            "--folder",
-            str(folder),
-            "--out",
-            str(out),
-            *extra,
-        ]
+        program = ROOT / "examples/clients" / case[0]
+        words = [str(program), *case[1:], "--folder", str(folder), "--out", str(out), *extra]
     environment.pop("ACCELERATE_USE_DEEPSPEED", None)
     if peer is None:
         command = [sys.executable, "-m", "zoo.cli", "run", "--as-deepspeed", "--ranks", "2", *words]

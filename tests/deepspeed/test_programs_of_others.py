@@ -159,6 +159,17 @@ def test_schedules_that_count_samples() -> None:
     assert schedule.samples == 18
 
 
+def test_a_step_that_is_refused_counts_no_samples() -> None:
+    engine = start(stage=1)
+    for _ in range(2):
+        with engine.no_sync():
+            engine.backward(loss_of(engine, batches(0, 1)[0]))
+            with pytest.raises(ValueError, match="inside of no_sync"):
+                engine.step()
+    engine.step()
+    assert (engine.global_steps, engine.global_samples) == (1, 2)
+
+
 @pytest.mark.parametrize("kept", ["everywhere", "nowhere", "on rank 0"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_model_that_has_an_engine_gets_another(stage: int, kept: str, caplog: pytest.LogCaptureFixture) -> None:

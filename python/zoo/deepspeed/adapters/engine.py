@@ -92,13 +92,17 @@ class DeepSpeedEngine(Questions, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count the micro-batch; at the boundary move parameters and learning rate, and clear the gradients. With
         ``managed_gradient_accumulation`` false every step is a boundary."""
-        engine = self.engine
+        engine, samples = self.engine, 0
         self._stepping, steps, scale = True, engine.global_steps, self._smallest_scale()
         if engine.is_gradient_accumulation_boundary():  # DeepSpeed counts a step's samples by the configuration
-            engine.note_counts((engine.train_batch_size // engine.batch_ranks, 0))
+            samples = engine.train_batch_size // engine.batch_ranks
             lr_kwargs = self._for_schedule() if lr_kwargs is None else lr_kwargs
+        engine.note_counts((samples, 0))
         try:
             engine.step(lr_kwargs)
+        except BaseException:
+            engine.note_counts((-samples, 0))  # there was no step
+            raise
         finally:
             self._stepping = False
         self.tput_timer.stop(global_step=engine.global_steps > steps)

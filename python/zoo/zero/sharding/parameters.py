@@ -244,7 +244,8 @@ class BucketParameters:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Give the parameters other memory with the same values; whoever has tensors of the old one keeps that."""
+        """Give the parameters of a partitioned bucket other memory with the same values; whoever has tensors of the old
+        one keeps that."""
         before, self.full = self.full, torch.empty_like(self.full)
         self.full.copy_(before)
         self._storage = self.full.untyped_storage()
