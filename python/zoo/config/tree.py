@@ -130,9 +130,8 @@ def default_of(section: type[Section]) -> Section | None:
 
 
 def root_keys(core: type[Section], registry: Registry) -> set[str]:
-    """Every key that the root of a document may have, in every spelling, whatever becomes of it."""
-    tree = Tree.of(core, registry)
-    return {*_keys(tree.whole().root), *tree.names()}
+    """Every key that the root of a document may have, in every spelling, whatever becomes of it; imports nothing."""
+    return {*_keys(core), *Tree.of(core, registry).names()}
 
 
 def _unused(whole: Tree, tree: Tree) -> dict[str, dict[str, Any]]:
