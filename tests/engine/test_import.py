@@ -58,6 +58,6 @@ def test_the_name_alone_imports_nothing() -> None:
 def test_names_that_are_not_there() -> None:
     import zoo.engine
 
-    with pytest.raises(AttributeError, match=r"module 'zoo.engine' has no attribute 'initialise'"):
+    with pytest.raises(AttributeError, match=r"zoo.engine.* initialise"):
         _ = zoo.engine.initialise  # type: ignore[attr-defined]
     assert set(zoo.engine.__all__) <= set(dir(zoo.engine))

@@ -177,8 +177,10 @@ def main() -> None:
     """Import, check that a fork is safe, serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its clients, which get the interrupt themselves
     sys.path[0] = ""  # not this folder: its modules are not to be found by their bare names
+    os.environ["EAGER_IMPORT"] = "1"  # for lazy_loader: what a package names is imported here, not in each process
     for name in os.environ.get("ZOO_TEST_PRELOAD", " ".join(PRELOADED)).split():
         importlib.import_module(name)
+    del os.environ["EAGER_IMPORT"]
     if os.path.isdir("/proc/self/task") and len(os.listdir("/proc/self/task")) != 1:
         raise AssertionError("importing zoo started a thread: processes cannot be forked from here")
     gc.collect()

@@ -8,30 +8,10 @@
 * :class:`TensorFile`: one safetensors file, tensor by tensor, whole or not at all.
 * :func:`clone_tensors_for_torch_save`: copies of views that are no larger in a file than they are.
 * :func:`together`: run something on every rank; if it fails on one, it fails on all, by name.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.checkpointing.background import BackgroundSaver
-from zoo.checkpointing.cloning import clone_tensors_for_torch_save
-from zoo.checkpointing.errors import CheckpointError, DamageError, MissingStateError, alike, together
-from zoo.checkpointing.names import StateSlice, latest_tag
-from zoo.checkpointing.pruning import prune
-from zoo.checkpointing.reading import Checkpoint, load
-from zoo.checkpointing.tensors import TensorFile
-from zoo.checkpointing.writing import save
+import lazy_loader
 
-__all__ = [
-    "BackgroundSaver",
-    "Checkpoint",
-    "CheckpointError",
-    "DamageError",
-    "MissingStateError",
-    "StateSlice",
-    "TensorFile",
-    "alike",
-    "clone_tensors_for_torch_save",
-    "latest_tag",
-    "load",
-    "prune",
-    "save",
-    "together",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

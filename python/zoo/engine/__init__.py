@@ -9,37 +9,6 @@
 The engine stands on most of zoo. What is named here is imported when it is first asked for.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from zoo.engine.arguments import add_config_arguments
-    from zoo.engine.engine import Engine
-    from zoo.engine.entry import initialize
-    from zoo.engine.loader import RepeatingLoader, ShardedLoader
-    from zoo.parts import shuffled
-
-_HOMES = {
-    "Engine": "engine",
-    "RepeatingLoader": "loader",
-    "ShardedLoader": "loader",
-    "add_config_arguments": "arguments",
-    "initialize": "entry",
-    "shuffled": "loader",
-}
-
-__all__ = ["Engine", "RepeatingLoader", "ShardedLoader", "add_config_arguments", "initialize", "shuffled"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

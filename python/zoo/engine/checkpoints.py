@@ -12,21 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from zoo.checkpointing import (
-    BackgroundSaver,
-    Checkpoint,
-    CheckpointError,
-    DamageError,
-    StateSlice,
-    alike,
-    load,
-    save,
-    together,
-)
-from zoo.checkpointing.consolidation import write_script
-from zoo.checkpointing.constants import Constants
-from zoo.checkpointing.disk import make_directories, place_of
-from zoo.checkpointing.foreign import ForeignCheckpoint
+from zoo import checkpointing
+from zoo.checkpointing import foreign
 from zoo.comm import Communicator
 from zoo.engine.checks import beginning, check_engine, check_model, check_names
 from zoo.engine.foreign import open_checkpoint
@@ -51,6 +38,7 @@ from zoo.zero import ShardedModel, ZeroOptimizer
 from zoo.zero.state.logical import fill_frozen, slices_of
 
 if TYPE_CHECKING:
+    from zoo.checkpointing.constants import Constants
     from zoo.engine.engine import Engine
 
 
@@ -65,7 +53,7 @@ class Checkpoints(WholeStates):
     sharded: ShardedModel
     global_steps: int
     _optimizer: ZeroOptimizer | None
-    _saver: BackgroundSaver | None = None
+    _saver: checkpointing.BackgroundSaver | None = None
     _constants: Constants | None = None
     _script_in: Path | None = None
     _last_path: str | None = None
@@ -126,33 +114,35 @@ class Checkpoints(WholeStates):
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         what = f"saving the checkpoint {tag!r}"
         # What one rank raises alone, all raise: the others would wait for it.
-        scalars, states = alike(everyone, what, lambda: self._state(within_step))
+        scalars, states = checkpointing.alike(everyone, what, lambda: self._state(within_step))
         if getattr(getattr(self._engine.config, "checkpoint", None), "errors", "ranks") == "folded":
             states = list(self.training("save_checkpoint()").folded(states))
-        slices: list[StateSlice] = [*states, *buffer_slices(self.module, self.sharded)]
+        slices: list[checkpointing.StateSlice] = [*states, *buffer_slices(self.module, self.sharded)]
         if exclude_frozen_parameters:
             frozen = {b.logical(n)[0] for b in self.sharded.buckets if not b.spec.trainable for n in b.spec.names}
             slices = [item for item in slices if item.name not in frozen]
         meta: dict[str, Any] = {"client": dict(client_state or {})}
-        together(everyone, what, lambda: self._tell(meta, directory))
-        meta["model"] = alike(everyone, what, lambda: model_meta(self.module, self.sharded))
+        checkpointing.together(everyone, what, lambda: self._tell(meta, directory))
+        meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(self.module, self.sharded))
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
         if self._in_background(asynchronous, slices):
             if self._saver is None:
-                self._saver = BackgroundSaver(everyone)
+                self._saver = checkpointing.BackgroundSaver(everyone)
             path = self._saver.save(directory, tag, slices, scalars, meta, rank_state=mine, latest=save_latest)
         else:
             self.wait_for_checkpoint()
             if self._constants is None:
+                from zoo.checkpointing.constants import Constants
+
                 self._constants = Constants()
-            path = save(
+            path = checkpointing.save(
                 directory, tag, slices, scalars, meta, everyone, rank_state=mine, latest=save_latest,
                 constants=self._constants,
             )  # fmt: skip
         self._last_path = joined(directory, tag)
         return str(path) if "://" not in str(directory) else self._last_path
 
-    def _state(self, within_step: bool) -> tuple[Mapping[str, float], list[StateSlice]]:
+    def _state(self, within_step: bool) -> tuple[Mapping[str, float], list[checkpointing.StateSlice]]:
         if not within_step:
             self.check_between_steps("save_checkpoint()")
         optimizer = self.training("save_checkpoint()")
@@ -160,6 +150,9 @@ class Checkpoints(WholeStates):
 
     def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str]) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
+        from zoo.checkpointing.consolidation import write_script
+        from zoo.checkpointing.disk import make_directories, place_of
+
         meta.update(engine=engine_meta(self._engine))
         disk, root = place_of(directory)
         if self.sharded.everyone.rank == 0 and self._script_in != root:
@@ -167,7 +160,7 @@ class Checkpoints(WholeStates):
             write_script(root, disk=disk)
             self._script_in = root
 
-    def _in_background(self, asked: bool | None, slices: Iterable[StateSlice]) -> bool:
+    def _in_background(self, asked: bool | None, slices: Iterable[checkpointing.StateSlice]) -> bool:
         section = getattr(self._engine.config, "checkpoint", None)
         wanted = getattr(section, "asynchronous", True) if asked is None else asked
         if not wanted or self.sharded.config.offload_param.device != "nvme":
@@ -253,17 +246,19 @@ class Checkpoints(WholeStates):
                     loaded = self.load_opened(found, wanted, custom_load_fn)
                     self._last_path = joined(directory, found.tag)
                     return (self._last_path if "://" in str(directory) else loaded[0]), loaded[1]
-            except DamageError as error:
+            except checkpointing.DamageError as error:
                 self._not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
                 damaged.append(found.tag)
-                if tag is not None or isinstance(found, ForeignCheckpoint):
+                if tag is not None or isinstance(found, foreign.ForeignCheckpoint):
                     raise
                 found = self._another(directory, damaged, error)
 
-    def _another(self, directory: str | os.PathLike[str], damaged: list[str], error: DamageError) -> Checkpoint:
+    def _another(
+        self, directory: str | os.PathLike[str], damaged: list[str], error: checkpointing.DamageError
+    ) -> checkpointing.Checkpoint:
         try:
-            found = load(directory, None, self.sharded.everyone, skip=damaged)
-        except CheckpointError:
+            found = checkpointing.load(directory, None, self.sharded.everyone, skip=damaged)
+        except checkpointing.CheckpointError:
             raise error from None
         if self.sharded.everyone.rank == 0:
             _log.warning("the checkpoint %r is passed over for %r: %s", damaged[-1], found.tag, error)
@@ -281,7 +276,9 @@ class Checkpoints(WholeStates):
         before, self._not_loaded = self._not_loaded, ""
         try:
             optimizer = self.training("load_checkpoint()")
-            together(everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices(), wanted))
+            checkpointing.together(
+                everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices(), wanted)
+            )
             check_names(found, self.module, self.sharded, wanted)
             if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
                 self._engine.zero_grad()
@@ -315,7 +312,7 @@ class Checkpoints(WholeStates):
         if not custom:
             load_buffers(self.module, reads, wanted)
         reads.agree(everyone, what)
-        alike(everyone, what, lambda: self._restore(found, wanted, mine))
+        checkpointing.alike(everyone, what, lambda: self._restore(found, wanted, mine))
 
     def _restore(self, found: AnyCheckpoint, wanted: Wanted, mine: Mapping[str, torch.Tensor]) -> None:
         """What is beside parameters and states."""
@@ -334,7 +331,7 @@ class Checkpoints(WholeStates):
         """Into an engine that only evaluates."""
         buckets, everyone = self.sharded.buckets, self.sharded.everyone
         held = list(slices_of([], {}, buckets, owned=False))
-        together(everyone, what, lambda: check_model(found, self.module, held, wanted))
+        checkpointing.together(everyone, what, lambda: check_model(found, self.module, held, wanted))
         check_names(found, self.module, self.sharded, wanted)
         if custom_load_fn is not None:
             load_custom(self.module, reads, found, custom_load_fn, everyone, what, {})
@@ -344,7 +341,7 @@ class Checkpoints(WholeStates):
             load_buffers(self.module, reads, wanted)
         reads.agree(everyone, what)
         if custom_load_fn is None:
-            alike(everyone, what, lambda: load_extra_state(self.module, found))
+            checkpointing.alike(everyone, what, lambda: load_extra_state(self.module, found))
         self._not_loaded = ""
 
     def _loaded(self, found: AnyCheckpoint) -> tuple[str, dict[str, Any]]:
@@ -356,7 +353,9 @@ class Checkpoints(WholeStates):
     def check_custom(self, custom_load_fn: Any) -> None:
         """Raise ValueError where it cannot be called with the whole model; every rank gives one, or none does."""
         if custom_load_fn is not None:
-            alike(self.sharded.everyone, "load with custom_load_fn", lambda: self._check_custom(custom_load_fn))
+            checkpointing.alike(
+                self.sharded.everyone, "load with custom_load_fn", lambda: self._check_custom(custom_load_fn)
+            )
 
     def _check_custom(self, custom_load_fn: Any) -> None:
         if not callable(custom_load_fn):

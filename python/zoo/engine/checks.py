@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zoo.checkpointing import CheckpointError, StateSlice
-from zoo.checkpointing.foreign import ForeignCheckpoint
+from zoo import checkpointing, lr_schedules
+from zoo.checkpointing import foreign
 from zoo.comm import gather_object
 from zoo.engine.state import BUFFER, meta_of, options_to_take, persistent_buffers
 from zoo.layout import logical_name
-from zoo.lr_schedules import Schedule
 from zoo.zero.state.logical import runs_of
 
 if TYPE_CHECKING:
@@ -30,7 +29,9 @@ _log = logging.getLogger("zoo.engine")
 # The model -----------------------------------------------------------------------------------------------------------
 
 
-def check_model(found: AnyCheckpoint, module: nn.Module, slices: Iterable[StateSlice], wanted: Wanted) -> None:
+def check_model(
+    found: AnyCheckpoint, module: nn.Module, slices: Iterable[checkpointing.StateSlice], wanted: Wanted
+) -> None:
     """Raise CheckpointError unless parameters and buffers are in the checkpoint, as such, with the same shapes; those
     that it does not have may stay as they are, if that is wanted."""
     for item in slices:
@@ -43,15 +44,15 @@ def check_model(found: AnyCheckpoint, module: nn.Module, slices: Iterable[StateS
 
 def _check_fits(found: AnyCheckpoint, name: str, shape: tuple[int, ...], role: str) -> None:
     if found.shapes.get(name) != shape:
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"the model's {'buffer ' if role == BUFFER else ''}{name!r} has shape {shape}; checkpoint {found.tag!r} "
             f"has {found.shapes.get(name, 'no such tensor')}: build the model as it was when the checkpoint was "
             "written"
         )
     roles = found.roles[name]
     # Formats of weights alone do not tell buffers from parameters.
-    if role not in roles and not (role == BUFFER and isinstance(found, ForeignCheckpoint)):
-        raise CheckpointError(
+    if role not in roles and not (role == BUFFER and isinstance(found, foreign.ForeignCheckpoint)):
+        raise checkpointing.CheckpointError(
             f"{name!r} is a {role} of the model, and a {BUFFER if BUFFER in roles else PARAMETER} of checkpoint "
             f"{found.tag!r}: build the model as it was when the checkpoint was written"
         )
@@ -79,14 +80,14 @@ def check_names(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, 
     surplus, lacking = sorted(names - own), sorted(mine - names)
     if wanted.module_strict:
         if surplus:
-            raise CheckpointError(
+            raise checkpointing.CheckpointError(
                 f"checkpoint {found.tag!r} has {_listed(surplus)}, which the model does not have: build the model as "
                 "it was when the checkpoint was written, or load with load_module_strict=False",
                 everywhere=True,
             )
         return
     if mine and len(lacking) == len(mine):
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"checkpoint {found.tag!r} has not one of the model's parameters, such as {lacking[0]!r}; it has "
             f"{_listed(surplus)}: give the parameters the names that they had then",
             everywhere=True,
@@ -106,7 +107,7 @@ def _tied_names(found: AnyCheckpoint, module: nn.Module) -> set[str]:
         if first.setdefault(id(parameter), name) != name:
             other.add(logical_name(module, name))
     # A file of weights may have a tied tensor under each name. One of zoo's that has it twice was not tied.
-    return other if isinstance(found, ForeignCheckpoint) else set()
+    return other if isinstance(found, foreign.ForeignCheckpoint) else set()
 
 
 def _listed(names: list[str]) -> str:
@@ -117,7 +118,9 @@ def _listed(names: list[str]) -> str:
 # The rest ------------------------------------------------------------------------------------------------------------
 
 
-def check_engine(engine: Engine, found: AnyCheckpoint, slices: Iterable[StateSlice], wanted: Wanted) -> None:
+def check_engine(
+    engine: Engine, found: AnyCheckpoint, slices: Iterable[checkpointing.StateSlice], wanted: Wanted
+) -> None:
     """Raise before anything has changed what loading would refuse later.
 
     Raises:
@@ -131,7 +134,7 @@ def check_engine(engine: Engine, found: AnyCheckpoint, slices: Iterable[StateSli
     meta, groups = meta_of(found), engine.optimizer.param_groups
     if wanted.optimizer and not meta.get("imported"):
         if len(meta["param_groups"]) != len(groups):
-            raise CheckpointError(
+            raise checkpointing.CheckpointError(
                 f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer "
                 f"{len(groups)}"
             )
@@ -148,10 +151,10 @@ def check_engine(engine: Engine, found: AnyCheckpoint, slices: Iterable[StateSli
 def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: AnyCheckpoint) -> None:
     """Of attributes that it does not have, torch's schedules make some, and go on from their beginning."""
     mine = set(schedule.state_dict())
-    if set(saved) == {"last_batch_iteration"} and isinstance(schedule, Schedule):
+    if set(saved) == {"last_batch_iteration"} and isinstance(schedule, lr_schedules.Schedule):
         return  # the field's name of where a schedule stands
     if mine and saved and not mine & set(saved):
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"checkpoint {found.tag!r} has the state of another kind of learning-rate schedule than "
             f"{type(schedule).__name__}: {', '.join(sorted(map(str, saved)))}, and not {', '.join(sorted(mine))}. "
             "Continue with a schedule of that kind."
@@ -176,7 +179,7 @@ def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
         for run in runs_of(segment.bucket, segment.slices()):
             there = states.get(run.name, set())
             if there and there != kept[kind]:
-                raise CheckpointError(
+                raise checkpointing.CheckpointError(
                     f"checkpoint {found.tag!r} has {_listed(sorted(there))} of {run.name!r}, written by "
                     f"{meta_of(found).get('optimizer', 'another optimizer')}; {type(optimizer.inner).__name__} keeps "
                     f"{_listed(sorted(kept[kind]))} with these options. Continue with that optimizer, or load with "

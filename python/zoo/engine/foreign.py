@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zoo.checkpointing import CheckpointError, alike, load
-from zoo.checkpointing.disk import LOCAL, place_of
-from zoo.checkpointing.foreign import deepspeed_tags, load_deepspeed, training_meta
-from zoo.checkpointing.names import tags_of
+from zoo import checkpointing
+from zoo.checkpointing import foreign
 from zoo.layout import logical_name
 
 if TYPE_CHECKING:
@@ -39,33 +37,36 @@ def open_checkpoint(
     everyone = engine.sharded.everyone
     what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
     theirs = everyone.broadcast_object(
-        alike(everyone, what, lambda: _is_deepspeeds(directory, tag) if everyone.rank == 0 else None)
+        checkpointing.alike(everyone, what, lambda: _is_deepspeeds(directory, tag) if everyone.rank == 0 else None)
     )
     if not theirs:
-        return load(directory, tag, everyone)
+        return checkpointing.load(directory, tag, everyone)
     section = getattr(engine.config, "checkpoint", None)
     states = wanted.optimizer and engine.optimizer is not None
     # Stages of a pipeline know only their own layers; the states of one without ZeRO have no other names.
     groups = group_names(engine) if states and engine.sharded.layers is None else None
-    found = load_deepspeed(
+    found = foreign.load_deepspeed(
         directory, tag, everyone, groups=groups, optimizer_states=states,
         universal=getattr(section, "load_universal", False),
     )  # fmt: skip
-    found.meta = alike(everyone, what, lambda: training_meta(found))
+    found.meta = checkpointing.alike(everyone, what, lambda: foreign.training_meta(found))
     return found
 
 
 def _is_deepspeeds(directory: str | os.PathLike[str], tag: str | None) -> bool:
+    from zoo.checkpointing.disk import LOCAL, place_of
+    from zoo.checkpointing.names import tags_of
+
     disk, root = place_of(directory)
     if disk is not LOCAL:
         return False  # DeepSpeed's are read from this machine's file systems alone
-    ours, theirs = tags_of(disk, root), deepspeed_tags(root)
+    ours, theirs = tags_of(disk, root), foreign.deepspeed_tags(root)
     if tag is not None and tag in ours and tag in theirs:
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"{str(root / tag)!r} has files of a checkpoint of zoo and of one of DeepSpeed; move one of the two away"
         )
     if tag is None and ours and theirs:
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"{str(root)!r} has checkpoints of zoo ({', '.join(ours[:3])}) and of DeepSpeed ({', '.join(theirs[:3])}); "
             "give the tag of the one that is meant"
         )
@@ -91,7 +92,7 @@ def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyChe
         while len(saved) > len(groups) and not saved[-1]:
             saved = saved[:-1]
         if len(saved) != len(groups):
-            raise CheckpointError(
+            raise checkpointing.CheckpointError(
                 f"checkpoint {found.tag!r} has {len(saved)} parameter groups without names, the optimizer {len(groups)}"
             )
         return [_options(own, theirs, found) for own, theirs in zip(groups, saved, strict=True)]
@@ -102,7 +103,7 @@ def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyChe
         odd = [key for key in one if any(other.get(key) != one[key] for other in theirs)]
         if odd:
             values = ", ".join(sorted({str(other.get(odd[0])) for other in theirs}))
-            raise CheckpointError(
+            raise checkpointing.CheckpointError(
                 f"parameters of group {number} of the optimizer had different {odd[0]} in checkpoint {found.tag!r} "
                 f"({values}); give initialize model_parameters in the groups of then, or load with "
                 "load_optimizer_states=False"
@@ -128,7 +129,7 @@ def _options(own: Mapping[str, Any], theirs: Mapping[str, Any], found: AnyCheckp
         if isinstance(mine, tuple) and isinstance(value, list):
             value = tuple(value)
         if not _is_like(mine, value):
-            raise CheckpointError(
+            raise checkpointing.CheckpointError(
                 f"checkpoint {found.tag!r} has {key} = {str(value)[:40]!r} among the options of a parameter group; the "
                 f"optimizer has {mine!r} there. Load it with load_optimizer_states=False."
             )

@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from zoo.parts import mixed, shuffled
+from zoo.parts import mixed
+from zoo.parts import shuffled as shuffled
 
 T = TypeVar("T")
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zoo.checkpointing import StateSlice
-from zoo.checkpointing.exact import dtype_named
+from zoo import checkpointing
 from zoo.engine.reads import AnyCheckpoint, Reads
 from zoo.layout import Box
 
@@ -38,12 +37,12 @@ class Wanted:
         """Nothing stays as it is."""
         return self.module_strict and self.optimizer and not self.custom
 
-    def has(self, found: AnyCheckpoint, item: StateSlice) -> bool:
+    def has(self, found: AnyCheckpoint, item: checkpointing.StateSlice) -> bool:
         """Whether the checkpoint has a parameter; of a custom load: with the same shape."""
         there = PARAMETER in found.roles.get(item.name, {})
         return there and (not self.custom or found.shapes[item.name] == tuple(item.shape))
 
-    def may_lack(self, found: AnyCheckpoint, item: StateSlice) -> bool:
+    def may_lack(self, found: AnyCheckpoint, item: checkpointing.StateSlice) -> bool:
         """Whether a parameter that the checkpoint does not have is no mistake."""
         return (self.custom or not self.module_strict) and not self.has(found, item)
 
@@ -59,7 +58,7 @@ class Kept:
     """
 
     def __init__(
-        self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, live: Iterable[StateSlice],
+        self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, live: Iterable[checkpointing.StateSlice],
         dtypes: Mapping[str, torch.dtype], *, beginning: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._reads, self._found, self._wanted, self._dtypes = reads, found, wanted, dtypes
@@ -84,6 +83,8 @@ class Kept:
         if self._stays(name, role):
             return self._held(name, role, start, length)
         if name in self._lacking or (name in self._beginning and role != PARAMETER):
+            from zoo.checkpointing.exact import dtype_named
+
             return torch.zeros(length, dtype=dtype_named(self._dtype_of(role)))
         return self._reads.read(name, role, start, length)
 

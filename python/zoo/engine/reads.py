@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from zoo.checkpointing import Checkpoint, CheckpointError, DamageError, MissingStateError, alike
-from zoo.checkpointing.exact import dtype_named
-from zoo.checkpointing.foreign import ForeignCheckpoint
+from zoo import checkpointing
 from zoo.comm import Communicator
 from zoo.layout import Box
 
-AnyCheckpoint = Checkpoint | ForeignCheckpoint
+if TYPE_CHECKING:
+    from zoo.checkpointing import foreign
+
+AnyCheckpoint: TypeAlias = "checkpointing.Checkpoint | foreign.ForeignCheckpoint"
 """What an engine loads: one of zoo's, or one of another system that is read like it."""
 
 
@@ -34,10 +36,12 @@ class Reads:
         if self._error is None:
             try:
                 return self._found.read(name, role, start, length)
-            except MissingStateError:
+            except checkpointing.MissingStateError:
                 raise
             except Exception as error:  # damage, or what this machine cannot do: the others must hear of both
                 self._error = error
+        from zoo.checkpointing.exact import dtype_named
+
         return torch.zeros(length, dtype=dtype_named(self._found.roles[name][role]))
 
     def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
@@ -61,8 +65,8 @@ class Reads:
                 raise self._error
 
         try:
-            alike(comm, what, tell)
+            checkpointing.alike(comm, what, tell)
         except ValueError as error:
-            damage = self._error is None or isinstance(self._error, DamageError)
-            kind = DamageError if all(comm.all_gather_object(damage)) else CheckpointError
+            damage = self._error is None or isinstance(self._error, checkpointing.DamageError)
+            kind = checkpointing.DamageError if all(comm.all_gather_object(damage)) else checkpointing.CheckpointError
             raise kind(str(error), everywhere=True) from None

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zoo.checkpointing import TensorFile, together
-from zoo.checkpointing.disk import LOCAL, make_directories
-from zoo.checkpointing.foreign import TorchFile
+from zoo import checkpointing
+from zoo.checkpointing import foreign
 from zoo.engine.state import whole_buffers
 from zoo.zero import ShardedModel
 
@@ -45,7 +44,7 @@ def save_model(
         _tell_wide(whole.described)
     buffers = whole_buffers(module, sharded)
     what = f"saving the model as {filename!r} in {str(folder)!r}"
-    opened: list[TensorFile | TorchFile] = []
+    opened: list[checkpointing.TensorFile | foreign.TorchFile] = []
     failure: Exception | None = None
 
     def begin() -> None:
@@ -58,7 +57,7 @@ def save_model(
         for file in opened:
             file.commit()
 
-    together(comm, what, begin)
+    checkpointing.together(comm, what, begin)
     try:
         for name, tensor in whole:
             try:
@@ -66,7 +65,7 @@ def save_model(
                     file.put(name, tensor)
             except Exception as error:  # told to everybody in finish(): the other ranks are in the next gather by now
                 failure = error
-        together(comm, what, finish)
+        checkpointing.together(comm, what, finish)
     finally:
         for file in opened:
             file.discard()
@@ -76,8 +75,10 @@ def save_model(
 def _open(
     path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     given: dict[str, torch.Tensor],
-) -> TensorFile | TorchFile:  # fmt: skip
+) -> checkpointing.TensorFile | foreign.TorchFile:  # fmt: skip
     """The file, with its buffers."""
+    from zoo.checkpointing.disk import LOCAL, make_directories
+
     make_directories(LOCAL, Path(os.path.abspath(path.parent)))
     buffers: dict[str, torch.Tensor] = {}
     for name, buffer in given.items():
@@ -85,11 +86,11 @@ def _open(
             buffers[name] = buffer
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}
     tied = aliases(module, described)
-    file: TensorFile | TorchFile
+    file: checkpointing.TensorFile | foreign.TorchFile
     if path.suffix == ".bin":
-        file = TorchFile(path, described, tied)
+        file = foreign.TorchFile(path, described, tied)
     else:
-        file = TensorFile(path, described, {"format": "pt", **tied})
+        file = checkpointing.TensorFile(path, described, {"format": "pt", **tied})
     try:
         for name, buffer in buffers.items():
             file.put(name, buffer)

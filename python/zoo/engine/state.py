@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zoo.checkpointing import CheckpointError
+from zoo import checkpointing
 from zoo.comm import gather_object
 from zoo.engine.foreign import options_of_groups, tell_what_is_missing
 from zoo.layout import logical_name, split_of
@@ -104,7 +104,7 @@ def meta_of(found: AnyCheckpoint) -> dict[str, Any]:
     """What the engine that wrote it says of itself."""
     meta = found.meta.get("engine")
     if not isinstance(meta, dict):
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"checkpoint {found.tag!r} was not written by an engine: it has weights, and does not say how training "
             "goes on. Load it with load_module_only=True."
         )

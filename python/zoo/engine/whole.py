@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from zoo.checkpointing import CheckpointError, alike, together
-from zoo.checkpointing.foreign import ForeignCheckpoint
+from zoo import checkpointing
+from zoo.checkpointing import foreign
 from zoo.comm import Communicator
 from zoo.engine.partial import Wanted
 from zoo.engine.reads import AnyCheckpoint, Reads
@@ -136,12 +136,14 @@ class WholeStates:
         everyone, what = self.sharded.everyone, "load_module_state_dict()"
         everyone.agree(f"{what} with strict, custom_load_fn", repr((strict, custom_load_fn is not None)))
         self._whole_engine.check_custom(custom_load_fn)
-        given = alike(everyone, what, lambda: _tensors_of(checkpoint))
+        given = checkpointing.alike(everyone, what, lambda: _tensors_of(checkpoint))
         if strict and custom_load_fn is None:
-            known = {name for names in together(everyone, what, lambda: _keys(self.module)) for name in names}
-            alike(everyone, what, lambda: _check_names(set(given) - known))
+            known = {
+                name for names in checkpointing.together(everyone, what, lambda: _keys(self.module)) for name in names
+            }
+            checkpointing.alike(everyone, what, lambda: _check_names(set(given) - known))
         wanted = Wanted(module_strict=strict, module_only=True, custom=custom_load_fn is not None, given=True)
-        found = alike(everyone, what, lambda: _opened(given, self.module))
+        found = checkpointing.alike(everyone, what, lambda: _opened(given, self.module))
         self._whole_engine.load_opened(found, wanted, custom_load_fn)
 
 
@@ -189,7 +191,7 @@ def _tensors_of(checkpoint: Any) -> dict[str, torch.Tensor]:
     inner = checkpoint.get("module") if isinstance(checkpoint, Mapping) else None
     state = inner if isinstance(inner, Mapping) else checkpoint
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"it got a {type(checkpoint).__name__}; it takes a state_dict, the path of a checkpoint, or None"
         )
     extra = [name for name in state if name.endswith("_extra_state")]
@@ -198,21 +200,23 @@ def _tensors_of(checkpoint: Any) -> dict[str, torch.Tensor]:
     found = {name: value for name, value in state.items() if name not in extra}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"its state_dict has a {type(value).__name__} under {name!r}, where a tensor must be")
+            raise checkpointing.CheckpointError(
+                f"its state_dict has a {type(value).__name__} under {name!r}, where a tensor must be"
+            )
     return found
 
 
 def _check_names(surplus: set[str]) -> None:
     if surplus:
         shown = ", ".join(sorted(surplus)[:5])
-        raise CheckpointError(
+        raise checkpointing.CheckpointError(
             f"the state_dict has {shown}{', …' if len(surplus) > 5 else ''}, which the model lacks; strict=False "
             "passes over such names"
         )
 
 
-def _opened(given: Mapping[str, torch.Tensor], module: nn.Module) -> ForeignCheckpoint:
-    found = ForeignCheckpoint("state_dict", Path("state_dict"))
+def _opened(given: Mapping[str, torch.Tensor], module: nn.Module) -> foreign.ForeignCheckpoint:
+    found = foreign.ForeignCheckpoint("state_dict", Path("state_dict"))
     for name, value in given.items():
         found.add_whole(name, "parameter", _InMemory(value))
     first: dict[int, str] = {}

@@ -2,15 +2,10 @@
 
 Every schedule is a component of the kind "lr_schedule": a small ``Config`` with the field's parameter names, and a
 class built as ``Schedule(optimizer, option=...)``, or by its name.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from zoo.lr_schedules.one_cycle import OneCycle
-from zoo.lr_schedules.range_test import LRRangeTest
-from zoo.lr_schedules.schedule import HasParamGroups, Schedule
-from zoo.lr_schedules.warmup import WarmupLR
-from zoo.lr_schedules.warmup_cosine import WarmupCosineLR
-from zoo.lr_schedules.warmup_decay import WarmupDecayLR
-
-__all__ = ["HasParamGroups", "LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,21 +6,10 @@
 * :class:`UnitList`: a list of modules that are gathered one by one.
 * :mod:`.blocks`: the repeated blocks of a model, and standing between them and who calls them.
 * :func:`whole`: sharded parameters, whole for a while.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.nn.linear import LinearSwap, MemoryEfficientLinear, memory_efficient_linear
-from zoo.nn.sequence import SequenceParallelAttention, dot_product_attention
-from zoo.nn.sharded import whole
-from zoo.nn.tiling import TiledLinear
-from zoo.nn.unit_list import UnitList
+import lazy_loader
 
-__all__ = [
-    "LinearSwap",
-    "MemoryEfficientLinear",
-    "SequenceParallelAttention",
-    "TiledLinear",
-    "UnitList",
-    "dot_product_attention",
-    "memory_efficient_linear",
-    "whole",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,7 +4,11 @@
 
 ``Adam, AdamW, SGD, Lion, Adagrad`` are this with different S and D (``zoo/kernels/update/update.h``); ``Lamb`` scales η
 for each tensor, ``Muon`` makes D orthogonal.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
+
+import lazy_loader
 
 try:
     import zoo.kernels  # noqa: F401
@@ -13,30 +17,4 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("zoo.optim stands on the distribution zoo-kernels, which is not installed.") from error
 
-from zoo.optim.adagrad import Adagrad
-from zoo.optim.adam import Adam, AdamW
-from zoo.optim.base import ElementwiseOptimizer
-from zoo.optim.lamb import Lamb
-from zoo.optim.lion import Lion
-from zoo.optim.local_steps import DiLoCo, LocalSGD
-from zoo.optim.muon import Muon
-from zoo.optim.onebit_adam import OnebitAdam
-from zoo.optim.onebit_lamb import OnebitLamb
-from zoo.optim.sgd import SGD
-from zoo.optim.zero_one_adam import ZeroOneAdam
-
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "DiLoCo",
-    "ElementwiseOptimizer",
-    "Lamb",
-    "Lion",
-    "LocalSGD",
-    "Muon",
-    "OnebitAdam",
-    "OnebitLamb",
-    "ZeroOneAdam",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

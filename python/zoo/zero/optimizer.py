@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 import torch
 from torch import nn
 
+from zoo import io
 from zoo.comm import Communicator
-from zoo.io import AioConfig, Handle
 from zoo.zero.config import ZeroConfig
 from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.inspection import Inspection
@@ -140,7 +140,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         sparse_gradients: bool = False,
         check: bool = False,
         config: ZeroConfig | Mapping[str, Any] | None = None,
-        aio: AioConfig | Handle | None = None,
+        aio: io.AioConfig | io.Handle | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
         **options: Unpack[Keywords],
     ) -> None:

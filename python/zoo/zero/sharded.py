@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from zoo import io
 from zoo.comm import Communicator, Recovery, report_uncaught
-from zoo.io import AioConfig, Handle
 from zoo.layout import enter_mesh, logical_name
 from zoo.plan import Actions
 from zoo.zero.collectives.choice import cannot_be_left, choose_routes
@@ -137,7 +137,7 @@ class ShardedModel:
         sparse_gradients: bool = False,
         keep_norms: bool = False,
         check: bool = False,
-        aio: AioConfig | Handle | None = None,
+        aio: io.AioConfig | io.Handle | None = None,
         arguments: Mapping[str, Any] | None = None,
         switch: Switch | None = None,
     ) -> None:
@@ -192,7 +192,7 @@ class ShardedModel:
 
     def _build(
         self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int], keep_norms: bool,
-        aio: AioConfig | Handle | None, arguments: Mapping[str, Any],
+        aio: io.AioConfig | io.Handle | None, arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
         cfg = self.config
         specs = find_units(self.module, units)

@@ -11,39 +11,10 @@
 * :func:`open_foreign`, :func:`recognise`: whichever of these a file or folder is.
 * :func:`import_checkpoint`: any of them written anew as a checkpoint of zoo, piece by piece.
 * :class:`ForeignCheckpoint`: what they are read as, in the words of ``zoo.checkpointing.Checkpoint``.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.checkpointing.foreign.dcp import load_dcp
-from zoo.checkpointing.foreign.dcp_writing import save_dcp
-from zoo.checkpointing.foreign.deepspeed import load_deepspeed
-from zoo.checkpointing.foreign.deepspeed_universal import write_universal
-from zoo.checkpointing.foreign.formats import FORMATS, deepspeed_tags, open_foreign, recognise
-from zoo.checkpointing.foreign.gguf import load_gguf
-from zoo.checkpointing.foreign.importing import import_checkpoint, training_meta
-from zoo.checkpointing.foreign.live import live
-from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
-from zoo.checkpointing.foreign.records import plain
-from zoo.checkpointing.foreign.safetensors_folder import load_safetensors, write_safetensors
-from zoo.checkpointing.foreign.torch_files import load_torch
-from zoo.checkpointing.foreign.torch_writing import TorchFile
+import lazy_loader
 
-__all__ = [
-    "FORMATS",
-    "ForeignCheckpoint",
-    "TorchFile",
-    "deepspeed_tags",
-    "import_checkpoint",
-    "live",
-    "load_dcp",
-    "load_deepspeed",
-    "load_gguf",
-    "load_safetensors",
-    "load_torch",
-    "open_foreign",
-    "plain",
-    "recognise",
-    "save_dcp",
-    "training_meta",
-    "write_safetensors",
-    "write_universal",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -17,39 +17,10 @@ affair.
 | power_sgd | two all-reduces of thin matrices | 8r(rows + columns)(D-1)/D |
 
 Formulas, and what is guaranteed: :mod:`zoo.comm.compression.errors`.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.comm.compression.blockwise import Blockwise
-from zoo.comm.compression.codec import Codec
-from zoo.comm.compression.errors import Error, Owed, fold
-from zoo.comm.compression.fp8 import Fp8
-from zoo.comm.compression.gathered import Gathered
-from zoo.comm.compression.hierarchy import Hierarchical
-from zoo.comm.compression.hook import HookState, hook
-from zoo.comm.compression.onebit import OneBit
-from zoo.comm.compression.power_sgd import PowerSGD
-from zoo.comm.compression.random_k import RandomK
-from zoo.comm.compression.reducer import Compressor, Reducer
-from zoo.comm.compression.top_k import TopK
-from zoo.comm.compression.two_step import ReduceLeg, TwoStep
+import lazy_loader
 
-__all__ = [
-    "Blockwise",
-    "Codec",
-    "Compressor",
-    "Error",
-    "Fp8",
-    "Gathered",
-    "Hierarchical",
-    "HookState",
-    "OneBit",
-    "Owed",
-    "PowerSGD",
-    "RandomK",
-    "ReduceLeg",
-    "Reducer",
-    "TopK",
-    "TwoStep",
-    "fold",
-    "hook",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

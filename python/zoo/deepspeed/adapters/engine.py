@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.checkpointing.listing import listing
 from zoo.deepspeed.adapters.client_state import plain_state
 from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
 from zoo.deepspeed.adapters.lifetimes import keep, thaw
 from zoo.deepspeed.adapters.logs import warning_once
 from zoo.deepspeed.adapters.optimizer import view_of
 from zoo.deepspeed.adapters.questions import Questions
-from zoo.deepspeed.adapters.schedules import first_required
 from zoo.deepspeed.adapters.timers import throughput_timer
 from zoo.engine import Engine
 
@@ -114,6 +112,8 @@ class DeepSpeedEngine(Questions, nn.Module):
         if schedule is None:
             return None
         if schedule is not self._asked_schedule[0]:
+            from zoo.deepspeed.adapters.schedules import first_required
+
             self._asked_schedule = schedule, first_required(schedule.step)
         name = self._asked_schedule[1]
         return None if name is None else {name: self.train_batch_size()}
@@ -515,4 +515,6 @@ class DeepSpeedEngine(Questions, nn.Module):
 
 
 def _any(folder: Path) -> bool:
+    from zoo.checkpointing.listing import listing
+
     return bool(listing(folder))

@@ -24,7 +24,6 @@ from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.lifetimes import freeze, keep, thaw
 from zoo.deepspeed.adapters.optimizer import OptimizerView
-from zoo.deepspeed.adapters.schedules import schedule_of
 from zoo.engine import initialize as _initialize
 from zoo.zero.init.parts import Part
 from zoo.zero.sharding.guard import ShardedParameter
@@ -135,7 +134,10 @@ def initialize(
         optimizer = _called(optimizer, model, model_parameters)
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
     optimizer, parameters = _components(given, model, optimizer, parameters)
-    lr_scheduler = schedule_of(given) if lr_scheduler is None else lr_scheduler
+    if lr_scheduler is None and "scheduler" in given:
+        from zoo.deepspeed.adapters.schedules import schedule_of
+
+        lr_scheduler = schedule_of(given)
     _freeze_others(model, optimizer, parameters)
     # zoo's own loader only where a section chooses the samples: programs of DeepSpeed know the order of theirs.
     its_own = _chooses_samples(given) or not is_data_set(training_data)
@@ -267,9 +269,7 @@ def _chooses_samples(document: Mapping[str, Any]) -> bool:
 
 def engine_class(model: nn.Module) -> type[DeepSpeedEngine]:
     """The class of engine for a model."""
-    from zoo.pipe import PipelineModule
-
-    if isinstance(model, PipelineModule):
+    if getattr(model, "engine_runner", "plain") == "pipeline":
         from zoo.deepspeed.adapters.pipeline import PipelineEngine
 
         return PipelineEngine

@@ -13,7 +13,6 @@ from zoo.deepspeed.adapters.documents import (
     get_optimizer_name,
     get_scheduler_name,
 )
-from zoo.deepspeed.adapters.monitors import FeedMonitor
 from zoo.deepspeed.adapters.questions_of_features import QuestionsOfFeatures
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
@@ -306,6 +305,8 @@ class Questions(QuestionsOfFeatures):
     @property
     def monitor(self) -> Any:
         """Takes events of the program to the sinks that get each step's record."""
+        from zoo.deepspeed.adapters.monitors import FeedMonitor
+
         return FeedMonitor(self.engine.feed)
 
     @property

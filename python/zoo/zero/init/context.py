@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo import io
 from zoo.comm import Communicator
 from zoo.config import read_section
 from zoo.config.reading import read_source
-from zoo.io import AioConfig, Handle
 from zoo.zero.config import ZeroConfig
 from zoo.zero.init import patching
 from zoo.zero.init.groups import axes_of
@@ -119,7 +119,7 @@ class Init:
         *,
         materialise: Callable[[nn.Module], object] | None = None,
         device: torch.device | str | None = None,
-        aio: AioConfig | Handle | None = None,
+        aio: io.AioConfig | io.Handle | None = None,
     ) -> None:
         self._session: Session | None = None
         self._group = _group(data_parallel_group, mpu, sequence_data_parallel_group)
@@ -222,13 +222,15 @@ def _group(data_parallel_group: Any, mpu: Any, sequence_data_parallel_group: Any
     return mpu.get_data_parallel_group()
 
 
-def _swapper(given: Any, aio: AioConfig | Handle | None) -> tuple[ParamSwapper | None, AioConfig | Handle | None]:
+def _swapper(
+    given: Any, aio: io.AioConfig | io.Handle | None
+) -> tuple[ParamSwapper | None, io.AioConfig | io.Handle | None]:
     """The swapper, and how to reach NVMe without one."""
     if given is None:
         return None, aio
     if aio is not None:
         raise ValueError("Init got both param_swapper and aio; give one of them.")
-    if isinstance(given, (AioConfig, Handle)):
+    if isinstance(given, (io.AioConfig, io.Handle)):
         return None, given
     missing = [name for name in ("swap_out", "swap_in", "drop") if not callable(getattr(given, name, None))]
     if missing:
@@ -239,7 +241,7 @@ def _swapper(given: Any, aio: AioConfig | Handle | None) -> tuple[ParamSwapper |
     return given, None
 
 
-def _scratch(aio: AioConfig | Handle | None, *, pinned: bool) -> Scratch:
+def _scratch(aio: io.AioConfig | io.Handle | None, *, pinned: bool) -> Scratch:
     handle, owned = handle_of(aio)
     return Scratch(handle, owned=owned, pinned=pinned)
 

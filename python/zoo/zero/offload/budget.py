@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from zoo import io
 from zoo.comm import Communicator
-from zoo.io import BufferPool, Ledger
-from zoo.io.pool import DEFAULT_REGION_BYTES
 from zoo.zero.offload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -84,6 +83,8 @@ class HostBudget:
         that is at most an eighth of the cap. Smaller ones would cost a registration, a page lock and 2 MiB of addresses
         for every few buffers.
         """
+        from zoo.io.pool import DEFAULT_REGION_BYTES
+
         if self.ledger is None:
             return DEFAULT_REGION_BYTES
         part = self.capacity_bytes // (8 * len(self._members))
@@ -117,7 +118,7 @@ class HostBudget:
                     f"{cap - needed:,}", f"{needed:,}", node, f"{safer:,}",
                 )  # fmt: skip
 
-    def set_aside(self, pool: BufferPool, num_bytes: int) -> None:
+    def set_aside(self, pool: io.BufferPool, num_bytes: int) -> None:
         """Take what :meth:`check` has found room for, where ranks share it: nothing that others take is missing later.
 
         Collective.
@@ -138,7 +139,7 @@ class HostBudget:
 
     # Sharing ---------------------------------------------------------------------------------------------------------
 
-    def _share(self) -> Ledger | None:
+    def _share(self) -> io.Ledger | None:
         folder: Path | None = None
         said = ""
         try:
@@ -166,12 +167,12 @@ class HostBudget:
         folder: Path | None = None
         try:
             folder = Path(tempfile.mkdtemp(prefix="zoo-ledger-", dir=_folder()))  # mode 0700
-            Ledger(folder / "ledger", self.capacity_bytes)
+            io.Ledger(folder / "ledger", self.capacity_bytes)
         except (OSError, ValueError, RuntimeError) as error:
             return folder, f"{' '.join(str(error).split())}\n\n"
         return folder, f"\n{_machine()}\n{folder / 'ledger'}"
 
-    def _join(self, heard: str) -> tuple[Ledger | None, str]:
+    def _join(self, heard: str) -> tuple[io.Ledger | None, str]:
         first = self._members[0]
         problem, machine, path = heard.split("\n", 2)
         if problem:
@@ -179,7 +180,7 @@ class HostBudget:
         if machine != _machine():
             return None, f"it is on another machine than rank {first}"
         try:
-            return Ledger(path, self.capacity_bytes), ""
+            return io.Ledger(path, self.capacity_bytes), ""
         except (ValueError, RuntimeError) as error:
             return None, str(error)
 

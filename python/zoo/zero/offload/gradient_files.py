@@ -7,7 +7,7 @@ from collections import deque
 
 import torch
 
-from zoo.io import Future
+from zoo import io
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.scratch import Scratch, Shelf, round_up
 
@@ -20,7 +20,7 @@ class GradientPark:
 
     def __init__(self, scratch: Scratch, shelf: Shelf) -> None:
         self._scratch, self._shelf = scratch, shelf
-        self._under_way: dict[int, Future] = {}
+        self._under_way: dict[int, io.Future] = {}
         self._lost: set[int] = set()
         self._order: deque[int] = deque()
 
@@ -52,7 +52,7 @@ class GradientPark:
                 self.settle(region)
         self._lost.discard(region)
 
-    def begin(self, region: int, into: torch.Tensor, start: int = 0) -> Future:
+    def begin(self, region: int, into: torch.Tensor, start: int = 0) -> io.Future:
         """Begin reading elements [start, start + n) of a region."""
         self.settle(region)
         if region in self._lost:
@@ -60,7 +60,7 @@ class GradientPark:
                                "backward again.")  # fmt: skip
         return self._shelf.read(region, into, start * into.itemsize)
 
-    def finish(self, future: Future) -> None:
+    def finish(self, future: io.Future) -> None:
         """Wait for a read."""
         self._shelf.finish(future)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from zoo.io import AioConfig, BufferPool, Future, Handle
+from zoo import io
 from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.heap import map_large_blocks
@@ -56,11 +56,11 @@ class Shelf:
     while it is lent, to a checkpoint that another thread writes.
     """
 
-    def __init__(self, handle: Handle, folder: Path, name: str, sizes: list[int]) -> None:
+    def __init__(self, handle: io.Handle, folder: Path, name: str, sizes: list[int]) -> None:
         self._handle, self.what = handle, name
         self.read_bytes = self.written_bytes = 0  # since it was made
         # Writes that nobody has waited for yet, or that failed, and their regions.
-        self._writing: dict[Future, int] = {}
+        self._writing: dict[io.Future, int] = {}
         self._lent: dict[int, int] = {}  # leases by region
         self._returned = threading.Condition()
         self.offsets, end = [], 0
@@ -84,14 +84,14 @@ class Shelf:
         """Whether tensors of a GPU may be read and written."""
         return self._handle.gds
 
-    def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Future:
+    def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> io.Future:
         """Begin filling ``tensor`` from byte ``offset`` of a region; ``urgent``: before what waits at the device."""
         for future in self._writes_to(region):
             self.finish(future)
         self.read_bytes += tensor.nbytes
         return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset, urgent=urgent)
 
-    def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Future:
+    def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> io.Future:
         """Begin writing ``tensor`` at byte ``offset`` of a region; ``urgent``: all writes to a region are, or none."""
         self._wait_for_leases(region)
         self.written_bytes += tensor.nbytes
@@ -138,14 +138,14 @@ class Shelf:
         if waited > _TOLD_AFTER_S:
             _log.info("%s have waited %.1f s for a checkpoint that was being written", self.what, waited)
 
-    def _writes_to(self, region: int) -> list[Future]:
+    def _writes_to(self, region: int) -> list[io.Future]:
         return [future for future, where in self._writing.items() if where == region]
 
     def forget(self) -> None:
         """What was written is of no use any more, nor whether it got there."""
         self._writing.clear()
 
-    def finish(self, future: Future) -> None:
+    def finish(self, future: io.Future) -> None:
         """Wait for an operation; a failure names what it was about."""
         try:
             future.wait()
@@ -194,11 +194,11 @@ def _why(error: OSError | RuntimeError, name: str, folder: Path, num_bytes: int)
     return f"nvme_path={str(folder)!r} cannot be used for {name}: {error}"
 
 
-def handle_of(aio: AioConfig | Handle | None, **options: Any) -> tuple[Handle, bool]:
+def handle_of(aio: io.AioConfig | io.Handle | None, **options: Any) -> tuple[io.Handle, bool]:
     """The engine that a user gave, or a new one of these settings and options; and whether it is ours to close."""
-    if isinstance(aio, Handle):
+    if isinstance(aio, io.Handle):
         return aio, False
-    return Handle.from_config(aio or AioConfig(), **options), True
+    return io.Handle.from_config(aio or io.AioConfig(), **options), True
 
 
 class Scratch:
@@ -212,15 +212,17 @@ class Scratch:
         handle: the engine; it is closed with the rest if it is ``owned``.
     """
 
-    def __init__(self, handle: Handle, *, owned: bool, budget: HostBudget | None = None, pinned: bool = False) -> None:
+    def __init__(
+        self, handle: io.Handle, *, owned: bool, budget: HostBudget | None = None, pinned: bool = False
+    ) -> None:
         if budget is not None or not lends():
             map_large_blocks()
         self._budget = budget
         kind: Literal["auto", False] = "auto" if pinned else False
         if budget is None:
-            self.pool = BufferPool(1 << 46, pinned=kind)
+            self.pool = io.BufferPool(1 << 46, pinned=kind)
         else:
-            self.pool = BufferPool(
+            self.pool = io.BufferPool(
                 budget.capacity_bytes, pinned=kind, region_bytes=budget.region_bytes, ledger=budget.ledger
             )
         self.handle, self._owned = handle, owned

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from zoo import io
 from zoo.comm import Communicator
-from zoo.io import AioConfig, Handle
 from zoo.zero.collectives.routes import Routes
 from zoo.zero.forecast.dry_run import DryRun, DryScratch
 from zoo.zero.offload.budget import HostBudget
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def open_stores(
     plan: Sequence[BucketSpec], placements: Sequence[Placements], routes: Sequence[Routes], config: ZeroConfig, *,
-    comm: Communicator, aio: AioConfig | Handle | None, keep_norms: bool,
+    comm: Communicator, aio: io.AioConfig | io.Handle | None, keep_norms: bool,
 ) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
     """What the tiers of each bucket need; the files have their full size afterwards.
 
@@ -74,7 +74,7 @@ def _shelf_of_originals(
 
 
 def _open(
-    comm: Communicator, plan: Sequence[BucketSpec], config: ZeroConfig, aio: AioConfig | Handle | None
+    comm: Communicator, plan: Sequence[BucketSpec], config: ZeroConfig, aio: io.AioConfig | io.Handle | None
 ) -> Scratch:
     # What bounces are ragged ends: under a cap two buffers a thread do, and what they take is left out of the account.
     options = {} if config.offload_host_bytes is None else {"bounce_bytes": 0}

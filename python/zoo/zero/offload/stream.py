@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zoo.io import Future
+from zoo import io
 from zoo.zero.offload.scratch import Scratch, round_up
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
@@ -47,7 +47,7 @@ class Loaded:
     states: torch.Tensor | None = None  # bytes
     parameters: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    reading: list[tuple[Any, Future]] = field(default_factory=list)
+    reading: list[tuple[Any, io.Future]] = field(default_factory=list)
 
 
 class StateStream:
@@ -73,7 +73,7 @@ class StateStream:
             record.region = index
         self._shelf = scratch.shelf(folder, "optimizer states", [r.num_bytes for r in kept]) if kept else None
         self._loaded: dict[int, list[Loaded]] = {}
-        self._writing: dict[int, list[tuple[Any, Future]]] = {}
+        self._writing: dict[int, list[tuple[Any, io.Future]]] = {}
 
     def buffer_bytes(self) -> int:
         """Host memory of the pieces that are in memory together, in the worst moment of an update."""
@@ -188,7 +188,7 @@ class StateStream:
         if not self._behind:
             self._settle(index)
 
-    def _write(self, loaded: Loaded, writing: list[tuple[Any, Future]]) -> None:
+    def _write(self, loaded: Loaded, writing: list[tuple[Any, io.Future]]) -> None:
         record, segment = loaded.record, loaded.record.segment
         entries = self._entries.get(segment.tensor, {})
         present = tuple(name for name in record.sections if not name or name in entries)

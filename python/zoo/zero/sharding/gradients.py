@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zoo import io
 from zoo.comm import Handle, advance
-from zoo.io import Future
 from zoo.zero.sharding.guard import (
     CAN_REFUSE_STORAGE,
     PartitionedAccessError,
@@ -320,7 +320,7 @@ class BucketGradients:
             self._arrived = None
         return self.shard
 
-    def begin_read(self, into: torch.Tensor, start: int) -> Future:
+    def begin_read(self, into: torch.Tensor, start: int) -> io.Future:
         """Begin reading elements [start, start + len) of the reduced gradient from NVMe."""
         return self.bucket.park.begin(self.bucket.index, into, start)
 

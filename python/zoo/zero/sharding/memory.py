@@ -13,7 +13,7 @@ import logging
 
 import torch
 
-from zoo.io import BufferPool
+from zoo import io
 from zoo.zero.offload.heap import large_blocks_are_mapped, reuse_large_blocks
 
 THRESHOLD_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class StepMemory(Memory):
     """Memory for the buffers of one rank; on other devices than the CPU torch's allocator keeps blocks itself."""
 
     def __init__(self) -> None:
-        self._pool: BufferPool | None = None
+        self._pool: io.BufferPool | None = None
 
     def begin(self) -> None:
         """The buckets are made: steps come now, and free nothing large between small objects that stay."""
@@ -65,7 +65,7 @@ class StepMemory(Memory):
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._pool is None:
-            self._pool = BufferPool(1 << 46, pinned=False, region_bytes=REGION_BYTES)
+            self._pool = io.BufferPool(1 << 46, pinned=False, region_bytes=REGION_BYTES)
         return self._pool.empty(numel, dtype=dtype)
 
 
