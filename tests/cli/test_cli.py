@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -253,6 +255,20 @@ def test_schema_is_json() -> None:
 def test_version_and_help() -> None:
     assert zoo("--version").output.startswith("zoo")
     assert "train" in zoo("--help").output
+
+
+def test_help_imports_neither_torch_nor_pydantic_nor_rich() -> None:
+    program = """
+import sys
+from zoo.cli import main
+sys.argv = ["zoo", "--help"]
+try:
+    main()
+except SystemExit:
+    print(*sorted({name.split(".")[0] for name in sys.modules} & {"torch", "pydantic", "rich", "numpy"}), "end")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1].strip() == "end"
 
 
 PLUGIN = """

@@ -1,20 +1,23 @@
 """What torch is told about an operator beside its kernels, and who runs it: a kernel, or the reference.
 
-The ``ops.py`` of a folder has an :class:`Operator` for each that its binding defines. Once the library is loaded,
-torch learns the fakes and gradients of all of them; nobody lists the folders. A reference gets the same gradient, so
+The ``ops.py`` of a folder has an :class:`Operator` for each that its binding defines. Once the folder is imported and
+the library loaded, torch learns their fakes and gradients; who calls ``torch.ops.zoo`` directly imports the folder
+first. A reference gets the same gradient, so
 that it is the formula of the header too, and not what autograd makes of the reference's steps.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from zoo.kernels import loading
-from zoo.kernels.building.plan import SOURCES
+
+_lock = threading.Lock()
+_waiting: list[Operator] | None = []  # until the library is loaded; None from then on
 
 Gradient = tuple[Callable[..., None], Callable[..., Any]]
 """``setup_context`` and ``backward``, as :func:`torch.library.register_autograd` takes them."""
@@ -37,6 +40,11 @@ class Operator:
         self.name, self._fake, self._gradient = name, fake, gradient
         self._kernel: Callable[..., Any] | None = None
         self._reference = reference if reference is None or gradient is None else _function(reference, *gradient)
+        with _lock:
+            if _waiting is None:
+                self.register()
+            else:
+                _waiting.append(self)
 
     def __call__(self, *args: Any, check: Callable[[], None], of: int = 0) -> Any:
         """The result of the kernel, where there is one for argument ``of``; else, after ``check()``, of the reference.
@@ -84,11 +92,13 @@ class Operator:
 
 
 def register() -> None:
-    """Tell torch about all operators; called once, after the library is loaded."""
-    for path in sorted(SOURCES.glob("*/ops.py")):
-        for found in list(vars(import_module(f"zoo.kernels.{path.parent.name}.ops")).values()):
-            if isinstance(found, Operator):
-                found.register()
+    """Tell torch about the operators that there are and, from now on, about each when it is made; once, after the
+    library is loaded."""
+    global _waiting
+    with _lock:
+        for operator in _waiting or ():
+            operator.register()
+        _waiting = None
 
 
 def _function(forward: Callable[..., Any], setup_context: Any, backward: Any) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes longer to import than all else of `zoo --help`
     help="Train models with zoo.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")

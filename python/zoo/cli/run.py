@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from zoo.cli.failure import one_sentence
-from zoo.comm.launch import discover
 
 
 def run(
@@ -32,6 +31,8 @@ def run(
         environment = dict(os.environ)
         if as_deepspeed:
             environment["PYTHONPATH"] = with_standin(environment.get("PYTHONPATH", ""))
+            from zoo.comm.launch import discover  # torch takes a second to import: not for --help
+
             if ranks == 1 and discover(environment) is None:  # as DeepSpeed's launcher does: a job of one process
                 environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
                 environment.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -62,6 +62,11 @@ class Communicator:
     num_local: int | None
     _owns: bool
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether its collectives are only counted, for a plan."""
+        return self.backend == "dry"
+
     def __init__(
         self, group: Any = None, *, log: CommsLog | None = None, check: bool = False, nodes: Nodes = None
     ) -> None:

@@ -13,7 +13,6 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from zoo.config import later
 from zoo.config.choice import ComponentChoice
-from zoo.config.explain import explain
 from zoo.config.fates import Fate, refused, unnecessary
 from zoo.config.mesh import Mesh
 from zoo.config.section import Section
@@ -260,6 +259,8 @@ class Config(Section):
 
     def explain(self) -> str:
         """Every value with where it came from, one a line; then what was translated, one sentence a line."""
+        from zoo.config.explain import explain
+
         return "\n".join([explain(self.items(), self._sources), *self._notes])
 
     @property

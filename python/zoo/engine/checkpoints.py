@@ -13,26 +13,7 @@ import torch
 from torch import nn
 
 from zoo import checkpointing
-from zoo.checkpointing import foreign
 from zoo.comm import Communicator
-from zoo.engine.checks import beginning, check_engine, check_model, check_names
-from zoo.engine.foreign import open_checkpoint
-from zoo.engine.partial import Kept, Wanted
-from zoo.engine.reads import AnyCheckpoint, Reads
-from zoo.engine.saving import save_model
-from zoo.engine.state import (
-    buffer_slices,
-    engine_meta,
-    load_buffers,
-    load_extra_state,
-    load_own_buffers,
-    model_meta,
-    own_buffers,
-    random_state,
-    restore_meta,
-    restore_options,
-    set_random_state,
-)
 from zoo.engine.whole import CustomLoad, WholeStates, joined, load_custom
 from zoo.zero import ShardedModel, ZeroOptimizer
 from zoo.zero.state.logical import fill_frozen, slices_of
@@ -40,6 +21,8 @@ from zoo.zero.state.logical import fill_frozen, slices_of
 if TYPE_CHECKING:
     from zoo.checkpointing.constants import Constants
     from zoo.engine.engine import Engine
+    from zoo.engine.partial import Wanted
+    from zoo.engine.reads import AnyCheckpoint, Reads
 
 
 _log = logging.getLogger("zoo.engine")
@@ -109,6 +92,8 @@ class Checkpoints(WholeStates):
             ValueError: in the middle of a step, or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
                 rank from saving this one, or the one before it.
         """
+        from zoo.engine.state import buffer_slices, model_meta, own_buffers, random_state
+
         self._engine.read_outcome()
         everyone = self.sharded.everyone
         tag = tag if tag is not None else f"global_step{self.global_steps}"
@@ -152,6 +137,7 @@ class Checkpoints(WholeStates):
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
         from zoo.checkpointing.consolidation import write_script
         from zoo.checkpointing.disk import make_directories, place_of
+        from zoo.engine.state import engine_meta
 
         meta.update(engine=engine_meta(self._engine))
         disk, root = place_of(directory)
@@ -228,6 +214,10 @@ class Checkpoints(WholeStates):
             ValueError: (zoo.checkpointing.CheckpointError) what is wrong with it; or a model, an optimizer or a data
                 set that it does not fit.
         """
+        from zoo.checkpointing import foreign
+        from zoo.engine.foreign import open_checkpoint
+        from zoo.engine.partial import Wanted
+
         self._engine.read_outcome()
         if self._saver is not None:
             self._saver.settle()
@@ -268,6 +258,9 @@ class Checkpoints(WholeStates):
         self, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Take what is wanted of it; gives its path and the client state. Collective."""
+        from zoo.engine.checks import check_engine, check_names
+        from zoo.engine.reads import Reads
+
         everyone, reads = self.sharded.everyone, Reads(found)
         what = f"loading the checkpoint {found.tag!r} into this model"
         if self._optimizer is None:
@@ -301,6 +294,10 @@ class Checkpoints(WholeStates):
         what: str,
     ) -> None:  # fmt: skip
         """What is wanted of a checkpoint that fits."""
+        from zoo.engine.checks import beginning
+        from zoo.engine.partial import Kept
+        from zoo.engine.state import load_buffers, restore_options
+
         optimizer, everyone = self.training("load_checkpoint()"), self.sharded.everyone
         if wanted.optimizer:
             restore_options(self._engine, found)
@@ -316,6 +313,8 @@ class Checkpoints(WholeStates):
 
     def _restore(self, found: AnyCheckpoint, wanted: Wanted, mine: Mapping[str, torch.Tensor]) -> None:
         """What is beside parameters and states."""
+        from zoo.engine.state import load_extra_state, load_own_buffers, restore_meta, set_random_state
+
         if not wanted.custom:
             load_extra_state(self.module, found)
         if not wanted.module_only:
@@ -329,6 +328,10 @@ class Checkpoints(WholeStates):
         self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None, what: str
     ) -> None:
         """Into an engine that only evaluates."""
+        from zoo.engine.checks import check_model, check_names
+        from zoo.engine.partial import Kept
+        from zoo.engine.state import load_buffers, load_extra_state
+
         buckets, everyone = self.sharded.buckets, self.sharded.everyone
         held = list(slices_of([], {}, buckets, owned=False))
         checkpointing.together(everyone, what, lambda: check_model(found, self.module, held, wanted))
@@ -404,5 +407,7 @@ class Checkpoints(WholeStates):
             ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
                 rank from saving.
         """
+        from zoo.engine.saving import save_model
+
         self._engine.read_outcome()
         return save_model(self.module, self.sharded, Path(folder), filename, exclude_frozen=exclude_frozen_parameters)

@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,14 +18,15 @@ from zoo.engine import direct
 from zoo.engine.attachments import Parts
 from zoo.engine.batches import count, evaluating, placed
 from zoo.engine.checkpoints import Checkpoints
-from zoo.engine.loader import RepeatingLoader
 from zoo.engine.plain import kind_of
 from zoo.engine.records import Records
-from zoo.engine.timing import Stopwatch
-from zoo.monitor import Feed
 from zoo.parts import Clock, Runner
 from zoo.registry import Registry
 from zoo.zero import ShardedModel, ZeroOptimizer
+
+if TYPE_CHECKING:
+    from zoo.monitor import Feed
+
 
 _log = logging.getLogger("zoo.engine")
 _NOTHING = contextlib.nullcontext()
@@ -78,7 +79,11 @@ class Engine(Checkpoints, Records):
         self._plain_task = -1, 1.0  # of the latest loss that went backward without us, and its factor
         self.accumulation_was_set = False
         self._input_dtype, self._autocast_dtype = input_dtype, autocast_dtype
-        self._watch = Stopwatch() if config.wall_clock_breakdown else None
+        self._watch = None
+        if config.wall_clock_breakdown:
+            from zoo.engine.timing import Stopwatch
+
+            self._watch = Stopwatch()
         self._asked: tuple[Any, ...] = ()  # the latest schedule and names of arguments that its step takes
         self._discard = False  # an exception has left gradients of a step behind
         self._batches: Iterator[Any] | None = None
@@ -445,6 +450,8 @@ class Engine(Checkpoints, Records):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _own_batches(self) -> Iterator[Any]:
+        from zoo.engine.loader import RepeatingLoader
+
         if self.dataloader is None:
             raise ValueError(
                 "train_batch() needs an iterator of batches, or data given to initialize(training_data=...)."

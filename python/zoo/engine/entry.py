@@ -16,7 +16,6 @@ from zoo.comm import init_distributed
 from zoo.config import Config, read
 from zoo.engine import attachments, building
 from zoo.engine.building import OptimizerFactory
-from zoo.engine.casting import cast
 from zoo.engine.engine import Engine
 from zoo.monitor import Feed
 from zoo.parts import Environment, Sink
@@ -103,6 +102,8 @@ def _built(
     parts: Any, sinks: Any, monitors: bool, registry: Registry,
 ) -> Engine:  # fmt: skip
     """The engine. ``undo`` gets what gives everything back where this raises: files, hooks, and the model itself."""
+    from zoo.engine.casting import cast
+
     attached, writers = attachments.build(
         config, environment, registry, parts=parts, sinks=sinks, group=group, monitors=monitors, model=model,
     )  # fmt: skip

@@ -14,17 +14,14 @@ import torch
 from torch import nn
 
 from zoo import checkpointing
-from zoo.checkpointing import foreign
 from zoo.comm import Communicator
-from zoo.engine.partial import Wanted
-from zoo.engine.reads import AnyCheckpoint, Reads
-from zoo.engine.saving import aliases
-from zoo.engine.state import BUFFER_OF_RANK, whole_buffers
 from zoo.layout import logical_name
-from zoo.zero import GatheredParameters, ShardedModel
+from zoo.zero import ShardedModel
 
 if TYPE_CHECKING:
+    from zoo.checkpointing import foreign
     from zoo.engine.engine import Engine
+    from zoo.engine.reads import AnyCheckpoint, Reads
 
 _log = logging.getLogger("zoo.engine")
 
@@ -48,6 +45,9 @@ def load_custom(
         CheckpointError: (on all ranks) the checkpoint is damaged; or whatever the function raises, and on other ranks a
             RankFailedError. Parameters are as they were then.
     """
+    from zoo.engine.state import BUFFER_OF_RANK
+    from zoo.zero import GatheredParameters
+
     source = {n: reads.tensor(n, r) for n, roles in found.roles.items() for r in roles if r in ("parameter", "buffer")}
     tied: Mapping[str, str] = found.meta.get("model", {}).get("tied", {})
     source |= {name: source[first] for name, first in tied.items() if first in source and name not in source}
@@ -81,6 +81,9 @@ class WholeStates:
         Args:
             exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
         """
+        from zoo.engine.saving import aliases
+        from zoo.engine.state import whole_buffers
+
         self._whole_engine.read_outcome()
         frozen = not exclude_frozen_parameters
         self.sharded.everyone.agree("module_state_dict with exclude_frozen_parameters", repr(not frozen))
@@ -118,6 +121,8 @@ class WholeStates:
             ValueError: (zoo.checkpointing.CheckpointError, on all ranks) names or shapes that are not the model's, and
                 whatever :meth:`load_checkpoint` raises of a path.
         """
+        from zoo.engine.partial import Wanted
+
         if checkpoint is None or isinstance(checkpoint, (str, os.PathLike)):
             self._whole_engine.wait_for_checkpoint()
             place = checkpoint if checkpoint is not None else self._last_path
@@ -216,6 +221,8 @@ def _check_names(surplus: set[str]) -> None:
 
 
 def _opened(given: Mapping[str, torch.Tensor], module: nn.Module) -> foreign.ForeignCheckpoint:
+    from zoo.checkpointing import foreign
+
     found = foreign.ForeignCheckpoint("state_dict", Path("state_dict"))
     for name, value in given.items():
         found.add_whole(name, "parameter", _InMemory(value))

@@ -13,55 +13,10 @@
   axis. :func:`axes_of`, :func:`enter_mesh`: for whoever makes the mesh, and has it.
 * :func:`tiles`: whether boxes have every element of a tensor exactly once.
 * :func:`reshard`: the copies that turn any placement into any other, at any world size.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.layout.boxes import Box
-from zoo.layout.declared import (
-    Split,
-    axes_of,
-    declare_axis,
-    declare_first,
-    declare_partial,
-    declare_split,
-    declare_tied,
-    declare_unit,
-    enter_mesh,
-    is_unit,
-    logical_name,
-    split_of,
-    withdraw_unit,
-)
-from zoo.layout.flat import FlatLayout, LogicalTensor, Piece, Slice
-from zoo.layout.mesh import Mesh, Sharding
-from zoo.layout.reshard import Copy, Held, Intervals, Placed, reshard, runs_of
-from zoo.layout.tiling import tiles
+import lazy_loader
 
-__all__ = [
-    "Box",
-    "Copy",
-    "FlatLayout",
-    "Held",
-    "Intervals",
-    "LogicalTensor",
-    "Mesh",
-    "Piece",
-    "Placed",
-    "Sharding",
-    "Slice",
-    "Split",
-    "axes_of",
-    "declare_axis",
-    "declare_first",
-    "declare_partial",
-    "declare_split",
-    "declare_tied",
-    "declare_unit",
-    "enter_mesh",
-    "is_unit",
-    "logical_name",
-    "reshard",
-    "runs_of",
-    "split_of",
-    "tiles",
-    "withdraw_unit",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,10 +6,10 @@
 
 The sinks are in :mod:`zoo.monitor.tensorboard`, ``wandb``, ``comet``, ``csv_monitor`` and ``jsonl_monitor``; each
 imports the package that it is made for when it is built.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.monitor.events import events
-from zoo.monitor.feed import Feed
-from zoo.monitor.section import FolderSection, MonitorSection
+import lazy_loader
 
-__all__ = ["Feed", "FolderSection", "MonitorSection", "events"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

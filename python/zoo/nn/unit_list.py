@@ -11,3 +11,5 @@ class UnitList(nn.ModuleList):
     For modules that are too large to be gathered with their neighbours and run one after the other (tiles, experts).
     Where nothing is sharded it is an ``nn.ModuleList``.
     """
+
+    elements_are_units = True

@@ -10,50 +10,10 @@
 * :func:`declare_part`: a layer says which part its training needs; :func:`parts_of` what a model's layers have said.
 * :func:`in_order`: the order in which parts are called.
 * :func:`shuffled`, :func:`uniform`, :func:`drawn`, :func:`mixed`: random numbers of a seed and counters, with no state.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.parts.clock import Clock
-from zoo.parts.declared import declare_part, parts_of
-from zoo.parts.ordering import in_order
-from zoo.parts.protocols import (
-    AfterUpdate,
-    BeforeUpdate,
-    Closes,
-    Environment,
-    GivesMetrics,
-    HasState,
-    MakesLoader,
-    OnBatch,
-    OnLoss,
-    Prepares,
-    Runner,
-    ScalesLr,
-    Sink,
-)
-from zoo.parts.record import StepRecord
-from zoo.parts.shuffling import drawn, mixed, shuffled, uniform
+import lazy_loader
 
-__all__ = [
-    "AfterUpdate",
-    "BeforeUpdate",
-    "Clock",
-    "Closes",
-    "Environment",
-    "GivesMetrics",
-    "HasState",
-    "MakesLoader",
-    "OnBatch",
-    "OnLoss",
-    "Prepares",
-    "Runner",
-    "ScalesLr",
-    "Sink",
-    "StepRecord",
-    "declare_part",
-    "drawn",
-    "in_order",
-    "mixed",
-    "parts_of",
-    "shuffled",
-    "uniform",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

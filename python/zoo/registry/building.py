@@ -11,13 +11,12 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_type_hints
-
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
-from pydantic_core import SchemaError
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from zoo.registry.errors import BuildError, nearest
+
+if TYPE_CHECKING:  # pydantic takes as long to import as all else of `zoo --help`
+    from pydantic import TypeAdapter
 
 __all__ = [
     "ByKeywords",
@@ -68,6 +67,8 @@ def parse(schema: type[Any], config: Any) -> tuple[Any, list[Problem]]:
     known = known_keys(schema)
     problems = [] if known is None else [(str(key), _unknown(key, known)) for key in config if key not in known]
     if not problems:
+        from pydantic import BaseModel, TypeAdapter, ValidationError
+
         try:
             if issubclass(schema, BaseModel):
                 return schema.model_validate(dict(config)), []
@@ -123,6 +124,10 @@ def argument_types(factory: Any) -> dict[str, Any]:
 
 def adapter_of(annotation: Any) -> TypeAdapter[Any] | None:
     """What checks values of a type; None for a type that says nothing to pydantic."""
+    from pydantic import ConfigDict, TypeAdapter
+    from pydantic.errors import PydanticUserError
+    from pydantic_core import SchemaError
+
     try:
         return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
     except (PydanticUserError, SchemaError, TypeError):
@@ -131,6 +136,8 @@ def adapter_of(annotation: Any) -> TypeAdapter[Any] | None:
 
 def _mismatch(annotation: Any, value: Any) -> Problem | None:
     """Where and why a value of a document cannot be of this type; None where it can, or where nobody knows."""
+    from pydantic import ValidationError
+
     adapter = adapter_of(annotation)
     try:
         text = json.dumps(value)
@@ -198,6 +205,8 @@ def run(what: str, factory: Callable[..., Any], config: Any, runtime: Mapping[st
 
 def config_values(factory: Any, what: str, config: Any) -> list[tuple[str, Any, bool]]:
     """``(name, value, given)`` of every config value, defaults filled in, in the order of declaration."""
+    from pydantic import BaseModel
+
     schema = config_class(factory)
     given = set(config) if isinstance(config, Mapping) else set()
     if schema is None:
@@ -215,6 +224,8 @@ def config_values(factory: Any, what: str, config: Any) -> list[tuple[str, Any, 
 
 def known_keys(schema: type[Any]) -> list[str] | None:
     """Keys that a mapping for ``schema`` may have; None when it says that any may come."""
+    from pydantic import BaseModel
+
     if issubclass(schema, BaseModel):
         if schema.model_config.get("extra") == "allow":
             return None

@@ -12,13 +12,11 @@ from torch import nn
 
 from zoo.layout import logical_name
 from zoo.zero.config import ZeroConfig
-from zoo.zero.forecast.costs import Forecast, gathered_from_shards
-from zoo.zero.forecast.costs import forecast as make_forecast
-from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
 from zoo.zero.sharding.gradients import Phase
 
 if TYPE_CHECKING:
     from zoo.zero.collectives.feedback import Feedback
+    from zoo.zero.forecast.costs import Forecast
     from zoo.zero.runtime.hooks import Runtime
     from zoo.zero.runtime.planning import Drive
     from zoo.zero.sharded import ShardedModel
@@ -183,6 +181,10 @@ class Inspection:
             drives: of a step in a window, what its schedule does from the window's beginning to its end; None: one
                 forward and its backward. max_bytes: of the window.
         """
+        from zoo.zero.forecast.costs import forecast as make_forecast
+        from zoo.zero.forecast.costs import gathered_from_shards
+        from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
+
         self._updater.decide(self.param_groups)
         states, runtime = self._updater.forecast_bytes(), self._runtime
         plan = runtime.plan() if drives is None else runtime.plan_window(drives, max_bytes)

@@ -17,7 +17,6 @@ from torch import nn
 from zoo import io
 from zoo.comm import Communicator
 from zoo.zero.config import ZeroConfig
-from zoo.zero.forecast.dry_run import DryRun
 from zoo.zero.inspection import Inspection
 from zoo.zero.options.agreement import of_groups
 from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config, resolve_optimizer
@@ -29,7 +28,6 @@ from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.by_parameter import look
-from zoo.zero.state.offload_states import StatesAway, states_named
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.factors import UNCHANGED, Factors
@@ -38,7 +36,6 @@ from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.outer import OuterOptimizer
-from zoo.zero.update.peers import cannot_be_sent, switch_for, tell_ratio
 from zoo.zero.update.updater import Updater, try_out
 from zoo.zero.update.whole_tensors import cannot_be_whole
 
@@ -46,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from zoo.zero.options.keywords import Keywords
+    from zoo.zero.state.offload_states import StatesAway
 
 
 class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
@@ -156,7 +154,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 f"update_in_backward=True with {other}, which needs all gradients before the first update. Drop one of "
                 "the two."
             )
-        check_parameters(model, dry=isinstance(group, DryRun))
+        check_parameters(model, dry=isinstance(group, Communicator) and group.is_dry)
         wrapped = find_optimizer(model, optimizer, params, given)
         self.model = model
         self._away: StatesAway | None = None
@@ -167,7 +165,11 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             "nonfinite_gradients": nonfinite_gradients,
         }  # fmt: skip
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
-        switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
+        switch = None
+        if getattr(wrapped.make, "synchronises", False):
+            from zoo.zero.update.peers import switch_for
+
+            switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), param_dtype=param_dtype, cast_inputs=cast_inputs,
@@ -190,7 +192,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         sharded.refuse_together(
             self._cannot_scale(wrapped.make)
             or cannot_be_whole(wrapped.make, self._trainable)
-            or (cannot_be_sent(self._trainable, wrapped.make) if sharded.switch is not None else None)
+            or self._cannot_be_sent(wrapped.make)
         )
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
@@ -214,8 +216,17 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.seal(wrapped.groups, self.inner, self._look_at_states)
         wrapped.taken_over_by(self)
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
+            from zoo.zero.update.peers import tell_ratio
+
             sent = sum(self.forecast().wire_bytes.values())
             tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.reduce_dtype)
+
+    def _cannot_be_sent(self, optimizer: Any) -> NotImplementedError | None:
+        if self.sharded.switch is None:
+            return None
+        from zoo.zero.update.peers import cannot_be_sent
+
+        return cannot_be_sent(self._trainable, optimizer)
 
     def _cannot_scale(self, optimizer: Any) -> ValueError | None:
         if self._scaler is None or not any(f.has_loss_scale for f in self._feedback):
@@ -498,6 +509,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         Raises:
             ValueError: another stage or device, or a name that is none.
         """
+        from zoo.zero.state.offload_states import StatesAway, states_named
+
         if self.config.stage != 3 or device != "cpu":
             raise ValueError(
                 f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."

@@ -22,12 +22,9 @@ from torch import nn
 from zoo import io
 from zoo.comm import Communicator, Recovery, report_uncaught
 from zoo.layout import enter_mesh, logical_name
-from zoo.plan import Actions
 from zoo.zero.collectives.choice import cannot_be_left, choose_routes
 from zoo.zero.collectives.routes import Hop
 from zoo.zero.config import ZeroConfig
-from zoo.zero.forecast.dry_run import DryRun
-from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.stores import open_stores
 from zoo.zero.options.agreement import agree
 from zoo.zero.options.kernels import agree_on_kernels
@@ -45,10 +42,7 @@ from zoo.zero.placement.precision import cast_inputs as casting
 from zoo.zero.placement.precision import check_param_dtype, rounds
 from zoo.zero.placement.tables import check_rows, find_tables
 from zoo.zero.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
-from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.hooks import Runtime
-from zoo.zero.runtime.recording import recording
-from zoo.zero.runtime.window import Window
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.coded import meaning
 from zoo.zero.sharding.dtensors import DTensors
@@ -56,12 +50,16 @@ from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.members import Members
 from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.module_buffers import ModuleBuffers
-from zoo.zero.state.whole import WholeModel, whole_parameters, whole_values
 from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
+    from zoo.plan import Actions
     from zoo.zero.collectives.compressed import Switch
+    from zoo.zero.offload.scratch import Scratch
     from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.runtime.divergent import Meeting
+    from zoo.zero.runtime.window import Window
+    from zoo.zero.state.whole import WholeModel
     from zoo.zero.update.updater import Updater
 
 
@@ -141,7 +139,7 @@ class ShardedModel:
         arguments: Mapping[str, Any] | None = None,
         switch: Switch | None = None,
     ) -> None:
-        check_parameters(module, dry=isinstance(group, DryRun))
+        check_parameters(module, dry=isinstance(group, Communicator) and group.is_dry)
         check_param_dtype(module, param_dtype)
         self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
         self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
@@ -272,6 +270,8 @@ class ShardedModel:
 
         self.meeting: Meeting | None = None
         if cfg.divergent:
+            from zoo.zero.runtime.divergent import Meeting
+
             self.meeting = Meeting(self.comm, self.buckets)
             for bucket in self.buckets:
                 bucket.meeting = self.meeting if bucket.partitioned else None
@@ -288,7 +288,7 @@ class ShardedModel:
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
             cast_inputs=casting(self.param_dtype) if self._cast_inputs and self.param_dtype else None,
         )
-        if self.comm.size > 1 and self.meeting is None and not isinstance(self.comm, DryRun):
+        if self.comm.size > 1 and self.meeting is None and not self.comm.is_dry:
             self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
 
     # Who uses it -----------------------------------------------------------------------------------------------------
@@ -485,6 +485,8 @@ class ShardedModel:
             max_bytes: parameters that are gathered stay so until the window ends, as long as all that is whole has at
                 most this many bytes; None: what the model does otherwise (``max_live_parameters``, prefetching).
         """
+        from zoo.zero.runtime.window import Window
+
         self.refuse_closed()
         return Window(self.runtime, max_bytes=max_bytes, updates_in_backward=self.config.update_in_backward)
 
@@ -504,6 +506,8 @@ class ShardedModel:
 
         It costs nothing but while it is on. The list is the same on every rank; see :mod:`zoo.plan`.
         """
+        from zoo.zero.runtime.recording import recording
+
         self.refuse_closed()
         return recording(self.runtime, self.buckets)
 
@@ -560,6 +564,8 @@ class ShardedModel:
         Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
         leaves frozen parameters out. Parameters that are tied come once.
         """
+        from zoo.zero.state.whole import whole_parameters
+
         self._check_open()
         self.members.check()
         self.settle()
@@ -570,6 +576,8 @@ class ShardedModel:
         that are split along further mesh axes (experts, tensor-parallel layers), and other layers. Collective, and so
         is the iteration.
         """
+        from zoo.zero.state.whole import WholeModel
+
         self._check_open()
         self.members.check()
         self.settle()
@@ -611,6 +619,8 @@ class ShardedModel:
         self.runtime.settle_failure()
 
     def _give_back(self, buckets: list[Bucket]) -> None:
+        from zoo.zero.state.whole import whole_values
+
         while buckets:
             bucket = buckets[0]
             bucket.parameters.wait(exact=True)

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from zoo.deepspeed.adapters.logs import log_dist
 from zoo.deepspeed.adapters.sections import DeepSpeedConfigModel
-from zoo.deepspeed.adapters.timers import trim_mean
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 # By how the message, and what a rank has to send of it, follow from the bytes given.
@@ -154,6 +153,8 @@ class CommsLogger:
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
         """Bytes → count, milliseconds and speeds (means without the outer tenths); None for one that never came."""
+        from zoo.deepspeed.adapters.timers import trim_mean
+
         rows = self.comms_dict.get(operation_name)
         if rows is None:
             return None
@@ -191,6 +192,8 @@ class CommsLogger:
         return {"summary": summary, "straggler_analysis": waits, "metadata": metadata}
 
     def _stragglers(self) -> dict[str, dict[int, dict[str, Any]]]:
+        from zoo.deepspeed.adapters.timers import trim_mean
+
         mine = {(name, size): list(row[1]) for name, rows in self.comms_dict.items() for size, row in rows.items()}
         everyone: list[Any] = [mine]
         if dist.is_initialized():

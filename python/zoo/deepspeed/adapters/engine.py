@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.deepspeed.adapters.client_state import plain_state
 from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
 from zoo.deepspeed.adapters.lifetimes import keep, thaw
 from zoo.deepspeed.adapters.logs import warning_once
@@ -399,6 +398,8 @@ class DeepSpeedEngine(Questions, nn.Module):
         Raises:
             ValueError: what kept it from being written, see :meth:`zoo.engine.Engine.save_checkpoint`.
         """
+        from zoo.deepspeed.adapters.client_state import plain_state
+
         self._forget_empty_step()
         if self.trains and (self.engine.clock.micro_batch or self.engine.optimizer.holds_gradients):
             warning_once(

@@ -25,7 +25,6 @@ from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.lifetimes import freeze, keep, thaw
 from zoo.deepspeed.adapters.optimizer import OptimizerView
 from zoo.engine import initialize as _initialize
-from zoo.zero.init.parts import Part
 from zoo.zero.sharding.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
@@ -146,6 +145,8 @@ def initialize(
         training_data=training_data if its_own else None, collate_fn=collate_fn if its_own else None,
         dist_init_required=False, group=group,
     )  # fmt: skip
+    if engine.sharded.config.stage == 3:
+        import zoo.deepspeed.adapters.parameters  # noqa: F401 - gives the parameters their attributes
     groups.follow(engine, mpu)
     made = engine_class(model)(engine, document, mpu)
     _MADE[id(engine.sharded)] = made
@@ -215,8 +216,7 @@ def _end_earlier(model: nn.Module) -> None:
     the ranks do together."""
     owners: dict[int, Any] = {}
     for parameter in model.parameters():
-        bucket = parameter._zoo_bucket if isinstance(parameter, ShardedParameter) else None
-        owner = bucket.owner() if bucket is not None and not isinstance(bucket, Part) and bucket.owner else None
+        owner = _owner(parameter) if isinstance(parameter, ShardedParameter) else None
         if owner is not None:
             owners[id(owner)] = owner
     if owners:
@@ -231,6 +231,14 @@ def _end_earlier(model: nn.Module) -> None:
         else:
             owner.close()
     thaw(model)
+
+
+def _owner(parameter: ShardedParameter) -> Any:
+    """What shards it; None where that is ``Init`` alone, or gone."""
+    from zoo.zero.init.parts import Part
+
+    bucket = parameter._zoo_bucket
+    return bucket.owner() if bucket is not None and not isinstance(bucket, Part) and bucket.owner else None
 
 
 def _components(given: dict[str, Any], model: nn.Module, optimizer: Any, parameters: Any) -> tuple[Any, Any]:

@@ -14,7 +14,6 @@ import torch.distributed as _dist
 
 from zoo.config.mesh import data_axes
 from zoo.deepspeed.adapters import communication as dist
-from zoo.deepspeed.adapters.access import DeprecatedException
 
 mesh_device: Any = None
 """A DeviceMesh that the program sets, with axes "data_parallel" and "sequence_parallel"."""
@@ -93,6 +92,8 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     Raises:
         DeprecatedException: always.
     """
+    from zoo.deepspeed.adapters.access import DeprecatedException
+
     raise DeprecatedException(
         "groups.initialize() is no longer there; give the number of expert-parallel ranks to the layer: MoE(ep_size=)."
     )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import zoo.deepspeed.adapters.parameters  # noqa: F401 (gives parameters of stage 3 their attributes)
 from zoo.deepspeed.adapters.leaves import get_z3_leaf_modules
 from zoo.engine import Engine
 from zoo.zero import ZeroOptimizer

@@ -20,7 +20,6 @@ from zoo.zero import Init as _Init
 from zoo.zero import PartitionedAccessError
 from zoo.zero import register_external_parameter as _register
 from zoo.zero import unregister_external_parameter as _unregister
-from zoo.zero.init.parts import Part
 from zoo.zero.sharding.guard import ShardedParameter
 
 ZeRORuntimeException = PartitionedAccessError
@@ -49,6 +48,8 @@ _NUMBERS = itertools.count()
 
 
 def _is_stage3(parameter: Any) -> bool:
+    from zoo.zero.init.parts import Part
+
     bucket = parameter._zoo_bucket
     if isinstance(bucket, Part):
         return True

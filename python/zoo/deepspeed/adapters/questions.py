@@ -7,12 +7,6 @@ from typing import Any
 
 import torch
 
-from zoo.deepspeed.adapters.documents import (
-    get_communication_data_type,
-    get_log_level,
-    get_optimizer_name,
-    get_scheduler_name,
-)
 from zoo.deepspeed.adapters.questions_of_features import QuestionsOfFeatures
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
@@ -99,6 +93,8 @@ class Questions(QuestionsOfFeatures):
 
     def log_level(self) -> str | None:
         """``log_level`` of the configuration; None where it does not say."""
+        from zoo.deepspeed.adapters.documents import get_log_level
+
         level: str | None = get_log_level(self._document)
         return level
 
@@ -137,6 +133,8 @@ class Questions(QuestionsOfFeatures):
     @property
     def communication_data_type(self) -> torch.dtype:
         """In which gradients travel: what the configuration says, or the parameters' type."""
+        from zoo.deepspeed.adapters.documents import get_communication_data_type
+
         said: torch.dtype | None = get_communication_data_type(self._document)
         if said is not None:
             return said
@@ -193,11 +191,15 @@ class Questions(QuestionsOfFeatures):
 
     def optimizer_name(self) -> str | None:
         """Its type in the configuration, in lower case."""
+        from zoo.deepspeed.adapters.documents import get_optimizer_name
+
         name = get_optimizer_name(self._document)
         return None if name is None else str(name).lower()
 
     def scheduler_name(self) -> str | None:
         """Its type in the configuration."""
+        from zoo.deepspeed.adapters.documents import get_scheduler_name
+
         name = get_scheduler_name(self._document)
         return None if name is None else str(name)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from zoo.deepspeed.adapters import groups
-from zoo.deepspeed.adapters.documents import DeepSpeedConfig
 from zoo.deepspeed.adapters.timers import SynchronizedWallClockTimer
 from zoo.engine.building import DTYPES
+
+if TYPE_CHECKING:
+    from zoo.deepspeed.adapters.documents import DeepSpeedConfig
+
 
 # Whether features are on that zoo does not have.
 _OFF = (
@@ -40,6 +43,8 @@ class QuestionsOfFeatures:
     @functools.cached_property
     def _config(self) -> DeepSpeedConfig:
         """The document as attributes, with DeepSpeed's defaults."""
+        from zoo.deepspeed.adapters.documents import DeepSpeedConfig
+
         return DeepSpeedConfig(self._document, self.mpu)
 
     @property

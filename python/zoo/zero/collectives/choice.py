@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from zoo.zero.collectives.routes import Routes, plain_routes
-from zoo.zero.collectives.rows import RowReduce
 from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
@@ -67,6 +66,8 @@ def cannot_be_left(plan: Sequence[BucketSpec], config: ZeroConfig) -> NotImpleme
 
 def with_rows(routes: Routes, spec: BucketSpec, placed: Placements, predivide: float) -> Routes:
     """The gradient of the table ``spec`` travels as rows, where these are few."""
+    from zoo.zero.collectives.rows import RowReduce
+
     whole = not placed.gradients.is_split and not placed.states.is_split
     rows, width = spec.parameters[0].shape
     reduce = RowReduce(routes.reduce, routes.axes, (rows, width), whole=whole, predivide=predivide)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from zoo.comm import CommsLog, Communicator, Handle
-from zoo.zero.offload.scratch import round_up
 
 
 class _Done:
@@ -78,6 +77,8 @@ class DryShelf:
     """The size of a file that is not made."""
 
     def __init__(self, sizes: list[int]) -> None:
+        from zoo.zero.offload.scratch import round_up
+
         self.num_bytes = sum(map(round_up, sizes))
 
 

@@ -1,10 +1,10 @@
 """Models that are partitioned while they are built.
 
 Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section 7.2.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.zero.init.context import Init
-from zoo.zero.init.keeping import ParamSwapper
-from zoo.zero.init.report import InitReport, Touch
+import lazy_loader
 
-__all__ = ["Init", "InitReport", "ParamSwapper", "Touch"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

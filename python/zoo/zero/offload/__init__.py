@@ -1,19 +1,10 @@
 """Where training state lives beside the device: host memory and NVMe.
 
 Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section 5.
+
+What is named here is imported when it is first asked for; ``__init__.pyi`` says from where.
 """
 
-from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
-from zoo.zero.offload.errors import OffloadError
-from zoo.zero.offload.scratch import Scratch, Shelf
-from zoo.zero.offload.tiers import Tier, plan_tiers
+import lazy_loader
 
-__all__ = [
-    "OffloadError",
-    "OffloadOptimizerConfig",
-    "OffloadParamConfig",
-    "Scratch",
-    "Shelf",
-    "Tier",
-    "plan_tiers",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,15 +10,18 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from zoo import io
-from zoo.zero.offload.budget import HostBudget
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.heap import map_large_blocks
 from zoo.zero.sharding.memory import lends
+
+if TYPE_CHECKING:
+    from zoo.zero.offload.budget import HostBudget
+
 
 PAGE = 4096
 _TOLD_AFTER_S = 0.1

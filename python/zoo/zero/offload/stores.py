@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING, Any
 from zoo import io
 from zoo.comm import Communicator
 from zoo.zero.collectives.routes import Routes
-from zoo.zero.forecast.dry_run import DryRun, DryScratch
-from zoo.zero.offload.budget import HostBudget
-from zoo.zero.offload.gradient_files import GradientPark
-from zoo.zero.offload.scratch import Scratch, handle_of
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
@@ -19,6 +15,7 @@ from zoo.zero.sharding.buckets import Stores
 
 if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
+    from zoo.zero.offload.scratch import Scratch
 
 
 def open_stores(
@@ -34,7 +31,7 @@ def open_stores(
         return None, [Stores() for _ in plan]
     counts = [route.axes.shard.size for route in routes]
     numels = [layout_of(spec, count).size // count for spec, count in zip(plan, counts, strict=True)]
-    scratch: Any = DryScratch() if isinstance(comm, DryRun) else _open(comm, plan, config, aio)
+    scratch: Any = _open(comm, plan, config, aio)
     sizes = [n * spec.gradient_dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
     packed = [r.shard_bytes(n, s.dtype.itemsize) for r, n, s in zip(routes, numels, plan, strict=True)]
 
@@ -46,6 +43,8 @@ def open_stores(
         shelf = scratch.shelf(parameters.nvme_path, "parameters", kept)
     parked = on_nvme([p.gradients.tier if p.keep_gradients else Tier.DEVICE for p in placements], sizes)
     if any(parked):
+        from zoo.zero.offload.gradient_files import GradientPark
+
         park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
     values = {
         trainable: _shelf_of_originals(scratch, config, plan, placements, numels, trainable=trainable)
@@ -75,8 +74,15 @@ def _shelf_of_originals(
 
 def _open(
     comm: Communicator, plan: Sequence[BucketSpec], config: ZeroConfig, aio: io.AioConfig | io.Handle | None
-) -> Scratch:
+) -> Any:
+    if comm.is_dry:
+        from zoo.zero.forecast.dry_run import DryScratch
+
+        return DryScratch()
     # What bounces are ragged ends: under a cap two buffers a thread do, and what they take is left out of the account.
+    from zoo.zero.offload.budget import HostBudget
+    from zoo.zero.offload.scratch import Scratch, handle_of
+
     options = {} if config.offload_host_bytes is None else {"bounce_bytes": 0}
     (handle, owned), budget = handle_of(aio, **options), None
     if config.offload_host_bytes is not None:

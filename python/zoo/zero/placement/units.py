@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from zoo.layout import is_unit
-from zoo.nn import UnitList
 from zoo.zero.sharding.coded import is_coded
 from zoo.zero.sharding.dtensors import is_dtensor
 
@@ -42,8 +41,8 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
             blocks (children of a container of which there are at least two of one class), and outside of them every
             module that holds parameters directly.
 
-    The elements of a :class:`UnitList`, and modules that declare it (:func:`zoo.layout.declare_unit`), are units in any
-    case; nothing inside of the latter is.
+    The elements of a list that says so (``elements_are_units``: :class:`zoo.nn.UnitList`), and modules that declare it
+    (:func:`zoo.layout.declare_unit`), are units in any case; nothing inside of the latter is.
 
     Every parameter is owned by exactly one unit; units that own nothing are left out, except the model itself, whose
     forward marks where a pass begins and ends.
@@ -53,7 +52,7 @@ def find_units(model: nn.Module, choice: UnitChoice | None = None) -> list[UnitS
     """
     chosen = _chosen(model, choice) if choice is not None else _default(model)
     for path, module in model.named_modules():
-        if isinstance(module, UnitList):
+        if getattr(module, "elements_are_units", False):
             chosen |= {f"{path}.{name}" if path else name for name, _ in module.named_children()}
     for path, module in model.named_modules():
         if path and is_unit(module):

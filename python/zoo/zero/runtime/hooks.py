@@ -22,16 +22,16 @@ from zoo.comm import Communicator, Recovery
 from zoo.zero.placement.units import UnitSpec
 from zoo.zero.runtime.backward import Backward
 from zoo.zero.runtime.contexts import FAILED, Context, Contexts, Unit
-from zoo.zero.runtime.divergent import Meeting
 from zoo.zero.runtime.external import registered
 from zoo.zero.runtime.outputs import tensors_in
-from zoo.zero.runtime.planning import Drive, Plan, calls_of, plan_pass, plan_window, units_in_turn
 from zoo.zero.runtime.reductions import Demand, Reductions
 from zoo.zero.runtime.residency import Residency
 from zoo.zero.runtime.stacks import exception_of_call, is_called
 from zoo.zero.sharding.buckets import Bucket
 
 if TYPE_CHECKING:
+    from zoo.zero.runtime.divergent import Meeting
+    from zoo.zero.runtime.planning import Drive, Plan
     from zoo.zero.runtime.window import Window
 
 _log = logging.getLogger("zoo.zero")
@@ -481,12 +481,16 @@ class Runtime:
 
     def plan(self) -> Plan:
         """What a training forward like the latest one and its backward do; before the first: all units in turn."""
+        from zoo.zero.runtime.planning import calls_of, plan_pass, units_in_turn
+
         calls = calls_of(self._latest) if self._latest else units_in_turn(self._units)
         residency = self.residency
         return plan_pass(calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes)
 
     def plan_window(self, drives: Sequence[Drive], max_bytes: int | None) -> Plan:
         """What a window with these drives does."""
+        from zoo.zero.runtime.planning import calls_of, plan_window, units_in_turn
+
         calls = {}
         for drive in drives:
             if drive.verb == "forward" and drive.like not in calls:

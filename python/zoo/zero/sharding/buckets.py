@@ -21,8 +21,6 @@ import torch
 
 from zoo.layout import Split, split_of
 from zoo.zero.collectives.routes import Hop, Routes
-from zoo.zero.offload.gradient_files import GradientPark
-from zoo.zero.offload.scratch import Scratch, Shelf
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
@@ -34,6 +32,8 @@ from zoo.zero.sharding.parameters import BucketParameters
 from zoo.zero.sharding.shard import Shard
 
 if TYPE_CHECKING:
+    from zoo.zero.offload.gradient_files import GradientPark
+    from zoo.zero.offload.scratch import Scratch, Shelf
     from zoo.zero.runtime.divergent import Meeting
 
 

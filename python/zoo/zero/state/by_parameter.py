@@ -22,7 +22,6 @@ from zoo.comm import Communicator, together
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.dtensors import is_dtensor
 from zoo.zero.state.logical import StateSlice, runs_of, scalar_states, tensor_states
-from zoo.zero.state.whole import share_range
 from zoo.zero.update.probe import Keeps
 
 if TYPE_CHECKING:
@@ -102,6 +101,8 @@ def rows_of(whole: torch.Tensor, comm: Communicator | None, device: torch.device
 @torch.no_grad()
 def parameter_rows(sharded: ShardedModel, bucket: Bucket, slot: int) -> torch.Tensor:
     """This rank's rows of a partitioned parameter; what is gathered meanwhile is this one. Collective."""
+    from zoo.zero.state.whole import share_range
+
     tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
     sharded.settle()
     whole = torch.empty(tensor.numel, dtype=bucket.spec.dtype, device=bucket.device)

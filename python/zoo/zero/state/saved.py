@@ -12,7 +12,6 @@ import zoo.zero.state.logical as state_io
 from zoo.comm import Communicator
 from zoo.zero.config import ZeroConfig
 from zoo.zero.state.by_parameter import begun_scalars, begun_slices, named_groups
-from zoo.zero.state.rank_state import load_rank_state, rank_state
 
 if TYPE_CHECKING:
     from zoo.zero.collectives.feedback import Feedback
@@ -144,6 +143,8 @@ class SavedState:
         ``torch.distributed.checkpoint.state_dict``, for which the result also has ``["state"]``: asking for that is
         collective, and makes the states by parameter (:mod:`zoo.zero.state.by_parameter`).
         """
+        from zoo.zero.state.rank_state import rank_state
+
         return rank_state(self._whole)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -155,6 +156,8 @@ class SavedState:
         Raises:
             ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout.
         """
+        from zoo.zero.state.rank_state import load_rank_state
+
         load_rank_state(self._whole, state_dict)
 
     def held_slices(self, *, owned: bool) -> list[state_io.StateSlice]:

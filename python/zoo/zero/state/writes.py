@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from torch.autograd.graph import increment_version
 
 from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.state.editing import write_values
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
@@ -52,6 +51,8 @@ class Writes:
             RuntimeError: something was written to a parameter that was whole only for the moment, or while each rank
                 had parameters of its own (then every step is refused until a state is loaded).
         """
+        from zoo.zero.state.editing import write_values
+
         changes, lost = {}, []
         for bucket, noted in self._noted.items():
             now = bucket.parameters.versions()

@@ -20,10 +20,8 @@ Tensor = torch.Tensor
 _log = logging.getLogger("zoo.zero")
 
 
-def switch_for(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Switch | None:
-    """What leaves gradients to an optimizer that brings ranks together by itself; None for any other."""
-    if not getattr(optimizer, "synchronises", False):
-        return None
+def switch_for(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Switch:
+    """What leaves gradients to an optimizer that brings ranks together by itself (``synchronises``)."""
     plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
     made = optimizer([{**g, "params": [torch.zeros(2).requires_grad_()]} for g in plain], **options)
     return Switch(codec=made.codec, unit=made.gradient_unit)

@@ -12,15 +12,10 @@ from zoo.comm import Communicator
 from zoo.zero.collectives.routes import Hop
 from zoo.zero.offload.config import OffloadOptimizerConfig
 from zoo.zero.offload.errors import OffloadError
-from zoo.zero.offload.gradient_files import GradientPark
-from zoo.zero.offload.scratch import Scratch
-from zoo.zero.offload.stream import StateStream, needs_stream
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
 from zoo.zero.update.factors import Factors
-from zoo.zero.update.meetings import Meetings
-from zoo.zero.update.peers import peers_for
 from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of, updated_dtype
 from zoo.zero.update.skipping import SkipsOnDevice
@@ -28,6 +23,9 @@ from zoo.zero.update.whole_tensors import BucketParts
 
 if TYPE_CHECKING:
     from zoo.zero.collectives.compressed import Switch
+    from zoo.zero.offload.scratch import Scratch
+    from zoo.zero.offload.stream import StateStream
+    from zoo.zero.update.meetings import Meetings
 
 DEPTH_IN_BACKWARD = 3
 """Pieces that are read ahead, and written behind, in backward: so much has the device to do between two units."""
@@ -87,6 +85,8 @@ class Updater:
                 segment.tensor.grad_dtype = None  # whatever it is given
         self._parts: BucketParts | None = BucketParts() if whole else None
         if switch is not None:
+            from zoo.zero.update.peers import peers_for
+
             self._parts, options = peers_for(buckets, optimizer, everyone, options, whole=whole)
         if self._parts is not None:
             self._parts.adopt(self.segments, buckets)
@@ -97,9 +97,15 @@ class Updater:
         self.inner = optimizer(inner, **options)
         self._meetings: Meetings | None = None
         if switch is not None:
+            from zoo.zero.update.meetings import Meetings
+
             self._meetings = Meetings(self.inner, switch, buckets, self.segments, everyone)
             self.decide([dict(group) for group in groups])
-        streams = scratch is not None and needs_stream(buckets)
+        streams = False
+        if scratch is not None:
+            from zoo.zero.offload.stream import StateStream, needs_stream
+
+            streams = needs_stream(buckets)
         copies = multiplies and not self._scales
         if (
             not whole
@@ -196,6 +202,8 @@ class Updater:
         """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
         if self._stream is None:
             return 0
+        from zoo.zero.offload.gradient_files import GradientPark
+
         shards = [b.num_gradient_bytes // b.num_chunks for b in self._buckets]
         return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
 

@@ -1,0 +1,60 @@
+from .clock import Clock as Clock
+from .declared import (
+    declare_part as declare_part,
+)
+from .declared import (
+    parts_of as parts_of,
+)
+from .ordering import in_order as in_order
+from .protocols import (
+    AfterUpdate as AfterUpdate,
+)
+from .protocols import (
+    BeforeUpdate as BeforeUpdate,
+)
+from .protocols import (
+    Closes as Closes,
+)
+from .protocols import (
+    Environment as Environment,
+)
+from .protocols import (
+    GivesMetrics as GivesMetrics,
+)
+from .protocols import (
+    HasState as HasState,
+)
+from .protocols import (
+    MakesLoader as MakesLoader,
+)
+from .protocols import (
+    OnBatch as OnBatch,
+)
+from .protocols import (
+    OnLoss as OnLoss,
+)
+from .protocols import (
+    Prepares as Prepares,
+)
+from .protocols import (
+    Runner as Runner,
+)
+from .protocols import (
+    ScalesLr as ScalesLr,
+)
+from .protocols import (
+    Sink as Sink,
+)
+from .record import StepRecord as StepRecord
+from .shuffling import (
+    drawn as drawn,
+)
+from .shuffling import (
+    mixed as mixed,
+)
+from .shuffling import (
+    shuffled as shuffled,
+)
+from .shuffling import (
+    uniform as uniform,
+)
