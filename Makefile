@@ -27,13 +27,13 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rust test-python test-slow laws campaign mutants lint format types contracts wheels \
+.PHONY: help setup train test test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels \
 	try-wheels nvcc peer kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo "also: setup test-rust test-python test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
+	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
 	@echo "      peer kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
@@ -54,7 +54,7 @@ train: setup
 
 # A native library that cannot be built fails the tests; without this they would be skipped, or run the references.
 # ZOO_KERNELS=auto is for machines without a C++ compiler.
-test-python test-slow campaign laws: export ZOO_KERNELS ?= native
+test-python test-avx2 test-slow campaign laws: export ZOO_KERNELS ?= native
 
 test: test-rust test-python
 
@@ -67,6 +67,14 @@ test-rust: setup
 
 test-python: setup
 	@$(BIN)/python -m pytest -q -n auto -m "not slow and not campaign" $(ARGS)
+
+# Tests of bits once more, with torch and the kernels held to AVX2: what a machine with AVX-512 would not notice.
+BITS := tests/laws tests/golden tests/compression tests/optim tests/examples tests/zero/test_clipping.py tests/zero/test_onebit.py
+test-avx2: export ATEN_CPU_CAPABILITY = avx2
+test-avx2: export ZOO_KERNELS_ISA = avx2
+test-avx2: setup
+	@if ! grep -qw avx512f /proc/cpuinfo 2>/dev/null; then echo "zoo: no AVX-512 here: make test has been that"; \
+	else $(BIN)/python -m pytest -q -n auto -m "not slow and not campaign" $(BITS) $(ARGS); fi
 
 # What `make test` leaves out, and every property again with many more examples.
 # MINUTES=30 begins no test after that time and says which were not run.

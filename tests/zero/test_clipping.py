@@ -172,3 +172,52 @@ def test_updates_in_backward_leave_nothing_to_measure() -> None:
             call()
     with pytest.raises(ValueError, match="update_in_backward=True with clip_norm=inf"):
         build(2, update_in_backward=True, clip_norm=math.inf)
+
+
+class Weighed(nn.Module):
+    """Σ p f: the gradient of p is f."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self, f: torch.Tensor) -> torch.Tensor:
+        return (self.p * f).sum()
+
+
+class Held(nn.Module):
+    def __init__(self, sizes: list[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Weighed(size, dtype) for size in sizes)
+
+    def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([part(f) for part, f in zip(self.parts, factors, strict=True)]).sum()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=6), world=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), order=st.sampled_from([1.0, 2.0, 3.0]),
+)  # fmt: skip
+def test_the_norm_has_the_same_bits_at_every_bucket_size_and_stage(
+    sizes: list[int], world: int, seed: int, dtype: torch.dtype, order: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    factors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    # All ranks have the same gradients, of which the mean is exact: what differs is who adds which squares.
+    exact = math.fsum(abs(x) ** order for f in factors for x in f.double().tolist()) ** (1 / order)
+
+    def fn(rank: int) -> list[float]:
+        found = []
+        for stage, bucket_size in ((0, 1), (1, 10**7), (2, 2000), (3, 1), (3, 500)):
+            made = Held(sizes, dtype)
+            optimizer = ZeroOptimizer(
+                made, optimizer=torch.optim.SGD, lr=0.0, stage=stage, reduce_bucket_size=bucket_size,
+                param_persistence_threshold=0,
+            )  # fmt: skip
+            made(factors).backward()
+            found.append(optimizer.global_norm(order))
+        return found
+
+    for norms in sim.run(world, fn):
+        assert set(norms) == {float(torch.tensor(exact, dtype=torch.float32))}

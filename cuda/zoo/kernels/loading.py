@@ -5,7 +5,7 @@ the GPUs that are visible then. ``ZOO_KERNELS=reference`` in the environment ask
 ``ZOO_KERNELS=native`` makes it an error when a library is not there; without it, or with ``auto``, the references run
 then (on the GPU, if the tensors are there) and a warning says why, once. The environment is read when the first
 operation runs and not again, because operations on small tensors take less than reading it; :func:`use_mode` changes
-the mode later.
+the mode later. ``ZOO_KERNELS_ISA=avx2`` (or ``portable``) holds the kernels for CPUs to that instruction set.
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ def _load_once() -> None:
     try:
         library = _open_library()
         library.zoo_use_isa.argtypes = [ctypes.c_int32]
+        _hold(library)
     except (BuildError, OSError) as error:
         _why_not = str(error)
         logger.warning(
@@ -213,6 +214,17 @@ def _load_once() -> None:
 
     operators.register()
     _library = library  # only now: other threads look at it without the lock, and need the gradients
+
+
+def _hold(library: ctypes.CDLL) -> None:
+    """Hold the kernels to the instruction set of ``ZOO_KERNELS_ISA``, where that is given."""
+    asked = os.environ.get("ZOO_KERNELS_ISA")
+    if not asked:
+        return
+    here = ISAS[: int(library.zoo_best_isa()) + 1]
+    if asked not in here:
+        raise ValueError(f"ZOO_KERNELS_ISA={asked}; this processor runs {', '.join(here)}.")
+    library.zoo_use_isa(ISAS.index(asked))
 
 
 def _open_library() -> ctypes.CDLL:

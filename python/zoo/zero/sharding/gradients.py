@@ -8,7 +8,8 @@ while it is not accumulating would be lost, and is an error. Legend: see ``bucke
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +62,7 @@ class BucketGradients:
         self._storage = self.flat.untyped_storage()
         self._views = bucket.views(self.flat)
         self.shard: torch.Tensor | None = None
-        self._norm: torch.Tensor | None = None  # of a shard that has left the device
+        self._squares: torch.Tensor | None = None  # of a shard that has left the device
         self._arrived: torch.cuda.Event | None = None  # of a copy to the host
         self._goes_to_host = (
             bucket.updates_off_device and bucket.placements.gradients.is_split and bucket.device.type == "cuda"
@@ -219,7 +220,7 @@ class BucketGradients:
         self.reduced, self.phase = False, Phase.IDLE
         if self._cleared:
             self._cleared.clear()
-        self._norm = None
+        self._squares = None
         self._version = self.flat._version
         if self.bucket.placements.gradients.is_split:
             if self.bucket.gradients_on_nvme:
@@ -292,7 +293,7 @@ class BucketGradients:
         bucket = self.bucket
         if self.shard is None or not (bucket.gradients_on_nvme or self._goes_to_host):
             return
-        self._norm = norm_of(self.shard) if bucket.keep_norms else None
+        self._squares = power_of(self.shard) if bucket.keep_norms else None
         host, pool = self.shard, bucket.scratch.pool
         if host.device.type != "cpu":
             buffer = pool.empty(host.numel(), dtype=host.dtype)
@@ -337,15 +338,14 @@ class BucketGradients:
         low, high = bucket.layout.shard_range(index, bucket.num_chunks)
         return self._raw[low:high]
 
-    def reduced_norm(self, index: int, p: float = 2.0) -> torch.Tensor:
-        """‖·‖_p of the reduced gradient of chunk ``index``, fp64."""
-        if self._norm is not None and p == 2.0:
-            return self._norm
-        return norm_of(self.reduced_chunk(index), p)
+    @property
+    def known_squares(self) -> torch.Tensor | None:
+        """Σ g² of a shard that has left the device, where that is kept."""
+        return self._squares
 
     def scale_reduced(self, index: int, factor: float) -> None:
         """Multiply the reduced gradient of chunk ``index``."""
-        parked, self._norm = self.parked, None
+        parked, self._squares = self.parked, None
         chunk = self.reduced_chunk(index).mul_(factor)
         if parked:
             self.shard = chunk
@@ -353,7 +353,7 @@ class BucketGradients:
 
     def set_reduced(self, index: int, start: int, values: torch.Tensor) -> None:
         """Put ``values`` in the place of elements [start, start + len) of the reduced gradient of chunk ``index``."""
-        parked, self._norm = self.parked, None
+        parked, self._squares = self.parked, None
         chunk = self.reduced_chunk(index)
         chunk[start : start + values.numel()].copy_(values)
         if parked:
@@ -436,7 +436,34 @@ class BucketGradients:
         self._version = self.flat._version
 
 
-def norm_of(chunk: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """‖chunk‖_p, fp64; 16-bit gradients are squared and added in fp32, because their squares overflow fp16."""
-    norm: torch.Tensor = torch.linalg.vector_norm(chunk, p, dtype=torch.promote_types(chunk.dtype, torch.float32))
-    return norm.double()
+def powers_of(gradients: Sequence[BucketGradients], index: int, p: float) -> torch.Tensor:
+    """(k,) fp64: Σ |g|^p over chunk ``index`` of each, or the largest |g| for p = infinity."""
+    found = [g.known_squares if p == 2.0 else None for g in gradients]
+    together = [i for i, g in enumerate(gradients) if found[i] is None and not g.parked] if p == 2.0 else []
+    if len({gradients[i].dtype for i in together}) == 1:  # one call of the kernel
+        chunks = [gradients[i].reduced_chunk(index) for i in together]
+        for i, squares in zip(together, _sums_of_squares(chunks), strict=True):
+            found[i] = squares
+    each = zip(gradients, found, strict=True)
+    return torch.stack([power_of(g.reduced_chunk(index), p) if power is None else power for g, power in each])
+
+
+def power_of(chunk: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """Σ |g|^p, or the largest |g| for p = infinity; computed in fp64, where the squares of shorter types are exact."""
+    if math.isinf(p):
+        largest: torch.Tensor = torch.linalg.vector_norm(chunk, p)
+        return largest.double()
+    if p == 2.0:
+        return _sums_of_squares([chunk])[0]
+    sizes = chunk.abs()
+    return sizes.sum(dtype=torch.float64) if p == 1.0 else sizes.double().pow_(p).sum()
+
+
+def _sums_of_squares(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """By the kernel, whose bits depend on neither threads nor instruction set, where zoo-kernels is installed."""
+    try:
+        from zoo.kernels.norm.ops import sum_squares
+    except ImportError:
+        return torch.stack([chunk.double().square().sum() for chunk in chunks])
+    found: torch.Tensor = sum_squares(chunks)
+    return found

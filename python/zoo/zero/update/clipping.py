@@ -13,7 +13,7 @@ from zoo.comm import Communicator
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.update.factors import Factors
 from zoo.zero.update.loss_scaler import LossScaler
-from zoo.zero.update.norms import Tally, global_norm
+from zoo.zero.update.norms import Tally, are_wide, global_norm
 from zoo.zero.update.outcome import Outcome
 
 EPSILON = 1e-6
@@ -59,6 +59,7 @@ class Clipping:
         self._behind = 1.0  # what the gradients have to be multiplied by to have the scale of the next backward
         self._gradients: Sequence[BucketGradients] = ()
         self._layers: Communicator | None = None
+        self._wide = False
 
     @property
     def measures(self) -> bool:
@@ -76,8 +77,9 @@ class Clipping:
         return self._nonfinite == "error"
 
     def adopt(self, gradients: Sequence[BucketGradients], layers: Communicator | None) -> None:
-        """Of which gradients; ``layers``: the ranks that have other layers of the model."""
+        """Of which gradients; ``layers``: the ranks that have other layers of the model. Collective over these."""
         self._gradients, self._layers = gradients, layers
+        self._wide = are_wide(gradients, layers)
 
     @property
     def _scale(self) -> float:
@@ -90,7 +92,7 @@ class Clipping:
 
     def measure(self, norm_type: float = 2.0, tally: Tally | None = None) -> torch.Tensor:
         """‖g‖_p without the loss scale, () fp64 on the device; ``tally`` travels with it. Collective."""
-        norm, scale = global_norm(self._gradients, self._layers, norm_type, tally), self._scale
+        norm, scale = global_norm(self._gradients, self._layers, norm_type, tally, wide=self._wide), self._scale
         # By a tensor: a GPU multiplies by the inverse of a number, which is rounded.
         return norm if scale == 1.0 else norm / torch.full_like(norm, scale)
 

@@ -1,4 +1,4 @@
-"""The norm of the whole mean gradient, with the same bits at every stage."""
+"""The norm of the whole mean gradient, with the same bits at every stage and bucket size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import torch
 
 from zoo.comm import Communicator
 from zoo.zero.placement.axes import Axes
-from zoo.zero.sharding.gradients import BucketGradients
+from zoo.zero.sharding.gradients import BucketGradients, powers_of
 
 
 def global_norm(
     gradients: Sequence[BucketGradients], layers: Communicator | None = None, norm_type: float = 2.0,
-    tally: Tally | None = None,
+    tally: Tally | None = None, *, wide: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """(Σ |g|^p)^(1/p) or, for p = ``norm_type`` = infinity, max |g|. Collective.
 
-    Family by family, chunk by chunk and bucket by bucket, in an order that no stage changes.
+    Powers are added in fp64, family by family, chunk by chunk and bucket by bucket, in an order that no stage changes,
+    and the norm is rounded to fp32 once, at the end, so that its bits do not tell how parameters share buckets, which
+    instruction set or device added, or how many threads. (Sums that differ by n·2^-53 round to two values where one
+    of them is as near to the middle between two fp32 numbers: about n in 10^8 norms.) Of fp64 gradients it is not
+    rounded (``wide``, see :func:`are_wide`), and its last bit may depend on ``reduce_bucket_size``.
 
     Each element counts once: chunks are added over the ranks that split a bucket, and parts along other mesh axes over
     the ranks that have them; ranks that repeat something do not add it. What ``layers``, the ranks with other layers,
@@ -47,7 +51,16 @@ def global_norm(
     if layers is not None:
         powers = _joined(_of_all(layers, powers.reshape(1)), p)
     norm = powers.sqrt() if p == 2.0 else powers if math.isinf(p) else powers.pow(1.0 / p)
-    return norm.double()
+    if wide:
+        return norm
+    rounded = norm.float().double()
+    return torch.where(rounded.isinf(), norm, rounded)  # a finite norm may be larger than any number of fp32
+
+
+def are_wide(gradients: Sequence[BucketGradients], layers: Communicator | None) -> bool:
+    """Whether any gradients are fp64, on this rank or on those with other layers. Collective over ``layers``."""
+    here = any(g.bucket.spec.gradient_dtype is torch.float64 for g in gradients)
+    return here if layers is None or layers.is_dry else any(layers.all_gather_object(here))
 
 
 class Tally:
@@ -90,12 +103,12 @@ def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
 def _powers(gradients: Sequence[BucketGradients], axes: Axes, p: float, tally: Tally | None) -> torch.Tensor:
     """Σ |g|^p over the parameters of one family, or max |g|."""
     mine = [g for g in gradients if g.bucket.routes.axes is axes]
-    chunks = [torch.stack([g.reduced_norm(c, p) for g in mine]) for c in mine[0].bucket.updated_chunks()]
-    norms = torch.cat(chunks)
+    chunks = [powers_of(mine, c, p) for c in mine[0].bucket.updated_chunks()]
+    each = torch.cat(chunks)
     if len(chunks) < axes.shard.size:
-        ridden = tally.ride(axes.shard, norms) if tally is not None else None
-        norms = _of_all(axes.shard, norms) if ridden is None else ridden
-    powers = _joined(norms if math.isinf(p) else norms.square() if p == 2.0 else norms.pow(p), p)
+        ridden = tally.ride(axes.shard, each) if tally is not None else None
+        each = _of_all(axes.shard, each) if ridden is None else ridden
+    powers = _joined(each, p)
     apart = mine[0].bucket.routes.apart()
     if apart is not None:  # the root mean square of the ranks' own norms
         everyone = _of_all(apart, powers.reshape(1))
