@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ import torch
 from torch import nn
 
 from zoo.config import Config
-from zoo.engine import direct
 from zoo.engine.attachments import Parts
 from zoo.engine.batches import count, evaluating, placed
 from zoo.engine.checkpoints import Checkpoints
@@ -23,6 +23,7 @@ from zoo.engine.records import Records
 from zoo.parts import Clock, Runner
 from zoo.registry import Registry
 from zoo.zero import ShardedModel, ZeroOptimizer
+from zoo.zero.runtime.backward import multiplied, note_multiplied
 
 if TYPE_CHECKING:
     from zoo.monitor import Feed
@@ -37,7 +38,9 @@ class Engine(Checkpoints, Records):
 
     ``loss = engine(x, y)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch: parameters move once in
     ``gradient_accumulation_steps`` micro-batches, the *boundary*. Or :meth:`train_batch`, which does one whole step.
-    ``loss.backward()`` leaves the same gradients as ``engine.backward(loss)``, without a loss in the record.
+    ``loss.backward()`` leaves the same bits as ``engine.backward(loss)``, without a loss in the record: what arrives at
+    parameters is divided by the number G of micro-batches, whatever it came through, and nothing on the way is. Where G
+    is no power of two that would round otherwise, and is refused.
 
     Attributes:
         module: the model. config: the configuration. optimizer, dataloader: as ``initialize`` returned
@@ -76,7 +79,6 @@ class Engine(Checkpoints, Records):
         self._in_step = 0  # micro-batches since the latest update
         self._boundary: bool | None = None
         self._locally = self._dividing = self._destroyed = False
-        self._plain_task = -1, 1.0  # of the latest loss that went backward without us, and its factor
         self.accumulation_was_set = False
         self._input_dtype, self._autocast_dtype = input_dtype, autocast_dtype
         self._watch = None
@@ -90,6 +92,8 @@ class Engine(Checkpoints, Records):
         self._serial: int | None = None
         first = next(module.parameters(), None)
         self.device = first.device if first is not None else torch.device("cpu")
+        if optimizer is not None:
+            optimizer.runtime.backward.arriving = self._arriving
         name = getattr(module, "engine_runner", "plain")
         self._runner: Runner = registry.build("runner", name, engine=self)
 
@@ -119,14 +123,8 @@ class Engine(Checkpoints, Records):
         if trains and self._discard:
             self.zero_grad()
         args, kwargs = self.admit(args, kwargs, trains=trains)
-        divides = trains and self._accumulation > 1
-        if not divides:
-            with self._timed("forward"), self._precision():
-                return self.module(*args, **kwargs)
-        (args, kwargs), entered = direct.enter((args, kwargs), self._factor)
         with self._timed("forward"), self._precision():
-            outputs = self.module(*args, **kwargs)
-        return direct.leave(outputs, self._factor, entered)
+            return self.module(*args, **kwargs)
 
     def admit(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trains: bool, ahead: int = 0
@@ -162,15 +160,27 @@ class Engine(Checkpoints, Records):
     def _timed(self, what: str) -> Any:
         return _NOTHING if self._watch is None else self._watch.of(what, self.device)
 
-    def _factor(self) -> float:
-        """What the gradient of a loss is multiplied by that goes backward without :meth:`backward`."""
-        if self._dividing or self._optimizer is None:
-            return 1.0
-        task = torch._C._current_graph_task_id()
-        if task != self._plain_task[0]:  # the first of its hooks
-            adds = self._optimizer.runtime.backward.adds()
-            self._plain_task = task, 1.0 / self._accumulation if adds else 1.0
-        return self._plain_task[1]
+    def _arriving(self) -> tuple[float, bool]:
+        """Of a backward that begins: what its gradients are multiplied by, and whether it may reduce them.
+
+        Raises:
+            ValueError: no :meth:`backward` of an engine, and 1/G is no power of two: other bits would come out.
+        """
+        if self._dividing:
+            return 1.0, True
+        factor = 1.0 / (self._accumulation * multiplied("accumulation"))  # by an engine that shares the loss
+        if math.frexp(factor)[0] != 0.5:
+            raise ValueError(
+                f"loss.backward() under an engine with gradient_accumulation_steps={self._accumulation}: to divide "
+                "gradients where they arrive gives the bits of a loss that is divided only by powers of two. Call "
+                "engine.backward(loss)."
+            )
+        return factor, not self._stays_local(last=self.is_gradient_accumulation_boundary())
+
+    def _stays_local(self, *, last: bool) -> bool:
+        """The gradients of this micro-batch wait for those of the last."""
+        section = self.config.zero_optimization
+        return (section.stage <= 1 or section.update_in_backward) and not last and not self._locally
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its step."""
@@ -200,19 +210,18 @@ class Engine(Checkpoints, Records):
         self._losses.append(self.go_backward(loss, scale, last=last, retain_graph=retain_graph))
 
     def go_backward(self, loss: torch.Tensor, scale: float, *, last: bool, retain_graph: bool = False) -> torch.Tensor:
-        """For runners: the gradients of ``loss * scale``; returns the loss, detached, as parts have left it."""
+        """For runners: the gradients of ``loss * scale``; returns a copy of the loss, as parts have left it."""
         optimizer = self.training("backward")
         loss = self.final_loss(loss)
-        section = self.config.zero_optimization
-        local = (section.stage <= 1 or section.update_in_backward) and not last and not self._locally
+        local = self._stays_local(last=last)
         self._dividing = True
         try:
             with optimizer.no_sync() if local else _NOTHING, self._timed("backward"):
-                scaled = optimizer.scale_loss(loss * scale if scale != 1.0 else loss)
+                scaled = optimizer.scale_loss(_multiplied(loss, scale) if scale != 1.0 else loss)
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._dividing = False
-        return loss.detach()
+        return loss.detach().clone()  # the user's own may be changed, for a log
 
     def take_counts(self) -> tuple[int, int]:
         """For runners: samples and tokens of the latest micro-batch that was admitted, which do not count yet."""
@@ -470,3 +479,15 @@ class Engine(Checkpoints, Records):
     def forget_batches(self) -> None:
         """The loader was moved: the next step begins where it stands."""
         self._batches = None
+
+
+def _multiplied(loss: torch.Tensor, scale: float) -> torch.Tensor:
+    """``loss * scale``, of which other engines hear whose parameters its backward reaches."""
+
+    def begun(gradient: torch.Tensor) -> None:
+        note_multiplied("accumulation", scale)
+
+    found = loss * scale
+    if found.requires_grad:
+        found.register_hook(begun)  # type: ignore[no-untyped-call]
+    return found

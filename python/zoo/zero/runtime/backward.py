@@ -65,6 +65,10 @@ class Backward:
         """What a loss has to be multiplied by before backward."""
         self.scaled: Callable[[], Any] = _nothing
         """Returns something as long as a backward of a loss that was multiplied runs."""
+        self.arriving: Callable[[], tuple[float, bool]] | None = None
+        """Asked when a backward begins that adds to gradients: what these are multiplied by where they arrive, and
+        whether it may end in a reduction."""
+        self._factor = 1.0
         self.failed = False
         self.running = False
         self._alive: Callable[[], Any] = _nothing
@@ -106,11 +110,8 @@ class Backward:
         alive = self._tasks.follow(self._end)
         self._accumulates = self._tasks.accumulates()
         self._syncs = self.sync and self._accumulates
-        if self._accumulates and self.scale != 1.0 and self.scaled() is None:
-            raise ValueError(
-                f"loss_scale={self.scale}, and backward was called on a loss without it: its gradients would be "
-                "divided by the scale. Call optimizer.backward(loss), or optimizer.scale_loss(loss).backward()."
-            )
+        if self._accumulates:
+            self._receive()
         several = len(self._contexts.open) > 1
         self._votes = several and self._partitioned and self._comm.size > 1 and not self._divergent
         self._at = None
@@ -125,6 +126,34 @@ class Backward:
             self._open_others()
         self._alive = alive
         self.running = True
+
+    def _receive(self) -> None:
+        """What the gradients of this backward are multiplied by where they arrive: settled before the first does."""
+        factor, syncs = (1.0, True) if self.arriving is None else self.arriving()
+        if self.scaled() is None:
+            scale = multiplied("loss scale")
+            if scale != 1.0:  # the loss is another optimizer's too, which has multiplied it
+                factor *= self.scale / scale
+            elif self.scale != 1.0:
+                raise ValueError(
+                    f"loss_scale={self.scale}, and backward was called on a loss without it: its gradients would be "
+                    "divided by the scale. Call optimizer.backward(loss), or optimizer.scale_loss(loss).backward()."
+                )
+        self._syncs = self._syncs and syncs
+        if self.arriving is not None or factor != 1.0 or self._factor != 1.0:
+            self._arrive_with(factor)
+
+    def _arrive_with(self, factor: float) -> None:
+        self._factor = factor
+        for bucket in self._buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.arrive_with(factor)
+
+    def _rest(self) -> None:
+        if self.arriving is not None or self._factor != 1.0:
+            for bucket in self._buckets:
+                if bucket.gradients is not None:
+                    bucket.gradients.rest()
 
     def _open_others(self) -> None:
         """Gradients come for parameters whose module did not run: another module used them."""
@@ -150,6 +179,8 @@ class Backward:
         """
         if syncs:
             self._reductions.begin()
+        if self._factor != 1.0:
+            self._arrive_with(1.0)
         self._driven, self._part, self._at = context, part, context
         self._accumulates, self._syncs, self._votes = part is not Part.INPUTS, syncs, False
         self._task_over = True
@@ -480,6 +511,7 @@ class Backward:
                 for context in self._visited:
                     self._contexts.reopen(context)
             self._on_end(self._syncs)
+            self._rest()
         else:
             for context in self._visited:
                 context.rewind()
@@ -507,6 +539,7 @@ class Backward:
     def note_scaled(self) -> None:
         """The backward that runs is that of a loss that was multiplied by the scale."""
         self.scaled = follow()
+        note_multiplied("loss scale", self.scale, self.scaled)
 
     def fail(self) -> None:
         """The backward ended with an exception: what it began is waited for, and nothing of it goes on."""
@@ -527,6 +560,22 @@ class Backward:
 
 def _nothing() -> None:
     return None
+
+
+_MULTIPLIED: dict[tuple[int, str], tuple[Callable[[], Any], float]] = {}
+"""Graph task and why → something as long as it runs, and by how much its loss was multiplied."""
+
+
+def note_multiplied(why: str, factor: float, alive: Callable[[], Any] | None = None) -> None:
+    """In a hook on a loss: it was multiplied, which optimizers that share its backward want to know."""
+    for key in [key for key, (runs, _) in _MULTIPLIED.items() if runs() is None]:
+        _MULTIPLIED.pop(key, None)  # another thread's, perhaps
+    _MULTIPLIED[_graph_task(), why] = alive or follow(), factor
+
+
+def multiplied(why: str) -> float:
+    """By how much the loss was of which a backward runs."""
+    return _MULTIPLIED.get((_graph_task(), why), (_nothing, 1.0))[1]
 
 
 def _always() -> bool:

@@ -73,6 +73,9 @@ class BucketGradients:
         self._cleared_at = 0
         self._handle: Handle | None = None  # of the reduction that is under way
         self._version = 0
+        self._unit = self._next_unit = 1.0
+        """The gradient is ``flat`` times this; of what is opened next."""
+        self._arriving = self._resting = self._touched = False
         for parameter in bucket.spec.parameters if self.dtype is not bucket.spec.dtype else ():
             grad_dtype(parameter, self.dtype)  # autograd converts what arrives, and then adds
         self._attach()
@@ -111,8 +114,39 @@ class BucketGradients:
         self._raw.zero_()
         if self._cleared:
             self._cleared.clear()
-        self.phase = Phase.ACCUMULATING
+        self.phase, self._unit = Phase.ACCUMULATING, self._next_unit
         self._version = self.flat._version
+
+    def arrive_with(self, factor: float) -> None:
+        """A backward begins of which each gradient is to be multiplied by ``factor``; what is there stays what it is.
+
+        Raises:
+            RuntimeError: see :meth:`check_strays`.
+        """
+        self._check_rest()
+        if self._unit != factor and self.phase is Phase.ACCUMULATING:
+            self._raw.mul_(self._unit / factor)
+            self._unit = factor
+        self._next_unit, self._arriving = factor, True
+
+    def rest(self) -> None:
+        """That backward is over; others will add to what it left."""
+        self._arriving, self._touched = False, False
+        if self.phase is Phase.ACCUMULATING:
+            self._version, self._resting = self.flat._version, True
+
+    def _check_rest(self) -> None:
+        """Raise RuntimeError if something was added between backwards which nobody could multiply."""
+        if self._resting and self.phase is Phase.ACCUMULATING:
+            self._resting = False
+            if self.flat._version != self._version and not self._touched:
+                raise self._stray()
+
+    def _in_its_unit(self) -> None:
+        """Make the flat gradient what it stands for."""
+        if self._unit != 1.0 and self.phase is Phase.ACCUMULATING:
+            self._raw.mul_(self._unit)
+            self._unit = 1.0
 
     def _reduced_range(self) -> tuple[int, int]:
         """[start, stop) of what a reduction makes here."""
@@ -132,7 +166,9 @@ class BucketGradients:
         gradient is freed afterwards when gradients are sharded.
         """
         bucket = self.bucket
+        self._check_rest()
         self.open()
+        self._in_its_unit()
         self.phase = Phase.LAUNCHED
         self._version = self.flat._version
         low, high = self._reduced_range()
@@ -218,6 +254,7 @@ class BucketGradients:
         if self.bucket.routes.feedback is not None:
             self.bucket.routes.feedback.roll_back()
         self.reduced, self.phase = False, Phase.IDLE
+        self._arriving = self._resting = False
         if self._cleared:
             self._cleared.clear()
         self._squares = None
@@ -260,11 +297,14 @@ class BucketGradients:
         if self.phase is Phase.IDLE and (self.flat._version != self._version or self._has_strays()):
             self._version = self.flat._version
             self._forget_strays()
-            raise RuntimeError(
-                f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
-                "module (a penalty on the weights alone, for example), and was not reduced. Add that loss to the one "
-                "of the model, so that one backward brings both; zero_grad() forgets it."
-            )
+            raise self._stray()
+
+    def _stray(self) -> RuntimeError:
+        return RuntimeError(
+            f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
+            "module (a penalty on the weights alone, for example), and was not reduced. Add that loss to the one "
+            "of the model, so that one backward brings both; zero_grad() forgets it."
+        )
 
     def _late(self) -> PartitionedAccessError:
         return PartitionedAccessError(
@@ -368,6 +408,7 @@ class BucketGradients:
             # After a reduction the view is only what came since: the sum is nowhere.
             if self.reduced:
                 return PartitionedGradient.of(self, slot)
+            self._look()
             return WholeGradient.of(self._views[slot], self.bucket.spec.names[slot])
         if not self.reduced:
             return None
@@ -403,6 +444,21 @@ class BucketGradients:
             self.shard[start:stop].zero_()
             self._put_away()
 
+    def _look(self) -> None:
+        """The user sees the flat gradient, and may write to it.
+
+        Raises:
+            RuntimeError: it is in the middle of a backward whose gradients are multiplied at its end.
+        """
+        self._touched = True
+        if self._arriving and self._unit != 1.0:
+            raise RuntimeError(
+                f"a gradient of {self.bucket.label} was read inside of loss.backward() under an engine with "
+                "accumulation, where it is not divided yet. Call engine.backward(loss), which divides first, or read "
+                "it after the backward."
+            )
+        self._in_its_unit()
+
     def assign(self, slot: int, value: torch.Tensor | None) -> None:
         """What ``parameter.grad = value`` does: None empties the gradient of this parameter, a tensor replaces it."""
         bucket = self.bucket
@@ -430,6 +486,7 @@ class BucketGradients:
                 "zoo.zero.safe_set_full_grad, between backward and step."
             )
         self.open()
+        self._look()
         self.bucket.note_gradient()
         self._cleared.discard(slot)
         self._views[slot].copy_(value)
