@@ -17,6 +17,8 @@ from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
 DEFAULTS = (bool, int, float, str, type(None))
+OF_THE_MACHINE = {"git_version_info:accelerator_name"}
+"""Constants whose value says where this runs."""
 
 # Module → names that programs use.
 NAMES = {
@@ -146,7 +148,7 @@ def described(root: str, path: str, name: str) -> Any:
         except (TypeError, ValueError):  # of C
             return {"value": "attribute"}
     plain = isinstance(value, DEFAULTS) or (isinstance(value, list) and all(isinstance(x, DEFAULTS) for x in value))
-    return {"value": value if plain else "attribute"}
+    return {"value": value if plain and f"{path}:{name}" not in OF_THE_MACHINE else "attribute"}
 
 
 def keys() -> list[str]:

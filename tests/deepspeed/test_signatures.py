@@ -57,6 +57,7 @@ _FUNCTION = ".apply alone is what programs use of an autograd function"
 WHOLE = {
     ":DeepSpeedEngine": _MADE,
     ":dist": "None in theirs, until something has joined the ranks",
+    "git_version_info:version": "it ends in +zoo",
     "comm:ReduceOp": "torch's own",
     "ops.op_builder:FusedLambBuilder.NAME": "theirs, of a CPU, has none",
     "runtime.bf16_optimizer:BF16_Optimizer": _MADE,

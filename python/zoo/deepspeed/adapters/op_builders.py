@@ -28,6 +28,14 @@ class OpBuilder:
             return False
         return True
 
+    def is_compiled_ahead(self) -> bool:
+        """Whether a compiled library that fits this machine's torch came with the package."""
+        try:
+            from zoo.kernels.building import built_ahead
+        except ModuleNotFoundError:
+            return False
+        return built_ahead() is not None
+
     def load(self, verbose: bool = True) -> Any:
         """The module that has it, compiled where that can be.
 
@@ -81,18 +89,23 @@ class AsyncIOBuilder(OpBuilder):
 
     NAME, _home, _family = "async_io", "zoo.deepspeed.adapters.aio", "aio"
 
+    def is_compiled_ahead(self) -> bool:
+        """Whether zoo's extension in Rust is there, which it always is."""
+        return True
+
     def load(self, verbose: bool = True) -> Any:
         """The module with ``aio_handle``."""
         return import_module(self._home)
 
 
-_ALL = (
+ALL: tuple[type[OpBuilder], ...] = (
     CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder,
     AsyncIOBuilder,
 )  # fmt: skip
+"""Every builder."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__compatible_ops__":  # found out when somebody asks
-        return {builder.NAME: builder().is_compatible() for builder in _ALL}
+        return {builder.NAME: builder().is_compatible() for builder in ALL}
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

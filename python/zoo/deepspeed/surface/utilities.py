@@ -103,6 +103,10 @@ _CHECKPOINTING = "zoo.checkpointing.activation"
 
 TABLE: Table = {
     "": _of("accelerators", "get_accelerator") | _of("logs", "log_dist", "logger") | _of("helpers", "OnDevice"),
+    "git_version_info": {
+        **_of("build_info", "accelerator_name", "git_branch", "git_hash", "torch_info", "version"),
+        **_of("build_info", "compatible_ops", "installed_ops", differs="of the operations that zoo has builders for."),
+    },
     "accelerator": _ACCELERATORS,
     "accelerator.real_accelerator": _ACCELERATORS | _of("accelerators", "SUPPORTED_ACCELERATOR_LIST"),
     "accelerator.abstract_accelerator": _of("accelerator_base", "DeepSpeedAccelerator"),

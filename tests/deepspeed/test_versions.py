@@ -1,0 +1,53 @@
+"""``deepspeed.git_version_info``: what programs and their tests ask before they choose."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from zoo.deepspeed.git_version_info import (
+    accelerator_name,
+    compatible_ops,
+    git_branch,
+    git_hash,
+    installed_ops,
+    torch_info,
+    version,
+)
+
+import zoo.deepspeed as deepspeed
+
+
+def test_versions_are_two_numbers_as_programs_compare_them() -> None:
+    assert set(torch_info) == {"version", "bf16_support", "cuda_version", "nccl_version", "hip_version"}
+    assert torch.__version__.startswith(torch_info["version"] + ".")
+    for key in ("version", "cuda_version", "nccl_version", "hip_version"):
+        assert re.fullmatch(r"\d+\.\d+", torch_info[key]), key
+    cuda, hip = torch.version.cuda, torch.version.hip
+    assert torch_info["cuda_version"] == (".".join(cuda.split(".")[:2]) if cuda else "0.0")
+    assert (torch_info["hip_version"] == "0.0") is (hip is None)
+    assert torch_info["bf16_support"] is (torch.cuda.is_available() and torch.cuda.is_bf16_supported())
+    assert (version, git_hash, git_branch) == (deepspeed.__version__, "unknown", "unknown")
+
+
+def test_a_torch_without_gpus_has_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: pytest.fail("there is no NCCL to ask"))
+    info = deepspeed.adapters.build_info.torch_info  # the module of the tables keeps what it has given once
+    assert [info[f"{key}_version"] for key in ("cuda", "nccl", "hip")] == ["0.0"] * 3
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    info = deepspeed.adapters.build_info.torch_info
+    assert (info["hip_version"], info["nccl_version"]) == ("6.4", "2.27")
+
+
+def test_operations_and_the_accelerator() -> None:
+    assert accelerator_name == deepspeed.get_accelerator().device_name().split(":")[0]
+    assert compatible_ops == deepspeed.ops.__compatible_ops__
+    assert compatible_ops["cpu_adam"]
+    assert compatible_ops["async_io"]
+    assert installed_ops.keys() == compatible_ops.keys()
+    assert installed_ops["async_io"], "zoo's extension in Rust is compiled when it is installed"
+    assert all(type(value) is bool for value in installed_ops.values())
