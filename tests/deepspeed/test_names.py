@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 from tests.deepspeed.names import is_there, listed
 
 from zoo.deepspeed import FINDER
+from zoo.deepspeed.modules import Refused
 from zoo.deepspeed.surface import TABLE
 from zoo.deepspeed.surface.absent import ABSENT
 
@@ -61,3 +63,35 @@ def test_what_is_beneath_something_absent_is_refused_with_its_reason() -> None:
         import_module("zoo.deepspeed.compile.backend")
     assert FINDER.why("compiler") is None
     assert FINDER.why("") is None
+
+
+REFUSED = [
+    (path, name, entry)
+    for path, names in TABLE.items()
+    if not isinstance(names, str)
+    for name, entry in names.items()
+    if isinstance(entry, Refused)
+]
+
+
+@pytest.mark.parametrize(("path", "name", "entry"), REFUSED, ids=[f"{path}.{name}" for path, name, _ in REFUSED])
+def test_what_is_imported_before_it_is_wanted_refuses_when_it_is_used(path: str, name: str, entry: Refused) -> None:
+    assert entry.why.endswith("."), "a sentence"
+    module = ".".join(filter(None, ("deepspeed", path)))
+    found: Any = getattr(import_module(f"zoo.{module}"), name)
+    assert (found.__module__, found.__name__) == (module, name)
+    sentence = f"{module}.{name} is not in zoo: {entry.why}"
+    with pytest.raises(NotImplementedError) as told:
+        found(1, of="anything")
+    assert sentence in str(told.value)
+    if entry.function:
+        return
+    subclass = type("Subclass", (found,), {"__init__": lambda self: None, "mine": 1})
+    with pytest.raises(NotImplementedError):
+        subclass()
+    assert subclass.mine == 1
+    assert not hasattr(found, "apply")
+    assert not isinstance(1, found)
+    with pytest.raises(AttributeError) as asked:
+        found.apply(1)
+    assert sentence in str(asked.value)

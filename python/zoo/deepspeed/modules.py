@@ -24,15 +24,25 @@ class Name:
     differs: str = ""
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A name that libraries import before they look whether the feature is wanted: it is there, and refuses when it is
+    used (called, or instantiated, subclasses too) with the reason, one sentence. A class unless ``function``."""
+
+    why: str
+    function: bool = False
+
+
 Why = Callable[[str], "str | None"]
-Names = Mapping[str, "Name | str"]
+Entry = Name | Refused | str
+Names = Mapping[str, Entry]
 Table = Mapping[str, "Names | str"]
 """Module path beneath the root ("" for the root itself) → its names; or the one module that it is."""
 
 
-def home_of(entry: Name | str) -> str:
-    """The home of a table's entry."""
-    return entry.home if isinstance(entry, Name) else entry
+def home_of(entry: Entry) -> str:
+    """The home of a table's entry, "" for one that is refused."""
+    return entry if isinstance(entry, str) else entry.home if isinstance(entry, Name) else ""
 
 
 def resolve(home: str) -> Any:
@@ -64,6 +74,11 @@ def attribute(space: dict[str, Any], name: str) -> Any:
         ModuleNotFoundError: what it needs is not installed.
     """
     entry = space["_names"].get(name)
+    if isinstance(entry, Refused):
+        from zoo.deepspeed.refused import refused
+
+        value = space[name] = refused(space["__name__"].removeprefix("zoo."), name, entry)
+        return value
     if entry is not None:
         value = space[name] = _imported(home_of(entry), f"{space['__name__']}.{name}")
         return value

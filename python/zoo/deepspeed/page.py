@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from zoo.deepspeed.modules import Name, home_of
+from zoo.deepspeed.modules import Name, Refused, home_of
 from zoo.deepspeed.surface import TABLE
 from zoo.deepspeed.surface.absent import ABSENT
 from zoo.deepspeed.surface.behaviour import BEHAVIOUR
@@ -49,6 +49,9 @@ def page() -> str:
             rows.append(f"| `{module}` | `{names}` | a module |")
             continue
         for name, entry in sorted(names.items()):
+            if isinstance(entry, Refused):
+                rows.append(f"| `{module}.{name}` | refuses when it is used | {entry.why} |")
+                continue
             differs = entry.differs if isinstance(entry, Name) else ""
             rows.append(f"| `{module}.{name}` | `{home_of(entry).replace(':', '.')}` | {differs} |")
     absent = [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(ABSENT.items())]

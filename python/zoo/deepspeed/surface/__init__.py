@@ -10,6 +10,7 @@ from zoo.deepspeed.surface import (
     checkpoints,
     compression,
     configuration,
+    launching,
     memory,
     moe,
     optimizers,
@@ -38,6 +39,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 
 TABLE: Table = _joined(  # type: ignore[assignment]
-    root.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE, optimizers.TABLE,
-    pipelines.TABLE, sequences.TABLE, utilities.TABLE, zero.TABLE,
+    root.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, launching.TABLE, memory.TABLE, moe.TABLE,
+    optimizers.TABLE, pipelines.TABLE, sequences.TABLE, utilities.TABLE, zero.TABLE,
 )  # fmt: skip

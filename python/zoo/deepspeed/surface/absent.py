@@ -24,7 +24,6 @@ _SHAPES_OF_FILES = (
     "checkpoints are not reshaped by hand: zoo's are read at any number of ranks, DeepSpeed's by `zoo ckpt`."
 )
 _INTERNAL = "DeepSpeed keeps its own books with it; nothing of zoo's would use it."
-_LAUNCHER = "there is no launcher yet: torchrun starts the processes on every machine."
 _ZENFLOW = "ZenFlow is not there; zero_optimization.update_in_backward is the nearest."
 _LORA = "there are no layers of its own for LoRA; those of peft train at every stage."
 _ROLLOUT = "generation during training goes through unwrap_model_for_generation; there is no engine of rollouts yet."
@@ -50,7 +49,6 @@ ABSENT: Mapping[str, str] = {
     "env_report": "there is no report of the environment yet; `zoo build` and `zoo io verify` say what works here.",
     "inference": _INFERENCE,
     "init_inference": _INFERENCE,
-    "launcher": _LAUNCHER,
     "linear": _LORA,
     "model_implementations": _INFERENCE,
     "module_inject": _TENSOR_PARALLEL,
@@ -101,7 +99,6 @@ ABSENT: Mapping[str, str] = {
     "sequence.autosp_fusion": _SEQUENCES,
     "sequence.autosp_vit": _SEQUENCES,
     "sequence.cross_entropy": _SEQUENCES,
-    "sequence.fpdt_layer": "no chunks of sequences go to the host; what activation checkpointing keeps can.",
     "tp_model_init": _TENSOR_PARALLEL,
 }  # fmt: skip
 """Path beneath ``deepspeed`` → the reason, one sentence."""
