@@ -98,13 +98,14 @@ class Checkpoints(WholeStates):
         everyone = self.sharded.everyone
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         what = f"saving the checkpoint {tag!r}"
+        self.sharded.members.agree(self.comm, everyone, what)
         # What one rank raises alone, all raise: the others would wait for it.
         scalars, states = checkpointing.alike(everyone, what, lambda: self._state(within_step))
         if getattr(getattr(self._engine.config, "checkpoint", None), "errors", "ranks") == "folded":
             states = list(self.training("save_checkpoint()").folded(states))
         slices: list[checkpointing.StateSlice] = [*states, *buffer_slices(self.module, self.sharded)]
         if exclude_frozen_parameters:
-            frozen = {b.logical(n)[0] for b in self.sharded.buckets if not b.spec.trainable for n in b.spec.names}
+            frozen = {name for b in self.sharded.buckets if not b.spec.trainable for name in b.in_model()}
             slices = [item for item in slices if item.name not in frozen]
         meta: dict[str, Any] = {"client": dict(client_state or {})}
         checkpointing.together(everyone, what, lambda: self._tell(meta, directory))

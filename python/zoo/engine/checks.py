@@ -69,7 +69,7 @@ def check_names(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, 
     """
     if wanted.custom:
         return
-    mine = {bucket.logical(name)[0] for bucket in sharded.buckets for name in bucket.spec.names}
+    mine = {name for bucket in sharded.buckets for name in bucket.in_model()}
     own = mine | set(persistent_buffers(module))
     if sharded.layers is not None or any(bucket.spec.axes for bucket in sharded.buckets):
         theirs = gather_object(sharded.everyone, (mine, own))

@@ -135,7 +135,7 @@ def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
     """What readers without the model cannot know: names of frozen parameters, and the first name of each other one that
     a parameter has. What ``get_extra_state`` of modules returns. Rank 0's is kept; of layers and experts that other
     ranks have it is told. Collective where there are such."""
-    frozen = {b.logical(name)[0] for b in sharded.buckets if not b.spec.trainable for name in b.spec.names}
+    frozen = {name for b in sharded.buckets if not b.spec.trainable for name in b.in_model()}
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

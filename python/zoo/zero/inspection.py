@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zoo.layout import logical_name
 from zoo.zero.config import ZeroConfig
 from zoo.zero.sharding.gradients import Phase
 
@@ -129,18 +128,9 @@ class Inspection:
         """
         if all(axes.parts is None for axes in self.sharded.families.values()):
             found = {name: value.to("cpu", dtype, copy=True) for name, value in self.whole_parameters()}
-            return {name: found[was] for name, was in self._moved()}
+            return {name: found[name] for name, _ in self.model.named_parameters()}
         whole = self.sharded.whole_model(layers=False)
-        now = self._moved()
-        called = {name: bucket.logical(name)[0] for bucket in self._buckets for name in bucket.spec.names}
-        moved = {called[was]: logical_name(self.model, name) for name, was in now}
-        for elsewhere in self.sharded.comm.all_gather_object(moved):
-            moved = {**elsewhere, **moved}
-        return {moved.get(name, name): value.to("cpu", dtype, copy=True) for name, value in whole}
-
-    def _moved(self) -> list[tuple[str, str]]:
-        """Of each parameter the name that it has, and the one that it came with: parts of the model may move."""
-        return [(name, cast("Any", p)._zoo_name) for name, p in self.model.named_parameters()]
+        return {name: value.to("cpu", dtype, copy=True) for name, value in whole}
 
     @property
     def holds_gradients(self) -> bool:

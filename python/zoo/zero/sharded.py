@@ -255,7 +255,7 @@ class ShardedModel:
             memory.begin()
         self._hook(specs)
         self.writes = Writes(self.buckets)
-        self.members = Members(self.module, self.buckets)
+        self.members = Members(self.module, self.buckets, self.runtime.units)
 
     def _hook(self, specs: Sequence[UnitSpec]) -> None:
         cfg = self.config
@@ -559,7 +559,7 @@ class ShardedModel:
             self.runtime.residency.clear()
 
     def whole_parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole value) of every parameter, gathered bucket by bucket, so that there is never more than one.
+        """(name of now, whole value) of every parameter, gathered bucket by bucket: there is never more than one.
 
         Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
         leaves frozen parameters out. Parameters that are tied come once.
@@ -579,7 +579,7 @@ class ShardedModel:
         from zoo.zero.state.whole import WholeModel
 
         self._check_open()
-        self.members.check()
+        self.members.agree(self.comm, self.everyone if layers else self.comm, "reading the whole model")
         self.settle()
         buckets = [b for b in self.buckets if frozen or b.spec.trainable]
         return WholeModel(buckets, self.families, self.layers if layers else None)

@@ -106,8 +106,8 @@ class InitGuard(Guard):
 
     def __init__(self, bucket: Part, storage: torch.UntypedStorage) -> None:
         super().__init__(
-            bucket, storage, f"{bucket.name!r} (or a view of it) was touched while zoo.zero.Init has partitioned it: "
-            "only a part of it is on this rank.",
+            bucket, storage, lambda: f"{bucket.name!r} (or a view of it) was touched while zoo.zero.Init has "
+            "partitioned it: only a part of it is on this rank.",
         )  # fmt: skip
         self._bucket = bucket
 
@@ -200,7 +200,7 @@ class Part(Bucket):
 
     def rename(self, name: str) -> None:
         """The full name of the parameter, once the model is known."""
-        self.name = self.spec.names[0] = self.parameter._zoo_name = name  # type: ignore[attr-defined]
+        self.name = self.spec.names[0] = self._called[0] = self.parameter._zoo_name = name  # type: ignore[attr-defined]
 
     # Whole -----------------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class Backward:
     def _open_others(self) -> None:
         """Gradients come for parameters whose module did not run: another module used them."""
         contexts = self._contexts.open if self._driven is None else [self._driven]
-        ran = {unit.name for context in contexts for unit in context.calls}
+        ran = {unit.key for context in contexts for unit in context.calls}
         for bucket in self._whole:
             counted = bucket in self._used if self._driven is not None else bucket.leases
             # Of a bucket of several modules, those that ran open it only when backward comes to them.

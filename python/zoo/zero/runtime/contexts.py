@@ -34,11 +34,13 @@ class Unit:
     """A unit at run time: the buckets of its parameters, and how many of its forwards are running."""
 
     __slots__ = (
-        "_own", "depth", "entered", "external", "gradients", "module", "name", "partitioned", "recorded", "within",
+        "_own", "depth", "entered", "external", "gradients", "key", "module", "name", "partitioned", "recorded",
+        "within",
     )  # fmt: skip
 
     def __init__(self, spec: UnitSpec, buckets: Sequence[Bucket]) -> None:
-        self.name, self.module = spec.name, spec.module
+        self.key = self.name = spec.name  # as construction found it, and as it is now
+        self.module = spec.module
         self.within: frozenset[Unit] = frozenset()  # units that it is part of
         self.depth, self.entered = 0, 0  # in which pass it was called last
         self.external: dict[Bucket, None] = {}

@@ -101,7 +101,7 @@ class Runtime:
         self.window: Window | None = None
         self._model = units[0].module
         self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
-        self._units: list[Unit] = []
+        self.units: list[Unit] = []
         self._has_partitioned = any(b.partitioned for b in self._buckets)
         self._trains = any(b.spec.trainable for b in self._buckets)
         self._hooked: dict[str, Unit] = {}
@@ -117,7 +117,7 @@ class Runtime:
         hook = _hidden_from_compiler if any(map(_is_compiled, self._model.modules())) else partial
         for spec in specs:
             unit = Unit(spec, by_unit[spec.name])
-            self._units.append(unit)
+            self.units.append(unit)
             if not unit.recorded and spec.name:
                 continue
             enter = _left_behind(hook(partial(self._enter if spec.name else self._enter_model, unit)))
@@ -282,7 +282,7 @@ class Runtime:
         self._depth = 0
         self._context = None
         self._running.clear()
-        for unit in self._units:
+        for unit in self.units:
             unit.depth = 0
         for bucket in self._buckets:
             bucket.active = 0
@@ -326,7 +326,7 @@ class Runtime:
                 "parameter of this model."
             )
         slot: int = parameter._zoo_slot  # type: ignore[attr-defined]
-        name, spec = bucket.spec.names[slot], bucket.spec
+        name, spec = bucket.called(slot), bucket.spec
         if bucket.gradients is None:
             raise ValueError(f"accumulate() got the parameter {name!r}, which is frozen and has no gradient.")
         wanted = (tuple(parameter.shape), spec.dtype, bucket.device)
@@ -340,22 +340,24 @@ class Runtime:
         bucket.gradients.add(slot, gradient.detach())
         self.note_unreduced()
         if self._demand is not None:
-            self._demand.saw(name)
+            self._demand.saw(bucket, slot)
 
     # External parameters ---------------------------------------------------------------------------------------------
 
     def set_external(self, module: nn.Module, bucket: Bucket, *, present: bool) -> bool:
         """A bucket is used in the forward of ``module``, or no longer; whether that changed anything."""
-        path = next((name for name, found in self._model.named_modules() if found is module), None)
+        modules = dict(self._model.named_modules())
+        path = next((name for name, found in modules.items() if found is module), None)
         if path is None:
             raise ValueError(f"this {type(module).__name__} is not part of the model of the optimizer.")
         if self._depth:
             raise ValueError("external parameters are registered outside of the model's forward.")
-        while path not in self._hooked:
+        hooked = {id(unit.module): unit for unit in self._hooked.values()}  # its path may have been another one then
+        while id(modules[path]) not in hooked:
             path = path.rpartition(".")[0]
-        return self._hooked[path].set_external(bucket, present=present)
+        return hooked[id(modules[path])].set_external(bucket, present=present)
 
-    def _take_external(self, bucket: Bucket, name: str) -> bool:
+    def _take_external(self, bucket: Bucket, slot: int) -> bool:
         """A parameter was touched while no unit that has it runs: the running one takes it from now on."""
         if not self._running or _graph_task() != -1:
             return False
@@ -367,13 +369,17 @@ class Runtime:
         where = repr(unit.name) if unit.name else "the model itself"
         # Once for each: a rank that does not touch it here would answer this gather with another one.
         if bucket.meeting is None:
-            bucket.agree("an external parameter was found:", f"{name} in {where} (register_external_parameter)")
+            bucket.agree(
+                "an external parameter was found:", f"{bucket.called(slot)} in {where} (register_external_parameter)"
+            )
         if self._context is not None:
             self._context.use([bucket])
         bucket.active += calls
         self.residency.claim(bucket)
         bucket.parameters.wait()
-        _log.info("%s is used in the forward of %s, which does not own it: registered as external", name, where)
+        _log.info(
+            "%s is used in the forward of %s, which does not own it: registered as external", bucket.called(slot), where
+        )
         return True
 
     # Gradients -------------------------------------------------------------------------------------------------------
@@ -483,7 +489,7 @@ class Runtime:
         """What a training forward like the latest one and its backward do; before the first: all units in turn."""
         from zoo.zero.runtime.planning import calls_of, plan_pass, units_in_turn
 
-        calls = calls_of(self._latest) if self._latest else units_in_turn(self._units)
+        calls = calls_of(self._latest) if self._latest else units_in_turn(self.units)
         residency = self.residency
         return plan_pass(calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes)
 
@@ -495,7 +501,7 @@ class Runtime:
         for drive in drives:
             if drive.verb == "forward" and drive.like not in calls:
                 seen = self.window_calls.get(drive.like)
-                calls[drive.like] = units_in_turn(self._units, drive.modules) if seen is None else calls_of(seen)
+                calls[drive.like] = units_in_turn(self.units, drive.modules) if seen is None else calls_of(seen)
         residency = self.residency
         return plan_window(
             drives, calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes,

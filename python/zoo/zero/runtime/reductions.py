@@ -135,20 +135,20 @@ class Demand:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.hooks: list[Any] = []
-        names = set()
-        for spec in (b.spec for b in buckets if b.spec.trainable):
-            for name, parameter in zip(spec.names, spec.parameters, strict=True):
-                names.add(name)
-                seen: Callable[[Any], None] = partial(self._saw, name)
+        every = set()
+        for bucket in (b for b in buckets if b.spec.trainable):
+            for slot, parameter in enumerate(bucket.spec.parameters):
+                every.add((bucket, slot))
+                seen: Callable[[Any], None] = partial(self._saw, bucket, slot)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(seen))  # type: ignore[no-untyped-call]
-        self._all, self._unseen = frozenset(names), names
+        self._all, self._unseen = frozenset(every), every
 
-    def _saw(self, name: str, parameter: torch.Tensor) -> None:
-        self.saw(name)
+    def _saw(self, bucket: Bucket, slot: int, parameter: torch.Tensor) -> None:
+        self.saw(bucket, slot)
 
-    def saw(self, name: str) -> None:
+    def saw(self, bucket: Bucket, slot: int) -> None:
         """A gradient has arrived for this parameter."""
-        self._unseen.discard(name)
+        self._unseen.discard((bucket, slot))
 
     def check(self) -> None:
         """The backward is over.
@@ -156,7 +156,7 @@ class Demand:
         Raises:
             ValueError: a parameter got none.
         """
-        missing, self._unseen = sorted(self._unseen), set(self._all)
+        missing, self._unseen = sorted(bucket.called(slot) for bucket, slot in self._unseen), set(self._all)
         if missing:
             raise ValueError(
                 f"{len(missing)} trainable parameter(s) got no gradient in backward: {', '.join(missing[:5])}. Use "

@@ -13,7 +13,7 @@ Here is what a bucket is; what it holds is in two files of their own, ``paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from zoo.zero.offload.gradient_files import GradientPark
     from zoo.zero.offload.scratch import Scratch, Shelf
     from zoo.zero.runtime.divergent import Meeting
+
+GONE = "no longer in the model: "
+"""Before the name that a parameter had at construction, where the model does not have it any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +76,10 @@ class Bucket:
         memory: of what comes and goes in every step.
         source: where this rank's parameters are already, so that nothing is communicated; None: the values of rank 0.
         label: for messages: the units whose parameters these are.
+        gone: what parameters that the model does not have any more are called (:meth:`logical`).
         owner: returns the ``ShardedModel`` it belongs to, or before that what ``Init`` has; None when that is gone.
         meeting: where ranks agree on gathers that they need at different times; None where all need the same.
-        on_refused: called with the name of a refused parameter that was touched; True if it is whole now.
+        on_refused: called with the slot of a refused parameter that was touched; True if it is whole now.
         leases: number of contexts (``runtime/contexts.py``) that still have to come back to this bucket in backward.
         active: number of running forwards of units that use it.
         context_serial: of the latest context that recorded it.
@@ -102,9 +106,11 @@ class Bucket:
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.num_gradient_bytes = self.layout.size * spec.gradient_dtype.itemsize
         self.partitioned = placements.parameters.is_split
-        self.label = ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(spec.units))
+        self._called = list(spec.names)
+        self.gone: frozenset[str] = frozenset()
+        self.label = _label(spec.units)
         self.owner: Callable[[], Any] | None = None
-        self.on_refused: Callable[[Bucket, str], bool] | None = None
+        self.on_refused: Callable[[Bucket, int], bool] | None = None
         self.meeting: Meeting | None = None
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.quiet = False  # what is not here reads as nothing, and is no error: a partitioned gradient, a state_dict
@@ -114,13 +120,13 @@ class Bucket:
     def new_guard(self, storage: torch.UntypedStorage) -> Guard:
         """For the parameters, whose memory is ``storage``."""
         return Guard(
-            self, storage, f"a parameter of {self.label} (or a view of one) was touched while it is partitioned (ZeRO "
-            "stage 3): only inside its unit's forward and backward is it whole.",
+            self, storage, lambda: f"a parameter of {self.label} (or a view of one) was touched while it is "
+            "partitioned (ZeRO stage 3): only inside its unit's forward and backward is it whole.",
         )  # fmt: skip
 
-    def take_external(self, name: str) -> bool:
-        """Parameter ``name`` was touched while it is refused: whether a running forward takes it."""
-        return self.on_refused is not None and self.on_refused(self, name)
+    def take_external(self, slot: int) -> bool:
+        """A parameter was touched while it is refused: whether a running forward takes it."""
+        return self.on_refused is not None and self.on_refused(self, slot)
 
     def assign(self, slot: int, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """What ``parameter.data = value`` does: the values are copied to wherever the parameter lives.
@@ -130,7 +136,7 @@ class Bucket:
         """
         if value is parameter:
             return
-        name, tensor = self.spec.names[slot], self.layout.tensors[slot]
+        name, tensor = self.called(slot), self.layout.tensors[slot]
         if tuple(value.shape) != tuple(tensor.shape):
             raise ValueError(
                 f"parameter {name!r} has shape {tuple(tensor.shape)}, and was given a tensor of shape "
@@ -170,12 +176,51 @@ class Bucket:
         """p: the layout is cut into one chunk for each rank of the shard group at every stage."""
         return self.shard_group.size
 
+    # Names: buckets know a parameter by the one that it had at construction, everybody else by the one of now.
+
+    def renamed(self, names: Mapping[int, str], logical: Callable[[str], str], units: Mapping[str, str]) -> None:
+        """The model has changed.
+
+        Args:
+            names: by identity, the name of each parameter of the model. logical: what a name is in the whole model.
+            units: by the name that they had at construction, the names of units.
+        """
+        gone = set()
+        for slot, (key, parameter) in enumerate(zip(self.spec.names, self.spec.parameters, strict=True)):
+            name = names.get(id(parameter))
+            if name is None:
+                gone.add(GONE + key)
+                self.spec.logical[key] = GONE + key
+            else:
+                self._called[slot] = parameter._zoo_name = name  # type: ignore[attr-defined]
+                self.spec.logical[key] = logical(name)
+        self.gone = frozenset(gone)
+        self.label = _label([units.get(unit, unit) for unit in self.spec.units])
+
+    def called(self, slot: int) -> str:
+        """For messages: the name of a parameter in this rank's model as it is now; the latest, where it is gone."""
+        members = getattr(self.owner() if self.owner is not None else None, "members", None)
+        if members is not None:
+            members.look()
+        return self._called[slot]
+
+    def named(self) -> Iterator[tuple[int, str]]:
+        """(slot, name in this rank's model) of each parameter that the model still has, as of the latest look."""
+        for slot, key in enumerate(self.spec.names):
+            if self.logical(key)[0] not in self.gone:
+                yield slot, self._called[slot]
+
+    def in_model(self) -> list[str]:
+        """The names in the whole model of the parameters that the model still has, as of the latest look."""
+        return [name for name in (self.logical(key)[0] for key in self.spec.names) if name not in self.gone]
+
     def logical(self, name: str) -> tuple[str, Split]:
-        """What parameter ``name`` is called in the whole model, and which part of it this rank's is."""
+        """What the parameter that construction found as ``name`` is called in the whole model, as of the latest look,
+        and which part of it this rank's is. One that the model does not have any more is called one of ``gone``."""
         return self.spec.logical.get(name, name), split_of(self.spec.parameters[self._slots[name]])
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of parameter ``name`` on this rank."""
+        """The shape on this rank of the parameter that construction found as ``name``."""
         return self.layout.tensors[self._slots[name]].shape
 
     def own_range(self) -> tuple[int, int]:
@@ -295,6 +340,10 @@ class Bucket:
         elif not self.partitioned:  # the new parameters
             hops.append(Hop("all_gather", self.shard_group, self.num_bytes))
         return hops
+
+
+def _label(units: Sequence[str]) -> str:
+    return ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(units))
 
 
 _T = TypeVar("_T")

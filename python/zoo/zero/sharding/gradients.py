@@ -409,7 +409,7 @@ class BucketGradients:
             if self.reduced:
                 return PartitionedGradient.of(self, slot)
             self._look()
-            return WholeGradient.of(self._views[slot], self.bucket.spec.names[slot])
+            return WholeGradient.of(self._views[slot], self.bucket, slot)
         if not self.reduced:
             return None
         bucket = self.bucket
@@ -417,7 +417,7 @@ class BucketGradients:
             return PartitionedGradient.of(self, slot)
         # Behind the other version counter: what the user does to a mean is no gradient that arrives.
         offset, tensor = bucket.layout.offsets[slot], bucket.layout.tensors[slot]
-        return WholeGradient.of(self._raw[offset : offset + tensor.numel].view(tensor.shape), tensor.name)
+        return WholeGradient.of(self._raw[offset : offset + tensor.numel].view(tensor.shape), bucket, slot)
 
     def make_zero(self) -> None:
         """Where there is no gradient, be a zero one that is reduced."""
@@ -462,7 +462,6 @@ class BucketGradients:
     def assign(self, slot: int, value: torch.Tensor | None) -> None:
         """What ``parameter.grad = value`` does: None empties the gradient of this parameter, a tensor replaces it."""
         bucket = self.bucket
-        tensor = bucket.layout.tensors[slot]
         if value is None:
             if self._cleared_at != self.flat._version:  # something arrived since
                 self._cleared.clear()
@@ -482,7 +481,7 @@ class BucketGradients:
                 return
         if bucket.placements.gradients.is_split or self.reduced:
             raise PartitionedAccessError(
-                f"the gradient of {tensor.name!r} is partitioned; it cannot be assigned. Use "
+                f"the gradient of {bucket.called(slot)!r} is partitioned; it cannot be assigned. Use "
                 "zoo.zero.safe_set_full_grad, between backward and step."
             )
         self.open()

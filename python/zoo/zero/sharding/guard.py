@@ -13,7 +13,7 @@ to refuse access. Without either, reading freed storage would end the process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -112,10 +112,10 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     hidden = {p._zoo_bucket: p for p in touched if p._zoo_bucket.parameters.hidden}
     # In a forward the running unit takes them as its own, all in the same order on every rank.
     in_order = sorted(hidden.items(), key=lambda item: item[0].index)
-    if hidden and all(bucket.take_external(p._zoo_name) for bucket, p in in_order):
+    if hidden and all(bucket.take_external(p._zoo_slot) for bucket, p in in_order):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    names = sorted({p._zoo_name for p in touched})
+    names = sorted({p._zoo_bucket.called(p._zoo_slot) for p in touched})
     raise PartitionedAccessError(
         f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
         "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
@@ -240,7 +240,7 @@ class PartitionedGradient(torch.Tensor):
     def refuse(self, func: Any) -> NoReturn:
         """Say what was touched, and what to do instead."""
         found: Any = self
-        name, touched = found._zoo_gradients.bucket.spec.names[found._zoo_slot], getattr(func, "__name__", str(func))
+        name, touched = found._zoo_gradients.bucket.called(found._zoo_slot), getattr(func, "__name__", str(func))
         scaler = "In the place of torch's GradScaler give loss_scale= to the optimizer. " if "_amp_" in touched else ""
         raise PartitionedAccessError(
             f"{touched} touched the gradient of {name!r}, which is partitioned: this rank holds a shard of the mean. "
@@ -258,10 +258,10 @@ class WholeGradient(torch.Tensor):
     __torch_function__: Any = _DISABLED  # what is computed with it is a plain tensor
 
     @staticmethod
-    def of(view: torch.Tensor, name: str) -> WholeGradient:
-        """``view``, of the gradient of parameter ``name``."""
+    def of(view: torch.Tensor, bucket: Bucket, slot: int) -> WholeGradient:
+        """``view``, of the gradient of a parameter of ``bucket``."""
         made: Any = view.as_subclass(WholeGradient)
-        made._zoo_name = name
+        made._zoo_place = bucket, slot
         return made  # type: ignore[no-any-return]
 
     @property
@@ -273,9 +273,10 @@ class WholeGradient(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         mine, given = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
         if mine != given:
+            bucket, slot = self._zoo_place  # type: ignore[attr-defined]
             raise ValueError(
-                f"the gradient of {self._zoo_name!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was given "  # type: ignore[attr-defined]
-                f"{given[0]}, {given[1]}, on {given[2]}: it lies in a flat buffer, where these stay."
+                f"the gradient of {bucket.called(slot)!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was "
+                f"given {given[0]}, {given[1]}, on {given[2]}: it lies in a flat buffer, where these stay."
             )
         with torch.no_grad():
             self.copy_(value)
@@ -297,6 +298,11 @@ def _flat_tensors(value: Any) -> list[torch.Tensor]:
     return [t for item in value for t in _flat_tensors(item)] if isinstance(value, (tuple, list)) else []
 
 
+def _name(parameter: Any) -> str:
+    name: str = type(parameter)._zoo_bucket.called(parameter._zoo_slot)
+    return name
+
+
 def _get_grad(self: Any) -> torch.Tensor | None:
     bucket = type(self)._zoo_bucket
     if bucket.gradients is None:
@@ -310,7 +316,7 @@ def _set_grad(self: Any, value: torch.Tensor | None) -> None:
     if gradients is not None:
         gradients.assign(self._zoo_slot, value)
     elif value is not None:
-        raise ValueError(f"{self._zoo_name!r} was frozen when the optimizer was constructed; it takes no gradient.")
+        raise ValueError(f"{_name(self)!r} was frozen when the optimizer was constructed; it takes no gradient.")
 
 
 def _get_data(self: Any) -> torch.Tensor:
@@ -332,7 +338,7 @@ def _set_requires_grad(self: Any, value: bool) -> None:
     # Freezing for a while is fine: the gradient of these steps is zero. The other way round there is no place for one.
     if value and not type(self)._zoo_bucket.spec.trainable:
         raise ValueError(
-            f"parameter {self._zoo_name!r} was frozen when the ZeRO optimizer was constructed and has no place for a "
+            f"parameter {_name(self)!r} was frozen when the ZeRO optimizer was constructed and has no place for a "
             "gradient. Set requires_grad before constructing the optimizer, or close() it and construct a new one."
         )
     _REQUIRES_GRAD.__set__(self, value)
@@ -347,7 +353,7 @@ def _detach(self: Any) -> torch.Tensor:
     # `nn.Parameter(parameter)` asks for it first: there would be two parameters of one memory.
     if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _NEW_PARAMETER:
         raise ValueError(
-            f"nn.Parameter(...) of {self._zoo_name!r} would be a second parameter in its memory, which the ZeRO "
+            f"nn.Parameter(...) of {_name(self)!r} would be a second parameter in its memory, which the ZeRO "
             "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
             "parametrisation such as weight_norm) has to come before the optimizer is constructed."
         )
@@ -396,7 +402,7 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
     if _changes_nothing(torch.Tensor.to, (self, *args), kwargs):
         return self
     raise ValueError(
-        f"parameter {self._zoo_name!r}, a {class_of(self).__name__}, would go to {(*args, *kwargs.values())!r}: it "
+        f"parameter {_name(self)!r}, a {class_of(self).__name__}, would go to {(*args, *kwargs.values())!r}: it "
         f"lies in a flat buffer, whose dtype and device stay.{_CONVERT_FIRST}"
     )
 
@@ -407,7 +413,7 @@ _REFUSE: Any = classmethod(_refuse)
 class Guard:
     """Makes one bucket's parameters instances of a class of their own, and opens and closes that class."""
 
-    def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: str) -> None:
+    def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: Callable[[], str]) -> None:
         self._shown: Any = _DISABLED  # what the class does to functions of torch while its parameters are whole
         self._class = self.class_for(bucket)
         self._address = storage._cdata
@@ -453,7 +459,7 @@ class Guard:
 
     def close(self) -> None:
         """The memory is gone: refuse everything that shares it."""
-        refuse_storage(self._address, self._message)
+        refuse_storage(self._address, self._message())
 
     def open(self) -> None:
         """There is memory again."""

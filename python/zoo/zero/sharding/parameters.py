@@ -42,7 +42,6 @@ class BucketParameters:
         self.bucket = bucket
         self._routes = bucket.routes
         self._route = self._routes.gather
-        self._label = f"parameters of {bucket.label}"
         self.live, self.coming, self.hidden = True, False, False
         self.secondary: torch.Tensor | None = None
         self.originals: Shard | None = None
@@ -84,6 +83,10 @@ class BucketParameters:
             low, high = self.bucket.kept_range()
             self.originals = self.bucket.new_originals(high - low, came.dtype)
             self.originals.set(came[low:high])
+
+    @property
+    def _label(self) -> str:
+        return f"parameters of {self.bucket.label}"
 
     # Whole -----------------------------------------------------------------------------------------------------------
 

@@ -44,10 +44,20 @@ class _Place:
 
     optimizer: ZeroOptimizer
     bucket: Bucket
-    name: str
+    slot: int
     shape: torch.Size
     start: int
     stop: int
+
+    @property
+    def key(self) -> str:
+        """What the bucket knows it by."""
+        return self.bucket.spec.names[self.slot]
+
+    @property
+    def name(self) -> str:
+        """What it is called now."""
+        return self.bucket.called(self.slot)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,7 +91,7 @@ def _find(param: Any) -> _Place:
     slot = param._zoo_slot
     tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
     model: Any = owner_of(bucket)
-    return _Place(model.optimizer, bucket, tensor.name, torch.Size(tensor.shape), offset, offset + tensor.numel)
+    return _Place(model.optimizer, bucket, slot, torch.Size(tensor.shape), offset, offset + tensor.numel)
 
 
 # What this rank has ----------------------------------------------------------------------------------------------
@@ -172,7 +182,7 @@ def _kept(place: _Place) -> dict[str, Any]:
     tensors: dict[str, str] = {}
     numbers: dict[str, float] = {}
     if place.bucket.spec.trainable:
-        group = place.bucket.spec.groups[place.bucket.spec.names.index(place.name)]
+        group = place.bucket.spec.groups[place.slot]
         for segment, state, _ in _segments(place):
             if segment.group == group and not tensors and not numbers:
                 tensors = {k: str(v.dtype).removeprefix("torch.") for k, v in tensor_states(state, segment).items()}
@@ -414,7 +424,7 @@ def _write_param(place: _Place, values: tuple[int, torch.Tensor]) -> None:
     place.optimizer.runtime.updated()
     if bucket.partitioned:
         place.optimizer.runtime.residency.forget(bucket)
-    write_values(place.optimizer, {bucket: {place.name: values}}, keep_equal=False)
+    write_values(place.optimizer, {bucket: {place.key: values}}, keep_equal=False)
 
 
 @torch.no_grad()
@@ -444,7 +454,7 @@ def _check_settable(place: _Place, kept: Mapping[str, Any], key: str) -> None:
 
 
 def _write_state(place: _Place, values: tuple[int, torch.Tensor], key: str) -> None:
-    given: Values = {place.name: values}
+    given: Values = {place.key: values}
 
     def change(segment: Segment, state: dict[str, Any]) -> None:
         for offset, part in overlaps(given, segment.slices()):

@@ -21,7 +21,7 @@ import torch
 from zoo.comm import Communicator, together
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.dtensors import is_dtensor
-from zoo.zero.state.logical import StateSlice, runs_of, scalar_states, tensor_states
+from zoo.zero.state.logical import StateSlice, gone_of, runs_of, scalar_states, tensor_states
 from zoo.zero.update.probe import Keeps
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _refuse_others(optimizer: ZeroOptimizer) -> None:
     for bucket in optimizer.updater.buckets:
         if bucket.spec.axes:
             raise NotImplementedError(
-                f"states by parameter of {bucket.spec.names[0]!r}, which is a part along the mesh axes "
+                f"states by parameter of {bucket.called(0)!r}, which is a part along the mesh axes "
                 f"{bucket.spec.axes}. Save state_slices() and state_scalars(), as zoo's checkpoints do."
             )
 
@@ -188,7 +188,7 @@ def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
             keeps.setdefault(bucket, {})[slot] = states_kept(optimizer, bucket, slot, options)
             positions[bucket, slot] = position
     numbers: dict[str, float] = {}
-    for theirs in optimizer.comm.all_gather_object(optimizer.state_scalars()):
+    for theirs in optimizer.comm.all_gather_object(optimizer.held_scalars()):
         numbers |= theirs
     found: dict[int, dict[str, Any]] = {}
     for bucket in optimizer.updater.buckets:
@@ -314,18 +314,23 @@ def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tup
 
 
 def named_groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
-    """The groups, with names of the whole model in the place of parameters."""
+    """The groups, with names of the whole model in the place of those parameters that the model still has."""
+    optimizer.sharded.members.check()
     names: list[list[str]] = [[] for _ in optimizer.param_groups]
     for index, _, bucket, slot in members(optimizer):
-        names[index].append(bucket.logical(bucket.spec.names[slot])[0])
+        name = bucket.logical(bucket.spec.names[slot])[0]
+        if name not in bucket.gone:
+            names[index].append(name)
     return [{**group, "params": of} for group, of in zip(optimizer.param_groups, names, strict=True)]
 
 
 def states_by_name(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """``{"state": …, "param_groups": …}`` with names in the place of positions: what DCP writes. Collective."""
     groups, states = named_groups(optimizer), states_by_position(optimizer)
-    names = [name for group in groups for name in group["params"]]
-    return {"state": {names[position]: of for position, of in states.items()}, "param_groups": groups}
+    names = [bucket.logical(bucket.spec.names[slot])[0] for _, _, bucket, slot in members(optimizer)]
+    gone = gone_of(optimizer.buckets)
+    found = {names[position]: of for position, of in states.items() if names[position] not in gone}
+    return {"state": found, "param_groups": groups}
 
 
 def begun_slices(optimizer: ZeroOptimizer, *, owned: bool) -> list[StateSlice]:
@@ -343,7 +348,8 @@ def begun_slices(optimizer: ZeroOptimizer, *, owned: bool) -> list[StateSlice]:
                 if (run.name, role, run.start) not in there:
                     zeros = torch.zeros((), dtype=dtype).expand(run.length)
                     found.append(StateSlice(run.name, role, run.start, run.length, run.shape, zeros, run.box))
-    return found
+    gone = gone_of(optimizer.buckets)
+    return [item for item in found if item.name not in gone]
 
 
 def begun_scalars(optimizer: ZeroOptimizer) -> dict[str, float]:
@@ -352,7 +358,8 @@ def begun_scalars(optimizer: ZeroOptimizer) -> dict[str, float]:
     for segment in optimizer.updater.segments:
         options = {k: v for k, v in optimizer.param_groups[segment.group].items() if k != "params"}
         for role in optimizer.updater.keeps_with(segment, options).numbers:
-            found |= {f"{role}/{run.name}": 0.0 for run in runs_of(segment.bucket, segment.slices())}
+            runs = runs_of(segment.bucket, segment.slices())
+            found |= {f"{role}/{run.name}": 0.0 for run in runs if run.name not in segment.bucket.gone}
     return found | optimizer.state_scalars()
 
 
@@ -399,7 +406,7 @@ def _check(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> str:
     for bucket, slot, entry, kept in _entries(optimizer, state):
         told.append(_check_entry(optimizer, bucket, slot, entry, kept))
         if (kept.states.keys() | kept.numbers) - {MASTER}:
-            (full if entry.keys() - {MASTER} else empty).append(bucket.spec.names[slot])
+            (full if entry.keys() - {MASTER} else empty).append(bucket.called(slot))
     if empty and full:
         raise ValueError(
             f"the state_dict has states of {full[0]!r}, and none of {empty[0]!r}, which "
@@ -431,7 +438,7 @@ def check_options(optimizer: ZeroOptimizer, groups: list[dict[str, Any]]) -> Non
 def _check_entry(
     optimizer: ZeroOptimizer, bucket: Bucket, slot: int, entry: Mapping[str, Any], kept: Keeps
 ) -> list[Any]:  # fmt: skip
-    name, who = bucket.spec.names[slot], type(optimizer.inner).__name__
+    name, who = bucket.called(slot), type(optimizer.inner).__name__
     wanted = kept.states.keys() | kept.numbers
     foreign = entry.keys() - wanted - {MASTER}
     lacking = wanted - entry.keys() - {MASTER} if entry.keys() - {MASTER} else set()

@@ -151,14 +151,14 @@ class GatheredParameters:
         if self._modifier is None and torch.is_grad_enabled():
             for bucket, slots in self._slots.items():
                 if bucket.partitioned and bucket.gradients is not None:
-                    bucket.take_external(bucket.spec.names[slots[0]])
+                    bucket.take_external(slots[0])
 
     def _agree(self) -> None:
         comms: dict[int, tuple[Communicator, torch.device, list[str]]] = {}
         for bucket, slots in self._slots.items():
             comm = owner_of(bucket).comm
             names = comms.setdefault(id(comm), (comm, bucket.device, []))[2]
-            names += [bucket.spec.names[slot] for slot in slots]
+            names += [bucket.called(slot) for slot in slots]
         for comm, device, names in comms.values():
             if self._modifier is not None and not 0 <= self._modifier < comm.size:
                 raise ValueError(
@@ -214,7 +214,7 @@ class GatheredParameters:
             for slot, version in enumerate(bucket.parameters.versions()):
                 stored = self._modifier is not None and slot in slots
                 if version not in (noted[slot], before[slot]) and not stored:
-                    found.append(bucket.spec.names[slot])
+                    found.append(bucket.called(slot))
         return found
 
     @torch.no_grad()

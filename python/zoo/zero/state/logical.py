@@ -128,6 +128,11 @@ def slices_of(
             yield from _cut(bucket, bucket.layout.slices(low, high), "parameter", values, constant=True)
 
 
+def gone_of(buckets: Iterable[Bucket]) -> frozenset[str]:
+    """What parameters that the model does not have any more are called in slices: no checkpoint has these."""
+    return frozenset().union(*(bucket.gone for bucket in buckets))
+
+
 def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored:
     """Elements [low, high) of a frozen bucket, as they came where that is kept."""
     originals, shard = bucket.parameters.originals, bucket.parameters.shard
@@ -418,12 +423,14 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
 
     ``state`` must hold the entries that the optimizer makes in a step: they are what is looked for.
     """
-    pieces = list(runs_of(segment.bucket, segment.slices()))
+    pieces = []
+    for piece in runs_of(segment.bucket, segment.slices()):
+        value = _known(segment.bucket, piece, read)
+        if value is not None:
+            segment.value(state)[piece.offset : piece.offset + piece.length].copy_(value)
+            pieces.append(piece)
     if not pieces:
         return True
-    for piece in pieces:
-        part = segment.value(state)[piece.offset : piece.offset + piece.length]
-        part.copy_(read(piece.name, "parameter", piece.where, piece.length))
     found: set[bool] = set()
     for role, tensor in tensor_states(state, segment).items():
         tensor.zero_()  # padding
@@ -452,6 +459,16 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
     if len(found) > 1:
         raise ValueError(f"the source holds only part of the optimizer state of {', '.join(p.name for p in pieces)}.")
     return found != {False}
+
+
+def _known(bucket: Bucket, piece: Run, read: Reader) -> torch.Tensor | None:
+    """The parameter's elements; None where neither the source nor the model has it: it stays what it is."""
+    try:
+        return read(piece.name, "parameter", piece.where, piece.length)
+    except KeyError:
+        if piece.name not in bucket.gone:
+            raise
+        return None
 
 
 def _like(old: Any, number: float) -> Any:
@@ -483,9 +500,10 @@ def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
             if originals is not None:
                 places.append(opened.enter_context(originals.edited()))
             for piece in runs_of(bucket, bucket.layout.slices(low, high)):
-                value = read(piece.name, "parameter", piece.where, piece.length)
-                for place in places:
-                    place[piece.offset : piece.offset + piece.length].copy_(value)
+                value = _known(bucket, piece, read)
+                if value is not None:
+                    for place in places:
+                        place[piece.offset : piece.offset + piece.length].copy_(value)
         handles.append(parameters.publish())
     for handle in handles:
         if handle is not None:

@@ -51,7 +51,7 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
         for g, end in zip(optimizer.param_groups, ends, strict=True)
     ]  # fmt: skip
     state: dict[str, Any] = {
-        "slices": slices, "scalars": optimizer.state_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
+        "slices": slices, "scalars": optimizer.held_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
         "world_size": optimizer.comm.size,
     }  # fmt: skip
     for after in optimizer._optimizer_state_dict_post_hooks.values():

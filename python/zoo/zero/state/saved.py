@@ -48,7 +48,8 @@ class SavedState:
         return cast("ZeroOptimizer", self)
 
     def state_slices(self, *, errors: Literal["ranks", "folded"] = "ranks") -> list[state_io.StateSlice]:
-        """This rank's part of the training state. Every element of every tensor belongs to exactly one rank.
+        """This rank's part of the training state. Every element of every tensor belongs to exactly one rank. Parameters
+        have the names that they have in the model now; those that it does not have any more are left out.
 
         Args:
             errors: of lossy reductions: "ranks" saves e_r of each of the R ranks and what servers owe, s, from which
@@ -60,17 +61,28 @@ class SavedState:
         """
         if errors not in ("ranks", "folded"):
             raise ValueError(f"errors={errors!r}; it is 'ranks', for those of each rank, or 'folded', for their sum.")
-        found = self.held_slices(owned=True)
+        gone = self._gone()
+        found = [s for s in self.held_slices(owned=True) if s.name not in gone]
         return self.folded(found) if errors == "folded" else found
 
     @torch.no_grad()
     def folded(self, slices: Iterable[Any]) -> list[state_io.StateSlice]:
         """``slices`` with errors as :meth:`state_slices` has them with ``errors="folded"``. Collective."""
         kept = [s for s in slices if s.role != "owed" and not s.role.startswith("feedback.")]
-        return kept + [s for b in self._trainable for s in state_io.folded_slices(b)]
+        gone = self._gone()
+        return kept + [s for b in self._trainable for s in state_io.folded_slices(b) if s.name not in gone]
+
+    def _gone(self) -> frozenset[str]:
+        self.sharded.members.check()
+        return state_io.gone_of(self._buckets)
 
     def state_scalars(self) -> dict[str, float]:
         """``"<role>/<name>"`` → value for the scalar optimizer states, and ``"zero/<key>"`` for the loss scaler."""
+        gone = self._gone()
+        return {key: value for key, value in self.held_scalars().items() if key.partition("/")[2] not in gone}
+
+    def held_scalars(self) -> dict[str, float]:
+        """The same, of what the model does not have any more too: as :meth:`held_slices`."""
         self._whole._check_open()
         self._whole.read_outcome()
         found = state_io.scalars_of(self._updater.segments, self.inner.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -19,23 +20,31 @@ if TYPE_CHECKING:
 
 
 def whole_parameters(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole value) of every parameter of these buckets, as the ranks keep it, one bucket gathered at a time.
+    """(name, whole value) of every parameter of these buckets that the model still has, as the ranks keep it, one
+    bucket gathered at a time.
 
     Collective: every rank has to go to the end. A tensor is the parameter's memory and valid until the next one is
     asked for. What was gathered before stays so.
     """
     for bucket in buckets:
-        parameters = bucket.parameters
-        stays = parameters.live and not (parameters.rounds and not bucket.active)
-        hidden = parameters.hidden
-        parameters.wait(exact=True)
-        try:
-            yield from zip(bucket.spec.names, bucket.views(parameters.full), strict=True)
-        finally:
-            if not stays:
-                parameters.reshard()
-            elif hidden:
-                parameters.hide()
+        with _whole(bucket) as views:
+            yield from ((name, views[slot]) for slot, name in bucket.named())
+
+
+@contextlib.contextmanager
+def _whole(bucket: Bucket) -> Iterator[list[torch.Tensor]]:
+    """A view of each parameter of a bucket, which is gathered for as long."""
+    parameters = bucket.parameters
+    stays = parameters.live and not (parameters.rounds and not bucket.active)
+    hidden = parameters.hidden
+    parameters.wait(exact=True)
+    try:
+        yield bucket.views(parameters.full)
+    finally:
+        if not stays:
+            parameters.reshard()
+        elif hidden:
+            parameters.hide()
 
 
 def share_range(bucket: Bucket, out: torch.Tensor, start: int) -> None:
@@ -54,7 +63,8 @@ def share_range(bucket: Bucket, out: torch.Tensor, start: int) -> None:
 
 
 class WholeModel:
-    """The parameters of all ranks, under their names in the whole model: parts along other mesh axes are joined.
+    """The parameters of all ranks that the model still has, under their names in the whole model: parts along other
+    mesh axes are joined.
 
     Collective over all ranks, as is the iteration, in which every rank goes to the end.
 
@@ -67,13 +77,14 @@ class WholeModel:
     ) -> None:  # fmt: skip
         self._layers = layers
         self._buckets = [(bucket, families[bucket.spec.axes].parts) for bucket in buckets]
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[tuple[Bucket, int], list[_Piece]] = {}
         self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for bucket, parts in self._buckets:
-            mine = [_piece(bucket, name) for name in bucket.spec.names]
+            slots = [slot for slot, _ in bucket.named()]
+            mine = [_piece(bucket, slot) for slot in slots]
             everybody = [mine] if parts is None else parts.all_gather_object(mine)
-            for name, pieces in zip(bucket.spec.names, zip(*everybody, strict=True), strict=True):
-                self._pieces[name] = list(pieces)
+            for slot, pieces in zip(slots, zip(*everybody, strict=True), strict=True):
+                self._pieces[bucket, slot] = list(pieces)
                 self.described |= {called: (bucket.spec.dtype, shape) for called, shape, _, _ in pieces}
         self._of_layers = [self.described] if layers is None else layers.all_gather_object(self.described)
         for there in self._of_layers:
@@ -105,18 +116,21 @@ class WholeModel:
 
     def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket, parts in self._buckets:
-            for name, tensor in whole_parameters([bucket]):
-                pieces = self._pieces[name]
-                yield from [(pieces[0][0], tensor)] if parts is None else _joined(tensor, pieces, parts)
+            with _whole(bucket) as views:
+                for slot, tensor in enumerate(views):
+                    pieces = self._pieces.get((bucket, slot))
+                    if pieces is not None:
+                        yield from [(pieces[0][0], tensor)] if parts is None else _joined(tensor, pieces, parts)
 
 
 _Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Name and shape of a whole tensor, offsets and sizes of a part of it."""
 
 
-def _piece(bucket: Bucket, name: str) -> _Piece:
-    called, split = bucket.logical(name)
-    sizes = bucket.shape_of(name)
+def _piece(bucket: Bucket, slot: int) -> _Piece:
+    key = bucket.spec.names[slot]
+    called, split = bucket.logical(key)
+    sizes = bucket.shape_of(key)
     if split.shape is None or split.box is None:
         return called, sizes, (0,) * len(sizes), sizes
     return called, split.shape, split.box.offsets, split.box.sizes

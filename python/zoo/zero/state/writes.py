@@ -61,7 +61,7 @@ class Writes:
             self._noted[bucket] = now
             changed = [slot for slot, (a, b) in enumerate(zip(noted, now, strict=True)) if a != b]
             if bucket.partitioned:
-                lost += [bucket.spec.names[slot] for slot in changed]
+                lost += [bucket.called(slot) for slot in changed]
                 continue
             for slot in changed:
                 bucket.parameters.take_back(slot)
