@@ -102,6 +102,19 @@ def test_arguments(joined: list[dict[str, Any]]) -> None:
     assert [(call["rank"], call["world_size"]) for call in joined] == [(1, 2), (0, 1)]
 
 
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"}]
+)
+def test_ranks_that_nobody_has_joined_do_not_train_alone(
+    joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"nobody has joined the [23] ranks of this job .*each would train alone"):
+        init_distributed(dist_init_required=False)
+    assert joined == []
+
+
 def test_the_log_says_what_was_joined(joined: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "zoo.comm"):
         init_distributed("gloo", rank=0, world_size=1)

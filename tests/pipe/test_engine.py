@@ -326,3 +326,64 @@ def test_the_vocabulary_of_the_models() -> None:
     everything = {name for name, _ in whole(Case(tied=True)).named_parameters()}
     assert set(first) | set(second) == everything
     assert VOCABULARY > WIDTH
+
+
+class Counted(Block):
+    """How often a layer was called with gradients, and without."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.calls = {True: 0, False: 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[torch.is_grad_enabled()] += 1
+        return super().forward(x)
+
+
+def squared(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target).square().mean()
+
+
+def counts(pipeline: dict[str, Any], section: dict[str, Any] | None = None, **options: Any) -> dict[bool, int]:
+    """Of each of four layers on two stages, in a step of two micro-batches."""
+
+    def fn(rank: int) -> list[dict[bool, int]]:
+        torch.manual_seed(0)
+        model = PipelineModule([LayerSpec(Counted)] * 4, num_stages=2, loss_fn=squared, **options)
+        engine = zoo.engine.initialize(
+            {
+                "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "pipeline": {"check_shapes": False, **pipeline},
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "activation_checkpointing": section or {},
+            },
+            model,
+        )[0]  # fmt: skip
+        x = torch.ones(1, 3, WIDTH, requires_grad=True)
+        engine.train_batch(iter([(x, torch.ones(1, 3, WIDTH))] * 2))
+        return [layer.calls for layer in model.modules() if isinstance(layer, Counted)]
+
+    found = [calls for rank in sim.run(2, fn) for calls in rank]
+    assert len(found) == 4
+    assert all(calls == found[0] for calls in found)
+    return found[0]
+
+
+def test_the_section_says_which_activations_are_computed_again() -> None:
+    reentrant = {"use_reentrant": True}
+    assert counts({}) == {True: 2, False: 0}
+    assert counts({"activation_checkpoint_interval": 0}, activation_checkpoint_interval=2) == {True: 4, False: 0}
+    assert counts({"activation_checkpoint_interval": 1}) == {True: 4, False: 0}
+    assert counts({"activation_checkpoint_interval": 2, "use_reentrant": True}) == {True: 4, False: 0}
+    assert counts({"activation_checkpoint_interval": 2}, reentrant) == {True: 2, False: 2}  # a forward without a graph
+    assert counts({"activation_checkpoint_interval": 2, "use_reentrant": False}, reentrant) == {True: 4, False: 0}
+    own: list[int] = []
+
+    def mine(function: Any, *inputs: Any) -> Any:
+        own.append(1)
+        return function(*inputs)
+
+    assert counts({"activation_checkpoint_interval": 2}, activation_checkpoint_func=mine) == {True: 2, False: 0}
+    assert own
+    own.clear()
+    options = {"activation_checkpoint_func": mine, "activation_checkpoint_interval": 1}
+    assert counts({"use_reentrant": False}, **options) == {True: 4, False: 0}  # in its place, as in DeepSpeed
+    assert not own

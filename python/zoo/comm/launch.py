@@ -62,7 +62,8 @@ def init_distributed(
         timeout: after this long without an answer from a peer an operation fails instead of waiting on.
         init_method: a URL as of ``torch.distributed``: "env://", "tcp://host:port", "file:///path". By default env://.
         dist_init_required: None: join if a launcher says that there are ranks. True: it has to be joined, and an error
-            says what is missing. False: it is joined already, or there is none.
+            says what is missing. False: it is joined already, or there is one rank; several that nobody has joined are
+            an error, because each would train alone.
         config: a configuration whose ``comm.timeout_s`` is the timeout.
         rank, world_size: by hand, as "tcp://" without a launcher needs them; -1: as the launcher says.
 
@@ -76,9 +77,11 @@ def init_distributed(
     timeout = timedelta(seconds=seconds) if seconds is not None else timeout
     if not timeout > timedelta(0):
         raise ValueError(f"init_distributed got a timeout of {timeout}; it must be longer than nothing.")
-    if not dist.is_initialized() and dist_init_required is not False:
+    if not dist.is_initialized():
         place = _place(rank, world_size, auto_mpi_discovery)
-        if place is not None:
+        if dist_init_required is False:
+            _refuse_ranks_alone(place)
+        elif place is not None:
             _join(place, dist_backend, init_method, distributed_port, timeout)
             if verbose:
                 _log.info("rank %d of %d (%s) joined over %s", *_ranks(), place.launcher, dist.get_backend())
@@ -90,6 +93,15 @@ def init_distributed(
         elif init_method is not None:
             raise ValueError(f"init_method={init_method!r} without a launcher needs rank= and world_size= as well.")
     return _ranks()
+
+
+def _refuse_ranks_alone(place: Place | None) -> None:
+    if place is not None and place.world_size > 1:
+        raise ValueError(
+            f"dist_init_required=False says that the ranks are joined already, but nobody has joined the "
+            f"{place.world_size} ranks of this job ({place.launcher}): each would train alone. Call "
+            "torch.distributed.init_process_group() before, or leave dist_init_required out."
+        )
 
 
 def _ranks() -> tuple[int, int]:

@@ -58,7 +58,8 @@ def initialize(
             schedule``.
         collate_fn: list of samples → batch.
         loader: further arguments of :class:`~zoo.engine.ShardedLoader`, such as ``num_workers``.
-        dist_init_required: False: the process group is there already, or there is none. True: it has to be joined now.
+        dist_init_required: False: the process group is there already, or there is one rank. True: it has to be joined
+            now.
             None: it is joined where a launcher has set up one and this was not done before; see
             :func:`zoo.comm.init_distributed`.
         mesh: a DeviceMesh with names for all axes of the job; the section ``mesh`` says what they mean, or their names
@@ -140,7 +141,10 @@ def _quietly(close: Callable[[], None]) -> None:
 
 def _join(source: Any, required: bool | None, overrides: Any, registry: Registry) -> None:
     """The process group is there after this, if there is one."""
-    if required is False or dist.is_initialized():
+    if dist.is_initialized():
+        return
+    if required is False:
+        init_distributed(dist_init_required=False)
         return
     if isinstance(source, Config):
         timeout_s = source.comm.timeout_s

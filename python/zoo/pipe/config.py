@@ -55,17 +55,19 @@ class PipelineConfig(Section):
     that does not take what the one before it gives is then named before anything is sent. Functions among the layers
     are called once more for it."""
 
+    activation_checkpoint_interval: int = Field(default=0, ge=0)
+    """Layers between two activations that are kept, in place of what the model says; 0: what the model says
+    (``PipelineModule(activation_checkpoint_interval=...)``)."""
+
+    use_reentrant: bool = True
+    """False: activations are computed again by the form that is not re-entrant, whatever the model and the section
+    ``activation_checkpointing`` say. True: by what they say."""
+
     fates: ClassVar[Mapping[str, Fate]] = {
         "partition": unnecessary("PipelineModule(partition_method=...) says which layers a stage has", "best"),
         "seed_layers": unnecessary("PipelineModule(seed_layers=...) says it", False, nothing=(True,)),
-        "activation_checkpoint_interval": unnecessary("PipelineModule(activation_checkpoint_interval=...) says it", 0),
         "pipe_partitioned": unnecessary("activations travel whole", True, nothing=(False,)),
         "grad_partitioned": unnecessary("gradients of activations travel whole", True, nothing=(False,)),
-        "use_reentrant": unnecessary(
-            "activation_checkpointing.use_reentrant says it, or PipelineModule(activation_checkpoint_func=...)",
-            True,
-            nothing=(False,),
-        ),
     }
 
     def contradictions(self, config: Config) -> Iterable[str]:

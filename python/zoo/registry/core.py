@@ -10,6 +10,7 @@ __all__ = ["CORE"]
 
 CORE: dict[str, dict[str, str]] = {
     "activation_checkpoint": {
+        "non_reentrant": "zoo.checkpointing.activation.api:non_reentrant_checkpoint",
         "zoo": "zoo.checkpointing.activation.api:checkpoint",
     },
     "compressor": {

@@ -42,10 +42,15 @@ def find_document(args: Any, config: Any) -> dict[str, Any]:
             "there are several configurations: config= of initialize, deepspeed_config and deepscale_config of args; "
             "give one of them."
         )
-    return _read(given[0])
+    return read_document(given[0])
 
 
-def _read(config: Any) -> dict[str, Any]:
+def read_document(config: Any) -> dict[str, Any]:
+    """A dict, the path of a file, or base64, as a dict of its own.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     if isinstance(config, Config):
         raise ConfigError("initialize() of deepspeed takes a dict or a path; zoo.engine.initialize takes a Config.")
     if isinstance(config, Mapping):

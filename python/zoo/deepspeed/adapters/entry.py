@@ -119,8 +119,7 @@ def initialize(
     group = None if mpu is None or _shares_sequences(mpu, given) else mpu.get_data_parallel_group()
     if not given.get("mesh"):
         given.pop("seq_parallel_communication_data_type", None)  # no sequence is split
-    if dist_init_required is not False:
-        comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     carry_out(document)
     communication.configure(document)
     _end_earlier(model)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from zoo.zero import GatheredParameters as _Gathered
-from zoo.zero import Init as _Init
 from zoo.zero import PartitionedAccessError
 from zoo.zero import register_external_parameter as _register
 from zoo.zero import unregister_external_parameter as _unregister
@@ -24,8 +23,6 @@ from zoo.zero.sharding.guard import ShardedParameter
 
 ZeRORuntimeException = PartitionedAccessError
 """What touching a partitioned parameter raises."""
-
-Init = _Init
 
 
 class ZeroParamType(enum.Enum):

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.deepspeed.adapters.parameters import Init
+from zoo.deepspeed.adapters.zero_init import Init
 from zoo.zero import GatheredParameters
 
 
 class MiCS_Init(Init):
-    """:class:`zoo.zero.Init` with the arguments that DeepSpeed's has in this place.
+    """``deepspeed.zero.Init`` with the arguments that DeepSpeed's has in this place.
 
     It splits parameters over all ranks; ``initialize`` brings them to the groups that ``mics_shard_size`` says.
     """

@@ -8,10 +8,7 @@ _ENTRY = "zoo.deepspeed.adapters.entry"
 _ENGINE = "zoo.deepspeed.adapters.engine"
 _OPTIMIZER = "zoo.deepspeed.adapters.optimizer"
 _PARAMETERS = "zoo.deepspeed.adapters.parameters"
-_INIT = Name(
-    f"{_PARAMETERS}:Init",
-    "mpu= and quantized weights are refused; the configuration's precision is the dtype of the parameters.",
-)
+_INIT = Name("zoo.deepspeed.adapters.zero_init:Init", "parameters are cast, buffers are not.")
 _GATHERED = Name(
     "zoo.deepspeed.adapters.parameters:GatheredParameters",
     "what would be lost (a write without modifier_rank) is an error.",

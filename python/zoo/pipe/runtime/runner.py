@@ -75,6 +75,7 @@ class PipelineRunner:
         stages = self._option("stages", None)
         if isinstance(stages, int) and stages != module.num_stages:
             raise ValueError(f"pipeline.stages = {stages}, and the model was cut for {module.num_stages} stages.")
+        self._follow_checkpointing()
         self._schedule = self._chosen_schedule()
         placed = tuple(self._schedule.placement(module.num_stages))
         if placed != module.rank_of:
@@ -235,10 +236,18 @@ class PipelineRunner:
             found = self._plans[n, trains] = _Plan(table, program, last)
         return found
 
+    def _follow_checkpointing(self) -> None:
+        """What the section says of activations, in place of what the model says."""
+        if interval := self._option("activation_checkpoint_interval", 0):
+            self._module.activation_checkpoint_interval = interval
+        if self._option("use_reentrant", True) is False:
+            self._module.activation_checkpoint_func = registry.get("activation_checkpoint", "non_reentrant")
+
     def _chosen_schedule(self) -> Any:
         choice = self._option("schedule", None)
         if choice is None:
-            return self._module.schedule
+            own = self._module.schedule  # which may ask what is kept for backward
+            return self._module.adapted(own) if self._option("activation_checkpoint_interval", 0) else own
         return self._module.adapted(registry.build("pipe_schedule", choice.type, choice.params))
 
     def _batch(self, hooks: Hooks, loaded: Any, metas: dict[Name, Meta], **more: bool) -> Batch:

@@ -63,7 +63,7 @@ class Init:
             given here: remote_device and pin_memory (offload_param), dtype (bf16, fp16), override_module_apply. Only
             these sections of it are read, and what is "auto" in them has its default: nothing that is made here depends
             on sizes, and whoever makes the optimizer reads the document again.
-        enabled: False makes this do nothing.
+        enabled: False makes this do nothing, and no other argument is looked at.
         dtype: floating-point parameters are kept in it. A module's own initialisation runs in the dtype it is built in.
         mpu: an object with ``get_data_parallel_group()``, instead of data_parallel_group.
         zero_param_parallel_group: hpZ: the group of L ranks, a part of the data-parallel group (those of a node), over
@@ -122,11 +122,11 @@ class Init:
         aio: io.AioConfig | io.Handle | None = None,
     ) -> None:
         self._session: Session | None = None
-        self._group = _group(data_parallel_group, mpu, sequence_data_parallel_group)
         self._comm: Communicator | None = None
-        zero, configured = _read_config(config_dict_or_path, config)
+        self._group = _group(data_parallel_group, mpu, sequence_data_parallel_group) if enabled else None
         if not enabled:
             return
+        zero, configured = _read_config(config_dict_or_path, config)
         swapper, aio = _swapper(param_swapper, aio)
         tier = _tier(remote_device, zero.offload_param, swapper)
         comm = self._communicator()
