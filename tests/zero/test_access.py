@@ -143,6 +143,45 @@ def test_what_is_set_is_what_training_goes_on_with(
                 assert torch.equal(value, expected[name]), (name, local)
 
 
+@drawn
+def test_what_is_set_before_the_first_step_keeps_its_bits(
+    tmp_path_factory: pytest.TempPathFactory, stage: int, world: int, kind: str, dtype: torch.dtype, threshold: int,
+    size: int, own: bool,
+) -> None:  # fmt: skip
+    folder = tmp_path_factory.mktemp("nvme")
+    values = torch.linspace(-1, 1, 24).view(6, 4) / 3
+
+    def fn(rank: int, stage: int, kind: str, local: bool) -> tuple[torch.Tensor, ...]:
+        model, opt = make(rank, stage, kind, dtype, threshold, size, own, folder)
+        weight, bias = model[0].weight, model[0].bias
+        if local:
+            positions = torch.arange(24.0).view(6, 4)
+            zero.safe_set_full_fp32_param(weight, positions)
+            where = zero.safe_get_local_fp32_param(weight).long()
+            zero.safe_set_local_fp32_param(weight, values.flatten()[where])
+        else:
+            zero.safe_set_full_fp32_param(weight, values)
+        before = zero.safe_get_full_fp32_param(weight), zero.safe_get_full_fp32_param(bias)
+        assert torch.equal(before[0], values)
+        assert torch.equal(before[1], small()[0].bias.to(dtype).float())
+        assert zero.safe_get_full_optimizer_state(weight, "exp_avg") is None
+        opt.load_state_dict(opt.state_dict())
+        assert torch.equal(zero.safe_get_full_fp32_param(weight), values)
+        train(model, opt, rank, range(1))
+        found = zero.safe_get_full_fp32_param(weight)
+        opt.close()
+        return *before, found
+
+    expected = sim.run(world, lambda rank: fn(rank, 0, "none", False))[0]
+    assert torch.allclose(expected[-1], values, atol=0.011)  # one step of Adam at 0.01
+    # A step from the rounded values would end elsewhere.
+    rounded = values.bfloat16().float()
+    assert (expected[-1] - values).abs().max() < (expected[-1] - rounded).abs().max() or dtype is torch.float32
+    for local in [False, True] if stage else [False]:
+        for found in sim.run(world, lambda rank, local=local: fn(rank, stage, kind, local)):
+            assert all(map(torch.equal, found, expected))
+
+
 def test_the_loss_scale_is_not_part_of_the_gradient() -> None:
     def fn(rank: int, scale: float | None) -> torch.Tensor:
         model = small()

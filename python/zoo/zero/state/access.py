@@ -5,9 +5,7 @@ The *local* ones are about this rank's elements, a flat tensor: the part of the 
 of its bucket, which may be empty; at stage 0 every rank has all of it. Ranks at the same place of their shard groups
 (MiCS) have the same elements and have to set the same values.
 
-Values are in fp32 (fp64 for fp64 parameters). An optimizer that keeps no fp32 value of a 16-bit parameter before its
-first step has the 16-bit one until then, so that a value set earlier is rounded (with ``param_dtype`` it has one from
-the beginning). Gradients are the mean over the ranks, without the loss scale; there is one from ``backward`` until
+Values are in fp32 (fp64 for fp64 parameters), also what is set before the first step. Gradients are the mean over the ranks, without the loss scale; there is one from ``backward`` until
 ``step`` or ``zero_grad``, and None at other times.
 """
 

@@ -65,7 +65,7 @@ def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Value
 
     follows = set(getattr(optimizer.inner, "follows", ())) if optimizer is not None else set[str]()
     if trainable and optimizer is not None:
-        optimizer.updater.edit(trainable, change)
+        optimizer.updater.edit(trainable, change, precise=not keep_equal)
 
 
 def _write_shard(bucket: Bucket, values: Values) -> None:

@@ -256,6 +256,11 @@ class Updater:
         elif (dtype := self._keeps(segment).states.get("master")) is not None:
             self.inner.state[segment.tensor]["master"] = found.to(segment.tensor.device, dtype)
 
+    def _make_master(self, segment: Segment) -> None:
+        dtype = self._keeps(segment).states.get("master")
+        if dtype is not None and "master" not in self.inner.state.get(segment.tensor, {}):
+            self.inner.state[segment.tensor]["master"] = segment.tensor.detach().to(dtype, copy=True)
+
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def update(self, factors: Factors, groups: Sequence[dict[str, Any]]) -> None:
@@ -453,8 +458,15 @@ class Updater:
             with self._stream.in_memory(index, write=False) if self._stream is not None else contextlib.nullcontext():
                 yield from (s for s in piece if buckets is None or s.bucket in buckets)
 
-    def edit(self, buckets: Collection[Bucket], change: Callable[[Segment, dict[str, Any]], None]) -> None:
-        """Let ``change`` write to the values (:meth:`Segment.value`) and states of each segment of ``buckets``."""
+    def edit(
+        self, buckets: Collection[Bucket], change: Callable[[Segment, dict[str, Any]], None], *, precise: bool = False
+    ) -> None:  # fmt: skip
+        """Let ``change`` write to the values (:meth:`Segment.value`) and states of each segment of ``buckets``.
+
+        Args:
+            precise: values may have more bits than the parameters: an optimizer that makes its masters in the first
+                step gets them now.
+        """
         self.settle()
         for index, (_, piece) in enumerate(self._pieces):
             if not any(s.bucket in buckets for s in piece):
@@ -463,6 +475,8 @@ class Updater:
             with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
                 for segment in piece:
                     if segment.bucket in buckets:
+                        if precise:
+                            self._make_master(segment)
                         change(segment, self.inner.state.get(segment.tensor, {}))
                     # All of a piece: what is on NVMe is written back whole.
                     self._write_back(segment)
