@@ -69,7 +69,7 @@ BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
         ({"config": {"train_batch_size": 1, **FP16}}, torch.float16),
         ({"config": {"bfloat16": {"enabled": True}}}, torch.bfloat16),
         ({"config": BF16, "dtype": torch.float32}, torch.float32),
-        ({"config": {"fp16": {"enabled": "auto"}, "bf16": {"enabled": True, "immediate_grad_update": "auto"}}}, torch.bfloat16),
+        ({"config": {"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}}, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_parameters_have_the_dtype_of_deepspeed(arguments: dict[str, Any], dtype: torch.dtype) -> None:

@@ -352,7 +352,8 @@ def counts(pipeline: dict[str, Any], section: dict[str, Any] | None = None, **op
         model = PipelineModule([LayerSpec(Counted)] * 4, num_stages=2, loss_fn=squared, **options)
         engine = zoo.engine.initialize(
             {
-                "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "pipeline": {"check_shapes": False, **pipeline},
+                "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+                "pipeline": {"check_shapes": False, **pipeline},
                 "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "activation_checkpointing": section or {},
             },
             model,

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zoo.deepspeed.adapters import communication as dist
+from zoo.deepspeed.adapters import groups
 from zoo.deepspeed.adapters.accelerator_cpu import host_memory
 from zoo.deepspeed.adapters.accelerators import get_accelerator
 from zoo.deepspeed.adapters.helpers import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_rank
@@ -196,17 +198,30 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, mpu: Any) -> float:
 
 
 def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
-    """Scale gradients so that their norm is at most ``max_norm``; gives the norm before. With an mpu over the
-    tensor-parallel ranks, each of the model's parameters once. Not for parameters of a ZeRO optimizer, which clips."""
+    """Scale gradients so that their norm is at most ``max_norm``; gives the norm before. Collective in a job.
+
+    The norm is the mean of those of the data-parallel ranks, which differ where ranks have different experts or
+    gradients that were not reduced: as in DeepSpeed all ranks scale by one factor. With an mpu each is over the
+    tensor-parallel ranks, each of the model's parameters once. Not for parameters of a ZeRO optimizer, which clips.
+    """
     chosen = [p for p in _listed(parameters) if p.grad is not None]
     counted = [p.grad for p in _counted(chosen, mpu) if p.grad is not None]
-    total = _norm(counted, norm_type, mpu)
+    total = _mean_of_ranks(_norm(counted, norm_type, mpu), chosen)
     factor = max_norm / (total + 1e-6)
     if not factor >= 1:  # NaN too, which makes all elements NaN: whoever looks at one of them sees it
         for p in chosen:
             if p.grad is not None:
                 p.grad.detach().mul_(factor)
     return torch.tensor(total, dtype=torch.float32)
+
+
+def _mean_of_ranks(norm: float, like: Sequence[torch.Tensor]) -> float:
+    if not dist.is_initialized():
+        return norm
+    group = groups._get_data_parallel_group()
+    mean = torch.tensor([norm], dtype=torch.float64, device=like[0].device if like else _here().current_device_name())
+    dist.all_reduce(mean, dist.ReduceOp.SUM, group)
+    return float(mean) / dist.get_world_size(group)
 
 
 def get_weight_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) -> float:
@@ -274,9 +289,23 @@ class CheckOverflow:
         self.mpu, self.zero_reduce_scatter, self.deepspeed = mpu, zero_reduce_scatter, deepspeed
         self.params = [p for group in param_groups for p in group] if param_groups else None
 
-    def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """By norms, of which -1 is one that was not finite."""
-        return self._anywhere(any(float(n) == -1 for n in norm_group), reduce_overflow)
+    def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
+        """By norms, of which -1 is one that was not finite: inf and NaN are too.
+
+        Args:
+            reduce_overflow: ask all ranks. False: the ranks that share experts, where there are parameters of experts,
+                and those of the mpu's model-parallel group, where there is an mpu; they have other parameters.
+        """
+        here = any(
+            not math.isfinite(n) or n < 0 for norm in norm_group for n in torch.as_tensor(norm).view(-1).tolist()
+        )
+        if reduce_overflow:
+            return self._anywhere(here)
+        if any(map(_is_of_experts, self.params or ())):
+            shared = groups._get_expert_parallel_group_dict() if dist.is_initialized() else {}
+            here = self._anywhere(here, groups._get_max_expert_parallel_group() if shared else None)
+        group = bwc_tensor_model_parallel_group(self.mpu)
+        return here if self.mpu is None or group is None else self._anywhere(here, group)
 
     def check(self, param_groups: Any = None) -> bool:
         """By the gradients of these parameters, or of those of the constructor. A collective.
@@ -295,15 +324,25 @@ class CheckOverflow:
 
     def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
         """On any rank. A collective."""
-        return self._anywhere(self.has_overflow_serial(params), True)
+        return self._anywhere(self.has_overflow_serial(params))
 
     @staticmethod
-    def _anywhere(here: bool, asks: bool) -> bool:
-        if not asks or not dist.is_initialized():
+    def _anywhere(here: bool, group: Any = None) -> bool:
+        if not dist.is_initialized():
             return here
         flag = torch.tensor([float(here)], device=get_accelerator().current_device_name())
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
         return bool(flag.item())
+
+
+def _is_of_experts(parameter: Any) -> bool:
+    if getattr(parameter, "allreduce", True) is False:
+        return True
+    if "zoo.moe" not in sys.modules:  # a plug-in, which may not be there
+        return False
+    from zoo.deepspeed.adapters.experts import is_moe_param
+
+    return is_moe_param(parameter)
 
 
 # -- partitions -------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ The *local* ones are about this rank's elements, a flat tensor: the part of the 
 of its bucket, which may be empty; at stage 0 every rank has all of it. Ranks at the same place of their shard groups
 (MiCS) have the same elements and have to set the same values.
 
-Values are in fp32 (fp64 for fp64 parameters), also what is set before the first step. Gradients are the mean over the ranks, without the loss scale; there is one from ``backward`` until
-``step`` or ``zero_grad``, and None at other times.
+Values are in fp32 (fp64 for fp64 parameters), also what is set before the first step. Gradients are the mean over the
+ranks, without the loss scale; there is one from ``backward`` until ``step`` or ``zero_grad``, and None at other times.
 """
 
 from __future__ import annotations
