@@ -27,13 +27,37 @@ def train(engine: Any, rank: int, steps: int = 3) -> list[torch.Tensor]:
     return [deepspeed.utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
 
 
-def test_answers_have_deepspeeds_defaults() -> None:
+def test_sizes_are_those_that_are_obeyed() -> None:
+    given = {"reduce_bucket_size": 2**21, "allgather_bucket_size": 2**20, "stage3_max_live_parameters": 77}
+    asked = start(3, zero={**given, "sub_group_size": 5, "round_robin_gradients": True})
+    sharded = asked.engine.sharded
+    assert asked.zero_reduce_bucket_size() == asked.zero_allgather_bucket_size() == sharded.config.bucket_size == 2**20
+    assert asked.zero_max_live_parameters() == 77 == sharded.runtime.residency.keep_bytes // 4
+    assert asked.zero_sub_group_size() == 5
+    assert asked.zero_round_robin_gradients()  # what was said; that it has no effect is in the method's docstring
+    assert "changes nothing: every rank holds a chunk" in str(type(asked).zero_round_robin_gradients.__doc__)
+    assert not asked.zero_save_muon_momentum_buffer_in_memory()
+
+
+def test_there_is_a_question_for_every_key_of_the_section() -> None:
+    engine = start(1)
+    other = {
+        "enable_sanity_checks": "is_sanity_checks_enabled",
+        "use_multi_rank_bucket_allreduce": "zero_multi_rank_bucket_allreduce",
+        "stage": "zero_optimization_stage",
+    }
+    for key in type(engine._config.zero_config).model_fields:
+        if key not in ("leaf_module", "zenflow", "zeropp_loco_param"):
+            getattr(engine, other.get(key, key if key.startswith("zero_") else f"zero_{key}"))()
+
+
+def test_answers_of_defaults() -> None:
     engine = start(3)
     sizes = (
         engine.zero_reduce_bucket_size(), engine.zero_allgather_bucket_size(), engine.zero_prefetch_bucket_size(),
         engine.zero_max_live_parameters(), engine.zero_sub_group_size(), engine.zero_param_persistence_threshold(),
     )  # fmt: skip
-    assert sizes == (500_000_000, 500_000_000, 50_000_000, 1_000_000_000, 1_000_000_000, 0)
+    assert sizes == (2**20, 2**20, 0, 2**22, 2**22, 0)  # one rank gathers nothing ahead
     assert engine.zero_offload_optimizer() is engine.zero_offload_param() is engine.steps_per_print() is None
     assert (engine.zero_overlap_comm(), engine.zero_reduce_scatter(), engine.dump_state()) == (True, True, False)
     assert (engine._config.zero_config.stage, engine._config.train_batch_size) == (3, 4)
@@ -43,7 +67,7 @@ def test_answers_have_deepspeeds_defaults() -> None:
     assert start(0, bf16={"enabled": True}).communication_data_type == torch.bfloat16
     assert start(0, communication_data_type="fp16").communication_data_type == torch.float16
     assert start(2, zero={"offload_optimizer": {"device": "cpu"}}).zero_offload_optimizer().device == "cpu"
-    assert start(1, zero={"buffers": "broadcast"}).zero_reduce_bucket_size() == 500_000_000
+    assert start(1, zero={"buffers": "broadcast"}).zero_reduce_bucket_size() == 2**20
     assert (engine.get_type(), engine.mp_world_size, engine.seq_dp_world_size, engine.num_experts) == ([0.0], 1, 1, [])
     assert engine.param_names[engine.module[0].weight] == "0.weight"
     assert engine.enable_backward_allreduce

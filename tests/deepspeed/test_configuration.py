@@ -171,7 +171,7 @@ def test_the_section_of_zero() -> None:
         {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
         {"stage": 3, "compute_grad_norm": False},
         {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}},
-        {"reduce_bucket_size": 0},
+        {"reduce_bucket_size": -1},
         {"nothing": 1},
     ):
         with pytest.raises(ValidationError):

@@ -92,7 +92,7 @@ def test_auto_counts_as_not_given() -> None:
         "activation_checkpointing": {"partition_activations": "auto"}, "csv_monitor": {"enabled": "auto"},
     }  # fmt: skip
     engine = start(document)[0]
-    assert (engine.zero_optimization_stage(), engine.zero_reduce_bucket_size()) == (2, 500_000_000)
+    assert (engine.zero_optimization_stage(), engine.zero_reduce_bucket_size()) == (2, 2**20)
     assert not engine.fp16_enabled()
 
 

@@ -21,8 +21,6 @@ _INIT = {
 }
 _OFFLOAD = {
     "pin_memory": "False is documented",
-    "super_offload": "SuperOffload is not there",
-    "cpuadam_cores_perc": "of SuperOffload",
 }
 DIFFERS = {
     ("accelerator:get_accelerator().create_op_builder", "op_name"): "class_name, as DeepSpeed's of CUDA has it",
@@ -39,17 +37,14 @@ DIFFERS = {
         for module in ("config", "offload_config")
         for what in ("Optimizer", "Param")
         for p, why in _OFFLOAD.items()
-        if p == "pin_memory" or what == "Optimizer"
     },
     **{
         ("runtime.zero.config:DeepSpeedZeroConfig", p): why
         for p, why in {
-            "zenflow": "ZenFlow is not there",
             "cpu_offload_param": "of former times",
             "cpu_offload_use_pin_memory": "of former times",
             "cpu_offload": "of former times",
             "stage3_gather_fp16_weights_on_model_save": "of former times",
-            "save_muon_momentum_buffer_in_memory": "Muon's momentum is a state like others",
         }.items()
     },
 }  # fmt: skip

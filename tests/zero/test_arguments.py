@@ -20,7 +20,8 @@ from torch import nn
 import zoo.optim
 from zoo import sim
 from zoo.zero import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroConfig, ZeroOptimizer
-from zoo.zero.options.keywords import OptimizerArguments, ZeroOptions
+from zoo.zero.options.keywords import OptimizerArguments
+from zoo.zero.options.zero_options import ZeroOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
@@ -15,7 +15,7 @@ from zoo.config import later
 from zoo.config.choice import ComponentChoice
 from zoo.config.fates import Fate, refused, unnecessary
 from zoo.config.mesh import Mesh
-from zoo.config.section import Section
+from zoo.config.section import OWN, Section
 from zoo.config.tree import Tree
 
 __all__ = [
@@ -88,7 +88,7 @@ class Bf16(Section):
     """Training in bfloat16 with float32 master weights."""
 
     enabled: bool = False
-    auto_cast: bool = False
+    auto_cast: Annotated[bool, OWN] = False
     """Whether floating-point tensors among the model's arguments are cast to bfloat16."""
 
     fates: ClassVar[Mapping[str, Fate]] = {

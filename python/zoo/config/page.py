@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 from zoo.config.choice import ComponentChoice
 from zoo.config.core import Config
 from zoo.config.fates import Fate, allowed
-from zoo.config.section import Section, aliases_of, section_of
+from zoo.config.section import Documented, Section, aliases_of, is_own, section_of
 from zoo.config.tree import Tree
 from zoo.registry import DEFAULT, LoadError, Registry, argument_types, config_class, keywords
 
@@ -150,8 +150,16 @@ def _field_row(path: str, name: str, field: FieldInfo, fate: str) -> Row:
     default = _default(field.default) if field.default is not PydanticUndefined else _made(field)
     if field.json_schema_extra is not None and callable(field.json_schema_extra):
         default = ""  # a value that is derived from others
-    text = _text(field.description)
+    text = " ".join(filter(None, (_text(field.description), _documented(field))))
     return Row(f"{path}{name}", tuple(aliases_of(field)), _type(field.annotation) + bounds, default, fate, text)
+
+
+def _documented(field: FieldInfo) -> str:
+    """What is said of a key that DeepSpeed does not have, or has with another default."""
+    if is_own(field):
+        return "DeepSpeed has no such key."
+    found = [item.default for item in field.metadata if isinstance(item, Documented)]
+    return f"DeepSpeed's default is `{_default(found[0])}`." if found else ""
 
 
 def _made(field: FieldInfo) -> str:

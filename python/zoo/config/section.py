@@ -7,13 +7,17 @@ A subpackage describes its options as one frozen class::
         prefetch_bucket_size: int = Field(default=50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
 
 An alias is a second spelling of a key: either may be used, both at once are an error. Keys of former times, and keys
-that this design does not need, are not fields: the table `Section.fates` has them.
+that this design does not need, are not fields: the table `Section.fates` has them. Fields and table together are the
+one list of a section's keys: its page, its schema, and the sections and getters of ``zoo.deepspeed`` are made of it.
+``Annotated[int | None, Documented(500_000_000)]`` says that DeepSpeed's default is another one than zoo's,
+``Annotated[bool, OWN]`` that DeepSpeed has no such key.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -26,7 +30,19 @@ from zoo.config.schema import or_auto, schema_of
 if TYPE_CHECKING:
     from zoo.config.core import Config
 
-__all__ = ["Section", "aliases_of", "allows_auto", "allows_none", "fields_by_key", "section_of", "section_of_items"]
+__all__ = [
+    "OWN",
+    "Documented",
+    "Section",
+    "aliases_of",
+    "allows_auto",
+    "allows_none",
+    "documented_default",
+    "fields_by_key",
+    "is_own",
+    "section_of",
+    "section_of_items",
+]
 
 
 def _add_aliases(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -100,6 +116,30 @@ class Section(BaseModel):
             names = sorted("null" if leaf is types.NoneType else leaf.__name__ for leaf in accepted)
             raise PydanticCustomError("zoo_type", "{names}", {"names": " or ".join(names)})
         return value
+
+
+@dataclass(frozen=True)
+class Documented:
+    """In ``Annotated`` of a field: DeepSpeed's default of the key, where zoo's is another."""
+
+    default: Any
+
+
+OWN = "a key of zoo alone"
+"""In ``Annotated`` of a field: DeepSpeed has no such key."""
+
+
+def is_own(field: FieldInfo) -> bool:
+    """Whether a key is of zoo alone."""
+    return any(item is OWN for item in field.metadata)
+
+
+def documented_default(field: FieldInfo) -> Any:
+    """DeepSpeed's default of a key: what ``Documented`` says, or the field's own."""
+    for item in field.metadata:
+        if isinstance(item, Documented):
+            return item.default
+    return field.get_default(call_default_factory=True)
 
 
 def fields_by_key(section: type[BaseModel]) -> dict[str, str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from zoo.config import Section
 from zoo.config.fates import Fate
+from zoo.config.section import OWN, Documented
 from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 from zoo.zero.options.documents import FATES
 
@@ -23,25 +24,29 @@ class ZeroConfig(Section):
     stage: int = Field(default=0, ge=0, le=3)
     """What is split over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 
-    reduce_bucket_size: int | None = Field(default=None, ge=0)
+    reduce_bucket_size: Annotated[int | None, Documented(500_000_000)] = Field(default=None, ge=0)
     """Units are coalesced into buckets, one collective each, up to this many elements; the smaller of this and
     allgather_bucket_size counts. Default: 2**20. A unit is never split; 0: each unit has a bucket of its own."""
 
-    allgather_bucket_size: int | None = Field(default=None, ge=0)
+    allgather_bucket_size: Annotated[int | None, Documented(500_000_000)] = Field(default=None, ge=0)
     """See reduce_bucket_size: parameters and gradients share their buckets."""
 
-    overlap_comm: bool = True
+    overlap_comm: Annotated[bool, Documented(None)] = True
     """Reduce gradients during backward. Otherwise all of them at its end."""
 
-    prefetch_bucket_size: int | None = Field(default=None, ge=0, alias="stage3_prefetch_bucket_size")
+    prefetch_bucket_size: Annotated[int | None, Documented(50_000_000)] = Field(
+        default=None, ge=0, alias="stage3_prefetch_bucket_size"
+    )
     """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: one bucket, or two where
     a gather has two stages (from NVMe, or between nodes first)."""
 
-    max_live_parameters: int | None = Field(default=None, ge=0, alias="stage3_max_live_parameters")
+    max_live_parameters: Annotated[int | None, Documented(1_000_000_000)] = Field(
+        default=None, ge=0, alias="stage3_max_live_parameters"
+    )
     """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units
     first. Default: two buckets, and at least 2**22 elements. More means less communication and more memory."""
 
-    divergent: bool = False
+    divergent: Annotated[bool, OWN] = False
     """Stage 3: ranks may run different units, or a unit a different number of times. They vote on each gather, nothing
     is gathered ahead, and gradients are reduced in step(), which every rank calls."""
 
@@ -63,17 +68,17 @@ class ZeroConfig(Section):
     """Inside ``zoo.zero.Init``, ``Module.apply`` makes a module's parameters whole at once for its function. Otherwise
     each operation of the function makes whole what it touches."""
 
-    sub_group_size: int = Field(default=2**22, ge=0)
+    sub_group_size: Annotated[int, Documented(1_000_000_000)] = Field(default=2**22, ge=0)
     """The update runs in pieces of about this many elements where masters are kept outside of the optimizer, or states
     on NVMe: only one piece's gradient exists in fp32 at a time, and the states of three pieces in memory (of seven with
     update_in_backward). 0: a piece for each bucket and parameter group."""
 
-    update_in_backward: bool = False
+    update_in_backward: Annotated[bool, OWN] = False
     """A shard is updated as soon as its gradient is reduced, and the traffic of its states overlaps with backward. Each
     backward outside of no_sync() is a step then, which step() has to follow; learning rates count that are set before
     it. Not with clipping, loss scaling or optimizers of whole tensors."""
 
-    buffers: Literal["own", "broadcast", "average"] = "own"
+    buffers: Annotated[Literal["own", "broadcast", "average"], OWN] = "own"
     """The model's buffers (BatchNorm's running statistics): "own": each rank's forwards keep theirs. "broadcast": after
     each step() all ranks have those of rank 0, as with broadcast_buffers of DistributedDataParallel. "average": after
     each step() floating point ones are the mean of the ranks'. With both of these all ranks begin with rank 0's."""
@@ -88,7 +93,7 @@ class ZeroConfig(Section):
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     """Where optimizer states and reduced gradients live; stages 1 to 3."""
 
-    offload_host_bytes: int | None = Field(default=None, ge=4096)
+    offload_host_bytes: Annotated[int | None, OWN] = Field(default=None, ge=4096)
     """Hard cap of the host memory that an optimizer's pools take from the system, all ranks of a node together: buffers
     of offloading, and parameters and gradients that it keeps on the host, page-locked (pin_memory) or not; and the
     bounce buffers of NVMe, two blocks (aio: block_size) for each thread, which are left free for them. Ranks of a
@@ -96,10 +101,10 @@ class ZeroConfig(Section):
     optimizer allocates itself, with device "cpu", are not in it. A group with k of a node's L ranks has the share k/L.
     Default: no cap but the machine's."""
 
-    ranks_per_node: int | None = Field(default=None, ge=1)
+    ranks_per_node: Annotated[int | None, OWN] = Field(default=None, ge=1)
     """Ranks of a node, for what treats a node's ranks apart from others. Default: torchrun's LOCAL_WORLD_SIZE."""
 
-    hierarchical_all_reduce: bool = False
+    hierarchical_all_reduce: Annotated[bool, OWN] = False
     """Stage 0: gradients are reduce-scattered within nodes, all-reduced between them, all-gathered within them."""
 
     mics_shard_size: int = Field(default=-1, ge=-1)
@@ -123,10 +128,10 @@ class ZeroConfig(Section):
     zero_quantized_gradients: bool = False
     """Stage 3, qgZ: gradients are reduced by two quantised all-to-all, within nodes and between them."""
 
-    quantized_gradients_bits: Literal[4, 8] = 4
+    quantized_gradients_bits: Annotated[Literal[4, 8], OWN] = 4
     """Bits of an element on both ways of zero_quantized_gradients."""
 
-    quantized_gradients_feedback: bool = False
+    quantized_gradients_feedback: Annotated[bool, OWN] = False
     """With zero_quantized_gradients: what quantising left out of a rank's gradient is added to its next one (error
     feedback), at 4 bytes a parameter on every rank. Not with a loss scale."""
 

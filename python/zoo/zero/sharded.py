@@ -291,6 +291,14 @@ class ShardedModel:
         if self.comm.size > 1 and self.meeting is None and not self.comm.is_dry:
             self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
 
+    @property
+    def obeyed(self) -> dict[str, int]:
+        """Options whose default follows from the model, as they are obeyed: key → elements, 0 below stage 3."""
+        itemsize, residency = self.buckets[0].spec.dtype.itemsize, self.runtime.residency
+        sizes = {"prefetch_bucket_size": residency.prefetch_bytes, "max_live_parameters": residency.keep_bytes}
+        gathers = any(bucket.partitioned for bucket in self.buckets)
+        return {key: size // itemsize if gathers else 0 for key, size in sizes.items()}
+
     # Who uses it -----------------------------------------------------------------------------------------------------
 
     @property

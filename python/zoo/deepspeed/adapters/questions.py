@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from zoo.config.section import is_own
 from zoo.deepspeed.adapters.questions_of_features import QuestionsOfFeatures
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
+from zoo.zero.config import ZeroConfig
 
 # Method of the engine → dotted path in zoo's configuration.
 _PATHS = {
@@ -32,26 +34,11 @@ _OF_DOCUMENT = (
     "use_node_local_storage", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio_config",
 )  # fmt: skip
-# Method of the engine: "zero_" and this → the same key of the section zero_optimization.
-_OF_ZERO = {
-    f"zero_{key}": key
-    for key in (
-        "reduce_scatter", "reduce_bucket_size", "allgather_bucket_size", "allgather_partitions", "overlap_comm",
-        "contiguous_gradients", "elastic_checkpoint", "prefetch_bucket_size", "param_persistence_threshold",
-        "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
-        "ignore_unused_parameters", "gather_16bit_weights_on_model_save", "load_from_fp32_weights", "legacy_stage1",
-        "round_robin_gradients", "module_granularity_threshold",
-        "offload_param", "offload_optimizer",
-    )
-} | {name: name for name in (
-    "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights",
-    "zero_hpz_partition_size",
-)}  # fmt: skip
-_OF_ZERO |= {
-    "zero_allgather_sequential": "allgather_sequential", "zero_parameter_alignment": "parameter_alignment",
-    "zero_compute_grad_norm": "compute_grad_norm", "is_sanity_checks_enabled": "enable_sanity_checks",
-}  # fmt: skip
-_OF_ZERO["zero_multi_rank_bucket_allreduce"] = "use_multi_rank_bucket_allreduce"
+# Methods of the engine that are not called "zero_" and their key of the section zero_optimization.
+_OTHER_NAMES = {
+    "enable_sanity_checks": "is_sanity_checks_enabled",
+    "use_multi_rank_bucket_allreduce": "zero_multi_rank_bucket_allreduce",
+}
 
 
 class Questions(QuestionsOfFeatures):
@@ -344,17 +331,43 @@ def _of_document(attribute: str) -> Callable[[Any], Any]:
     return lambda engine: getattr(engine._config, attribute)
 
 
-def _of_zero(key: str) -> Callable[[Any], Any]:
+def _obeyed(key: str) -> Callable[[Any], Any]:
+    """What a key that zoo carries out is for this engine."""
+
     def read(engine: Any) -> Any:
-        found = getattr(get_zero_config(engine._document), key)
-        return None if getattr(found, "device", None) == "none" else found
+        section = engine.engine.config.zero_optimization
+        if key in ("reduce_bucket_size", "allgather_bucket_size"):
+            return section.bucket_size
+        if key in ("prefetch_bucket_size", "max_live_parameters"):
+            given = getattr(section, key)
+            return engine.engine.sharded.obeyed[key] if given is None else given
+        if key in ("offload_param", "offload_optimizer"):
+            found = getattr(get_zero_config(engine._document), key)
+            return None if getattr(found, "device", None) == "none" else found
+        return getattr(section, key)
 
     return read
 
 
-for _name, _path in _PATHS.items():
-    setattr(Questions, _name, _method(_name, f"``{_path}`` of the configuration.", _of_zoo(_path)))
-for _name in _OF_DOCUMENT:
-    setattr(Questions, _name, _method(_name, f"``{_name}`` of the configuration.", _of_document(_name)))
-for _name, _key in _OF_ZERO.items():
-    setattr(Questions, _name, _method(_name, f"``zero_optimization.{_key}`` of the configuration.", _of_zero(_key)))
+def _said(key: str) -> Callable[[Any], Any]:
+    return lambda engine: getattr(get_zero_config(engine._document), key)
+
+
+def _add_questions() -> None:
+    for name, path in _PATHS.items():
+        setattr(Questions, name, _method(name, f"``{path}`` of the configuration.", _of_zoo(path)))
+    for name in _OF_DOCUMENT:
+        setattr(Questions, name, _method(name, f"``{name}`` of the configuration.", _of_document(name)))
+    for key, field in ZeroConfig.model_fields.items():
+        if not is_own(field) and key != "stage":
+            doc = f"``zero_optimization.{key}``, as this engine obeys it."
+            name = key if key.startswith("zero_") else f"zero_{key}"
+            setattr(Questions, name, _method(name, doc, _obeyed(key)))
+    for key, fate in ZeroConfig.fates.items():
+        if fate.what != "translated" and fate.kind is not dict:
+            name = _OTHER_NAMES.get(key, f"zero_{key}")
+            doc = f"What the configuration says; it changes nothing: {fate.text}."
+            setattr(Questions, name, _method(name, doc, _said(key)))
+
+
+_add_questions()

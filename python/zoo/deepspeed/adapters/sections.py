@@ -6,17 +6,18 @@ configuration.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Union, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_serializer, model_validator
 
-from zoo.config import ConfigError
+from zoo.config import ConfigError, Section
+from zoo.config.core import Bf16, Fp16
+from zoo.config.section import Documented, documented_default, is_own
 from zoo.zero.config import ZeroConfig
+from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"
 CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
@@ -41,6 +42,31 @@ class DeepSpeedConfigModel(BaseModel):
     def serialize_torch_dtype(self, dtype: torch.dtype) -> str:
         """A dtype by its name."""
         return str(dtype)
+
+
+def like(section: type[Section]) -> Any:
+    """A base class with the keys of a section of zoo that DeepSpeed has too, and DeepSpeed's defaults.
+
+    Keys that zoo carries out are the section's fields, all others are in its table of fates; those of former times
+    (translated ones) are left to the class.
+    """
+    keys: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        if is_own(field):
+            continue
+        default = documented_default(field)
+        kind: Any = field.annotation
+        if default is not None and type(None) in get_args(kind):
+            kind = Union[tuple(part for part in get_args(kind) if part is not type(None))]  # noqa: UP007
+        bounds = [item for item in field.metadata if not isinstance(item, Documented)]
+        for bound in bounds:
+            kind = Annotated[kind, bound]
+        keys[name] = (kind, Field(default, alias=field.alias))
+    for name, fate in section.fates.items():
+        if fate.what != "translated" and name not in keys:
+            alias = fate.aliases[0] if fate.aliases else None
+            keys[name] = (Any if fate.default is None else type(fate.default), Field(fate.default, alias=alias))
+    return create_model(f"_{section.__name__}Keys", __base__=DeepSpeedConfigModel, __module__=__name__, **keys)
 
 
 class ZeroStageEnum(int, Enum):
@@ -71,33 +97,21 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadParamConfig(like(OffloadParamConfig)):  # type: ignore[misc]
     """``zero_optimization.offload_param``."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
-    nvme_path: Path | None = None
-    buffer_count: int = Field(5, ge=0)
-    buffer_size: int = Field(100_000_000, ge=0)
-    max_in_cpu: int = Field(1_000_000_000, ge=0)
-    pin_memory: bool = False
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadOptimizerConfig(like(OffloadOptimizerConfig)):  # type: ignore[misc]
     """``zero_optimization.offload_optimizer``."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
-    nvme_path: Path | None = None
-    buffer_count: int = Field(4, ge=0)
-    pin_memory: bool = False
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-    fast_init: bool = False
-    ratio: float = Field(1.0, ge=0.0, le=1.0)
 
     @property
     def pipeline(self) -> bool:
         """Whether reads or writes go on beside the update."""
-        return self.pipeline_read or self.pipeline_write
+        return bool(self.pipeline_read or self.pipeline_write)
 
 
 DEFAULT_LEAF_MODULE_CLASSES = [
@@ -127,48 +141,17 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
         return {key: list(dict.fromkeys(map(str, value))) for key, value in lists.items()}
 
 
-class DeepSpeedZeroConfig(DeepSpeedConfigModel):
-    """``zero_optimization``, whose keys of stage 3 may begin with "stage3\\_"."""
+class DeepSpeedZeroConfig(like(ZeroConfig)):  # type: ignore[misc]
+    """``zero_optimization``, whose keys of stage 3 may begin with "stage3\\_".
+
+    What is not given has DeepSpeed's default here; what zoo does then is what the engine's ``zero_*()`` say.
+    """
 
     stage: ZeroStageEnum = ZeroStageEnum.disabled
-    contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: int = Field(500_000_000, gt=0)
-    use_multi_rank_bucket_allreduce: bool = True
-    allgather_partitions: bool = True
-    allgather_bucket_size: int = Field(500_000_000, ge=0)
     overlap_comm: bool | None = None
     """None: True at stage 3."""
-    compute_grad_norm: bool = True
-    load_from_fp32_weights: bool = True
-    elastic_checkpoint: bool = False
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
-    sub_group_size: int = Field(1_000_000_000, ge=0)
-    prefetch_bucket_size: int = Field(50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
-    param_persistence_threshold: int = Field(100_000, ge=0, alias="stage3_param_persistence_threshold")
-    model_persistence_threshold: int = Field(sys.maxsize, ge=0, alias="stage3_model_persistence_threshold")
-    max_live_parameters: int = Field(1_000_000_000, ge=0, alias="stage3_max_live_parameters")
-    max_reuse_distance: int = Field(1_000_000_000, ge=0, alias="stage3_max_reuse_distance")
-    gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
-    module_granularity_threshold: int = Field(0, alias="stage3_module_granularity_threshold")
-    use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
-    allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
-    ignore_unused_parameters: bool = True
-    legacy_stage1: bool = False
-    round_robin_gradients: bool = False
-    parameter_alignment: bool = False
-    zero_hpz_partition_size: int = Field(1, ge=0)
-    zero_quantized_weights: bool = False
-    zero_quantized_nontrainable_weights: bool = False
-    zero_quantized_gradients: bool = False
-    mics_shard_size: int = -1
-    mics_hierarchical_params_gather: bool = False
-    memory_efficient_linear: bool = True
-    pipeline_loading_checkpoint: bool = False
-    override_module_apply: bool = True
-    log_trace_cache_warnings: bool = False
-    enable_sanity_checks: bool = False
     leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
 
     @model_validator(mode="before")
@@ -198,18 +181,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         return self
 
 
-class DeepSpeedFP16Config(DeepSpeedConfigModel):
+class DeepSpeedFP16Config(like(Fp16)):  # type: ignore[misc]
     """``fp16``."""
-
-    enabled: bool = False
-    auto_cast: bool = False
-    loss_scale: float = 0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: int = 1
-    fp16_master_weights_and_grads: bool = False
 
     def initial_dynamic_scale(self) -> int:
         """The first loss scale."""
@@ -224,14 +197,16 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         }  # fmt: skip
 
 
-class DeepSpeedBF16Config(DeepSpeedConfigModel):
+class DeepSpeedBF16Config(like(Bf16)):  # type: ignore[misc]
     """``bf16``."""
 
-    enabled: bool = False
-    immediate_grad_update: bool = False
     check_grad_overflow: bool = True
-    bf16_master_weights_and_grads: bool = False
-    bf16_optimizer_states: bool = False
+
+
+def _shared(section: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys of zoo alone."""
+    fields = section.model_fields
+    return {key: value for key, value in given.items() if key not in fields or not is_own(fields[key])}
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
@@ -239,19 +214,17 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     section = param_dict.get("zero_optimization", {})
     if isinstance(section, bool):
         section = {"stage": int(section)}
-    known = DeepSpeedZeroConfig.model_fields
-    own = set(ZeroConfig.model_fields) - set(known) - {field.alias for field in known.values()}  # keys of zoo alone
-    return DeepSpeedZeroConfig(**{key: value for key, value in section.items() if key not in own})
+    return DeepSpeedZeroConfig(**_shared(ZeroConfig, section))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
     """The section of a document."""
-    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+    return DeepSpeedFP16Config(**_shared(Fp16, param_dict.get("fp16", {})))
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
     """The section of a document, under either of its names."""
-    return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
+    return DeepSpeedBF16Config(**_shared(Bf16, param_dict.get("bf16", param_dict.get("bfloat16", {}))))
 
 
 # -- reading one key --------------------------------------------------------------------------------------------------

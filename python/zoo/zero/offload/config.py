@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from zoo.config import Section
 from zoo.config.fates import Fate
+from zoo.config.section import Documented
 from zoo.zero.options.documents import OFFLOAD_OPTIMIZER_FATES, OFFLOAD_PARAM_FATES
 
 Device = Literal["none", "cpu", "nvme"]
@@ -44,11 +45,11 @@ class OffloadOptimizerConfig(Section):
     nvme_path: Path | None = None
     """A directory on the device; each rank keeps unnamed files there, which vanish with the process."""
 
-    pipeline_read: bool = True
+    pipeline_read: Annotated[bool, Documented(False)] = True
     """Read the states of the next sub-group while one is updated: one more buffer of a sub-group, or three with
     update_in_backward."""
 
-    pipeline_write: bool = True
+    pipeline_write: Annotated[bool, Documented(False)] = True
     """Write the states of a sub-group while the next one is updated: one more buffer of a sub-group, or three with
     update_in_backward."""
 
