@@ -87,6 +87,86 @@ def test_what_an_engine_has_trained_is_smaller_when_it_is_clean(stage: int, meth
         assert names == list(Small().state_dict()), "scores are gone, names stay"
 
 
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)
+
+    def scores(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(self.norm(self.first(x))))
+        return out
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.scores(x) - y).square().mean()
+
+
+def images() -> TensorDataset:
+    x = torch.randn(32, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :1, :2, :2].expand(-1, 4, 2, 2).contiguous())
+
+
+CHANNELS = {
+    "channel_pruning": {
+        "shared_parameters": {"enabled": True, "schedule_offset": 1, "method": "l1"},
+        "different_groups": {
+            "g": {"modules": ["first"], "related_modules": [["second", "norm"]], "params": {"dense_ratio": 0.5}}
+        },
+    }
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("given", ["model", "engine", "copy"])
+def test_the_engine_may_be_there_still_when_the_model_becomes_smaller(stage: int, given: str) -> None:
+    """As scripts for DeepSpeed do it: the hooks on the modules are the engine's, not the user's."""
+    if given == "copy":
+        stage = min(stage, 1)
+
+    def job(rank: int) -> tuple[list[Tensor], list[int]]:
+        torch.set_num_threads(1)
+        found, sizes = [], []
+        for model, data, compression, x in (
+            (Convolutional(), images(), CHANNELS, torch.randn(2, 3, 6, 6)),
+            (Small(), words(), section("topk"), torch.arange(8).reshape(2, 4)),
+        ):
+            config = document(stage, compression=compression)
+            engine = initialize(config, model, training_data=data)[0]
+            train(engine, 4)
+            model.eval()
+            with torch.no_grad():
+                masked = model.scores(x)
+                clean = copy.deepcopy(model) if given == "copy" else model
+                redundancy_clean(engine if given == "engine" else clean, config)
+                found += [masked, clean.scores(x)]
+            if isinstance(clean, Small):
+                sizes += [clean.layer.linear1.out_features, clean.layer.self_attn.num_heads]
+            else:
+                sizes += [clean.first.out_channels, clean.norm.num_features, clean.second.in_channels]
+        return found, sizes
+
+    for found, sizes in sim.run(2, job):
+        for masked, clean in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(clean, masked, rtol=1e-5, atol=1e-5)
+        assert sizes == [4, 4, 4, 8, 2]
+
+
+def test_where_parameters_are_partitioned_the_engine_must_go_first() -> None:
+    config = document(3, compression=CHANNELS)
+
+    def job(rank: int) -> None:
+        model = Convolutional()
+        engine = initialize(config, model, training_data=images())[0]
+        train(engine, 2)
+        with pytest.raises(ValueError, match=r"partitioned.*engine\.destroy\(\)"):
+            redundancy_clean(model, config)
+        train(engine, 1)
+        engine.destroy()
+        assert redundancy_clean(model, config).first.out_channels == 4
+
+    sim.run(2, job)
+
+
 def test_scores_are_trained_by_the_engine_and_only_from_the_offset_on() -> None:
     config = document(3, compression=section("topk"))
     config["optimizer"]["params"]["weight_decay"] = 0.0

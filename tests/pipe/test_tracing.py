@@ -21,6 +21,7 @@ import zoo.engine
 from zoo import sim
 from zoo.layout import split_of
 from zoo.pipe import split
+from zoo.zero import ZeroOptimizer
 
 WIDTH, VOCABULARY = 6, 13
 try:
@@ -538,6 +539,17 @@ def test_hooks_of_submodules_run_and_those_of_what_is_cut_are_refused() -> None:
     model.body.register_forward_hook(lambda module, given, out: None)
     with pytest.raises(ValueError, match=r"body \(Body\) has hooks, and a cut goes through it"):
         split(model, num_stages=1, example=batch())
+
+
+def test_a_model_that_an_engine_has_is_split_before_and_a_copy_of_it_at_any_time() -> None:
+    model = made()
+    optimizer = ZeroOptimizer(model, stage=1, optimizer=torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"is in an engine, under a ZeRO optimizer or compressed; split it before"):
+        split(model, num_stages=1, example=batch())
+    again = split(copy.deepcopy(model), num_stages=1, example=batch())
+    assert torch.equal(again.eval()(batch()).logits, made().eval()(**batch()).logits)
+    optimizer.close()
+    split(model, num_stages=1, example=batch())
 
 
 def test_a_model_on_the_meta_device_gets_its_values_later() -> None:

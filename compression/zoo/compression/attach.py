@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.compression.technique import Transform, Where, applied, in_order, owner_of, parameter_of
+from zoo.parts import own_hook
 
 _KEY = "_zoo_compression"
 _classes: dict[type, type] = {}
@@ -126,11 +127,7 @@ def _unique(attached: Attached) -> Iterable[Transform]:
     return {id(t): t for transforms in attached.transforms.values() for t in transforms}.values()
 
 
-def is_own_hook(hook: Any) -> bool:
-    """Whether a hook is that of :func:`attach`, which sees and changes nothing."""
-    return hook is _is_called
-
-
+@own_hook
 def _is_called(module: nn.Module, args: Any) -> None:
     """Nothing: see attach."""
 

@@ -19,7 +19,7 @@ from zoo.compression.technique import POST_TRAINING, Transform, applied, paramet
 from zoo.config import Config, read, read_section
 from zoo.registry import DEFAULT, Registry
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
+ModelT = TypeVar("ModelT")
 Source = str | Path | Mapping[str, Any] | Config
 
 
@@ -66,10 +66,10 @@ def redundancy_clean(
     at the end of their schedule, and what is zero goes away where a technique can take it away.
 
     Transforms of inputs and outputs stay, because no weight can stand for them; ``detach`` of ``zoo.compression`` takes
-    them off. Under ZeRO call ``engine.destroy()`` first.
+    them off. Call ``engine.destroy()`` first where parameters are partitioned (stage 3) or training goes on.
 
     Args:
-        model: with transforms, of ``init_compression`` or of an engine; itself changed.
+        model: with transforms, of ``init_compression`` or of an engine, or that engine; itself changed.
         config: as it was compressed with.
         mpu: None.
 
@@ -85,16 +85,31 @@ def redundancy_clean(
     if empty:
         raise ValueError(f'{empty[0]} is on "meta" and has no values to clean; load the model first.')
     with torch.no_grad():
-        fixed = [
-            (weight, applied(module, transforms, weight, lambda transform, value: transform.fixed(value)))
-            for module, weight, transforms in _by_weight(inner)
-        ]
+        fixed = _fixed(inner)
         for weight, value in fixed:
             weight.data.copy_(value)
     detach(inner, found)
     for technique in techniques.values():
         technique.shrink(inner, [t for t in found if t.site.technique == technique.name])
     return model
+
+
+def _fixed(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Each weight with what it becomes."""
+    try:
+        return [
+            (weight, applied(module, transforms, weight, lambda transform, value: transform.fixed(value)))
+            for module, weight, transforms in _by_weight(model)
+        ]
+    except RuntimeError as error:
+        from zoo.zero import PartitionedAccessError
+
+        if not isinstance(error, PartitionedAccessError):
+            raise
+        raise ValueError(
+            "redundancy_clean() got a model whose parameters are partitioned (ZeRO stage 3), so that no rank has the "
+            "weights to prune; call engine.destroy() first: it gives the model back whole."
+        ) from error
 
 
 def asked_for(
@@ -114,10 +129,13 @@ def asked_for(
     return section, {**techniques_of(section, seed=seed, registry=registry), **moq_of(moq, eigenvalue, seed=seed)}
 
 
-def inner_of(model: nn.Module) -> nn.Module:
+def inner_of(model: Any) -> nn.Module:
     """What a wrapper (an engine, DistributedDataParallel) has inside."""
     inner = getattr(model, "module", None)
-    return inner_of(inner) if isinstance(inner, nn.Module) and len(list(model.children())) == 1 else model
+    wraps = isinstance(inner, nn.Module) and (not isinstance(model, nn.Module) or len(list(model.children())) == 1)
+    if not wraps and not isinstance(model, nn.Module):
+        raise ValueError(f"got a {type(model).__name__}; it takes a torch.nn.Module, or an engine that has one.")
+    return inner_of(inner) if wraps else model
 
 
 def check_same(model: nn.Module, techniques: Mapping[str, AnyTechnique]) -> None:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from zoo.parts import Clock
-
-
-class _LeftBehind:
-    """A hook that a copy or a pickle of its module has not."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> Any:
-        return self._hook(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
-
-
-class _Nothing:
-    def __call__(self, *args: Any) -> None:
-        return None
+from zoo.parts import Clock, own_hook
 
 
 class Scope:
@@ -40,8 +22,8 @@ class Scope:
         self._told: Clock | None = None
         self._saved: list[Clock | None] = []
         self._hooks = [
-            module.register_forward_pre_hook(_LeftBehind(self._enter)),
-            module.register_forward_hook(_LeftBehind(self._leave), always_call=True),
+            module.register_forward_pre_hook(own_hook(partial(self._enter))),
+            module.register_forward_hook(own_hook(partial(self._leave)), always_call=True),
         ]
 
     def tell(self, clock: Clock) -> None:

@@ -5,6 +5,27 @@ from .declared import (
 from .declared import (
     parts_of as parts_of,
 )
+from .hooks import (
+    BACKWARD as BACKWARD,
+)
+from .hooks import (
+    FORWARD as FORWARD,
+)
+from .hooks import (
+    has_user_hooks as has_user_hooks,
+)
+from .hooks import (
+    is_own_hook as is_own_hook,
+)
+from .hooks import (
+    is_watched as is_watched,
+)
+from .hooks import (
+    own_hook as own_hook,
+)
+from .hooks import (
+    without_own_hooks as without_own_hooks,
+)
 from .ordering import in_order as in_order
 from .protocols import (
     AfterUpdate as AfterUpdate,

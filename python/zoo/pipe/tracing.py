@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zoo.layout import declare_tied, declare_unit, is_unit
+from zoo.parts import BACKWARD, FORWARD, has_user_hooks, is_watched
 from zoo.pipe.module import PipelineModule, builder
 from zoo.pipe.segments import Segment, cut, used
 from zoo.pipe.symbols import Recorded, record
@@ -234,11 +235,15 @@ def _through(module: nn.Module, points: Sequence[str]) -> dict[str, nn.Module]:
 
 def _check_hooks(through: Mapping[str, nn.Module]) -> None:
     for path, module in through.items():
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        if any(hooks):
+        if has_user_hooks(module, FORWARD + BACKWARD):
             raise ValueError(
                 f"{path or 'the model'} ({type(module).__name__}) has hooks, and a cut goes through it, so that it is "
                 "not called any more; register them on its submodules."
+            )
+        if is_watched(module):
+            raise ValueError(
+                f"{path or 'the model'} ({type(module).__name__}) is in an engine, under a ZeRO optimizer or "
+                "compressed; split it before that, or call engine.destroy(), optimizer.close() or detach() first."
             )
 
 

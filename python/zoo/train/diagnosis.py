@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from zoo.engine import Engine
+from zoo.parts import own_hook
 from zoo.zero.runtime.outputs import tensors_in
 
 
@@ -35,7 +37,9 @@ class Recorder:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._kept: dict[int, list[Kept]] = {}
-        self._hook = engine.module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        self._hook = engine.module.register_forward_pre_hook(
+            own_hook(partial(self._begin)), prepend=True, with_kwargs=True
+        )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():

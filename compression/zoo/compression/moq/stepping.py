@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from zoo.compression.config import ROOT, CompressionConfig
 from zoo.compression.moq.guide import Guide, loss_in
 from zoo.compression.moq.sections import MOQ, CurvatureSection, QuantizeTrainingSection
 from zoo.compression.part import CompressionPart
-from zoo.parts import Clock, Environment, StepRecord
+from zoo.parts import Clock, Environment, StepRecord, own_hook
 
 
 class MoqPart:
@@ -68,7 +69,9 @@ class MoqPart:
                 self._drop_hook()
                 guide.look(step, lambda: loss_in(module(*args, **kwargs)))
 
-            self._hook = self._module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+            self._hook = self._module.register_forward_pre_hook(
+                own_hook(partial(first)), prepend=True, with_kwargs=True
+            )
         return args, kwargs
 
     def after_update(self, record: StepRecord) -> None:

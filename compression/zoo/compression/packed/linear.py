@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from zoo.compression.attach import attach, attached_to, class_of, is_own_hook
+from zoo.compression.attach import attach, attached_to, class_of
 from zoo.compression.post_training import Layer, Uniform
 from zoo.compression.technique import inner_weights
 from zoo.kernels.packed_linear import PackedWeight, pack, packed_linear, unpack, unpack_weight
+from zoo.parts import has_user_hooks, own_hook
 
 Tensor = torch.Tensor
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -212,18 +213,11 @@ def more_than_linear(model: nn.Module, module: nn.Module) -> str:
         return "; only linear layers are replaced"
     if class_of(module).forward is not kind.forward or "forward" in module.__dict__:
         return " with a forward of its own, which the layer in its place has not; leave it out"
-    if _has_hooks(module):
+    if has_user_hooks(module):
         return " with hooks, which the layer in its place has not; remove them, and register them on that one"
     if id(module) in inner_weights(model):
         return ", whose weight the attention around it reads without calling it; leave it out"
     return ""
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether there are any but those of this file."""
-    if module._forward_hooks:
-        return True
-    return any(not (hook is _is_called or is_own_hook(hook)) for hook in module._forward_pre_hooks.values())
 
 
 def put(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
@@ -243,5 +237,6 @@ def put(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
     return instead.get(id(model), model)
 
 
+@own_hook
 def _is_called(module: nn.Module, args: Any) -> None:
     """Nothing: see :func:`put`."""

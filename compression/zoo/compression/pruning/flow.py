@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from zoo.compression.attach import class_of, is_own_hook
+from zoo.compression.attach import class_of
 from zoo.compression.pruning.modules import BatchNorm, inputs_of, is_convolution, is_linear, out_dim_of, outputs_of
+from zoo.parts import has_user_hooks, without_own_hooks
 
 _FUNCTIONS: frozenset[Any] = frozenset({
     F.relu, F.relu6, F.gelu, F.silu, F.mish, F.elu, F.selu, F.celu, F.leaky_relu, F.hardswish, F.hardsigmoid,
@@ -97,7 +98,8 @@ def _traced(root: nn.Module, named: Collection[int]) -> fx.Graph:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        return _Tracer(set(named)).trace(root, concrete_args=given)
+        with without_own_hooks(root.modules()):
+            return _Tracer(set(named)).trace(root, concrete_args=given)
     except Exception as error:  # whatever the user's forward does with a value that stands for any
         raise Unknown(f"the forward of a {class_of(root).__name__} cannot be traced ({_short(error)})") from error
     finally:
@@ -119,11 +121,6 @@ def _other_sizes(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, key, value in said:
             setattr(module, key, value)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether anything but what attach has put there watches a module."""
-    return bool(module._forward_hooks) or any(not is_own_hook(h) for h in module._forward_pre_hooks.values())
 
 
 class _Tracer(fx.Tracer):
@@ -222,7 +219,7 @@ class _Walk:
                 self._role(module, "takes something else")
             return
         value = self._values[flows[0]]
-        if has_hooks(module):
+        if has_user_hooks(module):
             raise Unknown(f"a {class_of(module).__name__} has hooks, which may see and change the units")
         if len(node.args) != 1 or node.kwargs or len(flows) != 1:
             raise Unknown(f"a {class_of(module).__name__} takes it together with other things")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from zoo.compression.attach import attached_to, class_of
-from zoo.compression.pruning.flow import Flow, Unknown, follow, has_hooks
+from zoo.compression.pruning.flow import Flow, Unknown, follow
 from zoo.compression.pruning.modules import inputs_of, is_convolution, is_plain, is_transposed_linear, out_dim_of
 from zoo.compression.pruning.relations import Relation, modules_of
 from zoo.layout import split_of
+from zoo.parts import has_user_hooks
 
 _log = logging.getLogger("zoo.compression")
 
@@ -105,7 +106,7 @@ def check_own(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             holders = [m for m in modules if any(p is parameter for p in m._parameters.values())]
             if parameter is not None and len(holders) > 1:
                 raise Unknown(f"a weight of a {name} is tied to one of another module")
-        if has_hooks(module):
+        if has_user_hooks(module):
             raise Unknown(f"a {name} has hooks, which may see and change the units")
         if not is_plain(module) and not isinstance(module, nn.MultiheadAttention):
             raise Unknown(f"a {name} has a forward of its own")

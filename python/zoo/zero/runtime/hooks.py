@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator, Recovery
+from zoo.parts import own_hook
 from zoo.zero.placement.units import UnitSpec
 from zoo.zero.runtime.backward import Backward
 from zoo.zero.runtime.contexts import FAILED, Context, Contexts, Unit
@@ -106,7 +107,7 @@ class Runtime:
         self._trains = any(b.spec.trainable for b in self._buckets)
         self._hooked: dict[str, Unit] = {}
         if cast_inputs is not None:
-            self._hooks.append(self._model.register_forward_pre_hook(_left_behind(cast_inputs), with_kwargs=True))
+            self._hooks.append(self._model.register_forward_pre_hook(own_hook(cast_inputs), with_kwargs=True))
         self._install(units)
 
     def _install(self, specs: Sequence[UnitSpec]) -> None:
@@ -120,8 +121,8 @@ class Runtime:
             self.units.append(unit)
             if not unit.recorded and spec.name:
                 continue
-            enter = _left_behind(hook(partial(self._enter if spec.name else self._enter_model, unit)))
-            leave = _left_behind(hook(partial(self._exit, unit)))
+            enter = own_hook(hook(partial(self._enter if spec.name else self._enter_model, unit)))
+            leave = own_hook(hook(partial(self._exit, unit)))
             self._hooks.append(spec.module.register_forward_pre_hook(enter))
             self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
             self._hooked[spec.name] = unit
@@ -523,14 +524,6 @@ def _name_of(context: Context) -> str:
     return context.owner or f"pass {context.serial}"
 
 
-def _nothing(*_: Any) -> None:
-    """What stands for a hook of ours on a copy of the model."""
-
-
-def _no_hook() -> Any:
-    return _nothing
-
-
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
@@ -538,13 +531,6 @@ def _is_compiled(module: nn.Module) -> bool:
 def _hidden_from_compiler(hook: Any) -> Any:
     """The same hook, which torch.compile does not trace into; it costs 0.3 µs more."""
     return partial(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
-
-
-def _left_behind(hook: Any) -> Any:
-    """The same hook, which a copy or a pickle of the model does not have: those are ordinary models."""
-    hook.__deepcopy__ = lambda memo: _nothing
-    hook.__reduce_ex__ = lambda protocol: (_no_hook, ())
-    return hook
 
 
 def _above(name: str) -> Iterator[str]:

@@ -1,0 +1,72 @@
+"""Hooks of zoo on a model: who asks whether a module has hooks means the user's.
+
+A hook that watches a model and changes nothing that the model computes is marked where it is registered. It belongs to
+the object that it was registered for, so that a copy or a pickle of the module, which is an ordinary model, has a hook
+that does nothing in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+HookT = TypeVar("HookT", bound=Callable[..., Any])
+
+_OWN = "_zoo_own_hook"
+FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def own_hook(hook: HookT) -> HookT:
+    """Mark a hook as one of zoo's that changes nothing, and return it.
+
+    Args:
+        hook: a function, a partial or an instance with a ``__dict__``; not a bound method.
+    """
+    setattr(hook, _OWN, True)
+    hook.__deepcopy__ = lambda memo: _nothing  # type: ignore[attr-defined]
+    hook.__reduce_ex__ = lambda protocol: (_made_anew, ())  # type: ignore[method-assign]
+    return hook
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether :func:`own_hook` has marked it, or it stands for such a hook on a copy of the model."""
+    return getattr(hook, _OWN, None) is not None
+
+
+def is_watched(module: Any) -> bool:
+    """Whether a hook of :func:`own_hook` is on the module itself, and not what a copy has in its place."""
+    return any(getattr(hook, _OWN, False) is True for kind in FORWARD for hook in getattr(module, kind).values())
+
+
+def has_user_hooks(module: Any, kinds: Iterable[str] = FORWARD) -> bool:
+    """Whether a ``torch.nn.Module`` has hooks, of these kinds, that are not zoo's own."""
+    return any(not is_own_hook(hook) for kind in kinds for hook in getattr(module, kind).values())
+
+
+@contextmanager
+def without_own_hooks(modules: Iterable[Any]) -> Iterator[None]:
+    """For the time of a call that is none of training (a trace), the modules have the user's hooks alone."""
+    kept = [(table, dict(table)) for module in modules for table in (getattr(module, kind) for kind in FORWARD)]
+    kept = [(table, before) for table, before in kept if any(map(is_own_hook, before.values()))]
+    try:
+        for table, before in kept:
+            for number in [number for number, hook in before.items() if is_own_hook(hook)]:
+                del table[number]
+        yield
+    finally:
+        for table, before in kept:
+            table.clear()
+            table.update(before)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What stands for a hook of zoo on a copy of the model."""
+
+
+def _made_anew() -> Any:
+    return _nothing
+
+
+setattr(_nothing, _OWN, False)
