@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,42 @@ def growing(index: Path, *, low: int, steps: int, batch: int = 2, **more: Any) -
 @pytest.mark.parametrize(("low", "batch"), [(1, 2), (3, 20)])
 def test_passes_are_counted_by_samples_and_not_by_shuffles(index: Path, low: int, batch: int) -> None:
     # The pool changes in every step, or is smaller than one: there are more shuffles than passes.
-    loader, drawn = growing(index, low=low, steps=COUNT, batch=batch, num_epochs=4), 0
-    while here := sum(len(rows) for rows in loader):
-        drawn += here
-    assert 4 * COUNT <= drawn < 4 * COUNT + batch
+    loader = growing(index, low=low, steps=COUNT, batch=batch, num_epochs=4)
+    drawn = sum(len(rows) for rows in loader)
+    assert 4 * COUNT < drawn <= 4 * COUNT + batch
     assert loader.place.epoch > 4
+    assert not list(loader), "it ends for good"
+
+
+# What DeepSpeed 0.19.8 gives on one rank: (samples, micro-batch, num_epochs) → micro-batches of an iteration.
+@pytest.mark.parametrize(("size", "batch", "epochs", "expected"), [(28, 2, 1, 15), (29, 2, 1, 15), (14, 2, 2, 15)])
+def test_an_iteration_goes_on_to_the_end_of_all_passes(
+    size: int, batch: int, epochs: int, expected: int, tmp_path: Path
+) -> None:
+    numbers: Any = NUMBERS[:size]
+    DataAnalyzer(numbers, {"number": int}, tmp_path).run()
+    for low in (4, size - 1):  # the pool is small for ever, and all of them
+        section = CurriculumMetric(
+            index_to_sample_path=str(tmp_path / "number" / "index_to_sample.safetensors"),
+            index_to_metric_path=str(tmp_path / "number" / "index_to_metric.safetensors"),
+            min_difficulty=low, max_difficulty=low,
+            schedule_config={"total_curriculum_step": 5, "difficulty_step": 1},
+        )  # fmt: skip
+        made = CurriculumLoader(
+            numbers, {"number": section}, {"number": Growing(section, "number")}, samples_a_step=batch,
+            micro_batch_size=batch, rank=0, size=1, seed=1, num_epochs=epochs,
+        )  # fmt: skip
+        assert len(made) == expected
+        head = list(itertools.islice(made, 3))
+        rest = list(made)
+        assert len(head) + len(rest) == expected
+        drawn, a_shuffle = (
+            [row for rows in [*head, *rest] for row in rows.flatten().tolist()],
+            (low + 1) // batch * batch,
+        )
+        for first in range(0, len(drawn), a_shuffle):
+            own = drawn[first : first + a_shuffle]
+            assert len(own) == len(set(own)), "each sample once before the next shuffle"
 
 
 def packing(**more: Any) -> PackedLoader:

@@ -113,9 +113,14 @@ def test_percentiles_and_several_metrics(indexed: Path) -> None:
 def test_while_the_pool_stays_every_sample_comes_once_a_shuffle(indexed: Path) -> None:
     options = metric(indexed, min_difficulty=8, max_difficulty=8)
     loader = start(sampling({"first": options}), training_data=data(COUNT)).dataloader
-    for _ in range(2):
-        rows = [tuple(row.tolist()) for x, _ in loader for row in x]
-        assert len(rows) == len(set(rows)) == loader.allowed // 4 * 4
+    batches, seen = iter(loader), []
+    next(batches)  # the pool is known from now on
+    loader.load_state_dict({**loader.state_dict(), "position": 0})
+    batches = iter(loader)
+    for _ in range(3):
+        seen.append([tuple(row.tolist()) for x, _ in itertools.islice(batches, loader.allowed // 4) for row in x])
+        assert len(seen[-1]) == len(set(seen[-1])) == loader.allowed // 4 * 4
+    assert seen[0] != seen[1]
 
 
 def test_with_all_samples_allowed_nothing_changes(indexed: Path) -> None:

@@ -20,6 +20,7 @@ from zoo.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 import zoo.deepspeed as deepspeed
 from zoo import sim
 from zoo.config import ConfigError
+from zoo.data_efficiency import DataAnalyzer
 
 DOCUMENT: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -249,6 +250,30 @@ def test_loaders_of_the_engine() -> None:
             engine.deepspeed_io(data, route="test")
 
     sim.run(2, job)
+
+
+def test_loaders_of_a_curriculum_go_on_to_the_end_of_all_passes_by_either_door(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 gives 15 micro-batches of 2 of 28 samples, and of these 4 are allowed at difficulty 3."""
+    samples: Any = [torch.tensor([float(i)]) for i in range(28)]
+    DataAnalyzer(samples, {"number": int}, tmp_path).run()
+    metric = {
+        "index_to_sample_path": str(tmp_path / "number" / "index_to_sample.safetensors"),
+        "index_to_metric_path": str(tmp_path / "number" / "index_to_metric.safetensors"),
+        "difficulty_type": "value", "clustering_type": "schedule_based", "min_difficulty": 3, "max_difficulty": 27,
+        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 1000, "difficulty_step": 1},
+    }  # fmt: skip
+    curriculum = {"enabled": True, "curriculum_metrics": {"number": metric}}
+    sampling = {"enabled": True, "num_epochs": 1, "curriculum_learning": curriculum}
+    document = {**DOCUMENT, "data_efficiency": {"enabled": True, "data_sampling": sampling}}
+    for given in (samples, None):
+        engine, _, loader, _ = start(document, training_data=given)
+        loader = engine.deepspeed_io(samples) if given is None else loader
+        found = numbers(loader)
+        assert len(found) == len(loader) == 15
+        assert {number for batch in found for number in batch} == {0.0, 1.0, 2.0, 3.0}
+    assert {number for batch in numbers(engine.deepspeed_io(samples, route="eval")) for number in batch} == set(
+        range(28)
+    )
 
 
 def test_loaders_are_taken_as_they_are() -> None:

@@ -107,7 +107,8 @@ class CurriculumLoader(Newest):
     down, with s the samples drawn by all ranks; so it runs ahead of training no further than the loader does, and does
     not depend on the number of ranks. While the pool stays the same, samples are drawn without repetition: a shuffle
     of the pool after the other. When the pool changes, a new shuffle begins. Positions and shuffles are those of the
-    engine's own loader: with all samples allowed both draw the same. An iteration ends with a shuffle.
+    engine's own loader: with all samples allowed both draw the same. An iteration goes on through all shuffles to the
+    end of num_epochs; one that is left goes on in the next.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``.
@@ -115,8 +116,8 @@ class CurriculumLoader(Newest):
         growing: name → difficulty by step, for each metric that picks samples.
         samples_a_step: of all ranks: train_batch_size.
         micro_batch_size, rank, size, seed, collate_fn: as of ``make_loader`` of an engine part.
-        num_epochs: nothing comes any more when as many samples were drawn as so many passes over the data set have.
-            Shuffles do not count: while the pool is small or grows there are many of them.
+        num_epochs: nothing comes any more when more samples were drawn than so many passes over the data set have, as
+            in DeepSpeed. Shuffles do not count: while the pool is small or grows there are many of them.
         num_workers, pin_memory: see :func:`~zoo.data_efficiency.ahead.loaded`.
 
     Attributes:
@@ -139,8 +140,8 @@ class CurriculumLoader(Newest):
         self.place = Place(allowed=self.num_samples)
 
     def __len__(self) -> int:
-        """Micro-batches of each rank in a shuffle of the whole data set."""
-        return self.num_samples // (self.micro_batch_size * self.size)
+        """Micro-batches of each rank from the beginning of training to the end: ⌊num_epochs·N / (B·ranks)⌋ + 1."""
+        return self.num_epochs * self.num_samples // (self.micro_batch_size * self.size) + 1
 
     @property
     def allowed(self) -> int:
@@ -158,19 +159,17 @@ class CurriculumLoader(Newest):
             self.place = place
             yield batch
             self.check_newest(serial)
-        place = self.place
-        self.place = replace(place, epoch=place.epoch + (place.position > 0), position=0)
 
     def _chosen(self, place: Place) -> Iterator[tuple[list[int], Place]]:
-        """This rank's samples of each micro-batch to the end of the shuffle, and where the loader stands after it."""
+        """This rank's samples of each micro-batch to the end, and where the loader stands after it."""
         stride = self.micro_batch_size * self.size
         pool = self.pool.of(place.counts) if place.counts is not None else None
-        while place.samples < self.num_epochs * self.num_samples:
+        while place.samples <= self.num_epochs * self.num_samples:
             place, pool = self._looked(place, pool)
             count = place.allowed
             wraps = count < stride  # a pool smaller than what ranks need at once is gone through several times
             if place.position + stride > count and not (wraps and place.position == 0):
-                return
+                place = replace(place, epoch=place.epoch + 1, position=0)  # the next shuffle of the same pool
             first = place.position + self.rank * self.micro_batch_size
             seed = mixed(place.epoch, self.seed)
             found = [shuffled((first + i) % count, count, seed) for i in range(self.micro_batch_size)]

@@ -77,7 +77,7 @@ def is_data_set(data: Any) -> bool:
 def loader_of(
     engine: Any, dataset: Any, batch_size: int | None, route: str, pin_memory: bool, data_sampler: Any,
     collate_fn: Callable[[list[Any]], Any] | None, num_local_io_workers: int | None, *, shuffle: bool = True,
-) -> DeepSpeedDataLoader:  # fmt: skip
+) -> Any:  # fmt: skip
     """See :meth:`~zoo.deepspeed.adapters.engine.DeepSpeedEngine.deepspeed_io`."""
     if not is_data_set(dataset):
         raise ValueError(
@@ -87,10 +87,30 @@ def loader_of(
     rank, size = engine.engine.batch_rank, engine.engine.batch_ranks
     if route not in ("train", "eval", "predict"):
         raise ValueError(f"route={route!r}; allowed are 'train', 'eval' and 'predict'.")
+    collate_fn = engine.collate_fn if collate_fn is None else collate_fn
+    batch_size = engine.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
+    if route == "train" and data_sampler is None and shuffle:
+        chosen = _chosen(engine.engine, dataset, batch_size, collate_fn)
+        if chosen is not None:
+            return chosen
     if data_sampler is None and not isinstance(dataset, IterableDataset) and (route != "train" or not shuffle):
         data_sampler = DistributedSampler(dataset, size, rank, shuffle=False)
     return DeepSpeedDataLoader(
-        dataset, engine.train_micro_batch_size_per_gpu() if batch_size is None else batch_size, pin_memory, 0, None,
-        engine.collate_fn if collate_fn is None else collate_fn, num_local_io_workers, data_sampler, size, rank,
+        dataset, batch_size, pin_memory, 0, None, collate_fn, num_local_io_workers, data_sampler, size, rank,
         engine.dataloader_drop_last(),
     )  # fmt: skip
+
+
+def _chosen(engine: Any, dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    """The loader of the configuration's section ``data_efficiency``, where it chooses samples; None: it does not."""
+    part = engine.parts.get("data_efficiency")
+    if part is None:
+        return None
+    before = part.loader
+    made = part.make_loader(
+        dataset, micro_batch_size=batch_size, rank=engine.batch_rank, size=engine.batch_ranks, seed=engine.config.seed,
+        collate_fn=collate_fn,
+    )  # fmt: skip
+    if before is not None:
+        part.loader = before  # the record tells of the loader that trains
+    return made

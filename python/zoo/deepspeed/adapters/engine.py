@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
+from zoo.deepspeed.adapters.data import loader_of
 from zoo.deepspeed.adapters.lifetimes import keep, thaw
 from zoo.deepspeed.adapters.logs import warning_once
 from zoo.deepspeed.adapters.optimizer import view_of
@@ -262,13 +262,14 @@ class DeepSpeedEngine(Questions, nn.Module):
         self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
         data_sampler: Any = None, collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """A loader of this rank's micro-batches.
 
         Args:
             dataset: with ``__len__`` and ``__getitem__``, or an ``IterableDataset``.
             batch_size: by default a micro-batch's.
-            route: "train": shuffled, once for all; "eval", "predict": in the data set's order.
+            route: "train": shuffled, once for all, or as ``data_efficiency`` of the configuration chooses; "eval",
+                "predict": in the data set's order.
             pin_memory: batches lie in page-locked memory, where there is a GPU.
             data_sampler: of this rank's indices, instead.
             collate_fn: by default that of ``initialize``.
@@ -279,7 +280,7 @@ class DeepSpeedEngine(Questions, nn.Module):
             num_local_io_workers,
         )  # fmt: skip
 
-    def training_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+    def training_loader(self, dataset: Any) -> Any:
         """That of ``initialize(training_data=...)``."""
         return self.deepspeed_io(dataset)
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zoo.deepspeed.adapters.data import DeepSpeedDataLoader, loader_of
+from zoo.deepspeed.adapters.data import loader_of
 from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.pipeline_module import PipelineError
 from zoo.engine import RepeatingLoader
@@ -96,7 +96,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.training_dataloader = loader
             self.set_dataiterator(iter(RepeatingLoader(loader)))
 
-    def training_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+    def training_loader(self, dataset: Any) -> Any:
         """That of ``initialize(training_data=...)``: samples in the data set's order."""
         return loader_of(self, dataset, None, "train", torch.cuda.is_available(), None, None, None, shuffle=False)
 
