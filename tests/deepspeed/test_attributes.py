@@ -144,21 +144,59 @@ def test_reductions_that_cannot_be_put_together() -> None:
         pass
 
 
-def test_states_go_away_and_come_back() -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("of_optimizer", [False, True])
+def test_states_go_away_and_come_back(stage: int, of_optimizer: bool) -> None:
+    states = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.contiguous_grad_buffer]
+    states += [OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads]
+
     def job(rank: int, away: bool) -> list[torch.Tensor]:
-        engine = start(3)
+        engine = start(stage, bf16={"enabled": True})
+        engine.module[0].register_forward_pre_hook(lambda module, inputs: (inputs[0].bfloat16(),))
         train(engine, rank, 1)
+        owner = engine.optimizer if of_optimizer else engine
         if away:
-            engine.offload_states(include=[OffloadStateTypeEnum.optim_states, "contiguous_grad_buffer"])
-            engine.offload_states(device=OffloadDeviceEnum.cpu, pin_memory=False)
-            engine.reload_states()
-            engine.offload_states(device=OffloadDeviceEnum.none)
+            owner.offload_states(include=states, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True)
+            owner.reload_states(non_blocking=True)
+            owner.offload_states(device=OffloadDeviceEnum.cpu, pin_memory=False)
+            owner.reload_states()
+            owner.offload_states(device=OffloadDeviceEnum.none)
         return train(engine, rank, 2)
 
     for one, other in zip(*(sim.run(2, lambda rank, a=a: job(rank, a))[0] for a in (True, False)), strict=True):
         assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="stage 3"):
-        start(1).offload_states()
+
+
+def test_states_that_cannot_go_away() -> None:
+    with pytest.raises(ValueError, match="stage 1, 2 or 3"):
+        start(0).offload_states()
+    with pytest.raises(ValueError, match="they leave at stage 3"):
+        start(1).offload_states([OffloadStateTypeEnum.lp_params])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_compiled_engine_has_the_numbers_of_one_that_is_not(stage: int) -> None:
+    def job(rank: int, compiled: bool) -> list[torch.Tensor]:
+        engine = start(stage)
+        if compiled:
+            engine.compile(backend="eager")
+        return train(engine, rank, 3)
+
+    for one, other in zip(*(sim.run(2, lambda rank, c=c: job(rank, c))[0] for c in (True, False)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_weights_of_stage_3_under_their_newer_name() -> None:
+    def job(rank: int) -> None:
+        engine = start(3)
+        found, known = engine._consolidated_16bit_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+        assert (found is None) == (known is None) == (rank == 1)
+        for name, value in (known or {}).items():
+            assert torch.equal(value, found[name])
+
+    sim.run(2, job)
+    with pytest.raises(ValueError, match=r"at stage 2: only stage 3 .* module_state_dict"):
+        start(2)._consolidated_16bit_state_dict()
 
 
 def test_the_speed_of_training() -> None:

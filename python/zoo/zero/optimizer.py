@@ -496,13 +496,13 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> int:  # fmt: skip
-        """Move state from the device to host memory until :meth:`reload_states`; returns its bytes. Stage 3.
+        """Move state from the device to host memory until :meth:`reload_states`; returns its bytes. Stages 1 to 3.
 
         Called again it moves more, and returns the bytes of everything that is away.
 
         Args:
-            include: of "optim_states", "hp_params" (fp32 masters), "lp_params" (shards of the parameters) and
-                "lp_grads" (reduced gradients); None for all.
+            include: of "optim_states", "hp_params" (fp32 masters), "lp_params" (shards of the parameters, stage 3) and
+                "lp_grads" (reduced gradients); None for all that the stage has.
             device: "cpu"; where parameters are on the CPU anyway nothing has to move.
             pin_memory, non_blocking: of the copies, on a GPU.
 
@@ -511,13 +511,15 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         """
         from zoo.zero.state.offload_states import StatesAway, states_named
 
-        if self.config.stage != 3 or device != "cpu":
+        stage = self.config.stage
+        names = states_named(include, stage)
+        if stage == 0 or device != "cpu":
             raise ValueError(
-                f"offload_states(device={device!r}) at stage {self.config.stage}; it needs 'cpu', stage 3."
+                f"offload_states(device={device!r}) at stage {stage}; it needs 'cpu', and stage 1, 2 or 3."
             )
         self._check_open()
         self.read_outcome()
-        names, self._away = states_named(include), self._away or StatesAway(self)
+        self._away = self._away or StatesAway(self)
         self._away.take(names, pin_memory=pin_memory and torch.cuda.is_available(), non_blocking=non_blocking)
         return self._away.num_bytes()
 

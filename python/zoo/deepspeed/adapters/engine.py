@@ -232,21 +232,17 @@ class DeepSpeedEngine(Questions, nn.Module):
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:  # fmt: skip
-        """``model.compile()``; at stage 3 it has to come before ``initialize``.
+        """``engine.module.compile()``, at every stage.
 
         Raises:
-            NotImplementedError: at stage 3; with ``schedule`` or ``compiled_autograd_enabled``.
+            NotImplementedError: with ``schedule`` or ``compiled_autograd_enabled``.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotImplementedError(
                 "engine.compile() takes neither schedule= nor compiled_autograd_enabled=: zoo has no passes of its own "
                 "in the compiler. Leave them out."
             )
-        if self.zero_optimization_stage() == 3:
-            raise NotImplementedError(
-                "engine.compile() at stage 3: torch's compiler has to see the model before it is partitioned. Call "
-                "model.compile() before initialize."
-            )
+        self.engine.sharded.runtime.hide_from_compiler()
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
 
     def destroy(self) -> None:
@@ -355,25 +351,9 @@ class DeepSpeedEngine(Questions, nn.Module):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move states from the GPU to host memory until :meth:`reload_states`. Stage 3.
-
-        Args:
-            include: members of ``OffloadStateTypeEnum``, or their names; None: all. Gradients' buffers go with them.
-            device: "cpu"; "none": nothing happens, with a warning.
-            pin_memory, non_blocking: of the copies.
-
-        Raises:
-            ValueError: another stage, or another device.
-        """
-        kind = str(getattr(device, "value", device))
-        if kind == "none":
-            _log.warning("offload_states(device='none'): nothing is moved.")
-            return
-        names = None if include is None else {str(getattr(state, "value", state)) for state in include}
-        wanted = None if names is None else sorted(names - {"contiguous_grad_buffer"})
-        self.engine.training("offload_states()").offload_states(
-            wanted, kind, pin_memory=pin_memory, non_blocking=non_blocking
-        )
+        """That of the optimizer."""
+        self.engine.training("offload_states()")
+        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what :meth:`offload_states` took away."""
@@ -499,6 +479,15 @@ class DeepSpeedEngine(Questions, nn.Module):
             raise ValueError("this function requires ZeRO-3 mode")
         found = self.engine.module_state_dict(exclude_frozen_parameters)
         return dict(found) if self.engine.sharded.everyone.rank == 0 else None
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """As :meth:`_zero3_consolidated_16bit_state_dict`."""
+        if self.zero_optimization_stage() != 3:
+            raise ValueError(
+                f"_consolidated_16bit_state_dict() at stage {self.zero_optimization_stage()}: only stage 3 parts the "
+                "parameters; every rank has them whole: module_state_dict()."
+            )
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",

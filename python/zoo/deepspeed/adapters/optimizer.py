@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from zoo.deepspeed.adapters.leaves import get_z3_leaf_modules
 from zoo.engine import Engine
 from zoo.zero import ZeroOptimizer
+
+_log = logging.getLogger("zoo.deepspeed")
 
 
 class DeepSpeedOptimizer:
@@ -119,6 +122,34 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """As of :class:`zoo.zero.ZeroOptimizer`; options that DeepSpeed has beside are ignored."""
         self.zero.load_state_dict(state_dict_list)
+
+    # -- states elsewhere ---------------------------------------------------------------------------------------------
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move states from the GPU to host memory until :meth:`reload_states`. Stages 1 to 3.
+
+        Args:
+            include: members of ``OffloadStateTypeEnum``, or their names; None: all. Gradients' buffers go with
+                them, and parameters leave at stage 3 only.
+            device: "cpu"; "none": nothing happens, with a warning.
+            pin_memory, non_blocking: of the copies.
+
+        Raises:
+            ValueError: stage 0, another device, or "lp_params" by name below stage 3.
+        """
+        kind = str(getattr(device, "value", device))
+        if kind == "none":
+            _log.warning("offload_states(device='none'): nothing is moved.")
+            return
+        names = None if include is None else {str(getattr(state, "value", state)) for state in include}
+        wanted = None if names is None else sorted(names - {"contiguous_grad_buffer"})
+        self.zero.offload_states(wanted, kind, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` took away."""
+        self.zero.reload_states(non_blocking=non_blocking)
 
     # -- DeepSpeed's --------------------------------------------------------------------------------------------------
 

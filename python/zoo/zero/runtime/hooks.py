@@ -136,6 +136,13 @@ class Runtime:
                 if owner in self._buckets:
                     self.set_external(module, owner, present=True)
 
+    def hide_from_compiler(self) -> None:
+        """For a model that is compiled after construction: torch.compile traces into no hook of ours."""
+        for handle in self._hooks:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = _left_behind(_hidden_from_compiler(hooks[handle.id]))
+
     def remove(self) -> None:
         """Take all hooks off the model."""
         for hook in self._hooks:

@@ -43,14 +43,14 @@ def leaves(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def states_named(include: Iterable[str] | None) -> tuple[str, ...]:
-    """The names that ``include`` gives; all for None.
+def states_named(include: Iterable[str] | None, stage: int) -> tuple[str, ...]:
+    """The names that ``include`` gives; for None all that can leave at a stage.
 
     Raises:
-        ValueError: it is no list of names, or some are not among :data:`STATES`.
+        ValueError: it is no list of names, some are not among :data:`STATES`, or parameters below stage 3.
     """
     if include is None:
-        return STATES
+        return tuple(name for name in STATES if stage == 3 or name != "lp_params")
     allowed = f"allowed are {', '.join(map(repr, STATES))}, in a list, or None for all."
     if isinstance(include, str) or not isinstance(include, Iterable):
         raise ValueError(f"include={include!r} is a {type(include).__name__}; {allowed}")
@@ -58,6 +58,11 @@ def states_named(include: Iterable[str] | None) -> tuple[str, ...]:
     unknown = [name for name in named if name not in STATES]
     if unknown:
         raise ValueError(f"include has {', '.join(map(repr, unknown))}; {allowed}")
+    if "lp_params" in named and stage != 3:
+        raise ValueError(
+            f"include has 'lp_params' at stage {stage}, where every rank has the parameters whole, and the model's "
+            "parameters are views of them: they leave at stage 3. Name others of " + ", ".join(map(repr, STATES)) + "."
+        )
     return named
 
 
