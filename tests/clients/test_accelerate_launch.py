@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, int]] = {
         "no", 2,
     ),
     "fp16": ({**PLAIN, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero_stage": 2}, "fp16", 1),
-    "a ds_config": ({"deepspeed_config_file": "ds.json", "zero3_init_flag": True}, "no", 1),
+    "a ds_config": ({"deepspeed_config_file": "ds.json", "zero3_init_flag": True}, "", 1),
 }  # fmt: skip
 """Kind → (its deepspeed_config, mixed_precision, accumulation)."""
 DS_CONFIG = {
@@ -60,7 +60,8 @@ def yaml(fields: dict[str, Any], precision: str) -> str:
     return (
         f"compute_environment: LOCAL_MACHINE\ndebug: false\ndeepspeed_config:\n{inner}\n"
         "distributed_type: DEEPSPEED\ndowncast_bf16: 'no'\nmachine_rank: 0\nmain_training_function: main\n"
-        f"mixed_precision: '{precision}'\nnum_machines: 1\nnum_processes: 8\nrdzv_backend: static\n"
+        + (f"mixed_precision: '{precision}'\n" if precision else "")  # a ds_config says it
+        + "num_machines: 1\nnum_processes: 8\nrdzv_backend: static\n"
         "same_network: true\ntpu_env: []\ntpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: false\n"
     )
 
@@ -113,18 +114,18 @@ def test_a_published_yaml_starts_and_trains(kind: str, ranks: int, tmp_path: Pat
     assert len(losses) == BATCHES // ranks
     if precision == "fp16":  # steps that overflow at the first scales are skipped
         assert found["losses"][0] == pytest.approx(losses[0], rel=0.01)
-        assert found["losses"][-1] < 0.9 * found["losses"][0]
+        assert found["weights"] != pytest.approx(plain(ranks, BATCHES + 1)[1], abs=1e-3), "no step moved anything"
         return
-    within = 1e-5 if precision == "no" else 0.03
+    exact = precision in ("no", "")
+    within = 1e-5 if exact else 0.03
     assert found["losses"] == pytest.approx(losses, rel=within)
-    assert found["weights"] == pytest.approx(weights, abs=max(within * 10, 1e-4) if precision == "no" else 0.2)
+    assert found["weights"] == pytest.approx(weights, abs=1e-4 if exact else 0.2)
 
 
 @pytest.mark.slow
 def test_fp8_is_accelerates_to_refuse_where_its_backend_is_missing(tmp_path: Path) -> None:
-    for package in ("accelerate",):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip("accelerate is not installed (the extra clients)")
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed (the extra clients)")
     from accelerate.utils import is_fp8_available
 
     ended = launched(tmp_path, {**PLAIN, "zero_stage": 2}, "fp8", 1)

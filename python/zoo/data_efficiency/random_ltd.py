@@ -52,6 +52,8 @@ class RandomLTD:
         )  # fmt: skip
         self.layers: tuple[int, ...] = ()
         """Numbers of the blocks that drop tokens."""
+        self.blocks: dict[str, nn.Module] = {}
+        """These blocks by their paths."""
         self._kept = schedule.max_value
         self._blocks: Blocks | None = None
         self._scope: Scope | None = None
@@ -85,7 +87,7 @@ class RandomLTD:
                 f"{len(blocks) - 1}, at least one. By default all but the first and the last drop tokens."
             )
         paths = list(blocks)
-        chosen = {paths[i]: blocks[paths[i]] for i in self.layers}
+        self.blocks = chosen = {paths[i]: blocks[paths[i]] for i in self.layers}
         self._names = {number: _parameters(block) for number, block in enumerate(chosen.values())}
         self._blocks, self._scope = Blocks(chosen, self._route, _WHO), Scope(module)
 

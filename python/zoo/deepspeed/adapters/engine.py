@@ -17,7 +17,7 @@ from zoo.deepspeed.adapters.data import loader_of
 from zoo.deepspeed.adapters.lifetimes import keep, thaw
 from zoo.deepspeed.adapters.logs import warning_once
 from zoo.deepspeed.adapters.optimizer import view_of
-from zoo.deepspeed.adapters.questions import Questions
+from zoo.deepspeed.adapters.questions import Questions, tell_of_replaced
 from zoo.deepspeed.adapters.timers import throughput_timer
 from zoo.engine import Engine
 
@@ -38,6 +38,7 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     def __init__(self, engine: Engine, config: Mapping[str, Any], mpu: Any = None) -> None:
         super().__init__()
+        tell_of_replaced(type(self))
         self.engine, self.mpu = engine, mpu
         self.module = engine.module
         self._document = dict(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
+
 
 class OpBuilder:
     """One operation. ``NAME`` is DeepSpeed's name of it."""
@@ -15,6 +17,22 @@ class OpBuilder:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch was built for AMD's GPUs."""
+        return torch.version.hip is not None
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """(major, minor) of ROCm that torch was built for; (0, 0) for a torch of other devices."""
+        major, minor = [*(torch.version.hip or "0.0").split("."), "0"][:2]
+        return int(major), int(minor)
+
+    @staticmethod
+    def is_sycl_enabled() -> bool:
+        """False: nothing of zoo's is compiled by SYCL."""
+        return False
 
     def absolute_name(self) -> str:
         """DeepSpeed's name of the compiled module: "deepspeed.ops.adam.cpu_adam_op"."""
@@ -48,6 +66,10 @@ class OpBuilder:
         return import_module(self._home)
 
 
+class CUDAOpBuilder(OpBuilder):
+    """One that runs on GPUs, and here on CPUs too."""
+
+
 class CPUAdamBuilder(OpBuilder):
     """Adam on the CPU."""
 
@@ -66,19 +88,19 @@ class CPULionBuilder(OpBuilder):
     NAME, _home, _family = "cpu_lion", "zoo.kernels.update", "lion"
 
 
-class FusedAdamBuilder(OpBuilder):
+class FusedAdamBuilder(CUDAOpBuilder):
     """Adam on any device."""
 
     NAME, _home, _family = "fused_adam", "zoo.kernels.update", "adam"
 
 
-class FusedLambBuilder(OpBuilder):
+class FusedLambBuilder(CUDAOpBuilder):
     """LAMB on any device."""
 
     NAME, _home, _family = "fused_lamb", "zoo.kernels.update", "lamb"
 
 
-class FusedLionBuilder(OpBuilder):
+class FusedLionBuilder(CUDAOpBuilder):
     """Lion on any device."""
 
     NAME, _home, _family = "fused_lion", "zoo.kernels.update", "lion"

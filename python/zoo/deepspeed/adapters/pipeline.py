@@ -12,6 +12,42 @@ from zoo.deepspeed.adapters.data import loader_of
 from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.pipeline_module import PipelineError
 from zoo.engine import RepeatingLoader
+from zoo.pipe.schedules.instructions import (
+    BackwardPass,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+)
+
+
+class _Instructions(dict[type[PipeInstruction], Callable[..., NoReturn]]):
+    """Instruction → what carries it out. Programs that put functions of their own into DeepSpeed's are told that zoo
+    would not call them."""
+
+    def __setitem__(self, kind: Any, function: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"PipelineEngine._INSTRUCTION_MAP[{getattr(kind, '__name__', kind)}] = ...: zoo's pipelines run a plan, "
+            "which calls no functions of this map. A schedule of your own is registered with zoo.pipe; what a stage "
+            "computes is the model's layers and its loss_fn."
+        )
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Each of them is refused."""
+        for kind, function in dict(*args, **kwargs).items():
+            self[kind] = function
+
+
+def _carried_out(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "one instruction of a schedule by hand: zoo's pipelines run whole batches, train_batch() and eval_batch()."
+    )
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -26,6 +62,15 @@ class PipelineEngine(DeepSpeedEngine):
 
     engine: Any
     is_pipeline = pipeline_parallelism = True
+    _INSTRUCTION_MAP = _Instructions(
+        dict.fromkeys(
+            (
+                OptimizerStep, ReduceGrads, ReduceTiedGrads, LoadMicroBatch, ForwardPass, BackwardPass, SendActivation,
+                RecvActivation, SendGrad, RecvGrad,
+            ),
+            _carried_out,
+        )
+    )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,6 +14,9 @@ from zoo.deepspeed.adapters.questions_of_features import QuestionsOfFeatures
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
 from zoo.zero.config import ZeroConfig
+
+_log = logging.getLogger("zoo.deepspeed")
+_told: set[tuple[str, str]] = set()
 
 # Method of the engine → dotted path in zoo's configuration.
 _PATHS = {
@@ -55,6 +60,12 @@ class Questions(QuestionsOfFeatures):
     def trains(self) -> bool:
         """Whether there is an optimizer that updates. At stage 3 ``optimizer`` is an object without one too."""
         return self.engine.optimizer is not None
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> NoReturn:
+        raise NotImplementedError(
+            "DeepSpeedEngine._configure_optimizer(): initialize makes the optimizer; give it optimizer=, an instance "
+            "or a callable parameters → optimizer."
+        )
 
     def _at(self, path: str) -> Any:
         value: Any = self.engine.config
@@ -371,3 +382,19 @@ def _add_questions() -> None:
 
 
 _add_questions()
+
+
+def tell_of_replaced(kind: type) -> None:
+    """Warn, once each, of methods with a leading underscore that a program has put onto zoo's classes."""
+    for owner in kind.__mro__:
+        if not owner.__module__.startswith("zoo.deepspeed."):
+            continue
+        for name, value in vars(owner).items():
+            strange = isinstance(value, FunctionType) and not value.__module__.startswith("zoo.")
+            if strange and name.startswith("_") and not name.endswith("__") and (owner.__name__, name) not in _told:
+                _told.add((owner.__name__, name))
+                _log.warning(
+                    "%s.%s is replaced by a function of %s: zoo's engine calls none of DeepSpeed's internal methods, "
+                    "so it has no effect.",
+                    owner.__name__, name, value.__module__,
+                )  # fmt: skip

@@ -10,7 +10,6 @@ from zoo.deepspeed.surface import (
     checkpoints,
     compression,
     configuration,
-    launching,
     memory,
     moe,
     optimizers,
@@ -39,6 +38,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 
 TABLE: Table = _joined(  # type: ignore[assignment]
-    root.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, launching.TABLE, memory.TABLE, moe.TABLE,
+    root.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE,
     optimizers.TABLE, pipelines.TABLE, sequences.TABLE, utilities.TABLE, zero.TABLE,
 )  # fmt: skip

@@ -17,9 +17,6 @@ _TENSOR_PARALLEL = (
     "mesh with an axis for it."
 )
 _COMPILER = "there are no compiler passes of its own yet; engine.compile() is torch.compile."
-_SEQUENCES = (
-    "models are not rewritten for split sequences; DistributedAttention and UlyssesSPAttentionHF wrap their attention."
-)
 _SHAPES_OF_FILES = (
     "checkpoints are not reshaped by hand: zoo's are read at any number of ranks, DeepSpeed's by `zoo ckpt`."
 )
@@ -73,8 +70,6 @@ ABSENT: Mapping[str, str] = {
     "runtime.comm.coalesced_collectives.reduce_scatter_coalesced": (
         "deepspeed.comm.reduce_scatter_tensor is there, of one tensor."
     ),
-    "runtime.data_pipeline.data_routing": "random-LTD is the engine's own: data_efficiency.data_routing.",
-    "runtime.data_pipeline.data_sampling": "zoo.data_efficiency has an analyser, an index and loaders of its own.",
     "runtime.domino": _TENSOR_PARALLEL,
     "runtime.hybrid_engine": _ROLLOUT,
     "runtime.rollout": _ROLLOUT,
@@ -94,11 +89,6 @@ ABSENT: Mapping[str, str] = {
         "partitioned parameters keep their whole shape; ds_status says whether their values are there."
     ),
     "runtime.zero.stage_1_and_2.IPGBucket": _INTERNAL,
-    "sequence.auto_sp": _SEQUENCES,
-    "sequence.autosp_detector": _SEQUENCES,
-    "sequence.autosp_fusion": _SEQUENCES,
-    "sequence.autosp_vit": _SEQUENCES,
-    "sequence.cross_entropy": _SEQUENCES,
     "tp_model_init": _TENSOR_PARALLEL,
 }  # fmt: skip
 """Path beneath ``deepspeed`` → the reason, one sentence."""

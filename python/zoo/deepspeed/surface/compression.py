@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from zoo.deepspeed.modules import Name, Table
+from zoo.deepspeed.modules import Name, Refused, Table
 
 _COMPRESSION = "zoo.deepspeed.adapters.compression"
+_ROUTING = "zoo.deepspeed.adapters.random_ltd"
+_BLOCKS = "the configuration's blocks drop tokens themselves: data_efficiency.data_routing.random_ltd."
+_SAMPLING = "zoo.data_efficiency has an analyser, an index and loaders of its own."
 
 TABLE: Table = {
     "compression": {},
@@ -21,5 +24,27 @@ TABLE: Table = {
             "zoo.deepspeed.adapters.curriculum:CurriculumScheduler",
             "custom difficulties outside of the limits are refused.",
         )
+    },
+    "runtime.data_pipeline.data_routing": {},
+    "runtime.data_pipeline.data_routing.basic_layer": {"RandomLayerTokenDrop": Refused(_BLOCKS)},
+    "runtime.data_pipeline.data_routing.helper": {
+        "RandomLayerTokenDrop": Refused(_BLOCKS),
+        "convert_to_random_ltd": Name(
+            f"{_ROUTING}:convert_to_random_ltd",
+            "the blocks of the configuration drop tokens already; it looks at them.",
+        ),
+        "remove_random_ltd_state_dict": f"{_ROUTING}:remove_random_ltd_state_dict",
+        "save_without_random_ltd": f"{_ROUTING}:save_without_random_ltd",
+    },
+    "runtime.data_pipeline.data_routing.scheduler": {
+        name: Refused(_BLOCKS) for name in ("BaseScheduler", "RandomLTDScheduler")
+    },
+    "runtime.data_pipeline.data_sampling": {},
+    "runtime.data_pipeline.data_sampling.data_analyzer": {
+        name: Refused(_SAMPLING) for name in ("DataAnalyzer", "DistributedDataAnalyzer")
+    },
+    "runtime.data_pipeline.data_sampling.data_sampler": {"DeepSpeedDataSampler": Refused(_SAMPLING)},
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {
+        name: Refused(_SAMPLING) for name in ("MMapIndexedDataset", "MMapIndexedDatasetBuilder")
     },
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from zoo.deepspeed.modules import Name, Names, Table
+from zoo.deepspeed.modules import Name, Names, Refused, Table
 
 _MODULE = "zoo.deepspeed.adapters.pipeline_module"
 _SCHEDULE = "zoo.pipe.schedules.instructions"
+_FACTORY = "checkpoints of tensor-parallel ranks are not merged by hand: zoo's are whole, DeepSpeed's are `zoo ckpt`'s."
 
 _LAYERS: Names = {
     "PipelineModule": Name(
@@ -47,5 +48,9 @@ TABLE: Table = {
             "zoo.deepspeed.adapters.pipeline:PipelineEngine", "module_state_dict is the whole model's, on all ranks."
         ),
         "PipelineError": f"{_MODULE}:PipelineError",
+        "DeepSpeedEngine": "zoo.deepspeed.adapters.engine:DeepSpeedEngine",
+    },
+    "runtime.state_dict_factory": {
+        name: Refused(_FACTORY) for name in ("MegatronSDLoader", "SDLoaderBase", "SDLoaderFactory")
     },
 }

@@ -6,6 +6,10 @@ from zoo.deepspeed.modules import Name, Refused, Table
 
 _TILED = "zoo.deepspeed.adapters.tiled_compute"
 _SHARED = "zoo.deepspeed.adapters.sequence_parallel"
+_REWRITTEN = (
+    "models are not rewritten for split sequences; DistributedAttention and UlyssesSPAttentionHF wrap their attention."
+)
+_VOCABULARY = "no vocabulary is split over ranks yet; torch.nn.functional.cross_entropy takes a rank's own tokens."
 _CHUNKS = "no chunks of sequences go to the host; what activation checkpointing keeps can."
 
 TABLE: Table = {
@@ -22,6 +26,33 @@ TABLE: Table = {
         ),
     },
     "runtime.sequence_parallel.parallel_state_sp": "zoo.deepspeed.adapters.sequence_ranks",
+    "sequence.auto_sp": {"auto_wrap_model_for_sp": Refused(_REWRITTEN, function=True)},
+    "sequence.autosp_detector": {
+        "SPModelInfo": Refused(_REWRITTEN),
+        "detect_model_sp_info": Refused(_REWRITTEN, function=True),
+    },
+    "sequence.autosp_fusion": {
+        name: Refused(_REWRITTEN)
+        for name in (
+            "InternVLFusionAdapter",
+            "LlavaFusionAdapter",
+            "ModalityFusionSPAdapter",
+            "Qwen2VLFusionAdapter",
+        )
+    },
+    "sequence.autosp_vit": {"UlyssesSPViTAttention": Refused(_REWRITTEN)},
+    "sequence.cross_entropy": {
+        **{
+            name: Refused(_VOCABULARY, function=True)
+            for name in (
+                "configure_vocab_parallel_loss",
+                "vocab_parallel_cross_entropy",
+                "vocab_sequence_parallel_cross_entropy",
+            )
+        },
+        "VocabParallelCausalLMLoss": Refused(_VOCABULARY),
+        "VocabParallelCrossEntropyLoss": Refused(_VOCABULARY),
+    },
     "sequence.fpdt_layer": {
         name: Refused(_CHUNKS) for name in ("FPDT_Attention", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss")
     },

@@ -1,8 +1,8 @@
-"""Communication, devices, helpers, schedules, optimizers and monitors."""
+"""Communication, devices, helpers, schedules, optimizers, monitors, and what programs read of the launcher."""
 
 from __future__ import annotations
 
-from zoo.deepspeed.modules import Name, Names, Table
+from zoo.deepspeed.modules import Name, Names, Refused, Table
 
 _ADAPTERS = "zoo.deepspeed.adapters"
 
@@ -90,6 +90,10 @@ _BUILDERS = _of(
     "FusedLionBuilder", "OpBuilder",
     differs="load() gives modules of zoo; references run where nothing can be compiled.",
 )  # fmt: skip
+_FILES = {
+    "async_io": "AsyncIOBuilder", "fused_adam": "FusedAdamBuilder", "fused_lamb": "FusedLambBuilder",
+    "fused_lion": "FusedLionBuilder",
+}  # fmt: skip
 _DEVICES = "on CPU and GPU alike; parameters of 16 bits have fp32 masters."
 _ADAM = {name: _of("optimizers", name, differs=_DEVICES) for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _TIMERS = _of(
@@ -99,9 +103,61 @@ _TIMERS = _of(
     "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER",
 )  # fmt: skip
 _TIMERS |= _of("timers", "NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean")
-_CHECKPOINTING = "zoo.checkpointing.activation"
+_CHECKPOINTING: Names = {
+    **{
+        name: f"zoo.checkpointing.activation:{name}"
+        for name in (
+            "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker",
+            "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
+            "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
+        )
+    },
+    **_of(
+        "rng",
+        "_CUDA_RNG_STATE_TRACKER", "_MODEL_PARALLEL_RNG_TRACKER_NAME", "_set_cuda_rng_state", "detach_variable",
+        "extract_tensors", "merge_tensors",
+    ),
+}  # fmt: skip
+_WHOLE_GROUPS = "the optimizer's buffers are zoo.zero's; its all-gathers are the engine's own."
+
+_LAUNCHER = "zoo.deepspeed.adapters.launcher"
+_NO_LAUNCHER = "there is no launcher yet: torchrun starts the processes on every machine."
+
+_LAUNCHERS: Names = {
+    name: f"{_LAUNCHER}:{name}"
+    for name in (
+        "IMPI_LAUNCHER", "MPICH_LAUNCHER", "MVAPICH_LAUNCHER", "OPENMPI_LAUNCHER", "PDSH_LAUNCHER",
+        "PDSH_MAX_FAN_OUT", "SLURM_LAUNCHER",
+    )
+}  # fmt: skip
+_RUNNERS: Names = {
+    name: Refused(_NO_LAUNCHER)
+    for name in ("IMPIRunner", "MPICHRunner", "MVAPICHRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner")
+}
 
 TABLE: Table = {
+    "launcher": {},
+    "launcher.constants": {**_LAUNCHERS, "MVAPICH_TMP_HOSTFILE": f"{_LAUNCHER}:MVAPICH_TMP_HOSTFILE"},
+    "launcher.launch": {"main": Refused(_NO_LAUNCHER, function=True)},
+    "launcher.launcher_helper": {"main": Refused(_NO_LAUNCHER, function=True)},
+    "launcher.multinode_runner": {"MultiNodeRunner": Refused(_NO_LAUNCHER), **_RUNNERS},
+    "launcher.runner": {
+        **_LAUNCHERS,
+        **_RUNNERS,
+        **{
+            name: f"{_LAUNCHER}:{name}"
+            for name in (
+                "DEEPSPEED_ENVIRONMENT_NAME", "DEEPSPEED_ENVIRONMENT_PATHS", "DLTS_HOSTFILE", "EXCLUDE_ENVS",
+                "EXPORT_ENVS", "_parse_hostfile", "apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile",
+                "parse_args", "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list",
+                "parse_resource_filter",
+            )
+        },
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": "zoo.comm.launch:PORT",
+        "get_accelerator": "zoo.deepspeed.adapters.accelerators:get_accelerator",
+        "logger": "zoo.deepspeed.adapters.logs:logger",
+        "main": Name(f"{_LAUNCHER}:main", "refused when it is called, with the command of torchrun."),
+    },
     "": _of("accelerators", "get_accelerator") | _of("logs", "log_dist", "logger") | _of("helpers", "OnDevice"),
     "git_version_info": {
         **_of("build_info", "accelerator_name", "git_branch", "git_hash", "torch_info", "version"),
@@ -153,8 +209,13 @@ TABLE: Table = {
     },
     "ops": _of("op_builders", "__compatible_ops__", differs="of the operations that zoo has builders for."),
     "ops.op_builder": _BUILDERS,
+    "ops.op_builder.builder": _of("op_builders", "CUDAOpBuilder", "OpBuilder"),
+    **{f"ops.op_builder.{name}": {builder: _BUILDERS[builder]} for name, builder in _FILES.items()},
     "ops.aio": _of("op_builders", "AsyncIOBuilder"),
     "utils.zero_to_fp32": _WEIGHTS,
+    "ops.adam.multi_tensor_apply": {
+        "MultiTensorApply": Refused("zoo.optim's kernels take lists of tensors themselves.")
+    },
     "ops.adam": _ADAM["DeepSpeedCPUAdam"] | _ADAM["FusedAdam"],
     "ops.adam.cpu_adam": _ADAM["DeepSpeedCPUAdam"],
     "ops.adam.fused_adam": _ADAM["FusedAdam"],
@@ -162,7 +223,11 @@ TABLE: Table = {
     "ops.lion": _of("optimizers", "DeepSpeedCPULion", "FusedLion", differs=_DEVICES),
     "ops.lamb": _of("optimizers", "FusedLamb", differs=f"{_DEVICES} max_grad_norm is refused."),
     "runtime.lr_schedules": _SCHEDULES,
-    "runtime.utils": _RUNTIME,
+    "runtime.utils": {
+        **_RUNTIME,
+        "all_gather_dp_groups": Refused(_WHOLE_GROUPS, function=True),
+        "all_gather_into_tensor_dp_groups": Refused(_WHOLE_GROUPS, function=True),
+    },
     "runtime.dataloader": {
         "RepeatingLoader": "zoo.engine:RepeatingLoader",
         "DeepSpeedDataLoader": Name(

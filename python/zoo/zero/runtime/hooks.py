@@ -141,7 +141,7 @@ class Runtime:
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = _left_behind(_hidden_from_compiler(hooks[handle.id]))
+                hooks[handle.id] = own_hook(_hidden_from_compiler(hooks[handle.id]))
 
     def remove(self) -> None:
         """Take all hooks off the model."""
