@@ -187,13 +187,33 @@ def test_instances_that_cannot_be_taken_over_say_why() -> None:
     refused(torch.optim.SGD(model[0].parameters(), lr=0.1), r"2 trainable.*in no group of optimizer=.*2\.weight")
     foreign = nn.Parameter(torch.ones(2))
     refused(torch.optim.SGD([*model.parameters(), foreign], lr=0.1), "group 0 of optimizer=.*not in the model")
-    refused(Odd(model.parameters(), 0.1, "sour"), "flavour.*pass the class")
-    changed = Changed(model.parameters(), 0.1)
-    changed.bold = True
-    refused(changed, "bold.*True.*False")
     other = small()
     refused(Stage1Optimizer(other), "Stage1Optimizer.*cannot be wrapped")
     Stage1Optimizer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # nothing was changed by all this
+
+
+def test_instances_that_cannot_be_built_again_are_taken_as_they_are_where_nothing_is_split() -> None:
+    def fn(rank: int, world: int) -> None:
+        for make, words in ((odd, "flavour.*pass the class"), (changed, "bold.*True.*False.*pass the class")):
+            model = small()
+            if world > 1:
+                with pytest.raises(NotImplementedError, match=words):
+                    Stage1Optimizer(model, optimizer=make(model))
+            train(model, ZeroOptimizer(model, stage=0 if world > 1 else 1, optimizer=make(model)), 0)
+            plain = small()
+            train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 0)
+            torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
+
+    def odd(model: nn.Module) -> Odd:
+        return Odd(model.parameters(), 0.1, "sour")
+
+    def changed(model: nn.Module) -> Changed:
+        made = Changed(model.parameters(), 0.1)
+        made.bold = True
+        return made
+
+    for world in (1, 2):
+        sim.run(world, lambda rank, world=world: fn(rank, world))
 
 
 def test_frozen_parameters_in_the_groups_of_an_instance_stay_frozen() -> None:

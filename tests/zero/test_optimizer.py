@@ -49,7 +49,8 @@ class Whole(torch.optim.SGD):
         ({"loss_scale": -2.0}, ValueError, "scale=-2.0"),
         ({"stage": 4}, ValueError, "stage"),
         ({"reduce_bucket_size": -1}, ValueError, "reduce_bucket_size"),
-        ({"optimizer": Whole, "lr": 0.1}, NotImplementedError, "Whole.*other elements"),
+        ({"lr": math.inf}, ValueError, "lr is inf: .* finite number"),
+        ({"optimizer": torch.optim.SGD, "lr": torch.tensor(math.nan)}, ValueError, "lr is nan"),
         ({"optimizer": torch.optim.LBFGS}, NotImplementedError, "LBFGS"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}, ValueError, "not in the model"),
         ({"optimizer": 3}, ValueError, "optimizer=3 is a int; pass a class"),
@@ -61,6 +62,25 @@ class Whole(torch.optim.SGD):
 def test_bad_options_say_what_is_wrong(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ZeroOptimizer(small(), **{"stage": 2, **options})
+
+
+def test_a_rate_of_a_group_that_is_not_finite_is_named() -> None:
+    model = small()
+    with pytest.raises(ValueError, match="lr of parameter group 1 is inf"):
+        Stage1Optimizer(model, params=[{"params": model[0].parameters()},
+                                       {"params": model[2].parameters(), "lr": math.inf}])  # fmt: skip
+    instance = torch.optim.AdamW(model.parameters())
+    instance.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="lr of parameter group 0 is nan"):
+        Stage1Optimizer(model, optimizer=instance)
+
+
+def test_other_elements_are_on_other_ranks() -> None:
+    def fn(rank: int) -> None:
+        Stage2Optimizer(small(), optimizer=Whole, lr=0.1)
+
+    with pytest.raises(sim.RankError, match=r"Whole needs the parameters.*other elements"):
+        sim.run(2, fn)
 
 
 def test_bad_models_say_what_is_wrong() -> None:

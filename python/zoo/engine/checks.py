@@ -13,7 +13,7 @@ from zoo.checkpointing import foreign
 from zoo.comm import gather_object
 from zoo.engine.state import BUFFER, meta_of, options_to_take, persistent_buffers
 from zoo.layout import logical_name
-from zoo.zero.state.logical import runs_of
+from zoo.zero.state.logical import runs_of, split_name
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -171,11 +171,12 @@ def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
     kept: dict[Any, set[str]] = {}
     states = states_of(found)
     for segment in optimizer.updater.segments:
-        kind = (segment.group, segment.tensor.dtype)
+        if not optimizer.updater.tells_states:
+            break
+        kind = optimizer.updater.kind_of(segment)
         if kind not in kept:
             plain = {key: value for key, value in options[segment.group].items() if key != "params"}
-            keeps = optimizer.updater.keeps_with(segment, plain)
-            kept[kind] = (set(keeps.states) | keeps.numbers) - {"master"}
+            kept[kind] = optimizer.updater.keeps_with(segment, plain).names
         for run in runs_of(segment.bucket, segment.slices()):
             there = states.get(run.name, set())
             if there and there != kept[kind]:
@@ -193,6 +194,10 @@ def states_of(found: AnyCheckpoint) -> dict[str, set[str]]:
     for name, roles in found.roles.items():
         states[name] = {role for role in roles if role not in (PARAMETER, BUFFER)}
         states[name] -= {role for role in states[name] if role.startswith(_OF_RANKS)}
+    for name in list(states):
+        for role in states[name]:
+            if (whole := split_name(name, role)) in states:
+                states[whole].add(role)
     for key in found.scalars:
         role, _, name = key.partition("/")
         if role != "zero" and name in states:

@@ -36,7 +36,8 @@ from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.outer import OuterOptimizer
-from zoo.zero.update.updater import Updater, try_out
+from zoo.zero.update.probe import Tried, try_out
+from zoo.zero.update.updater import Updater
 from zoo.zero.update.whole_tensors import cannot_be_whole
 
 if TYPE_CHECKING:
@@ -159,9 +160,9 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.model = model
         self._away: StatesAway | None = None
         # Before the model is touched: what the wrapped optimizer refuses.
-        tried = try_out(wrapped.make, wrapped.groups, wrapped.options)
+        tried = try_out(wrapped)
         alike = {
-            "optimizer": wrapped.make, **of_groups(tried), "clip_norm": clip_norm, "loss_scale": self._scaler,
+            "optimizer": wrapped.make, **of_groups(tried.groups), "clip_norm": clip_norm, "loss_scale": self._scaler,
             "nonfinite_gradients": nonfinite_gradients,
         }  # fmt: skip
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
@@ -179,12 +180,12 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         )  # fmt: skip
         self.sharded.used_by(self)
         try:
-            self._adopt(wrapped)
+            self._adopt(wrapped, tried)
         except BaseException:
             self.sharded.close()
             raise
 
-    def _adopt(self, wrapped: Wrapped) -> None:
+    def _adopt(self, wrapped: Wrapped, tried: Tried) -> None:
         sharded = self.sharded
         self.comm, self._runtime, self._buckets = sharded.comm, sharded.runtime, sharded.buckets
         self._trainable = sharded.trainable
@@ -193,6 +194,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             self._cannot_scale(wrapped.make)
             or cannot_be_whole(wrapped.make, self._trainable)
             or self._cannot_be_sent(wrapped.make)
+            or self._cannot_be_unsplit(tried, wrapped)
         )
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
@@ -201,7 +203,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             self._trainable, wrapped.make, wrapped.groups, wrapped.options,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
             in_backward=self.config.update_in_backward, multiplies=self._scaler is not None, switch=sharded.switch,
-            everyone=sharded.everyone,
+            everyone=sharded.everyone, unsplit=self._is_unsplit(tried), objects=tried.objects,
+            instance=wrapped.instance, asked=tried.asked,
         )  # fmt: skip
         sharded.hand_over(self._updater)
         self._in_backward = (
@@ -227,6 +230,21 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         from zoo.zero.update.peers import cannot_be_sent
 
         return cannot_be_sent(self._trainable, optimizer)
+
+    def _is_unsplit(self, tried: Tried) -> bool:
+        """Whether the wrapped optimizer gets parameters whole and in their shapes."""
+        if not tried.quantises:
+            return tried.why_whole is not None
+        from zoo.zero.update.unsplit import why_split
+
+        return why_split(self._trainable, in_backward=self.config.update_in_backward) is None
+
+    def _cannot_be_unsplit(self, tried: Tried, wrapped: Wrapped) -> Exception | None:
+        if tried.why_whole is None:
+            return None
+        from zoo.zero.update.unsplit import cannot_be_unsplit
+
+        return cannot_be_unsplit(tried, wrapped, self._trainable, in_backward=self.config.update_in_backward)
 
     def _cannot_scale(self, optimizer: Any) -> ValueError | None:
         if self._scaler is None or not any(f.has_loss_scale for f in self._feedback):

@@ -89,12 +89,14 @@ class Wrapped:
         groups: parameter groups, each trainable parameter of the model in exactly one. Those of an instance are the
             very dicts of the instance.
         instance: what ``optimizer=`` was, if it was an instance.
+        cannot_rebuild: why ``make`` makes no other one like the instance, as a clause.
     """
 
     make: Any
     groups: Sequence[dict[str, Any]]
     options: dict[str, Any]
     instance: torch.optim.Optimizer | None = None
+    cannot_rebuild: str | None = None
 
     def taken_over_by(self, owner: ZeroOptimizer) -> None:
         """From now on ``owner`` does what an instance was made for."""
@@ -138,9 +140,13 @@ def find_optimizer(
         instances.check(optimizer, params, options)
         groups = optimizer.param_groups
         param_groups_of(model, groups, source="optimizer=")
-        return Wrapped(
-            make=type(optimizer), groups=groups, options=instances.arguments_of(optimizer), instance=optimizer
-        )
+        try:
+            make, arguments = instances.another_like(optimizer)
+        except instances.CannotRebuildError as error:
+            return Wrapped(
+                make=type(optimizer), groups=groups, options={}, instance=optimizer, cannot_rebuild=str(error)
+            )
+        return Wrapped(make=make, groups=groups, options=arguments, instance=optimizer)
     if not callable(optimizer):
         raise ValueError(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a class (optimizer=torch.optim.AdamW) and "

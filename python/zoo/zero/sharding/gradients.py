@@ -378,6 +378,10 @@ class BucketGradients:
         low, high = bucket.layout.shard_range(index, bucket.num_chunks)
         return self._raw[low:high]
 
+    def reduced_all(self) -> torch.Tensor:
+        """(P,) the reduced gradient, where this rank has all of it."""
+        return self.reduced_chunk(0) if self.bucket.placements.gradients.is_split else self._raw
+
     @property
     def known_squares(self) -> torch.Tensor | None:
         """Σ g² of a shard that has left the device, where that is kept."""

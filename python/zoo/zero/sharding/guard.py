@@ -513,10 +513,21 @@ def grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad_dtype = dtype
 
 
+def raw_grad_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd accumulates into."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
+
+
 def has_raw_grad(parameter: nn.Parameter) -> bool:
     """Whether autograd would accumulate into something, or has just made it."""
+    return raw_grad_of(parameter) is not None
+
+
+def raw_data(parameter: nn.Parameter) -> torch.Tensor:
+    """What ``parameter.data`` is in torch."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _GRAD.__get__(parameter) is not None
+        return _DATA.__get__(parameter)  # type: ignore[no-any-return]
 
 
 def refuse_storage(address: int, message: str) -> None:

@@ -142,14 +142,23 @@ def _refuse_others(optimizer: ZeroOptimizer) -> None:
             )
 
 
+def _refuse_other_shapes(name: str, kept: Keeps) -> None:
+    if kept.others:
+        raise NotImplementedError(
+            f"states by parameter of {name!r}, of which the optimizer keeps {', '.join(map(repr, kept.others))} in "
+            "other shapes than the parameter's. Save state_slices() and state_scalars(), as zoo's checkpoints do, or "
+            "state_dict() as it is."
+        )
+
+
 def states_kept(optimizer: ZeroOptimizer, bucket: Bucket, slot: int, options: Mapping[str, Any]) -> Keeps:
     """What is kept of a parameter with the options of its group; a master, of a 16-bit one, is among the states."""
     updater = optimizer.updater
     dtype = updater.dtype_of(bucket)
-    found = updater.keeps_of(bucket.spec.groups[slot], dtype, options)
+    found = updater.keeps_of(bucket.spec.groups[slot], dtype, options, bucket.spec.parameters[slot])
     if dtype is bucket.spec.dtype or MASTER in found.states:
         return found
-    return Keeps({**found.states, MASTER: dtype}, found.scalar_bytes, found.numbers)
+    return Keeps({**found.states, MASTER: dtype}, found.scalar_bytes, found.numbers, found.others)
 
 
 def look(optimizer: ZeroOptimizer, parameter: Any) -> tuple[list[str], dict[str, float]]:
@@ -163,7 +172,7 @@ def look(optimizer: ZeroOptimizer, parameter: Any) -> tuple[list[str], dict[str,
         if segment.bucket is bucket and segment.group == group and any(s.name == name for s in segment.slices()):
             numbers |= scalar_states(optimizer.inner.state.get(segment.tensor, {}), segment)
             break
-    return sorted(kept.numbers | kept.states.keys()), numbers
+    return sorted(kept.numbers | kept.states.keys() | kept.others.keys()), numbers
 
 
 @torch.no_grad()
@@ -185,7 +194,8 @@ def states_by_position(optimizer: ZeroOptimizer) -> dict[int, dict[str, Any]]:
     for position, (group, _, bucket, slot) in enumerate(members(optimizer)):
         if bucket.spec.trainable:
             options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
-            keeps.setdefault(bucket, {})[slot] = states_kept(optimizer, bucket, slot, options)
+            kept = keeps.setdefault(bucket, {})[slot] = states_kept(optimizer, bucket, slot, options)
+            _refuse_other_shapes(bucket.spec.names[slot], kept)
             positions[bucket, slot] = position
     numbers: dict[str, float] = {}
     for theirs in optimizer.comm.all_gather_object(optimizer.held_scalars()):
@@ -307,6 +317,7 @@ def _entries(optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> Iterator[tup
             kind = (index, bucket.spec.dtype)
             if kind not in known:
                 known[kind] = states_kept(optimizer, bucket, slot, options)
+                _refuse_other_shapes(bucket.spec.names[slot], known[kind])
             given = state["state"].get(key) or {}
             # torch has None, and its flattened states {}, for what is not there.
             there = {k: v for k, v in given.items() if v is not None and not isinstance(v, Mapping)}

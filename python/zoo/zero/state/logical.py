@@ -119,6 +119,7 @@ def slices_of(
         roles |= stored(segment) if stored is not None else {}
         for role, tensor in roles.items():
             yield from _cut(segment.bucket, segment.slices(), role, tensor)
+        yield from _of_other_shapes(entries, segment)
     for bucket in buckets:
         if not bucket.spec.trainable:
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
@@ -369,9 +370,10 @@ def runs_of(bucket: Bucket, pieces: Iterable[Slice]) -> Iterator[Run]:
 
 
 def tensor_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
-    """The states that have one element for each of the segment's; a master is not one of them, but the parameter."""
+    """The states that have one element for each of the segment's, flat; a master is not one of them, but the
+    parameter."""
     return {
-        k: v
+        k: v.reshape(-1)
         for k, v in state.items()
         if isinstance(v, torch.Tensor) and v.shape == segment.tensor.shape and k != "master"
     }
@@ -389,9 +391,34 @@ def scalar_states(state: Mapping[str, Any], segment: Segment) -> dict[str, float
     return found
 
 
+OF = "::"
+"""Between the name of a parameter and that of a state of another shape: together the name of a logical tensor."""
+
+
+def other_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
+    """The states of other shapes than the parameter's, where all of that is here."""
+    if not segment.keeps_any_shape:
+        return {}
+    rest = state.keys() - {"master"} - tensor_states(state, segment).keys() - scalar_states(state, segment).keys()
+    return {k: state[k] for k in sorted(rest) if isinstance(state[k], torch.Tensor)}
+
+
+def split_name(name: str, role: str) -> str | None:
+    """The parameter whose state ``role``, of another shape, is called ``name``; None if it is none."""
+    base, found, last = name.rpartition(OF)
+    return base if found and last == role else None
+
+
+def _of_other_shapes(state: Mapping[str, Any], segment: Segment) -> Iterator[StateSlice]:
+    for role, value in other_states(state, segment).items():
+        name = f"{segment.bucket.logical(segment.slices()[0].name)[0]}{OF}{role}"
+        yield StateSlice(name, role, 0, value.numel(), tuple(value.shape), value.reshape(-1))
+
+
 def _check_kinds(state: Mapping[str, Any], segment: Segment, name: str) -> None:
     """Raise ValueError for a state that is neither: it would be lost."""
     lost = set(state) - {"master"} - set(tensor_states(state, segment)) - set(scalar_states(state, segment))
+    lost -= set(other_states(state, segment))
     for role in sorted(role for role in lost if state[role] is not None):
         value = state[role]
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -442,6 +469,14 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
                 continue
             found.add(True)
             tensor[piece.offset : piece.offset + piece.length].copy_(value)
+    for role, other in other_states(state, segment).items():
+        try:
+            value = read(f"{pieces[0].name}{OF}{role}", role, 0, other.numel())
+        except KeyError:
+            found.add(False)
+            continue
+        found.add(True)
+        other.view(-1).copy_(value)
     for role in scalar_states(state, segment):
         numbers = {scalars.get(f"{role}/{piece.name}") for piece in pieces}
         found |= {v is not None for v in numbers}

@@ -114,8 +114,4 @@ class StatesAway:
             values = segment.bucket.parameters.chunk(segment.chunk)
             if values is None or not segment.bucket.partitioned:
                 continue
-            part = values[segment.start : segment.stop]
-            if segment.target is None:
-                segment.tensor.data = part
-            else:
-                segment.target = part
+            segment.moved_to(values[segment.start : segment.stop])

@@ -24,7 +24,7 @@ from zoo.zero.state.by_parameter import (
     is_by_parameter,
     states_by_name,
 )
-from zoo.zero.state.logical import Reader, Run, StateSlice, runs_of
+from zoo.zero.state.logical import Reader, Run, StateSlice, runs_of, split_name
 from zoo.zero.update.probe import Keeps
 from zoo.zero.update.segments import Segment
 
@@ -217,11 +217,24 @@ def _check(optimizer: ZeroOptimizer, state: Any) -> None:
             f"this state_dict is of rank {where[0]} of {where[1]}; this is rank {comm.rank} of {comm.size} at stage "
             f"{optimizer.config.stage}. load_state() with the slices of all ranks reads any placement into any other."
         )
-    lengths = _saved_lengths(state["slices"])
+    lengths, others = _without_others(_saved_lengths(state["slices"]))
     wanted = _wanted(optimizer)
     _check_layout(wanted, lengths)
     check_options(optimizer, _options(state))
-    _check_states(optimizer, wanted, _roles_of(lengths, state["scalars"]), _options(state))
+    _check_states(optimizer, wanted, _roles_of(lengths, state["scalars"]), others, _options(state))
+
+
+def _without_others(lengths: Mapping[str, int]) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """The entries with as many elements as parameters; and by parameter the length of states of other shapes."""
+    plain, others = dict[str, int](), dict[str, dict[str, int]]()
+    for entry, length in lengths.items():
+        role, _, rest = entry.partition("|")
+        whole = split_name(rest.rpartition("|")[0], role)
+        if whole is None:
+            plain[entry] = length
+        else:
+            others.setdefault(whole, {})[role] = length
+    return plain, others
 
 
 def _saved_lengths(slices: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -262,22 +275,24 @@ def _check_layout(wanted: Mapping[str, int], lengths: Mapping[str, int]) -> None
 
 
 def _check_states(
-    optimizer: ZeroOptimizer, runs: Iterable[str], roles_of: Mapping[str, set[str]], groups: list[dict[str, Any]]
+    optimizer: ZeroOptimizer, runs: Iterable[str], roles_of: Mapping[str, set[str]],
+    others: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     """All states that the optimizer keeps with the saved options are there, and no other ones; or none at all."""
-    keeps_of: dict[tuple[int, torch.dtype], Keeps] = {}
+    if not optimizer.updater.tells_states:
+        return
+    keeps_of: dict[tuple[Any, ...], Keeps] = {}
     starts = _starts(runs)
     optimizer.updater.check_places(groups)
     empty: list[str] = []
     full: list[str] = []
     for segment in optimizer.updater.segments:
-        kind = (segment.group, segment.tensor.dtype)
+        kind = optimizer.updater.kind_of(segment)
         if kind not in keeps_of:
             keeps_of[kind] = optimizer.updater.keeps_with(segment, groups[segment.group])
-        keeps = keeps_of[kind]
-        wanted = (set(keeps.states) | keeps.numbers) - {"master"}
+        wanted = keeps_of[kind].names
         for key, name in _keys_of(segment, starts):
-            found = roles_of.get(key, set()) | roles_of.get(name, set())
+            found = roles_of.get(key, set()) | roles_of.get(name, set()) | others.get(name, {}).keys()
             if found - wanted:
                 raise ValueError(
                     f"the state_dict has {_listed(found - wanted)} of {name!r}, which {_name(optimizer)} does not keep "
@@ -288,6 +303,12 @@ def _check_states(
                     f"the state_dict lacks {_listed(wanted - found)} of {name!r}, which {_name(optimizer)} keeps with "
                     "the options of the state_dict. Nothing was loaded. Load a state_dict as it was saved."
                 )
+            for role, length in others.get(name, {}).items():
+                if length != keeps_of[kind].others.get(role):
+                    raise ValueError(
+                        f"the state_dict has {length} elements of {role!r} of {name!r}, and {_name(optimizer)} keeps "
+                        f"{keeps_of[kind].others.get(role)}. Nothing was loaded. Load a state_dict of the same model."
+                    )
             if wanted:
                 (full if found else empty).append(name)
     if empty and full:

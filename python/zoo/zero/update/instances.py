@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from zoo.zero.update.probe import fresh, replaced
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
@@ -23,6 +27,8 @@ _HOOKS = tuple(
     for method in ("step", "state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
+_OF_SCHEDULES = frozenset({"_opt_called", "_step_count"})
+"""What torch's schedules leave on an optimizer."""
 _INSTEAD = "pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3e-4) instead."
 
 
@@ -56,14 +62,63 @@ def _step_of(state: Mapping[str, Any]) -> float:
     return float(state.get("step", 1))
 
 
-def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
-    """The arguments, beside parameters, with which its class makes another one like it.
+class CannotRebuildError(ValueError):
+    """No other optimizer can be made that is like an instance; why, as a clause."""
+
+
+class Like:
+    """Makes optimizers of a class with what somebody has put on an instance of it.
+
+    Attributes of the class are attributes of this.
+    """
+
+    def __init__(self, cls: type, attributes: Mapping[str, Any], methods: Mapping[str, Any]) -> None:
+        self._cls, self._attributes, self._methods = cls, dict(attributes), dict(methods)
+        self.__name__, self.__qualname__, self.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+
+    def __call__(self, groups: Any, **options: Any) -> Any:
+        made = self._cls(groups, **options)
+        vars(made).update({key: fresh(value) for key, value in self._attributes.items()})
+        for name, function in self._methods.items():
+            setattr(made, name, MethodType(function, made))
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._cls, name)
+
+
+def another_like(instance: torch.optim.Optimizer) -> tuple[Any, dict[str, Any]]:
+    """What makes another optimizer like an instance, and the arguments beside parameters.
 
     Raises:
-        ValueError: they cannot be found out: an argument that must be given is neither among its defaults nor an
-            attribute, or what they make is another one in some attribute.
+        CannotRebuildError: an argument that must be given is neither among its defaults nor an attribute, what they
+            make is another one in some attribute, or a method was replaced by a function of its own.
     """
-    name = type(instance).__name__
+    arguments = _arguments_of(instance)
+    again = _again(instance, arguments)
+    for key, value in vars(instance).items():
+        other = vars(again).get(key, value)
+        if not key.startswith("_") and isinstance(value, (bool, int, float, str, torch.dtype)) and value != other:
+            raise CannotRebuildError(f"it has {key}={value!r}, and built again from its defaults {key}={other!r}")
+    methods = {}
+    for name, value in replaced(instance).items():
+        method = getattr(value, "__wrapped__", value) if hasattr(value, "_wrapped_by_lr_sched") else value
+        if isinstance(value, MethodType) and value.__self__ is instance:
+            methods[name] = value.__func__
+        elif method is not value and isinstance(method, FunctionType):
+            methods[name] = method
+        else:
+            raise CannotRebuildError(f"its {name}() was replaced by a function that is no method of it")
+    watched = {name for name in vars(instance) if callable(getattr(type(instance), name, None))}
+    added = {k: v for k, v in vars(instance).items() if k not in vars(again) and k not in watched | _OF_SCHEDULES}
+    if not added and not methods:
+        return type(instance), arguments
+    return Like(type(instance), added, methods), arguments
+
+
+def _arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for parameter in parameters_of(type(instance)):
         if parameter.name in instance.defaults:
@@ -71,26 +126,36 @@ def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
         elif parameter.name in vars(instance):
             found[parameter.name] = vars(instance)[parameter.name]
         elif parameter.default is parameter.empty:
-            raise ValueError(
-                f"optimizer= is an instance of {name}, which does not show what its argument {parameter.name!r} was "
-                f"(it is neither in .defaults nor an attribute); {_INSTEAD}"
-            )
-    own = {k: v for k, v in instance.param_groups[0].items() if k not in ("params", "param_names")}
-    try:
-        again = type(instance)([{**own, "params": [nn.Parameter(torch.zeros(2, 2))]}], **found)
-    except Exception as error:
-        raise ValueError(
-            f"optimizer= is an instance of {name}, which cannot be built again from its defaults "
-            f"({type(error).__name__}: {error}); {_INSTEAD}"
-        ) from error
-    for key, value in vars(instance).items():
-        other = vars(again).get(key)
-        if not key.startswith("_") and isinstance(value, (bool, int, float, str, torch.dtype)) and value != other:
-            raise ValueError(
-                f"optimizer= is an instance of {name} with {key}={value!r}, but built again from its defaults it has "
-                f"{key}={other!r}; {_INSTEAD}"
+            raise CannotRebuildError(
+                f"it does not show what its argument {parameter.name!r} was (it is neither in .defaults nor an "
+                "attribute)"
             )
     return found
+
+
+def _again(instance: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> Any:
+    own = {k: v for k, v in instance.param_groups[0].items() if k not in ("params", "param_names")}
+    try:
+        return type(instance)([{**own, "params": [nn.Parameter(torch.zeros(2, 2))]}], **arguments)
+    except Exception as error:
+        raise CannotRebuildError(
+            f"it cannot be built again from its defaults ({type(error).__name__}: {error})"
+        ) from error
+
+
+def double_of(instance: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The instance once more, with the same groups, states and attributes, and no hooks: these are the owner's."""
+    double: Any = object.__new__(type(instance))
+    vars(double).update(vars(instance))
+    for name in _HOOKS:
+        setattr(double, name, OrderedDict())
+    changed = replaced(instance)
+    for name, value in list(vars(instance).items()):
+        if isinstance(value, MethodType) and value.__self__ is instance:
+            setattr(double, name, MethodType(value.__func__, double))
+        elif callable(value) and callable(getattr(type(instance), name, None)) and name not in changed:
+            delattr(double, name)  # a schedule watches the instance
+    return double  # type: ignore[no-any-return]
 
 
 def parameters_of(cls: type) -> list[inspect.Parameter]:
@@ -133,4 +198,5 @@ def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
     for name in ("add_param_group", "state_dict", "load_state_dict"):
         setattr(held, name, refused(name, getattr(held, name)))
     owner.register_step_post_hook(lambda *_: setattr(held, "_opt_called", True))
-    instance.state.clear()
+    if owner.inner.state is not instance.state:
+        instance.state.clear()

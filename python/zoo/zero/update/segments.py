@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,6 +44,8 @@ class Segment:
     stop: int
     tensor: torch.Tensor
     target: torch.Tensor | None
+    keeps_any_shape: ClassVar[bool] = False
+    """States of any shape are of all of one parameter: they can be saved."""
     loaded_gradient: torch.Tensor | None = None
 
     @property
@@ -59,15 +61,33 @@ class Segment:
             return self.loaded_gradient
         return self.gradients.reduced_chunk(self.chunk)[self.start : self.stop]
 
+    def values(self) -> torch.Tensor:
+        """(stop - start,) what the optimizer updates."""
+        return self.tensor.detach()
+
     def value(self, state: Mapping[str, Any]) -> torch.Tensor:
-        """The parameters in the precision in which they are kept: the master where there is one."""
-        master: torch.Tensor = state.get("master", self.tensor)
-        return master.detach()
+        """The parameters in the precision in which they are kept: the master where there is one. Flat."""
+        master: torch.Tensor | None = state.get("master")
+        return self.values() if master is None else master.detach().view(-1)
+
+    def moved_to(self, part: torch.Tensor) -> None:
+        """The memory of the parameters is another one now: ``part``, flat."""
+        if self.target is None:
+            self.tensor.data = part
+        else:
+            self.target = part
 
     def slices(self) -> list[Slice]:
         """The pieces of logical tensors in this segment, with offsets into it."""
         base = self.chunk * (self.bucket.layout.size // self.bucket.num_chunks)
         return self.bucket.layout.slices(base + self.start, base + self.stop)
+
+
+def lay_flat(state: dict[str, Any]) -> None:
+    """Make the tensors among states such that a flat view of each is its memory."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            state[key] = value.contiguous()
 
 
 def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool, in_one_pass: bool = False) -> list[Segment]:

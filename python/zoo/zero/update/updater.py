@@ -16,8 +16,8 @@ from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.state.logical import Stored
 from zoo.zero.update.factors import Factors
-from zoo.zero.update.probe import Keeps, check_elementwise, counts_calls, takes_found_inf, what_it_keeps
-from zoo.zero.update.segments import Segment, cut_segments, in_pieces, original_of, updated_dtype
+from zoo.zero.update.probe import Keeps, counts_calls, kept_of, takes_found_inf, what_it_keeps
+from zoo.zero.update.segments import Segment, cut_segments, in_pieces, lay_flat, original_of, updated_dtype
 from zoo.zero.update.skipping import SkipsOnDevice
 from zoo.zero.update.whole_tensors import BucketParts
 
@@ -51,12 +51,18 @@ class Updater:
         multiplies: gradients have a loss scale; without it they take memory of their size once more.
         switch: the optimizer brings ranks together by itself, and says there whether it wants means.
         everyone: all ranks with this optimizer.
+        unsplit: the optimizer gets parameters whole and in their shapes.
+        objects: it treats some of them otherwise because of which they are.
+        instance: that is used where it can get the very parameters of the model.
+        asked: attributes of parameters that the optimizer looks for, and flat segments do not have.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any],
         *, sub_group_size: int, offload: OffloadOptimizerConfig, scratch: Scratch | None,
         everyone: Communicator, in_backward: bool = False, multiplies: bool = False, switch: Switch | None = None,
+        unsplit: bool = False, objects: bool = False, instance: torch.optim.Optimizer | None = None,
+        asked: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._buckets = buckets
         self.broken: str | None = None
@@ -73,13 +79,18 @@ class Updater:
                 "backward. Use an elementwise optimizer, or leave update_in_backward out."
             )
         self._plain, self._optimizer, self._options = plain, optimizer, options
-        self._known: dict[tuple[int, torch.dtype], Keeps] = {}
+        self._unsplit, self._objects, self._asked = unsplit, objects, asked
+        self._known: dict[tuple[Any, ...], Keeps] = {}
         fused = bool(options.get("fused") or any(group.get("fused") for group in plain))
-        cut = [
-            cut_segments(b, masters=not self._scales, by_tensor=whole, in_one_pass=self._scales or fused)
-            for b in buckets
-        ]  # fmt: skip
-        self.segments = [s for segments in cut for s in segments]
+        self.segments: list[Segment] = []
+        if unsplit:
+            from zoo.zero.update.unsplit import whole_segments
+
+            self.segments += whole_segments(buckets, groups, masters=not self._scales)
+        for bucket in buckets if not unsplit else ():
+            self.segments += cut_segments(
+                bucket, masters=not self._scales, by_tensor=whole, in_one_pass=self._scales or fused
+            )
         for segment in self.segments:
             if self._gradient_dtype(segment) is not segment.tensor.dtype:
                 segment.tensor.grad_dtype = None  # whatever it is given
@@ -91,10 +102,7 @@ class Updater:
         if self._parts is not None:
             self._parts.adopt(self.segments, buckets)
             options = {**options, "parts": self._parts} if whole else options
-        inner: list[dict[str, Any]] = [{**g, "params": []} for g in plain]
-        for segment in self.segments:
-            inner[segment.group]["params"].append(segment.tensor)
-        self.inner = optimizer(inner, **options)
+        self.inner = self._build(groups, options, instance)
         self._meetings: Meetings | None = None
         if switch is not None:
             from zoo.zero.update.meetings import Meetings
@@ -108,7 +116,7 @@ class Updater:
             streams = needs_stream(buckets)
         copies = multiplies and not self._scales
         if (
-            not whole
+            not (whole or unsplit)
             and switch is None
             and counts_calls(lambda tensors: optimizer([{**plain[0], "params": tensors}], **options))
         ):
@@ -122,6 +130,25 @@ class Updater:
                 ahead=depth * offload.pipeline_read, behind=depth * offload.pipeline_write,
             )  # fmt: skip
             scratch.check_room(self.buffer_bytes())
+
+    def _build(
+        self, groups: Sequence[Mapping[str, Any]], options: dict[str, Any], instance: torch.optim.Optimizer | None
+    ) -> Any:  # fmt: skip
+        """The wrapped optimizer on the segments."""
+        if self._unsplit and instance is not None:
+            from zoo.zero.update.instances import double_of
+            from zoo.zero.update.unsplit import are_parameters
+
+            if are_parameters(self._buckets, masters=not self._scales):
+                return double_of(instance)
+        inner: list[dict[str, Any]] = [{**g, "params": []} for g in self._plain]
+        for segment in self.segments:
+            inner[segment.group]["params"].append(segment.tensor)
+        for made, group in zip(inner, groups, strict=True):
+            if self._unsplit and "param_names" in group:
+                made["param_names"] = list(group["param_names"])
+        with self._as_they_are(self.segments):
+            return self._optimizer(inner, **options)
 
     def _in_one_piece(self, name: str, *, streams: bool, in_backward: bool) -> int:
         """What ``sub_group_size`` is for an optimizer that counts its steps in itself.
@@ -150,6 +177,8 @@ class Updater:
                 of_pieces[-1].append(bucket)
             of_pieces += [together] if together else []
             return [(each, [s for b in each for s in self.segments if s.bucket is b]) for each in of_pieces]
+        if self._unsplit:
+            return [((), self.segments)]
         if in_backward:
             backwards = [s for b in reversed(self._buckets) for s in self.segments if s.bucket is b]
             return [((), piece) for piece in in_pieces(backwards, limit)]
@@ -168,19 +197,49 @@ class Updater:
         return updated_dtype(bucket, masters=not self._scales)
 
     def _keeps(self, segment: Segment) -> Keeps:
-        key = (segment.group, segment.tensor.dtype)
+        key = self.kind_of(segment)
         if key not in self._known:
             self._known[key] = self.keeps_with(segment, {})
         return self._known[key]
 
+    def kind_of(self, segment: Segment) -> tuple[Any, ...]:
+        """Of segments of one kind the same is kept."""
+        if not self._unsplit:
+            return segment.group, segment.tensor.dtype
+        return segment.group, segment.tensor.dtype, segment  # by what else a parameter is too
+
     def keeps_with(self, segment: Segment, options: Mapping[str, Any]) -> Keeps:
         """What would be kept of a segment if its parameter group had these options."""
-        return self.keeps_of(segment.group, segment.tensor.dtype, options)
+        if self._unsplit and (entries := self.inner.state.get(segment.tensor)):
+            return kept_of(segment.tensor, entries)
+        return self.keeps_of(segment.group, segment.tensor.dtype, options, segment.tensor)
 
-    def keeps_of(self, group: int, dtype: torch.dtype, options: Mapping[str, Any]) -> Keeps:
-        """What would be kept of a tensor of ``dtype`` in parameter group ``group`` if that had these options."""
+    def keeps_of(
+        self, group: int, dtype: torch.dtype, options: Mapping[str, Any], like: torch.Tensor | None = None
+    ) -> Keeps:  # fmt: skip
+        """What would be kept of a tensor of ``dtype`` in parameter group ``group`` if that had these options.
+
+        Args:
+            like: the parameter, for an optimizer that gets it whole.
+        """
         plain = {**self._plain[group], **options}
-        return what_it_keeps(lambda tensors: self._optimizer([{**plain, "params": tensors}], **self._options), dtype)
+
+        def build(tensors: list[torch.Tensor]) -> Any:
+            return self._optimizer([{**plain, "params": tensors}], **self._options)
+
+        if not self._unsplit or like is None:
+            return what_it_keeps(build, dtype)
+        from zoo.zero.update.trial import stand_in
+
+        try:  # there it takes no memory
+            return what_it_keeps(build, dtype, stand_in(like, dtype, "meta"))
+        except Exception:
+            return what_it_keeps(build, dtype, stand_in(like, dtype, "cpu"))
+
+    @property
+    def tells_states(self) -> bool:
+        """Whether it can be told before the first step which states there will be of a parameter."""
+        return not self._objects or bool(self.inner.state)
 
     def check_places(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if other states than at construction are kept with the options of ``groups``, on NVMe."""
@@ -251,8 +310,9 @@ class Updater:
                 return
             found = originals.load(segment.start, segment.stop - segment.start)
         if segment.tensor.dtype is not bucket.spec.dtype:
-            if segment.tensor.data_ptr() != found.data_ptr():
-                segment.tensor.detach().copy_(found)
+            values = segment.values()
+            if values.data_ptr() != found.data_ptr():
+                values.copy_(found)
         elif (dtype := self._keeps(segment).states.get("master")) is not None:
             self.inner.state[segment.tensor]["master"] = found.to(segment.tensor.device, dtype)
 
@@ -285,11 +345,23 @@ class Updater:
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
         self.check_whole()
+        self._check_asked()
         self._finish_writes()
         self._take_options(groups)
         if self._meetings is not None:
             self._meetings.begin()
         self.read_ahead()
+
+    def _check_asked(self) -> None:
+        """Raise ValueError if a parameter has an attribute by now that the optimizer looks for."""
+        for bucket in self._buckets if self._asked else ():
+            for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
+                for attribute in vars(parameter).keys() & self._asked:
+                    raise ValueError(
+                        f"{name!r} has the attribute {attribute!r} since the ZeRO optimizer was constructed; "
+                        f"{type(self.inner).__name__} looks for it, and would not find it on its flat segments of "
+                        "parameters. Set it before the ZeRO optimizer is constructed."
+                    )
 
     def _take_options(self, groups: Sequence[dict[str, Any]]) -> None:
         for outer, group in zip(groups, self.inner.param_groups, strict=True):
@@ -406,6 +478,29 @@ class Updater:
         return kept if kept.itemsize <= 4 else torch.float32
 
     def _update_piece(self, piece: Sequence[Segment], factors: Factors) -> None:
+        with self._as_they_are(piece):
+            self._step_piece(piece, factors)
+        for segment in piece:
+            if segment.target is not None:
+                segment.target.copy_(segment.tensor)
+
+    @contextlib.contextmanager
+    def _as_they_are(self, piece: Sequence[Segment]) -> Iterator[None]:
+        """What the optimizer gets are tensors as any other, and what it puts into other memory is brought back."""
+        if self._unsplit:
+            from zoo.zero.update.unsplit import ordinary_parameters
+
+            with ordinary_parameters(piece):
+                yield
+            return
+        places = [(s.tensor, s.tensor.detach()) for s in piece if s.target is None]
+        yield
+        for tensor, place in places:
+            if tensor.data_ptr() != place.data_ptr():
+                place.copy_(tensor.detach())
+                tensor.data = place
+
+    def _step_piece(self, piece: Sequence[Segment], factors: Factors) -> None:
         for segment in piece:
             kept = segment.gradient()
             gradient = kept.to(segment.tensor.device, self._gradient_dtype(segment))
@@ -420,8 +515,6 @@ class Updater:
             self._step_unless(factors.found_inf, options)
         for segment in piece:
             segment.tensor.grad = None
-            if segment.target is not None:
-                segment.target.copy_(segment.tensor)
 
     def _step_unless(self, found_inf: torch.Tensor, options: dict[str, Any]) -> None:
         """A step that changes nothing where the device finds 1 there."""
@@ -434,7 +527,7 @@ class Updater:
     def _takes_found_inf(self) -> bool:
         """Nothing of an update needs the norm on the host: it is all on the device, and can be told there to skip."""
         off = any(s.tensor.device != s.bucket.device for s in self.segments)
-        if self._parts is not None or self._stream is not None or off:
+        if self._parts is not None or self._stream is not None or off or self._unsplit:
             return False
         return takes_found_inf(
             lambda tensors: self._optimizer(
@@ -477,6 +570,7 @@ class Updater:
                     if segment.bucket in buckets:
                         if precise:
                             self._make_master(segment)
+                        lay_flat(self.inner.state.get(segment.tensor, {}))
                         change(segment, self.inner.state.get(segment.tensor, {}))
                     # All of a piece: what is on NVMe is written back whole.
                     self._write_back(segment)
@@ -522,13 +616,15 @@ class Updater:
     def _make_states(self, piece: Sequence[Segment]) -> None:
         # A step on zero gradients makes the entries that the optimizer keeps; what is loaded overwrites all their
         # values, and the parameters.
-        for segment in piece:
-            self.inner.state.pop(segment.tensor, None)
-            segment.tensor.grad = torch.zeros_like(segment.tensor)
-        with self._meetings.forming() if self._meetings is not None else contextlib.nullcontext():
-            self.inner.step()
-        for segment in piece:
-            segment.tensor.grad = None
+        with self._as_they_are(piece):
+            for segment in piece:
+                self.inner.state.pop(segment.tensor, None)
+                segment.tensor.grad = torch.zeros_like(segment.tensor)
+            with self._meetings.forming() if self._meetings is not None else contextlib.nullcontext():
+                self.inner.step()
+            for segment in piece:
+                segment.tensor.grad = None
+                lay_flat(self.inner.state.get(segment.tensor, {}))
 
     def _fill(self, segment: Segment, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
         state = self.inner.state[segment.tensor]
@@ -541,9 +637,9 @@ class Updater:
         if segment.target is not None:
             segment.target.copy_(segment.tensor)
             return
-        value = segment.value(self.inner.state.get(segment.tensor, {}))
-        if value.data_ptr() != segment.tensor.data_ptr():
-            segment.tensor.detach().copy_(value)
+        value, own = segment.value(self.inner.state.get(segment.tensor, {})), segment.values()
+        if value.data_ptr() != own.data_ptr():
+            own.copy_(value)
 
     def state_bytes(self) -> int:
         """Bytes of masters and optimizer states in this rank's memory."""
@@ -562,24 +658,6 @@ class Updater:
             found[tier] += n * (keeps.bytes_per_element + given)
             found[Tier.HOST if tier is Tier.NVME else tier] += keeps.scalar_bytes
         return found
-
-
-def try_out(optimizer: Any, groups: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Build the wrapped optimizer on small tensors, before anything of the model is touched; returns its groups.
-
-    Raises:
-        NotImplementedError: its update is not elementwise, and it takes no parts.
-        Exception: what its constructor says of ``options`` or of a group's.
-    """
-    whole = bool(getattr(optimizer, "needs_whole_tensors", False))
-    if not whole:
-        name = getattr(optimizer, "__name__", str(optimizer))
-        check_elementwise(lambda tensors: optimizer(tensors, **options), name)
-    shape = (2, 2) if whole else (2,)
-    made = optimizer(
-        [{**g, "params": [torch.zeros(shape).requires_grad_()]} for g in _without_params(groups)], **options
-    )
-    return list(made.param_groups)
 
 
 def _without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

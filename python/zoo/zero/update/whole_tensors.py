@@ -163,7 +163,7 @@ def cannot_be_whole(optimizer: Any, buckets: Sequence[Bucket]) -> NotImplemented
     if not getattr(optimizer, "needs_whole_tensors", False) or getattr(optimizer, "adds_up_parts", False):
         return None
     named = ((b, name, p) for b in buckets for name, p in zip(b.spec.names, b.spec.parameters, strict=True))
-    part = next(((b, name) for b, name, p in named if _is_part(split_of(p))), None)
+    part = next(((b, name) for b, name, p in named if is_part(split_of(p))), None)
     if part is None:
         return None
     return NotImplementedError(
@@ -172,7 +172,8 @@ def cannot_be_whole(optimizer: Any, buckets: Sequence[Bucket]) -> NotImplemented
     )
 
 
-def _is_part(split: Split) -> bool:
+def is_part(split: Split) -> bool:
+    """Whether a parameter is less than a tensor of the whole model."""
     return split.box is not None and split.shape is not None and split.box.numel < math.prod(split.shape)
 
 
@@ -192,7 +193,7 @@ def _cut_along(axes: Axes, buckets: Sequence[Bucket]) -> _Cut:
         (bucket, index): bucket.logical(name)[0]
         for bucket in buckets
         for index, name in enumerate(bucket.spec.names)
-        if _is_part(bucket.logical(name)[1])
+        if is_part(bucket.logical(name)[1])
     }
     ranks = Counter(name for of_rank in axes.parts.all_gather_object(sorted(called.values())) for name in of_rank)
     lines = {name: line for line, name in enumerate(sorted(name for name, count in ranks.items() if count > 1))}

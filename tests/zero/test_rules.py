@@ -1,0 +1,434 @@
+"""Optimizers that look at more of a parameter than its elements: plain torch's numbers at every stage, or refused."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
+from torch import nn
+
+from zoo import sim
+from zoo.zero import ZeroOptimizer
+from zoo.zero.update.trial import Trial
+
+LR = 0.05
+
+
+class Ruled(torch.optim.Optimizer):
+    """Momentum, with a factor for each parameter that ``rule`` gives: what is tried here."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def rule(self, group: dict[str, Any], index: int, p: Any) -> float:
+        return 1.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for index, p in enumerate(group["params"]):
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"], state["step"] = torch.zeros_like(p.data), 0
+                state["step"] += 1
+                state["momentum_buffer"].mul_(0.9).add_(p.grad)
+                p.data.add_(state["momentum_buffer"], alpha=-group["lr"] * self.rule(group, index, p))
+
+
+def model_of(width: int = 6) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 5), nn.LayerNorm(5))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(x).pow(3).sum()
+
+
+def with_rule(rule: Callable[[Any, dict[str, Any], int, Any], float]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    cls = type("WithRule", (Ruled,), {"rule": rule})
+    return lambda model: cls(model.parameters())
+
+
+def normed(model: nn.Module) -> torch.optim.Optimizer:
+    return with_rule(lambda self, group, index, p: float(1 / (1 + p.grad.norm())))(model)
+
+
+def factored(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=LR)
+
+
+def attribute(model: nn.Module) -> torch.optim.Optimizer:
+    for i, p in enumerate(model.parameters()):
+        p.lr_scale = 1.0 / (i + 1)  # type: ignore[attr-defined]
+    return with_rule(lambda self, group, index, p: getattr(p, "lr_scale", 1.0))(model)
+
+
+def flagged(model: nn.Module) -> torch.optim.Optimizer:
+    for p in model[3].parameters():  # type: ignore[index]
+        p.is_norm = True
+    return with_rule(lambda self, group, index, p: 0.1 if hasattr(p, "is_norm") else 1.0)(model)
+
+
+def by_id(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = with_rule(lambda self, group, index, p: 0.1 if id(p) in self.slow else 1.0)(model)
+    optimizer.slow = {id(p) for p in model[0].parameters()}  # type: ignore[index]
+    return optimizer  # type: ignore[no-any-return]
+
+
+def by_key(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = with_rule(lambda self, group, index, p: self.scales.get(p, 1.0))(model)
+    optimizer.scales = dict.fromkeys(model[2].parameters(), 0.2)  # type: ignore[index]
+    return optimizer  # type: ignore[no-any-return]
+
+
+def by_object(model: nn.Module) -> torch.optim.Optimizer:
+    head = model[2].weight  # type: ignore[index]
+    return with_rule(lambda self, group, index, p: 0.1 if p is head else 1.0)(model)
+
+
+def by_module(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = with_rule(lambda self, group, index, p: 0.1 if p is self.layer.weight else 1.0)(model)
+    optimizer.layer = model[0]  # type: ignore[index]
+    return optimizer  # type: ignore[no-any-return]
+
+
+class Registry:
+    """As bitsandbytes' ``GlobalOptimManager``: one for all optimizers, keyed by ``id``, resolved in the first step."""
+
+    def __init__(self) -> None:
+        self.overrides: list[tuple[nn.Module, str, float]] = []
+        self.by_index: dict[tuple[int, int], float] = {}
+
+
+class Registered(Ruled):
+    registry = Registry()
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        super().__init__(params, lr)
+        self.manager, self.begun = self.registry, False
+
+    def rule(self, group: dict[str, Any], index: int, p: Any) -> float:
+        if not self.begun:
+            self.begun = True
+            for module, name, factor in self.manager.overrides:
+                for g, of in enumerate(self.param_groups):
+                    for i, each in enumerate(of["params"]):
+                        if each is getattr(module, name):
+                            self.manager.by_index[g, i] = factor
+        return self.manager.by_index.get((self.param_groups.index(group), index), 1.0)
+
+
+def registered(model: nn.Module) -> torch.optim.Optimizer:
+    cls: Any = type("RegisteredOnce", (Registered,), {"registry": Registry()})
+    optimizer = cls(model.parameters())
+    optimizer.manager.overrides.append((model[0], "weight", 0.1))  # type: ignore[index]
+    return optimizer  # type: ignore[no-any-return]
+
+
+def by_name(model: nn.Module) -> torch.optim.Optimizer:
+    cls = type("ByName", (Ruled,), {
+        "rule": lambda self, group, index, p: 0.1 if group["param_names"][index].endswith("bias") else 1.0,
+    })  # fmt: skip
+    return cls(model.named_parameters())  # type: ignore[no-any-return]
+
+
+def by_list(model: nn.Module) -> torch.optim.Optimizer:
+    class ByList(Ruled):
+        def rule(self, group: dict[str, Any], index: int, p: Any) -> float:
+            return float(group["scales"][index])
+
+    params = list(model.parameters())
+    return ByList([{"params": params, "scales": [1.0 / (i + 1) for i in range(len(params))]}])
+
+
+def step_replaced(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = Ruled(model.parameters())
+
+    def step(self: Any, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad.sign(), alpha=-group["lr"])
+
+    optimizer.step = types.MethodType(step, optimizer)
+    return optimizer  # type: ignore[no-any-return]
+
+
+def step_wrapped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = Ruled(model.parameters())
+    inner = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+        inner()
+
+    optimizer.step = step
+    return optimizer  # type: ignore[no-any-return]
+
+
+def method_replaced(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = Ruled(model.parameters())
+    optimizer.rule = lambda group, index, p: 0.3
+    return optimizer  # type: ignore[no-any-return]
+
+
+def attribute_added(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = with_rule(lambda self, group, index, p: getattr(self, "damping", 1.0))(model)
+    optimizer.damping = 0.25
+    return optimizer  # type: ignore[no-any-return]
+
+
+def new_memory(model: nn.Module) -> torch.optim.Optimizer:
+    class Replacing(Ruled):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data = p.data - group["lr"] * p.grad
+
+    return Replacing(model.parameters())
+
+
+def not_rebuilt(model: nn.Module) -> torch.optim.Optimizer:
+    class Hidden(Ruled):
+        def __init__(self, params: Any, strength: float) -> None:
+            super().__init__(params)
+            self._factor = 1 / strength
+
+        def rule(self, group: dict[str, Any], index: int, p: Any) -> float:
+            return self._factor
+
+    return Hidden(model.parameters(), 4.0)
+
+
+class Ahead(torch.optim.Optimizer):
+    """Made of another optimizer: slow weights follow."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in base.param_groups for p in group["params"]], {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                slow.add_(p.detach() - slow, alpha=0.5)
+                p.data.copy_(slow)
+
+
+WHOLE = {
+    "numel": with_rule(lambda self, group, index, p: 0.1 if p.numel() > 20 else 1.0),
+    "nelement": with_rule(lambda self, group, index, p: 1.0 / p.nelement()),
+    "dim": with_rule(lambda self, group, index, p: 0.1 if p.dim() > 1 else 1.0),
+    "shape": with_rule(lambda self, group, index, p: 1.0 / p.shape[0]),
+    "shape of grad": with_rule(lambda self, group, index, p: 1.0 / p.grad.shape[0]),
+    "stride": with_rule(lambda self, group, index, p: 1.0 / p.stride(0)),
+    "class": with_rule(lambda self, group, index, p: 0.1 if isinstance(p, nn.Parameter) else 1.0),
+    "index": with_rule(lambda self, group, index, p: 1.0 / (index + 1)),
+    "count": with_rule(lambda self, group, index, p: 1.0 / len(group["params"])),
+    "norm": normed,
+    "rows": with_rule(lambda self, group, index, p: float(1 / (1 + p.grad[0].abs().sum()))),
+    "attribute": attribute,
+    "flag": flagged,
+    "id": by_id,
+    "key": by_key,
+    "object": by_object,
+    "module": by_module,
+    "registry": registered,
+    "name": by_name,
+    "list": by_list,
+    "wrapped step": step_wrapped,
+    "lambda": method_replaced,
+    "not rebuilt": not_rebuilt,
+    "optimizer of an optimizer": lambda model: Ahead(torch.optim.SGD(model.parameters(), lr=LR)),
+    "Adafactor": factored,
+}
+SPLIT = {
+    "plain": lambda model: Ruled(model.parameters()),
+    "leaf": with_rule(lambda self, group, index, p: 0.1 if p.is_leaf else 1.0),
+    "replaced step": step_replaced,
+    "added attribute": attribute_added,
+    "new memory": new_memory,
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=LR),
+}
+KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {**WHOLE, **SPLIT}
+
+
+def in_one_process(kind: str, world: int, steps: int, clip: float) -> list[torch.Tensor]:
+    model = model_of()
+    optimizer = KINDS[kind](model)
+    for step in range(steps):
+        for rank in range(world):
+            (loss_of(model, rank, step) / world).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def under_zero(kind: str, rank: int, steps: int, clip: float, **options: Any) -> list[torch.Tensor]:
+    model = model_of()
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = ZeroOptimizer(model, optimizer=KINDS[kind](model), clip_norm=clip, **options)
+    for step in range(steps):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = optimizer.consolidated_parameters()
+    return [found[name] for name in names]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_at_stage_0_any_optimizer_computes_plain_torchs_numbers(kind: str, world: int) -> None:
+    expected = in_one_process(kind, world, 3, 0.0)
+    for found in sim.run(world, lambda rank: under_zero(kind, rank, 3, 0.0, stage=0)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_needs_whole_parameters_is_refused_where_ranks_split_them(kind: str) -> None:
+    def fn(rank: int) -> str:
+        model = model_of()
+        with pytest.raises(NotImplementedError) as caught:
+            ZeroOptimizer(model, optimizer=KINDS[kind](model), stage=2)
+        assert torch.equal(next(model.parameters()), next(model_of().parameters()))
+        return str(caught.value)
+
+    for text in sim.run(2, fn):
+        assert "whole and as they are" in text
+        assert "2 ranks split the optimizer states" in text
+        assert "Use stage 0" in text
+
+
+@examples(times=10)
+@given(
+    kind=st.sampled_from(sorted(KINDS)), world=st.integers(1, 3), stage=st.integers(0, 3),
+    clip=st.sampled_from([0.0, 0.1]), bucket=st.sampled_from([10, 60, 10_000]),
+)  # fmt: skip
+def test_plain_torchs_numbers_or_a_refusal(kind: str, world: int, stage: int, clip: float, bucket: int) -> None:
+    options = {"stage": stage, "reduce_bucket_size": bucket, "param_persistence_threshold": 0}
+    if kind in WHOLE and stage and world > 1:
+        with pytest.raises(sim.RankError) as caught:
+            sim.run(world, lambda rank: under_zero(kind, rank, 1, clip, **options))
+        assert isinstance(caught.value.__cause__, NotImplementedError)
+        return
+    expected = in_one_process(kind, world, 3, clip)
+    for found in sim.run(world, lambda rank: under_zero(kind, rank, 3, clip, **options)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rule_by_strides_is_refused_where_they_do_not_stay() -> None:
+    def fn() -> None:
+        model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        rule = with_rule(lambda self, group, index, p: 0.1 if p.is_contiguous() else 1.0)
+        with pytest.raises(NotImplementedError, match="order of a parameter's elements in memory"):
+            ZeroOptimizer(model, optimizer=rule(model), stage=0)
+
+    fn()
+
+
+def test_an_attribute_that_comes_later_is_refused_by_name() -> None:
+    def fn(rank: int, late: bool) -> None:
+        model = model_of()
+        make = with_rule(lambda self, group, index, p: getattr(p, "lr_scale", 1.0))
+        optimizer = ZeroOptimizer(model, optimizer=make(model), stage=1)
+        if late:
+            model[2].weight.lr_scale = 0.1
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+
+    sim.run(2, lambda rank: fn(rank, False))
+    with pytest.raises(sim.RankError, match=r"'2.weight' has the attribute 'lr_scale' since"):
+        sim.run(2, lambda rank: fn(rank, True))
+
+
+@pytest.mark.parametrize("rows", [300_000, 30_000_000])
+def test_a_rule_for_large_parameters_is_found_without_their_memory(rows: int) -> None:
+    made = nn.Parameter(torch.zeros(1, 1).expand(rows, 8))
+    small = nn.Parameter(torch.zeros(3))
+    for most, refused in ((rows * 4, True), (rows * 16, False)):
+        cls = type(
+            "Large", (Ruled,), {"rule": lambda self, group, index, p, most=most: 1.0 if p.numel() < most else 2.0}
+        )
+        found = Trial(lambda groups, cls=cls: cls(groups), [{"params": [made, small]}], "Large").why_whole()
+        assert (found is not None) == refused
+
+
+# States --------------------------------------------------------------------------------------------------------------
+
+
+def biased(model: nn.Module) -> torch.optim.Optimizer:
+    """Keeps a state that is no row-major tensor, and one of another shape."""
+
+    class Biased(Ruled):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if "turned" not in state:
+                        state["turned"] = torch.zeros(p.shape[::-1]).permute(*reversed(range(p.dim())))
+                        state["rows"] = torch.zeros(3, p.shape[0])
+                    state["turned"].add_(p.grad)
+                    state["rows"].mul_(0.5).add_(p.grad.reshape(p.shape[0], -1).sum(1))
+                    p.data.sub_(0.01 * state["turned"])
+                    p.data.reshape(p.shape[0], -1).sub_(0.01 * state["rows"][1, :, None])
+
+    return Biased(model.parameters())
+
+
+OF_STATES = {"dim": KINDS["dim"], "Adafactor": factored, "id": by_id, "biased": biased, "wrapped step": step_wrapped}
+
+
+@pytest.mark.parametrize("kind", OF_STATES)
+@pytest.mark.parametrize("form", ["slices", "state_dict"])
+def test_a_run_goes_on_from_its_saved_states(kind: str, form: str) -> None:
+    def steps(model: nn.Module, optimizer: ZeroOptimizer, rank: int, first: int, last: int) -> None:
+        for step in range(first, last):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def saved(rank: int) -> Any:
+        model = model_of()
+        optimizer = ZeroOptimizer(model, optimizer=OF_STATES[kind](model), stage=0, reduce_bucket_size=30)
+        steps(model, optimizer, rank, 0, 2)
+        slices = {(s.role, s.name, s.start): s.tensor.clone() for s in optimizer.state_slices()}
+        state = optimizer.state_dict()
+        scalars = optimizer.state_scalars()
+        steps(model, optimizer, rank, 2, 4)
+        return slices, scalars, state, optimizer.consolidated_parameters()
+
+    runs = sim.run(2, saved)
+    logical: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    for slices, *_ in runs:
+        for (role, name, start), tensor in slices.items():
+            assert start not in logical.setdefault((name, role), {}), "two ranks own one element"
+            logical[name, role][start] = tensor
+
+    def read(name: str, role: str, start: int, length: int) -> torch.Tensor:
+        parts = logical[name, role]
+        return torch.cat([parts[s] for s in sorted(parts)])[start : start + length]
+
+    def loaded(rank: int) -> dict[str, torch.Tensor]:
+        model = model_of()
+        optimizer = ZeroOptimizer(model, optimizer=OF_STATES[kind](model), stage=0, reduce_bucket_size=30)
+        if form == "slices":
+            optimizer.load_state(read, runs[0][1] | runs[1][1])
+        else:
+            optimizer.load_state_dict(runs[rank][2])
+        steps(model, optimizer, rank, 2, 4)
+        return optimizer.consolidated_parameters()
+
+    for rank, found in enumerate(sim.run(2, loaded)):
+        for name, value in found.items():
+            assert torch.equal(value, runs[rank][3][name]), name
