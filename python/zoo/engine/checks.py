@@ -176,7 +176,14 @@ def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
         kind = optimizer.updater.kind_of(segment)
         if kind not in kept:
             plain = {key: value for key, value in options[segment.group].items() if key != "params"}
-            kept[kind] = optimizer.updater.keeps_with(segment, plain).names
+            try:
+                kept[kind] = optimizer.updater.keeps_with(segment, plain).names
+            except Exception as error:
+                raise checkpointing.CheckpointError(
+                    f"checkpoint {found.tag!r} was written by {meta_of(found).get('optimizer', 'another optimizer')}; "
+                    f"with its options {type(optimizer.inner).__name__} makes no step ({type(error).__name__}: "
+                    f"{error}). Continue with that optimizer, or load with load_optimizer_states=False"
+                ) from error
         for run in runs_of(segment.bucket, segment.slices()):
             there = states.get(run.name, set())
             if there and there != kept[kind]:

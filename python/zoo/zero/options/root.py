@@ -32,7 +32,9 @@ class ZeroRoot(Section):
 
     fates: ClassVar[Mapping[str, Fate]] = {
         "zero_allow_untested_optimizer": unnecessary(
-            "every optimizer works under every ZeRO stage", False, nothing=(True,)
+            "every optimizer works at stage 0 and where one rank is alone, and every elementwise one at every stage; "
+            "what needs whole parameters where ranks split them is refused by name, whatever this says", False,
+            nothing=(True,),
         ),
         "zero_force_ds_cpu_optimizer": unnecessary(
             "every optimizer works on offloaded states", True, nothing=(False,)
