@@ -147,7 +147,7 @@ def ordinary_parameters(segments: Sequence[Segment]) -> Iterator[None]:
 
     Values that an optimizer puts into other memory (``p.data = ...``) are brought back.
     """
-    own = [s for s in segments if isinstance(s, WholeTensor) and s.memory is not None]
+    own = [s for s in segments if isinstance(s, WholeTensor) and s.memory is not None and not s.memory.is_meta]
     kept: list[tuple[type, torch.Tensor, torch.Tensor | None]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for segment in own:

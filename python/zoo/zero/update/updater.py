@@ -147,7 +147,7 @@ class Updater:
         for made, group in zip(inner, groups, strict=True):
             if self._unsplit and "param_names" in group:
                 made["param_names"] = list(group["param_names"])
-        with self._as_they_are(self.segments):
+        with self._as_they_are(self.segments if self._unsplit else ()):
             return self._optimizer(inner, **options)
 
     def _in_one_piece(self, name: str, *, streams: bool, in_backward: bool) -> int:
