@@ -270,9 +270,7 @@ class Checkpoints(WholeStates):
         before, self._not_loaded = self._not_loaded, ""
         try:
             optimizer = self.training("load_checkpoint()")
-            checkpointing.together(
-                everyone, what, lambda: check_engine(self._engine, found, optimizer.state_slices(), wanted)
-            )
+            checkpointing.together(everyone, what, lambda: check_engine(self._engine, found, wanted))
             check_names(found, self.module, self.sharded, wanted)
             if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
                 self._engine.zero_grad()
@@ -335,7 +333,7 @@ class Checkpoints(WholeStates):
 
         buckets, everyone = self.sharded.buckets, self.sharded.everyone
         held = list(slices_of([], {}, buckets, owned=False))
-        checkpointing.together(everyone, what, lambda: check_model(found, self.module, held, wanted))
+        checkpointing.together(everyone, what, lambda: check_model(found, self.module, self.sharded, wanted))
         check_names(found, self.module, self.sharded, wanted)
         if custom_load_fn is not None:
             load_custom(self.module, reads, found, custom_load_fn, everyone, what, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from zoo.checkpointing import foreign
 from zoo.comm import gather_object
 from zoo.engine.state import BUFFER, meta_of, options_to_take, persistent_buffers
 from zoo.layout import logical_name
-from zoo.zero.state.logical import runs_of, split_name
+from zoo.zero.state.logical import parameters_of, runs_of, split_name
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -29,14 +29,13 @@ _log = logging.getLogger("zoo.engine")
 # The model -----------------------------------------------------------------------------------------------------------
 
 
-def check_model(
-    found: AnyCheckpoint, module: nn.Module, slices: Iterable[checkpointing.StateSlice], wanted: Wanted
-) -> None:
+def check_model(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, wanted: Wanted) -> None:
     """Raise CheckpointError unless parameters and buffers are in the checkpoint, as such, with the same shapes; those
     that it does not have may stay as they are, if that is wanted."""
-    for item in slices:
-        if item.role == PARAMETER and not wanted.may_lack(found, item):
-            _check_fits(found, item.name, tuple(item.shape), PARAMETER)
+    sharded.members.check()
+    for item in parameters_of(sharded.buckets):
+        if not wanted.may_lack(found, item):
+            _check_fits(found, item.name, item.shape, PARAMETER)
     for name, buffer in persistent_buffers(module).items():
         if not wanted.custom and (wanted.module_strict or name in found.shapes):
             _check_fits(found, name, tuple(buffer.shape), BUFFER)
@@ -118,9 +117,7 @@ def _listed(names: list[str]) -> str:
 # The rest ------------------------------------------------------------------------------------------------------------
 
 
-def check_engine(
-    engine: Engine, found: AnyCheckpoint, slices: Iterable[checkpointing.StateSlice], wanted: Wanted
-) -> None:
+def check_engine(engine: Engine, found: AnyCheckpoint, wanted: Wanted) -> None:
     """Raise before anything has changed what loading would refuse later.
 
     Raises:
@@ -128,7 +125,7 @@ def check_engine(
             another kind of schedule.
         ValueError: it is of another data set.
     """
-    check_model(found, engine.module, slices, wanted)
+    check_model(found, engine.module, engine.sharded, wanted)
     if wanted.module_only:
         return
     meta, groups = meta_of(found), engine.optimizer.param_groups

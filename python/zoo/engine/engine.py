@@ -341,7 +341,7 @@ class Engine(Checkpoints, Records):
         scale = optimizer.loss_scale
         with self._scaled_rates(self._parts.lr_factor(clock)), self._timed("update"):
             rates = tuple(self.get_lr())
-            optimizer.step(tally=self._tally())
+            optimizer.step(tally=self._tally(), alike={"gradient_accumulation_steps": self._accumulation})
         optimizer.zero_grad()
         self._in_step = 0
         self.global_steps += 1

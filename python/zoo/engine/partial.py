@@ -10,6 +10,7 @@ import torch
 from zoo import checkpointing
 from zoo.engine.reads import AnyCheckpoint, Reads
 from zoo.layout import Box
+from zoo.zero.state.logical import Run
 
 PARAMETER = "parameter"
 
@@ -37,12 +38,12 @@ class Wanted:
         """Nothing stays as it is."""
         return self.module_strict and self.optimizer and not self.custom
 
-    def has(self, found: AnyCheckpoint, item: checkpointing.StateSlice) -> bool:
+    def has(self, found: AnyCheckpoint, item: checkpointing.StateSlice | Run) -> bool:
         """Whether the checkpoint has a parameter; of a custom load: with the same shape."""
         there = PARAMETER in found.roles.get(item.name, {})
         return there and (not self.custom or found.shapes[item.name] == tuple(item.shape))
 
-    def may_lack(self, found: AnyCheckpoint, item: checkpointing.StateSlice) -> bool:
+    def may_lack(self, found: AnyCheckpoint, item: Run) -> bool:
         """Whether a parameter that the checkpoint does not have is no mistake."""
         return (self.custom or not self.module_strict) and not self.has(found, item)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zoo.zero.collectives.routes import Hop
 from zoo.zero.config import ZeroConfig
 from zoo.zero.sharding.gradients import Phase
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zoo.zero.sharded import ShardedModel
     from zoo.zero.sharding.buckets import Bucket
     from zoo.zero.sharding.gradients import BucketGradients
+    from zoo.zero.update.alike import Alike
     from zoo.zero.update.clipping import Clipping
     from zoo.zero.update.loss_scaler import LossScaler
     from zoo.zero.update.outcome import Outcome
@@ -45,6 +47,7 @@ class Inspection:
     _scaler: LossScaler | None
     _runtime: Runtime
     _updater: Updater
+    _alike: Alike
     _buckets: Sequence[Bucket]
     _gradients: list[BucketGradients]
     _feedback: list[Feedback]
@@ -161,6 +164,14 @@ class Inspection:
         """Bytes that this rank has read from and written to NVMe since construction."""
         return self.sharded.scratch.traffic() if self.sharded.scratch is not None else (0, 0)
 
+    def _row_hops(self) -> list[Hop]:
+        """The options of the groups, which go with the norm where the same ranks exchange it."""
+        comm, sharded = self.sharded.comm, self.sharded
+        axes = {b.routes.axes for b in sharded.trainable if b.placements.states.is_split and b.shard_group.size > 1}
+        if sharded.layers is not None or not any(tuple(a.shard.ranks) == tuple(comm.ranks) for a in axes):
+            return []
+        return [Hop("all_gather", comm, 8 * self._alike.size * comm.size)]
+
     def forecast(self, drives: Sequence[Drive] | None = None, *, max_bytes: int | None = None) -> Forecast:
         """What a step will cost this rank, from the plan and the wrapped optimizer's states.
 
@@ -185,7 +196,7 @@ class Inspection:
             reduce_dtype=self.sharded.reduce_dtype,
             optimizer_bytes=states,
             clips=clips,
-            others=self.sharded.hops_of_step(clips=clips) + self._updater.hops(),
+            others=self.sharded.hops_of_step(clips=clips) + self._updater.hops() + (self._row_hops() if clips else []),
         )
         tiers, buffers = tier_bytes(self._buckets, states), self._updater.buffer_bytes()
         read, written = nvme_traffic(self._buckets, self._updater, lambda weigh: gathered_from_shards(plan, weigh))

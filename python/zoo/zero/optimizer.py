@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zoo import io
-from zoo.comm import Communicator
+from zoo.comm import CollectiveMismatchError, Communicator
 from zoo.zero.config import ZeroConfig
 from zoo.zero.inspection import Inspection
 from zoo.zero.options.agreement import of_groups
@@ -29,6 +29,7 @@ from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.by_parameter import look
 from zoo.zero.state.saved import SavedState
+from zoo.zero.update.alike import Alike
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.factors import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
@@ -165,6 +166,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             "optimizer": wrapped.make, **of_groups(tried.groups), "clip_norm": clip_norm, "loss_scale": self._scaler,
             "nonfinite_gradients": nonfinite_gradients,
         }  # fmt: skip
+        self._alike = Alike(tried.groups)
         group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
         switch = None
         if getattr(wrapped.make, "synchronises", False):
@@ -199,6 +201,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
         self.clipping.adopt(self._gradients, sharded.layers)
+        self.clipping.refuses = self._refuse_unlike
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
@@ -313,7 +316,10 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             yield
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, tally: torch.Tensor | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, tally: torch.Tensor | None = None,
+        alike: Mapping[str, float] | None = None,
+    ) -> Any:  # fmt: skip
         """Clip, update this rank's segments, and bring the new parameters to every rank that keeps them whole.
 
         With loss scaling a step whose gradients are not finite on some rank is skipped on all (``skipped``).
@@ -330,6 +336,16 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             closure: called first; its value is returned.
             tally: (k,) numbers of this rank, on all ranks. Their sums over ranks are ``tallied`` afterwards, whatever
                 the step did; where the norm is measured they travel with it.
+            alike: numbers by name that all ranks have to have alike.
+
+        The options of the parameter groups (learning rates, betas, ...) and ``alike`` of all ranks are compared where
+        the step sends numbers of each rank anyway: with a ``tally``, or where the norm is measured over all ranks that
+        split the model (stages 1 to 3; not over ``layer_axes``). It costs no collective of its own.
+
+        Raises:
+            CollectiveMismatchError: (on all ranks) they are not alike; it names them and the ranks. Nothing has changed
+                then, but where updates are made in backward or the numbers are read later: then every step is refused
+                until a state is loaded.
         """
         loss = None
         if closure is not None:
@@ -340,17 +356,21 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             raise RuntimeError("step() inside of a backward: its gradients are not complete. Call it afterwards.")
         self.read_outcome()
         self.clipping.begin()
-        counts = Tally(tally, self.comm, self.sharded.layers) if tally is not None else None
-        measured = self._step(counts)
-        if counts is not None and not measured:
-            self.outcome = Outcome(None, counts.sums())
+        rest = self._step(tally, alike or {})
+        if rest is not None:
+            self.outcome = rest
         if not self._late:
             self.read_outcome()
         return loss
 
-    def _step(self, tally: Tally | None) -> bool:
-        """Whether the norm was measured, which the tally travels with."""
+    def _step(self, mine: torch.Tensor | None, alike: Mapping[str, float]) -> Outcome | None:
+        """What is still to be read: the tally of ``mine``, where the norm was not measured, which it travels with."""
         groups = self._options_of_update()
+        tally = self._tally(mine, alike, groups)
+
+        def told(*, made: bool) -> Outcome | None:
+            return None if tally is None or mine is None else Outcome(None, tally.sums(), tally.rows(), made=made)
+
         self._runtime.backward.check_running()
         self._updater.check_whole()
         self._runtime.check()
@@ -362,19 +382,24 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
-            return False
+            return told(made=True)
         if not self._has_gradients():
             self.clipping.norm = None
-            return False
-        measured = self.clipping.may_skip
+            return told(made=False)
+        measured, rest = self.clipping.may_skip, None
+        if not (measured or self._late):
+            rest = told(made=False)
+            if rest is not None:
+                rest.read()
+                self._refuse_unlike(rest)
         try:
-            factors = self._measured(tally, groups) if measured else UNCHANGED
+            factors = self._measured(tally, mine is not None, groups) if measured else UNCHANGED
         except NonFiniteGradientsError:
             self._settle_errors(used=False)
             raise
         if factors is None:
             self._settle_errors(used=False)
-            return True
+            return None
         try:
             self._updater.update(factors, groups)
         finally:
@@ -382,15 +407,52 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 self.clipping.rescale()
         self._settle_errors(used=True)
         self._publish()
-        return measured
+        return told(made=True) if self._late and not measured else rest
 
-    def _measured(self, tally: Tally | None, groups: list[dict[str, Any]]) -> Factors | None:
-        """What the update multiplies by; None for no update. Waits for the norm unless the update can do without."""
+    def _tally(
+        self, mine: torch.Tensor | None, alike: Mapping[str, float], groups: list[dict[str, Any]]
+    ) -> Tally | None:  # fmt: skip
+        """What a step sends beside norms; with ``mine`` it may take a collective of its own."""
+        layers = self.sharded.layers
+        if mine is None and (layers is not None or not self.clipping.may_skip):
+            return None
+        row = self._alike.row(groups, alike, self.sharded.buckets[0].device)
+        return Tally(row.new_empty(0) if mine is None else mine, self.comm, layers, row)
+
+    def _refuse_unlike(self, outcome: Outcome) -> None:
+        """Raise CollectiveMismatchError where ranks do not have alike what they have to; ``outcome`` was read."""
+        if not outcome.rows:
+            return
+        elsewhere, *rows = outcome.rows
+        told = self._alike.told(rows, self.comm.ranks)
+        if not told and elsewhere:
+            told = "they differ between ranks with other layers of the model, whose own messages say what"
+        if not told:
+            return
+        text = f"what all ranks need alike for a step differs: {told}"
+        if outcome.made:
+            self._updater.give_up(text)
+            raise CollectiveMismatchError(
+                f"{text}. The update was made before that was known, so that this model is of no one set of options. "
+                "Give all ranks the same and load a checkpoint."
+            )
+        raise CollectiveMismatchError(
+            f"{text}. Nothing has changed. Give all ranks the same, and call step() again; what sets an option from a "
+            "loss or a metric has to see the same number on all ranks, such as its mean."
+        )
+
+    def _measured(self, tally: Tally | None, tallies: bool, groups: list[dict[str, Any]]) -> Factors | None:
+        """What the update multiplies by; None for no update. Waits for the norm unless the update can do without.
+
+        ``tallies``: the tally has numbers of the caller's.
+        """
         clipping, unscale = self.clipping, self.clipping.unscale
         norm = clipping.measure(tally=tally)
-        outcome = Outcome(norm, tally.sums() if tally is not None else None)
+        sums = tally.sums() if tally is not None and tallies else None
+        outcome = Outcome(norm, sums, tally.rows() if tally is not None else None)
         late = self._late and not clipping.raises and not self._feedback
         if late and self._updater.skips_on_device.possible(groups):
+            outcome.made = True
             self.outcome = outcome
             return clipping.factors_on_device(norm)
         try:

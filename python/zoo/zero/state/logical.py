@@ -134,6 +134,11 @@ def gone_of(buckets: Iterable[Bucket]) -> frozenset[str]:
     return frozenset().union(*(bucket.gone for bucket in buckets))
 
 
+def parameters_of(buckets: Iterable[Bucket]) -> list[Run]:
+    """The parameters that the model has, as runs of logical tensors: names and shapes, whatever state they are in."""
+    return [run for b in buckets for run in runs_of(b, b.layout.slices()) if run.name not in b.gone]
+
+
 def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored:
     """Elements [low, high) of a frozen bucket, as they came where that is kept."""
     originals, shard = bucket.parameters.originals, bucket.parameters.shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class Clipping:
         skipped: the latest step was.
         num_skipped: how many were.
         sums: what its tally came to.
+        refuses: is shown what was read, before anything follows from it.
     """
 
     def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Literal["skip", "error"]) -> None:
@@ -55,6 +56,7 @@ class Clipping:
         self.norm: float | None = None
         self.skipped, self.num_skipped = False, 0
         self.sums: list[float] = []
+        self.refuses: Callable[[Outcome], None] | None = None
         self._suspect = False  # clip() saw a norm that is not finite
         self._behind = 1.0  # what the gradients have to be multiplied by to have the scale of the next backward
         self._gradients: Sequence[BucketGradients] = ()
@@ -110,8 +112,12 @@ class Clipping:
 
         Raises:
             NonFiniteGradientsError: the norm is not finite, and steps are not to be skipped.
+            Exception: whatever ``refuses`` raises.
         """
-        norm, self.sums = outcome.read()
+        norm, sums = outcome.read()
+        if self.refuses is not None:
+            self.refuses(outcome)
+        self.sums = sums
         if norm is None:
             return True
         self.norm, self._suspect = norm, False

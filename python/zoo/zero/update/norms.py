@@ -64,15 +64,18 @@ def are_wide(gradients: Sequence[BucketGradients], layers: Communicator | None) 
 
 
 class Tally:
-    """Numbers of each rank that a step adds up over all of them.
+    """Numbers of each rank that a step adds up over all of them, and such as have to be alike.
 
     Args:
-        mine: (k,) of this rank.
+        mine: (k,) of this rank, to add up. alike: (A,) of this rank (:mod:`zoo.zero.update.alike`).
         comm: all ranks that have numbers; layers: those with other layers of the model, None for none.
     """
 
-    def __init__(self, mine: torch.Tensor, comm: Communicator, layers: Communicator | None) -> None:
-        self.mine, self.comm, self._layers = mine.double(), comm, layers
+    def __init__(
+        self, mine: torch.Tensor, comm: Communicator, layers: Communicator | None, alike: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        self.comm, self._layers, self._num = comm, layers, mine.numel()
+        self.mine = mine.double() if alike is None else torch.cat([mine.double(), alike.to(mine.device)])
         self._sums: torch.Tensor | None = None
         self._everyone: torch.Tensor | None = None
 
@@ -89,10 +92,24 @@ class Tally:
         if self._sums is None:
             if self._everyone is None:
                 self._everyone = _of_all(self.comm, self.mine).view(self.comm.size, -1)
-            self._sums = self._everyone.sum(0)
+            sums, rows = self._everyone[:, : self._num].sum(0), self._everyone[:, self._num :]
             if self._layers is not None:
-                self._sums = _of_all(self._layers, self._sums).view(self._layers.size, -1).sum(0)
+                # Whether any of them finds rows that are not alike goes with their sums.
+                found = torch.cat([sums, (rows != rows[:1]).any().double().reshape(1)])
+                found = _of_all(self._layers, found).view(self._layers.size, -1).sum(0)
+                sums, self._elsewhere = found[:-1], found[-1:]
+            self._sums = sums
         return self._sums
+
+    _elsewhere: torch.Tensor | None = None
+
+    def rows(self) -> torch.Tensor | None:
+        """(1 + N A,) fp64 on the device: how many groups of ranks have rows that are not alike, where that is known of
+        other layers too, else 0; and the rows of all ranks. None where they were not sent. Starts no collective."""
+        if self._everyone is None or self._everyone.shape[1] == self._num:
+            return None
+        rows = self._everyone[:, self._num :].reshape(-1)
+        return torch.cat([rows.new_zeros(1) if self._elsewhere is None else self._elsewhere, rows])
 
 
 def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:

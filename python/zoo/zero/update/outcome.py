@@ -14,19 +14,25 @@ class Outcome:
     Args:
         norm: () fp64, without the loss scale; None where it was not measured.
         sums: (k,) fp64, of a tally; None without one.
+        rows: (1 + N A,) fp64, what ranks have to have alike (:meth:`~zoo.zero.update.norms.Tally.rows`).
 
     Attributes:
         sums: as given, on the device.
+        made: when it is read, the update has been made.
+        rows: as given, once it has been read.
     """
 
-    def __init__(self, norm: torch.Tensor | None, sums: torch.Tensor | None) -> None:
-        self.sums, self._measured = sums, norm is not None
-        if norm is None or sums is None:
-            numbers = sums if norm is None else norm.reshape(1)
-        else:
-            numbers = torch.cat([norm.reshape(1), sums])
-        if numbers is None:
+    def __init__(
+        self, norm: torch.Tensor | None, sums: torch.Tensor | None, rows: torch.Tensor | None = None, *,
+        made: bool = False,
+    ) -> None:  # fmt: skip
+        self.sums, self._measured, self.made = sums, norm is not None, made
+        self.rows: list[float] = []
+        self._num_rows = 0 if rows is None else rows.numel()
+        given = [t for t in (norm.reshape(1) if norm is not None else None, sums, rows) if t is not None]
+        if not given:
             raise AssertionError("an outcome of nothing.")
+        numbers = torch.cat(given) if len(given) > 1 else given[0]
         self._copied: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -37,8 +43,10 @@ class Outcome:
         self._numbers = numbers
 
     def read(self) -> tuple[float | None, list[float]]:
-        """(the norm or None, the k sums). Starts no collective."""
+        """(the norm or None, the k sums); ``rows`` are there from now on. Starts no collective."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers: list[float] = self._numbers.tolist()
-        return (numbers[0], numbers[1:]) if self._measured else (None, numbers)
+        end = len(numbers) - self._num_rows
+        self.rows = numbers[end:]
+        return (numbers[0], numbers[1:end]) if self._measured else (None, numbers[:end])

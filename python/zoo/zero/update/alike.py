@@ -1,0 +1,124 @@
+"""What all ranks have to have alike in every step: the options of parameter groups, and what the caller adds.
+
+A shard that is updated at a learning rate of its own is no error of any tensor: nothing would tell. So each rank has a
+row of numbers, which goes with the numbers that a step sends anyway (:class:`~zoo.zero.update.norms.Tally`), and every
+rank compares all rows. What is alike at construction, where all options are compared, has to stay so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from zoo.zero.options.agreement import described
+
+_OF_PARAMETERS = ("params", "param_names")
+
+
+class Alike:
+    """A row of A numbers for the options of parameter groups.
+
+    The number of an option is its value, where there is one group and it is a number; else it stands for the values in
+    all groups, and equal values have equal numbers. 1, 1.0 and True are equal, as are numbers of NumPy and tensors of
+    one element; of a tensor on a device nothing waits.
+
+    Args:
+        groups: with the options that count: later ones ("initial_lr" of a schedule) are compared by nobody.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._options = sorted({key for group in groups for key in group if key not in _OF_PARAMETERS})
+        self._known: dict[str, tuple[tuple[Any, ...], float]] = {}
+        self._names: list[str] = []
+        self._shown: set[str] = set()
+        self._groups: Sequence[Mapping[str, Any]] = groups
+
+    @property
+    def size(self) -> int:
+        """A, without what a step adds."""
+        return len(self._options)
+
+    def row(self, groups: Sequence[Mapping[str, Any]], more: Mapping[str, float], device: torch.device) -> torch.Tensor:
+        """(A,) fp64 on ``device``: the options of ``groups`` now, and ``more`` numbers by name."""
+        self._names, self._shown, self._groups = [*self._options, *more], set(more), groups
+        numbers = [self._number(key, [_plain(group.get(key)) for group in groups]) for key in self._options]
+        numbers += more.values()
+        row = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+        row = row.to(device, non_blocking=True)
+        for place, key in enumerate(self._options):
+            values = [group.get(key) for group in groups]
+            if any(map(_on_device, values)):
+                row[place] = _together(values, device)
+        return row
+
+    def _number(self, key: str, values: list[Any]) -> float:
+        """What stands for the values of an option, in fp64."""
+        one = values[0] if len(values) == 1 else None
+        if isinstance(one, float) and math.isfinite(one):
+            self._shown.add(key)
+            return one
+        known = self._known.get(key)
+        if known is None or known[0] != tuple(values):
+            digest = hashlib.blake2b(repr(values).encode(), digest_size=6).digest()  # 48 bits are exact in fp64
+            known = self._known[key] = (tuple(values), float(int.from_bytes(digest, "little")))
+        return known[1]
+
+    def told(self, rows: Sequence[float], ranks: Sequence[int]) -> str:
+        """What ranks do not have alike, from the N A numbers of the rows of ``ranks``; empty if nothing."""
+        size = len(rows) // len(ranks)
+        first = rows[:size]
+        if all(rows[start : start + size] == first for start in range(size, len(rows), size)):
+            return ""
+        columns = [list(rows[place::size]) for place in range(size)]
+        return "; ".join(
+            self._of(name, column, ranks)
+            for name, column in zip(self._names, columns, strict=True)
+            if len(set(column)) > 1
+        )
+
+    def _of(self, name: str, values: list[float], ranks: Sequence[int]) -> str:
+        by_value: dict[float, list[int]] = {}
+        for rank, value in zip(ranks, values, strict=True):
+            by_value.setdefault(value, []).append(rank)
+        if name in self._shown:
+            return f"{name}: " + ", ".join(
+                f"{int(value) if value.is_integer() else value} on {_listed(of)}" for value, of in by_value.items()
+            )
+        others = sorted(rank for of in list(by_value.values())[1:] for rank in of)
+        here = ", ".join(described(group.get(name)) for group in self._groups)
+        return f"{name} ({here} in the groups of this rank): {_listed(others)} other than rank {ranks[0]}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type not in ("cpu", "meta")
+
+
+def _plain(value: Any) -> Any:
+    """What can be compared between processes."""
+    if _on_device(value):
+        return "on the device"
+    if getattr(value, "ndim", None) == 0 and not getattr(value, "is_meta", False):  # of torch or NumPy
+        value = value.item()
+    return float(value) if isinstance(value, Real) else described(value)
+
+
+def _together(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """() fp64 that stands for numbers of which some are on the device."""
+    numbers = [v.detach().double().reshape(()) if isinstance(v, torch.Tensor) else v for v in values]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for place, number in enumerate(numbers):
+        if isinstance(number, (torch.Tensor, Real)):
+            total += (number.to(device) if isinstance(number, torch.Tensor) else float(number)) * (
+                1.0 + math.sqrt(place)
+            )
+    return total
