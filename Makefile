@@ -83,9 +83,10 @@ test-slow: setup
 	  $(BIN)/python -m pytest -q -n auto -m "(slow or hypothesis) and not campaign" $(ARGS)
 
 # What takes longer than CI may: four times as many examples, others each time, and tests that are marked so.
-# Writes a page to keep.
+# Writes a page to keep; of a part, NAME=training ARGS=tests/laws/test_careless_training.py has one of its own.
+CAMPAIGN_PAGE = $(or $(ZOO_TEST_PAGE),docs/campaigns/$(shell date +%F)$(if $(NAME),-$(NAME)).md)
 campaign: setup
-	@$(if $(MINUTES),ZOO_TEST_MINUTES=$(MINUTES)) ZOO_TEST_PROFILE=campaign ZOO_TEST_PAGE=docs/campaigns/$$(date +%F).md \
+	@$(if $(MINUTES),ZOO_TEST_MINUTES=$(MINUTES)) ZOO_TEST_PROFILE=campaign ZOO_TEST_PAGE=$(CAMPAIGN_PAGE) \
 	  $(BIN)/python -m pytest -q -n auto -m "slow or hypothesis or campaign" $(ARGS)
 
 # Which mistakes would the tests not notice? Outside of CI; goes on where it was interrupted.

@@ -4,7 +4,7 @@
 skipped, "not run", and listed at the end. A failure before that fails the run as always. The order is a new one every
 time, so that it is not always the same tests that are cut off.
 
-``ZOO_TEST_PAGE=page.md`` writes what ran, how many, and the failures.
+``ZOO_TEST_PAGE=page.md`` writes what ran, how many, what tests have counted (``record_property``), and the failures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import platform
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.line(report.nodeid)
     if "ZOO_TEST_PAGE" in os.environ:
         failed = [r.nodeid for kind in ("failed", "error") for r in stats.get(kind, [])]
-        write_page(Path(os.environ["ZOO_TEST_PAGE"]), len(stats.get("passed", [])), failed, [r.nodeid for r in skipped])
+        passed = stats.get("passed", [])
+        counted = [
+            f"{r.nodeid}: {', '.join(f'{k} {v}' for k, v in r.user_properties)}" for r in passed if r.user_properties
+        ]
+        write_page(Path(os.environ["ZOO_TEST_PAGE"]), len(passed), failed, [r.nodeid for r in skipped], sorted(counted))
 
 
-def write_page(path: Path, num_passed: int, failed: list[str], not_run: list[str]) -> None:
+def write_page(
+    path: Path, num_passed: int, failed: list[str], not_run: list[str], counted: Sequence[str] = ()
+) -> None:  # fmt: skip
     """Write the page of a campaign; what stands under "## Remarks" stays."""
     from hypothesis import settings
 
@@ -72,6 +79,7 @@ def write_page(path: Path, num_passed: int, failed: list[str], not_run: list[str
         f"`{os.environ.get('ZOO_TEST_PROFILE', 'quick')}`, {settings.default.max_examples} examples of a property "
         f"(times its own factor); {minutes:.0f} minutes.", "",
         "| passed | failed | not run |", "|---|---|---|", f"| {num_passed} | {len(failed)} | {len(not_run)} |", "",
+        *(["## Counted", "", *_listed(counted), ""] if counted else []),
         "## Failures", "", *_listed(failed), "",
         "## Not run", "", *_listed(not_run), "",
         "## Remarks",
@@ -80,5 +88,5 @@ def write_page(path: Path, num_passed: int, failed: list[str], not_run: list[str
     path.write_text("\n".join(lines) + "\n" + remarks, encoding="utf-8")
 
 
-def _listed(names: list[str]) -> list[str]:
+def _listed(names: Sequence[str]) -> list[str]:
     return [f"- `{name}`" for name in names] or ["none"]

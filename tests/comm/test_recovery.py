@@ -56,6 +56,24 @@ def test_after_a_failure_of_all_ranks_each_goes_on() -> None:
     sim.run(2, fn, group_timeout_s=5.0)
 
 
+def test_messages_to_one_rank_are_no_other_place() -> None:
+    """As a save sends them: rank 0 receives from all others, and each of these sends once."""
+
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        recovery = Recovery(comm)
+        for other in range(1, 3):
+            if rank == 0:
+                comm.recv(torch.zeros(1), src=other).wait()
+            elif rank == other:
+                comm.send(torch.ones(1), dst=0).wait()
+        recovery.failed(ValueError("on purpose"))
+        recovery.settle()
+        comm.all_reduce(torch.ones(1)).wait()
+
+    sim.run(3, fn, group_timeout_s=5.0)
+
+
 def test_without_other_processes_there_is_nothing_to_settle() -> None:
     recovery = Recovery(Communicator())
     recovery.failed(ValueError("on purpose"))

@@ -21,19 +21,8 @@ from zoo import sim
 from zoo.layout import split_of
 from zoo.zero import ZeroOptimizer
 
-from .careless import (
-    RATE,
-    Model,
-    Setting,
-    Side,
-    Use,
-    check_refusal,
-    data,
-    model_of,
-    programs,
-    settings_of,
-    settings_with_experts,
-)
+from .careless import Side, Use, check_refusal, programs
+from .careless_models import RATE, Model, Setting, data, model_of, settings_of, settings_with_experts
 
 drawn = settings_of().flatmap(lambda s: st.tuples(st.just(s), programs(s)))
 

@@ -188,15 +188,21 @@ def test_nothing_is_left_behind():
         dist.new_group([0])
         dist.all_reduce(torch.ones(1))
 
+    def kept() -> int:
+        """Objects that live; under a tracer (coverage keeps data of every thread) those of classes of zoo and torch."""
+        gc.collect()
+        found = gc.get_objects()
+        if sys.gettrace() is None:
+            return len(found)
+        return sum(str(type(one).__module__).partition(".")[0] in ("zoo", "torch") for one in found)
+
     sim.run(2, fn)
     before = state()
-    gc.collect()
-    objects = len(gc.get_objects())
+    objects = kept()
     for seed in range(200):
         sim.run(2, fn, seed=seed)
-    gc.collect()
+    assert kept() - objects < 200
     assert state() == before
-    assert len(gc.get_objects()) - objects < 200
 
 
 def test_the_default_group_can_be_destroyed_and_made_again():

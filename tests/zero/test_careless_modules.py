@@ -338,3 +338,23 @@ def test_a_penalty_alone_is_refused(stage: int) -> None:
         check(optimizer, twin(2, 2))
 
     sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_layer_that_is_put_back_has_its_name_again(stage: int) -> None:
+    def job(rank: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = ZeroOptimizer(
+            model, stage=stage, optimizer=torch.optim.SGD, lr=0.5, param_persistence_threshold=0
+        )  # fmt: skip
+        mine = model[0]
+        model[0] = nn.Linear(3, 3)
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(ValueError, match="came into the model after"):
+            optimizer.step()
+        model[0] = mine
+        optimizer.zero_grad()
+        return sorted(optimizer.consolidated_parameters())
+
+    for found in sim.run(2, job):
+        assert found == ["0.bias", "0.weight", "1.bias", "1.weight"]

@@ -86,7 +86,8 @@ class CommsLog:
 
     ops: dict[str, OpStats] = field(default_factory=dict)
     num_issued: int = 0
-    """Operations ever; :meth:`reset` does not forget them."""
+    """Collectives ever, alike on ranks at the same place of their programs; :meth:`reset` does not forget them. Sends
+    and receives do not count: a rank that receives from all others has more of them than these."""
 
     def issued(self, op: str, message_bytes: int, group_size: int, num_local: int | None = None) -> OpStats:
         """Count one call of ``op``; returns the row so that the caller can add the time when it completes."""
@@ -98,7 +99,7 @@ class CommsLog:
         if row is None:
             row = self.ops[op] = OpStats()
         row.count += 1
-        self.num_issued += 1
+        self.num_issued += op not in ("send", "recv")
         row.add(message_bytes, wire, intra, inter)
         if len(row.spans) > 256:  # take in what is complete, so that they do not pile up
             row.time_s  # noqa: B018

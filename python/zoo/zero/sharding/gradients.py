@@ -279,8 +279,9 @@ class BucketGradients:
         refuse_storage(
             self._storage._cdata,
             f"a gradient of {self.bucket.label} arrived after it had been reduced (a parameter was used before its "
-            "unit's forward: overlap_comm=False fixes it), or without its unit's output leading to the loss in a way "
-            "that the optimizer could see, or it was touched outside of backward while it is partitioned (ZeRO stages "
+            "unit's forward: overlap_comm=False fixes it), or before (layers were tied, or parameters moved to others, "
+            "after construction: do it before), or without its unit's output leading to the loss in a way that the "
+            "optimizer could see, or it was touched outside of backward while it is partitioned (ZeRO stages "
             "2 and 3).",
         )
 
@@ -310,9 +311,9 @@ class BucketGradients:
         return PartitionedAccessError(
             f"a gradient of {self.bucket.label} arrived after it had been reduced: one of its parameters was used "
             "before its unit's forward, so its gradient comes last in backward. Say so with register_external_parameter"
-            "(module, parameter), or pass overlap_comm=False, which reduces at the end of backward. Or it was used "
-            "before under re-entrant checkpointing of a module that was called by itself: call the model as a whole, "
-            "or checkpoint with use_reentrant=False."
+            "(module, parameter), or pass overlap_comm=False, which reduces at the end of backward. Or two layers were "
+            "tied after construction: tie them before. Or it was used before under re-entrant checkpointing of a "
+            "module that was called by itself: call the model as a whole, or checkpoint with use_reentrant=False."
         )
 
     # The shard in its tier -------------------------------------------------------------------------------------------

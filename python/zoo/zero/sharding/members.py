@@ -52,7 +52,9 @@ class Members:
             if getattr(type(p), "_zoo_bucket", None) not in self._buckets
         ]  # fmt: skip
         self._rename()
-        if not strangers:
+        if strangers:
+            self._known = []  # where they are taken out again, that is a change too
+        else:
             self._note()
         return strangers
 

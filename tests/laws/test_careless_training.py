@@ -1,0 +1,37 @@
+"""Law 8 by every door: programs that train in careless ways, by zoo.zero, the engine or the façade, compute what plain
+torch computes, or are refused by a sentence on every rank."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.profiles import examples
+
+from .door_programs import Job, Use, programs, run_program
+from .doors import jobs
+
+drawn = jobs().flatmap(lambda job: st.tuples(st.just(job), programs(job)))
+
+
+@pytest.mark.hypothesis
+def test_careless_training(record_property: Callable[[str, object], None]) -> None:
+    counts: Counter[str] = Counter()
+
+    @examples(times=4)
+    @given(drawn)
+    def check(given: tuple[Job, list[Use]]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            counts.update(run_program(*given, Path(folder)))
+
+    check()
+    share = counts["refused"] / counts["uses"]
+    record_property("programs", counts["programs"])
+    record_property("refused", f"{share:.1%} of {counts['uses']} uses")
+    print(f"{counts['programs']} programs, {counts['uses']} uses, refused: {share:.1%}")
+    assert share < 0.3
