@@ -16,7 +16,7 @@ from torch import nn
 import zoo.deepspeed as deepspeed
 from zoo import sim
 
-RATE, MOMENTUM, ACCUMULATION = 0.1, 0.5, 2
+RATE, MOMENTUM = 0.1, 0.5
 
 
 class Net(nn.Module):
@@ -48,15 +48,15 @@ def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
 class Plain:
     """What one process computes that sees the data of all ranks."""
 
-    def __init__(self, world: int) -> None:
-        self.world, self.model, self.flag = world, Net(), None
+    def __init__(self, world: int, accumulation: int) -> None:
+        self.world, self.accumulation, self.model, self.flag = world, accumulation, Net(), None
         self.micro, self.in_step = 0, 0
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
 
     def train(self, step: int) -> None:
         for rank in range(self.world):
-            (loss_of(self.model, data(rank, step)) / (self.world * ACCUMULATION)).backward()
-        last = self.in_step == ACCUMULATION - 1 if self.flag is None else self.flag
+            (loss_of(self.model, data(rank, step)) / (self.world * self.accumulation)).backward()
+        last = self.in_step == self.accumulation - 1 if self.flag is None else self.flag
         self.micro += 1
         self.in_step += 1
         if last:
@@ -70,10 +70,10 @@ class Plain:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
 
-def start(stage: int) -> Any:
+def start(stage: int, accumulation: int) -> Any:
     model = Net()
     document = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": ACCUMULATION, "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "SGD", "params": {"lr": RATE, "momentum": MOMENTUM}},
         "zero_allow_untested_optimizer": True,
@@ -210,11 +210,14 @@ def saved(plain: Plain) -> bool:
 PROGRAM = st.lists(st.sampled_from(["train", "train", *USES, "save"]), min_size=1, max_size=10)
 
 
-@given(world=st.integers(1, 2), stage=st.integers(0, 3), program=PROGRAM, seed=st.integers(0, 9))
+@given(
+    world=st.integers(1, 2), stage=st.integers(0, 3), accumulation=st.integers(1, 4), program=PROGRAM,
+    seed=st.integers(0, 9),
+)  # fmt: skip
 def test_whatever_a_program_does_is_what_plain_torch_does(
-    world: int, stage: int, program: list[str], seed: int
+    world: int, stage: int, accumulation: int, program: list[str], seed: int
 ) -> None:
-    plain = Plain(world)
+    plain = Plain(world, accumulation)
     expected, within = [], {}
     for step, use in enumerate(program):
         if use == "save":
@@ -225,7 +228,7 @@ def test_whatever_a_program_does_is_what_plain_torch_does(
 
     def job(rank: int) -> None:
         torch.set_num_threads(1)
-        engine = start(stage)
+        engine = start(stage, accumulation)
         for p in engine.module.parameters():
             p.mine = "a program's"
         for step, use in enumerate(program):
