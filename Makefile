@@ -28,13 +28,13 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels \
-	try-wheels nvcc peer kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean again
+	try-wheels nvcc peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean again
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo "also: setup test-rust test-python test-avx2 test-slow laws campaign mutants lint format types contracts wheels try-wheels nvcc"
-	@echo "      peer kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean"
+	@echo "      peer dstests kernels-check sanitize sanitize-io fuzz-io bench bench-gpu bench-rust schema clean"
 
 # PYTHON= names another Python than the one that .venv was made from: install again.
 ifneq ($(PYTHON),)
@@ -135,6 +135,13 @@ nvcc: setup
 PEER ?= .peer
 peer: setup
 	@$(BIN)/python scripts/peer.py $(PEER)
+
+# DeepSpeed's own unit tests on zoo.deepspeed: TESTS is the folder tests of its repository, IDS a file of pytest ids.
+DSTESTS ?= .dstests
+dstests: setup
+	@$(BIN)/python -m scripts.dstests setup --python $(DSTESTS)/bin/python
+	@$(BIN)/python -m scripts.dstests run --python $(DSTESTS)/bin/python $(TESTS) $(IDS) $(ARGS)
+	@mkdir -p docs/dstests; $(BIN)/python -m scripts.dstests page $(IDS) > docs/dstests/$$(date +%F).md
 
 kernels-check: setup
 	@$(BIN)/python scripts/kernels_check.py

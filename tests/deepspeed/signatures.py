@@ -17,7 +17,7 @@ from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
 DEFAULTS = (bool, int, float, str, type(None))
-OF_THE_MACHINE = {"git_version_info:accelerator_name"}
+OF_THE_MACHINE = {"git_version_info:accelerator_name", "launcher.runner:DEEPSPEED_ENVIRONMENT_PATHS"}
 """Constants whose value says where this runs."""
 
 # Module → names that programs use.
@@ -155,6 +155,7 @@ def keys() -> list[str]:
     """ "module:name" of all names, each once; the module is the longest that the tables know."""
     from tests.deepspeed.names import listed
 
+    from zoo.deepspeed.modules import Refused
     from zoo.deepspeed.surface import TABLE
 
     every = [f"{path}:{name}" for path, names in NAMES.items() for name in names.split()]
@@ -162,7 +163,8 @@ def keys() -> list[str]:
         parts = one.path.split(".")
         length = max((n for n in range(len(parts)) if ".".join(parts[:n]) in TABLE), default=0)
         every.append(f"{'.'.join(parts[:length])}:{'.'.join(parts[length:])}")
-    every += [f"{path}:{name}" for path, names in TABLE.items() if not isinstance(names, str) for name in names]
+    tables = [(path, names) for path, names in TABLE.items() if not isinstance(names, str)]
+    every += [f"{path}:{name}" for path, names in tables for name in names if not isinstance(names[name], Refused)]
     return [key for key in dict.fromkeys(every) if not key.endswith(":")]
 
 

@@ -18,7 +18,7 @@ import zoo.deepspeed as deepspeed
 from zoo import sim
 from zoo.checkpointing import CheckpointError
 from zoo.checkpointing.foreign import load_deepspeed
-from zoo.deepspeed.adapters.file_keys import CONSTANTS
+from zoo.deepspeed.surface.constants import CONSTANTS
 
 GOLDEN = Path(__file__).parents[1] / "checkpointing" / "foreign" / "golden"
 
@@ -27,7 +27,7 @@ def test_names_and_keys() -> None:
     assert utils.get_model_ckpt_name_for_rank("/a", "00") == "/a/mp_rank_00_model_states.pt"
     assert utils.get_zero_ckpt_name_for_rank("/a", 1, 2) == "/a/zero_pp_rank_1_mp_rank_02_optim_states.pt"
     assert utils.get_layer_ckpt_name_for_rank("/a", "layer_03", 4) == "/a/layer_03-model_04_model_states.pt"
-    for name, value in CONSTANTS.items():
+    for name, value in CONSTANTS["checkpoint.constants"].items():
         assert getattr(constants, name) == getattr(deepspeed.checkpoint, name) == value
     assert (constants.PARAM_SHAPES, constants.FP32_WEIGHT_KEY) == ("param_shapes", "fp32")
     assert SubparamShape(["a.*"], (3, 4), 1).partition_dim == 1

@@ -206,6 +206,37 @@ def test_precision() -> None:
     assert isinstance(precision_config.get_bfloat16_config({}), precision_config.DeepSpeedBF16Config)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [  # what DeepSpeed 0.19.8 refuses
+        *({"loss_scale": value} for value in (-1, float("inf"), float("nan"), True, False, [], {}, None, "much")),
+        *(
+            {"enabled": True, name: value}
+            for name in ("loss_scale_window", "min_loss_scale")
+            for value in (0, -1, True, float("inf"), float("nan"), "abc", None, 1.5)
+        ),
+        {"min_loss_scale": True}, {"hysteresis": 1.5},
+    ],
+)  # fmt: skip
+def test_a_loss_scale_that_is_none_is_refused_where_it_is_given(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as told:
+        precision_config.DeepSpeedFP16Config(**given)
+    (value,) = (value for key, value in given.items() if key != "enabled")
+    if isinstance(value, (list, dict, bool)):
+        assert f"must be a number, and is {value!r}" in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["loss_scale_window", "min_loss_scale"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_what_a_dynamic_scale_alone_reads_may_be_anything_elsewhere(name: str, value: int) -> None:
+    assert getattr(precision_config.DeepSpeedFP16Config(enabled=True, loss_scale=128, **{name: value}), name) == value
+    assert getattr(precision_config.DeepSpeedFP16Config(enabled=False, **{name: value}), name) == value
+    assert precision_config.DeepSpeedFP16Config(loss_scale="3", loss_scale_window="20").loss_scale == 3
+    dynamic = precision_config.DeepSpeedFP16Config(enabled=True)
+    with pytest.raises(ValidationError, match=f"{name} must be above 0 where the loss scale is dynamic"):
+        setattr(dynamic, name, value)
+
+
 def test_a_section_of_ones_own() -> None:
     class Mine(config_utils.DeepSpeedConfigModel):  # type: ignore[misc,name-defined]
         size: int = 3

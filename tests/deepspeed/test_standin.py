@@ -104,15 +104,15 @@ def test_a_probe_gets_none_where_an_import_says_why() -> None:
     assert find_spec("deepspeed.ops.adam") is not None
     for root in ("deepspeed", "zoo.deepspeed"):
         assert find_spec(f"{root}.absent_thing") is None
-        assert find_spec(f"{root}.inference") is None
-        with pytest.raises(ModuleNotFoundError, match="there is no inference engine yet"):
-            import_module(f"{root}.inference")
-    with pytest.raises(ModuleNotFoundError, match="there is no inference engine yet"):
-        exec("import deepspeed.inference")
+        assert find_spec(f"{root}.nebula") is None
+        with pytest.raises(ModuleNotFoundError, match="Azure's service"):
+            import_module(f"{root}.nebula")
+    with pytest.raises(ModuleNotFoundError, match="Azure's service"):
+        exec("import deepspeed.nebula")
     with pytest.raises(ModuleNotFoundError, match="does not exist in zoo"):
         exec("from deepspeed.absent_thing import anything")
-    with pytest.raises(ModuleNotFoundError, match="there is no inference engine yet"):
-        find_spec("deepspeed.inference.config")  # whose parent is imported
+    with pytest.raises(ModuleNotFoundError, match="Azure's service"):
+        find_spec("deepspeed.nebula.config")  # whose parent is imported
 
 
 STAR = """

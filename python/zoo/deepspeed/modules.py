@@ -124,14 +124,25 @@ class TableFinder(MetaPathFinder, Loader):
         head = f"{path}." if path else ""
         return sorted({p[len(head) :].split(".")[0] for p in self.table if p and p.startswith(head)})
 
+    def entry(self, path: str) -> Entry | None:
+        """What the table has for a name, not a module."""
+        module, _, name = path.rpartition(".")
+        names = self.table.get(module, {})
+        return None if isinstance(names, str) else names.get(name)
+
     def why(self, inside: str) -> str | None:
-        """The sentence about what is absent with a reason, told for it or for what it is in; None for anything else."""
-        path = inside
-        while path and path not in self.absent:
+        """The sentence about what is absent, or refuses, with a reason that is told for it or for what it is in; None
+        for what is there, and for anything else."""
+        path, entry = inside, self.entry(inside)
+        if inside in self.table or isinstance(entry, (Name, str)):
+            return None
+        while path and path not in self.absent and not isinstance(entry, Refused):
             path = path.rpartition(".")[0]
+            entry = self.entry(path)
         if not path:
             return None
-        return f"{NICKNAME}.{inside} is not in zoo: {self.absent[path]} docs/migration.md lists what is there."
+        reason = entry.why if isinstance(entry, Refused) else self.absent[path]
+        return f"{NICKNAME}.{inside} is not in zoo: {reason} docs/migration.md lists what is there."
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """See :class:`importlib.abc.MetaPathFinder`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as _dist
 
 from zoo.config.mesh import data_axes
@@ -400,6 +401,33 @@ def _create_expert_and_data_parallel(
     _MESHES.setdefault(_dist.group.WORLD, {})[expert_parallel_size_] = init_device_mesh(
         kind, (size // expert_parallel_size_, expert_parallel_size_), mesh_dim_names=("data", "expert")
     )
+
+
+def _get_expert_parallel_ranks(
+    world_size: int, tensor_parallel_size_: int, expert_parallel_size_: int, pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:  # fmt: skip
+    """Ranks that share the experts, and ranks that hold the same ones, as DeepSpeed counts them: no job is needed.
+
+    Stages of a pipeline are the outermost dimension of ranks, tensor parallel the innermost; of the ranks between them
+    consecutive ones share experts, or (``use_data_before_expert_parallel_``) consecutive ones hold the same.
+
+    Raises:
+        AssertionError: a size does not divide the ranks that it divides up.
+    """
+    left = world_size
+    for name, size in (
+        ("pipeline_parallel_size_", pipeline_parallel_size_), ("tensor_parallel_size_", tensor_parallel_size_),
+        ("expert_parallel_size_", expert_parallel_size_),
+    ):  # fmt: skip
+        if size < 1 or left % size != 0:
+            raise AssertionError(f"{left} ranks are not divisible by {name}={size}; give a divisor of {left}.")
+        left //= size
+    inner, outer = (left, expert_parallel_size_) if use_data_before_expert_parallel_ else (expert_parallel_size_, left)
+    ranks = torch.arange(world_size).view(pipeline_parallel_size_, outer, inner, tensor_parallel_size_)
+    along = ranks.permute(0, 3, 1, 2).reshape(-1, inner).tolist()
+    across = ranks.permute(0, 3, 2, 1).reshape(-1, outer).tolist()
+    return (across, along) if use_data_before_expert_parallel_ else (along, across)
 
 
 def _get_max_expert_size() -> int | None:

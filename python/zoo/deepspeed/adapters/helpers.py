@@ -46,6 +46,22 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     setattr(recursive_getattr(model, path) if path else model, last, module)
 
 
+def convert_conv1d_to_linear(model: Any, convert_type: type[Any]) -> Any:
+    """Put a Linear in the place of each layer of this type, in the model, which is given back: transformers' ``Conv1D``
+    of GPT-2, whose weight is (in, out) and whose bias is the Linear's."""
+    inner = getattr(model, "module", model)
+    for name, layer in list(inner.named_modules()):
+        if name and isinstance(layer, convert_type):
+            rows, columns = layer.weight.shape
+            linear = torch.nn.Linear(
+                rows, columns, bias=layer.bias is not None, device="meta", dtype=layer.weight.dtype
+            )
+            linear.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous(), layer.weight.requires_grad)
+            linear.bias = layer.bias
+            recursive_setattr(inner, name, linear.train(layer.training))
+    return model
+
+
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """``func`` inside of a range with its name, which NVIDIA's profilers show."""
 

@@ -120,9 +120,40 @@ class AsyncIOBuilder(OpBuilder):
         return import_module(self._home)
 
 
+class NotImplementedBuilder(OpBuilder):
+    """An operation that zoo does not have: it says so when it is asked, and cannot be loaded."""
+
+    NAME = "deepspeed_not_implemented"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """It is not."""
+        return False
+
+    def is_compiled_ahead(self) -> bool:
+        """It is not."""
+        return False
+
+    def load(self, verbose: bool = True) -> Any:
+        """Refused.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: zoo does not have this operation; is_compatible() is False, and "
+            "deepspeed.ops.__compatible_ops__ lists those that it has."
+        )
+
+
+class PinMemoryBuilder(NotImplementedBuilder):
+    """Page-locked memory without CUDA; that of ``zoo.io.BufferPool`` is aligned."""
+
+    NAME = "pin_memory"
+
+
 ALL: tuple[type[OpBuilder], ...] = (
     CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder,
-    AsyncIOBuilder,
+    AsyncIOBuilder, PinMemoryBuilder, NotImplementedBuilder,
 )  # fmt: skip
 """Every builder."""
 
@@ -130,4 +161,8 @@ ALL: tuple[type[OpBuilder], ...] = (
 def __getattr__(name: str) -> Any:
     if name == "__compatible_ops__":  # found out when somebody asks
         return {builder.NAME: builder().is_compatible() for builder in ALL}
+    if name.endswith("Builder"):  # the table says for which names
+        space = {"__module__": __name__, "__doc__": NotImplementedBuilder.__doc__}
+        made = globals()[name] = type(name, (NotImplementedBuilder,), space)
+        return made
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,16 @@ from enum import Enum
 from typing import Annotated, Any, Union, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from zoo.config import ConfigError, Section
 from zoo.config.core import Bf16, Fp16
@@ -182,7 +191,28 @@ class DeepSpeedZeroConfig(like(ZeroConfig)):  # type: ignore[misc]
 
 
 class DeepSpeedFP16Config(like(Fp16)):  # type: ignore[misc]
-    """``fp16``."""
+    """``fp16``. What only a dynamic scale has need be possible only where one is enabled."""
+
+    loss_scale: float = Field(0.0, ge=0, allow_inf_nan=False)
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: int = 1
+
+    @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
+    @classmethod
+    def _number(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, (int, float, str)) or isinstance(value, bool):
+            raise ValueError(f"fp16.{info.field_name} must be a number, and is {value!r}, a {type(value).__name__}.")
+        return value
+
+    @model_validator(mode="after")
+    def _of_a_dynamic_scale(self) -> DeepSpeedFP16Config:
+        for name in ("loss_scale_window", "min_loss_scale"):
+            value = getattr(self, name)
+            if self.enabled and self.loss_scale == 0 and value <= 0:
+                raise ValueError(f"fp16.{name} must be above 0 where the loss scale is dynamic, and is {value}.")
+        return self
 
     def initial_dynamic_scale(self) -> int:
         """The first loss scale."""

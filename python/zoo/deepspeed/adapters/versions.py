@@ -35,3 +35,8 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 def register_grad_hook(param: torch.Tensor, hook: Callable[..., Any]) -> Any:
     """Call ``hook(param)`` whenever a backward has added to its gradient; gives the handle."""
     return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def is_triton_available() -> bool:
+    """Whether ``deepspeed.ops.triton_ops`` computes: it does not, whatever is installed."""
+    return False

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from zoo.deepspeed.modules import Table
 from zoo.deepspeed.surface import (
+    absent,
     checkpoints,
     compression,
     configuration,
+    constants,
     memory,
     moe,
     optimizers,
@@ -38,6 +40,7 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 
 TABLE: Table = _joined(  # type: ignore[assignment]
-    root.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, memory.TABLE, moe.TABLE,
-    optimizers.TABLE, pipelines.TABLE, sequences.TABLE, utilities.TABLE, zero.TABLE,
+    root.TABLE, absent.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, constants.TABLE,
+    memory.TABLE, moe.TABLE, optimizers.TABLE, pipelines.TABLE, sequences.TABLE, utilities.TABLE,
+    zero.TABLE,
 )  # fmt: skip

@@ -1,12 +1,16 @@
 """What DeepSpeed has and zoo has not, with the reason: a module, a name of a module, or all that is beneath one.
 
-Importing it is an ImportError with the reason, asking for it an AttributeError with the same; programs that probe for
-features see that it is not there. ``docs/migration.md`` lists them.
+What ``parts_to_come.txt`` lists of it can be imported, and refuses with the reason when it is used. All else is not
+there: importing it is an ImportError with the reason, asking for it an AttributeError with the same.
+``docs/migration.md`` lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+
+from zoo.deepspeed.modules import Refused
 
 _INFERENCE = "there is no inference engine yet; a trained model runs as the torch module that it is."
 _PROFILER = (
@@ -17,6 +21,9 @@ _TENSOR_PARALLEL = (
     "mesh with an axis for it."
 )
 _COMPILER = "there are no compiler passes of its own yet; engine.compile() is torch.compile."
+_SEQUENCES = (
+    "models are not rewritten for split sequences; DistributedAttention and UlyssesSPAttentionHF wrap their attention."
+)
 _SHAPES_OF_FILES = (
     "checkpoints are not reshaped by hand: zoo's are read at any number of ranks, DeepSpeed's by `zoo ckpt`."
 )
@@ -26,6 +33,14 @@ _LORA = "there are no layers of its own for LoRA; those of peft train at every s
 _ROLLOUT = "generation during training goes through unwrap_model_for_generation; there is no engine of rollouts yet."
 _PINNED = "page-locked memory is zoo.io.BufferPool's."
 _TRANSFORMER = "there are no fused transformer layers yet; torch.nn.functional.scaled_dot_product_attention is fused."
+_EXPERTS_AND_FILES = "experts are a dimension of zoo's tensors in checkpoints, which fit any number of ranks."
+_AUTO_EXPERTS = (
+    "experts of Hugging Face models are not found and split by injection yet; deepspeed.moe.layer.MoE splits its own."
+)
+_TRITON = "there are no kernels in Triton; torch's own and those of zoo.kernels compute the same."
+_WRITERS = "checkpoints are written by zoo.checkpointing, on all ranks at once."
+_AUTOCAST = "section torch_autocast is the engine's own; gradients travel in the dtype of communication_data_type."
+_DUALPIPE = 'the schedule is zoo.pipe\'s: PipelineModule(..., schedule="dualpipe_v").'
 
 ABSENT: Mapping[str, str] = {
     "autotuning": "there is no autotuner yet; `zoo forecast` tells what a configuration needs before it runs.",
@@ -56,11 +71,8 @@ ABSENT: Mapping[str, str] = {
     "ops.adam.ZenFlowSelectiveAdamW": _ZENFLOW,
     "ops.adam.ZenFlowSelectiveAdamW_stage3": _ZENFLOW,
     "ops.adam.zenflow_torch_adam": _ZENFLOW,
-    "ops.compile": _COMPILER,
     "ops.deepspeed4science": "attention with pair biases is torch's flex_attention.",
     "ops.fp_quantizer": "weights of 8 and fewer bits are zoo.compression's, which has no such kernel of its own.",
-    "ops.op_builder.PinMemoryBuilder": _PINNED,
-    "ops.op_builder.QuantizerBuilder": "the kernels that quantise are called by zoo.comm and zoo.compression only.",
     "ops.sparse_attention": "sparse attention is torch's flex_attention.",
     "ops.transformer": _TRANSFORMER,
     "profiling": _PROFILER,
@@ -90,5 +102,125 @@ ABSENT: Mapping[str, str] = {
     ),
     "runtime.zero.stage_1_and_2.IPGBucket": _INTERNAL,
     "tp_model_init": _TENSOR_PARALLEL,
+    "DeepSpeedHybridEngine": _ROLLOUT,
+    "DeepSpeedInferenceConfig": _INFERENCE,
+    "DeepSpeedTransformerConfig": _TRANSFORMER,
+    "DeepSpeedTransformerLayer": _TRANSFORMER,
+    "InferenceEngine": _INFERENCE,
+    "default_inference_config": _INFERENCE,
+    "replace_transformer_layer": _TENSOR_PARALLEL,
+    "set_autotp_mode": _TENSOR_PARALLEL,
+    "DualPipeVEngine": _DUALPIPE,
+    "DualPipeVModule": _DUALPIPE,
+    "checkpoint.enable_universal_checkpoint": _SHAPES_OF_FILES,
+    "checkpoint.merge_state": _SHAPES_OF_FILES,
+    "checkpoint.reshape_meg_2d_parallel": _SHAPES_OF_FILES,
+    "checkpoint.affine": _SHAPES_OF_FILES,
+    "checkpoint.affine_transfer": _SHAPES_OF_FILES,
+    "checkpoint.reshape_utils": _SHAPES_OF_FILES,
+    "checkpoint.autoep_affine": _EXPERTS_AND_FILES,
+    "checkpoint.autoep_universal": _EXPERTS_AND_FILES,
+    "checkpoint.autoep_zero3_metadata": _EXPERTS_AND_FILES,
+    "checkpoint.universal_checkpoint.enable_universal_checkpoint": _SHAPES_OF_FILES,
+    "moe.ep_tp_dispatch": _AUTO_EXPERTS,
+    "moe.fused_expert_layout": _AUTO_EXPERTS,
+    "ops.random_ltd": "random-LTD is the engine's own: data_efficiency.data_routing.",
+    "ops.triton_ops": _TRITON,
+    "runtime.chunked_cross_entropy": (
+        "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss computes a loss in pieces."
+    ),
+    "runtime.comm.nccl": "torch.distributed's NCCL is used as it is; optimizers with compression have zoo.comm's.",
+    "runtime.hybrid_engine_graph": _ROLLOUT,
+    "runtime.keep_in_fp32": "buffers keep their dtype; data_types.buffer_dtype casts them.",
+    "runtime.model_checkpointing": _WRITERS,
+    "runtime.progressive_layer_drop": (
+        "progressive layer drop is the engine's own: progressive_layer_drop in the configuration."
+    ),
+    "runtime.python_gc": "the engine has its own: disable_python_gc in the configuration.",
+    "runtime.sparse_tensor": "sparse gradients are the engine's own: sparse_gradients in the configuration.",
+    "runtime.torch_autocast": _AUTOCAST,
+    "runtime.weight_quantizer": "weights of 8 and fewer bits are zoo.compression's.",
+    "runtime.zero.offload_states.get_state_devices": (
+        "engine.offload_states and reload_states move states; they tell where these are."
+    ),
+    "sequence.linear_cross_entropy": _SEQUENCES,
+    "sequence.vocab_parallel_ops": _SEQUENCES,
+    "sequence.InternVLFusionAdapter": _SEQUENCES,
+    "sequence.LlavaFusionAdapter": _SEQUENCES,
+    "sequence.ModalityFusionSPAdapter": _SEQUENCES,
+    "sequence.Qwen2VLFusionAdapter": _SEQUENCES,
+    "sequence.SPModelInfo": _SEQUENCES,
+    "sequence.UlyssesSPViTAttention": _SEQUENCES,
+    "sequence.VocabParallelCausalLMLoss": _SEQUENCES,
+    "sequence.VocabParallelCrossEntropyLoss": _SEQUENCES,
+    "sequence.auto_wrap_model_for_sp": _SEQUENCES,
+    "sequence.configure_vocab_parallel_loss": _SEQUENCES,
+    "sequence.detect_model_sp_info": _SEQUENCES,
+    "sequence.vocab_parallel_cross_entropy": _SEQUENCES,
+    "checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata": _INTERNAL,
+    "checkpoint.ds_to_universal._autoep_expert_param_names_by_rank": _INTERNAL,
+    "checkpoint.ds_to_universal._get_zero3_model_state_files": _INTERNAL,
+    "checkpoint.ds_to_universal._group_per_tp_shapes": _INTERNAL,
+    "checkpoint.ds_to_universal._uses_zero3_partitioned_autoep_metadata": _INTERNAL,
+    "checkpoint.ds_to_universal._validate_autotp_conversion_support": _INTERNAL,
+    "checkpoint.ds_to_universal.extract_zero_shards_stage3": _INTERNAL,
+    "checkpoint.ds_to_universal.merge_tp_slices": _INTERNAL,
+    "checkpoint.universal_checkpoint._get_param_uc_restore_meta": _INTERNAL,
+    "checkpoint.universal_checkpoint._narrow_sub_params": _INTERNAL,
+    "checkpoint.universal_checkpoint._resolve_autotp_partition": _INTERNAL,
+    "moe.ep_experts._run_experts_grouped_mm": _INTERNAL,
+    "moe.sharded_moe._route_slots": _INTERNAL,
+    "moe.sharded_moe._sparse_decode": _INTERNAL,
+    "moe.sharded_moe._sparse_encode": _INTERNAL,
+    "runtime.engine._checkpoint_parallel_metadata": _INTERNAL,
+    "runtime.engine._eigenvalue_summary_events": _INTERNAL,
+    "runtime.pipe.topology._prime_factors": _INTERNAL,
+    "runtime.zero.offload_states._make_offload_state_key": _INTERNAL,
+    "runtime.zero.partition_parameters._contradicting_single_rank_pg_error": _INTERNAL,
+    "runtime.zero.partition_parameters.get_allgather_dtype": _INTERNAL,
+    "sequence.layer._SeqAllToAll": _INTERNAL,
+    "sequence.layer._rotate_half": _INTERNAL,
+    "sequence.layer._torchembed_available": _INTERNAL,
+    "utils.pin_memory_tracker._fmt_bytes": _INTERNAL,
+    "utils.pin_memory_tracker._tracker": _INTERNAL,
+    "utils.zero_to_fp32._raise_if_autoep_zero3_partitioned_checkpoint": _INTERNAL,
+    "sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_": _INTERNAL,
+    "io": _WRITERS,
 }  # fmt: skip
 """Path beneath ``deepspeed`` → the reason, one sentence."""
+
+FILE = Path(__file__).with_name("parts_to_come.txt")
+
+
+def reason(path: str) -> str:
+    """Why what is at this path beneath ``deepspeed`` is refused.
+
+    Raises:
+        ValueError: ``ABSENT`` has no reason for it.
+    """
+    above = path
+    while above:
+        if above in ABSENT:
+            return ABSENT[above]
+        above = above.rpartition(".")[0]
+    raise ValueError(f"{FILE.name} names {path!r}, for which ABSENT has no reason.")
+
+
+def _read() -> dict[str, dict[str, Refused]]:
+    """``parts_to_come.txt`` has a line for each module: its path beneath ``deepspeed`` ("." for the root), its names.
+    What begins with a small letter is a function, all else a class."""
+    found: dict[str, dict[str, Refused]] = {}
+    module = ""
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if not line.startswith(" "):
+            module = words.pop(0).rstrip(":").removeprefix(".")
+        names = found.setdefault(module, {})
+        for name in words:
+            function = name.lstrip("_")[:1].islower()
+            names[name] = Refused(reason(f"{module}.{name}".lstrip(".")), function)
+    return found
+
+
+TABLE = _read()
+"""Module → name → the refusal, of what can be imported."""

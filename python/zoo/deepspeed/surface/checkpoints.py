@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from zoo.deepspeed.adapters.file_keys import CONSTANTS
 from zoo.deepspeed.modules import Name, Names, Table
+from zoo.deepspeed.surface.constants import constants_of
 
 _FILES = "zoo.deepspeed.adapters.checkpoint_files"
 _UNIVERSAL = "zoo.deepspeed.adapters.to_universal"
 
-_CONSTANTS: Names = {name: f"zoo.deepspeed.adapters.file_keys:{name}" for name in CONSTANTS}
 _NAMES: Names = {
     name: f"{_FILES}:{name}"
     for name in ("get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank")
@@ -23,8 +22,7 @@ _ENGINES: Names = {
 _TORCH: Names = {"TorchCheckpointEngine": Name(f"{_FILES}:TorchCheckpointEngine", "files are whole, or not there.")}
 
 TABLE: Table = {
-    "checkpoint": {**_CONSTANTS, **_NAMES, **_SHAPE},
-    "checkpoint.constants": _CONSTANTS,
+    "checkpoint": {**constants_of("checkpoint.constants"), **_NAMES, **_SHAPE},
     "checkpoint.utils": dict(_NAMES),
     "checkpoint.universal_checkpoint": dict(_SHAPE),
     "checkpoint.ds_to_universal": {

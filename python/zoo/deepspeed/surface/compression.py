@@ -17,7 +17,8 @@ TABLE: Table = {
         "student_initialization": f"{_COMPRESSION}:student_initialization",
     },
     "compression.helper": {
-        name: f"zoo.deepspeed.adapters.helpers:{name}" for name in ("recursive_getattr", "recursive_setattr")
+        name: f"zoo.deepspeed.adapters.helpers:{name}"
+        for name in ("convert_conv1d_to_linear", "recursive_getattr", "recursive_setattr")
     },
     "runtime.data_pipeline.curriculum_scheduler": {
         "CurriculumScheduler": Name(

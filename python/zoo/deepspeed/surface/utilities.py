@@ -94,6 +94,15 @@ _FILES = {
     "async_io": "AsyncIOBuilder", "fused_adam": "FusedAdamBuilder", "fused_lamb": "FusedLambBuilder",
     "fused_lion": "FusedLionBuilder",
 }  # fmt: skip
+_WITHOUT = "is_compatible() is False, load() is refused."
+_BUILDERS |= _of(
+    "op_builders",
+    "DeepCompileBuilder", "EvoformerAttnBuilder", "FPQuantizerBuilder", "FlashAttentionBuilder", "GDSBuilder",
+    "InferenceBuilder", "InferenceCoreBuilder", "InferenceCutlassBuilder", "NotImplementedBuilder", "PinMemoryBuilder",
+    "QuantizerBuilder", "RaggedOpsBuilder", "RaggedUtilsBuilder", "RandomLTDBuilder", "SparseAttnBuilder",
+    "SpatialInferenceBuilder", "StochasticTransformerBuilder", "TransformerBuilder", "UtilsBuilder",
+    differs=_WITHOUT,
+)  # fmt: skip
 _DEVICES = "on CPU and GPU alike; parameters of 16 bits have fp32 masters."
 _ADAM = {name: _of("optimizers", name, differs=_DEVICES) for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _TIMERS = _of(
@@ -212,6 +221,16 @@ TABLE: Table = {
     "ops.op_builder.builder": _of("op_builders", "CUDAOpBuilder", "OpBuilder"),
     **{f"ops.op_builder.{name}": {builder: _BUILDERS[builder]} for name, builder in _FILES.items()},
     "ops.aio": _of("op_builders", "AsyncIOBuilder"),
+    "ops.compile": _of("op_builders", "DeepCompileBuilder", differs=_WITHOUT),
+    "ops.triton_ops": _of("versions", "is_triton_available", differs="it is not: there are no kernels in Triton."),
+    "ops.op_builder.evoformer_attn": _of("op_builders", "EvoformerAttnBuilder", differs=_WITHOUT),
+    "ops.gds": _of("op_builders", "GDSBuilder", differs=_WITHOUT),
+    "ops.pin_memory": _of("op_builders", "PinMemoryBuilder", differs=_WITHOUT),
+    "runtime.compiler": _of(
+        "compiler",
+        "compiled_autograd", "disable", "dummy_decorator", "enable", "is_compile_supported", "is_compiling",
+        "lazy_disable",
+    ),
     "utils.zero_to_fp32": _WEIGHTS,
     "ops.adam.multi_tensor_apply": {
         "MultiTensorApply": Refused("zoo.optim's kernels take lists of tensors themselves.")
