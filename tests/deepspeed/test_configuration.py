@@ -262,3 +262,25 @@ def test_a_writer(tmp_path: Path) -> None:
     assert again.data == {"train_batch_size": 4}
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         again.load_config(str(tmp_path / "absent.json"))
+
+
+def test_options_beside_params_are_warned_of_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    document = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "torch_adam": True, "lr_of_mine": 3, "params": {"lr": 0.25}},
+        "scheduler": {"type": "WarmupLR", "last_batch_iteration": -1, "params": {"warmup_num_steps": 2}},
+    }
+    engine = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=document)[0]
+    assert engine.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    for key in ("optimizer.torch_adam", "optimizer.lr_of_mine", "scheduler.last_batch_iteration"):
+        assert f"{key} says nothing there: options are in {key.split('.')[0]}.params" in told
+    assert document["optimizer"]["torch_adam"], "what was given stays as it is"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"typ": "Adam"}, {"type": "Adam", "parms": {"lr": 1.0}}, {"type": "Adam", "param": {}}]
+)
+def test_a_key_that_is_nearly_one_of_a_component_is_an_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=r"optimizer\.(typ|parms|param)\b"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": wrong})

@@ -227,8 +227,9 @@ def test_autograd_grad_is_no_training_and_is_not_divided() -> None:
 def test_under_fp16_a_plain_backward_is_refused() -> None:
     engine = start({"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8}})
     loss = engine(*next(iter(engine.dataloader)))
-    with pytest.raises(ValueError, match="backward was called on a loss without it"):
+    with pytest.raises(ValueError, match="backward was called on a loss without it") as told:
         loss.backward()
+    assert isinstance(told.value, RuntimeError), "as autograd's own errors"
 
 
 # -- boundaries -------------------------------------------------------------------------------------------------------

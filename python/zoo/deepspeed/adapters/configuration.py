@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
+import difflib
 import gc
 import json
 import logging
@@ -23,6 +24,8 @@ _warned: set[str] = set()
 
 _CARRIED_OUT_HERE = frozenset({"log_level", "managed_gradient_accumulation"})
 """Root keys that zoo's own configuration does not have."""
+_COMPONENT = ("type", "params", "legacy_fusion")
+"""Keys of a section that names a component."""
 
 
 def find_document(args: Any, config: Any) -> dict[str, Any]:
@@ -142,6 +145,8 @@ def translated(
         found.pop("pipeline", None)
     if drop_optimizer and found.pop("optimizer", None) is not None:
         _log.warning("initialize() got an optimizer; the configuration's section optimizer is not used.")
+    for key in ("optimizer", "scheduler"):
+        _only_components(found, key)
     _torch_adams_decay(found)
     if found.get("prescale_gradients"):
         found.pop("gradient_predivide_factor", None)  # without effect then, in both
@@ -154,6 +159,20 @@ def translated(
                 f'"sequence" there, of the size {shared}, or leave one of the two out.'
             )
     return found
+
+
+def _only_components(found: dict[str, Any], name: str) -> None:
+    """DeepSpeed reads nothing beside ``type`` and ``params`` there, and takes anything. What is written as if it were
+    one of the two stays, and is an error; options that were meant to be in ``params`` are warned of and left out."""
+    section = found.get(name)
+    if not isinstance(section, Mapping):
+        return
+    for key in section:
+        if key not in _COMPONENT and not difflib.get_close_matches(str(key), _COMPONENT):
+            if f"{name}.{key}" not in _warned:
+                _log.warning("%s.%s says nothing there: options are in %s.params.", name, key, name)
+                _warned.add(f"{name}.{key}")
+            found[name] = {item: value for item, value in found[name].items() if item != key}
 
 
 def _torch_adams_decay(found: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.deepspeed.adapters import asserting
 from zoo.deepspeed.adapters.data import loader_of
 from zoo.deepspeed.adapters.lifetimes import keep, thaw
 from zoo.deepspeed.adapters.logs import warning_once
@@ -76,6 +77,7 @@ class DeepSpeedEngine(Questions, nn.Module):
             self.tput_timer.start()
         return self.engine(*args, **kwargs)
 
+    @asserting
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Gradients of ``loss``, added to those of the step; divided by the number of micro-batches of a step unless
         ``scale_wrt_gas`` is False.
@@ -87,6 +89,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.engine.note_counts((0, self.engine.take_counts()[1]))  # there may be one step() for several of them
         return loss / self.engine.accumulation if scale_wrt_gas and self.engine.accumulation > 1 else loss
 
+    @asserting
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count the micro-batch; at the boundary move parameters and learning rate, and clear the gradients. With
         ``managed_gradient_accumulation`` false every step is a boundary."""
@@ -139,8 +142,12 @@ class DeepSpeedEngine(Questions, nn.Module):
                 "The model diverges in fp16: train in bf16, or lower the learning rate."
             )
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    @asserting
+    def scale(self, loss: Any) -> torch.Tensor:
         """The loss of which ``backward()`` may be called: times the loss scale, where there is one."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"scale() takes a scalar tensor, the loss, and got {shape}; give its mean() or sum().")
         optimizer = self.engine.training("scale()")
         return optimizer.scale_loss(loss)
 
@@ -184,6 +191,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         with self.engine.no_sync():
             yield
 
+    @asserting
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One whole step; see :meth:`zoo.engine.Engine.train_batch`."""
         self._forget_empty_step()

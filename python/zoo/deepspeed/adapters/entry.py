@@ -16,7 +16,7 @@ from torch import nn
 from zoo import comm
 from zoo.comm.launch import PORT
 from zoo.config import ConfigError
-from zoo.deepspeed.adapters import communication, groups
+from zoo.deepspeed.adapters import asserting, communication, groups
 from zoo.deepspeed.adapters.configuration import carry_out, find_document, translated
 from zoo.deepspeed.adapters.data import is_data_set
 from zoo.deepspeed.adapters.engine import DeepSpeedEngine
@@ -61,6 +61,7 @@ def init_distributed(
         tell_accelerate()
 
 
+@asserting
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

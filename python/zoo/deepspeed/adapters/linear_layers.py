@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 
-from zoo.nn import MemoryEfficientLinear, TiledLinear
+from zoo import nn
+from zoo.deepspeed.adapters import told_as
 from zoo.nn.linear import linear
+
+
+class TiledLinear(nn.TiledLinear):
+    """:class:`zoo.nn.TiledLinear`, whose ValueErrors are RuntimeErrors too, as DeepSpeed's are."""
+
+    __init__ = told_as(RuntimeError)(nn.TiledLinear.__init__)
 
 
 class TiledLinearReturnBias(TiledLinear):
@@ -35,7 +42,7 @@ class TiledLinearReturnBias(TiledLinear):
         return torch.cat(outputs, dim=-1), torch.cat(there, dim=-1) if there else None
 
 
-class LinearModuleForZeroStage3(MemoryEfficientLinear):
+class LinearModuleForZeroStage3(nn.MemoryEfficientLinear):
     """:class:`zoo.nn.MemoryEfficientLinear`: no cast copy of the weight is kept for backward under autocast."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:

@@ -77,7 +77,9 @@ class CheckpointHiddenStatesOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def __enter__(self) -> CheckpointHiddenStatesOffload:  # type: ignore[override]
         if self._hook is not None:
-            raise RuntimeError("CheckpointHiddenStatesOffload is entered already; use another one inside of it.")
+            raise RuntimeError(
+                "CheckpointHiddenStatesOffload is entered already, and is not re-entrant; use another one inside of it."
+            )
         self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._before_layer)
         super().__enter__()
         return self

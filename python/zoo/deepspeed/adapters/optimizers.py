@@ -106,8 +106,10 @@ class DeepSpeedCPUAdam(optim.Adam):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         state = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
-        if state.get("step", 0) <= 0:
-            raise RuntimeError(f"rollback_subgroup({sub_group_id}): it has made no step that could be undone.")
+        if not state:
+            raise RuntimeError(f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: it has made no step.")
+        if state["step"] <= 0:
+            raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is {state['step']}.")
         for p, options in self._with_gradients():
             (beta1, beta2), decay, lr = options["betas"], options["weight_decay"], options["lr"]
             kept = 1 - lr * decay if self.adamw_mode else 1.0

@@ -8,7 +8,7 @@ _LAYERS = "zoo.deepspeed.adapters.linear_layers"
 _WHOLE = "zoo.deepspeed.adapters.whole_models"
 
 _TILES: Names = {
-    "TiledLinear": Name("zoo.nn:TiledLinear", "tiles are the modules .tile(row, column)."),
+    "TiledLinear": Name(f"{_LAYERS}:TiledLinear", "tiles are the modules .tile(row, column)."),
     "TiledLinearReturnBias": f"{_LAYERS}:TiledLinearReturnBias",
 }
 _MICS: Names = {"MiCS_Init": Name(f"{_WHOLE}:MiCS_Init", "splits over all ranks; initialize makes the groups.")}

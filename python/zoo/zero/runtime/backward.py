@@ -39,6 +39,11 @@ _graph_task = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
 
 
+class UnscaledLossError(ValueError, RuntimeError):
+    """A backward of a loss that the loss scale has not multiplied. It is raised where autograd runs, whose own errors
+    are RuntimeErrors."""
+
+
 class Backward:
     """Walks contexts back while autograd runs.
 
@@ -135,9 +140,10 @@ class Backward:
             if scale != 1.0:  # the loss is another optimizer's too, which has multiplied it
                 factor *= self.scale / scale
             elif self.scale != 1.0:
-                raise ValueError(
-                    f"loss_scale={self.scale}, and backward was called on a loss without it: its gradients would be "
-                    "divided by the scale. Call optimizer.backward(loss), or optimizer.scale_loss(loss).backward()."
+                raise UnscaledLossError(
+                    f"Loss scaling is required: loss_scale={self.scale}, and backward was called on a loss without it: "
+                    "its gradients would be divided by the scale. Call optimizer.backward(loss), or "
+                    "optimizer.scale_loss(loss).backward()."
                 )
         self._syncs = self._syncs and syncs
         if self.arriving is not None or factor != 1.0 or self._factor != 1.0:

@@ -1,0 +1,105 @@
+"""Exceptions: what DeepSpeed raises by one class and zoo by another is both, with zoo's sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.deepspeed.test_engine import batches, config, loss_of, start
+from torch import nn
+
+import zoo.deepspeed as deepspeed
+from zoo import sim
+from zoo.config import ConfigError
+from zoo.deepspeed.adapters import told_as
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("kind", [AssertionError, ValueError])
+def test_a_step_whose_gradients_are_this_ranks_alone(stage: int, kind: type[Exception]) -> None:
+    def program(rank: int) -> float:
+        engine = start(stage, gradient_accumulation_steps=1)
+        x = batches(rank, 1)[0]
+        before = [p.detach().clone() for p in engine.parameters()]
+        with engine.no_sync():
+            engine.backward(loss_of(engine, x))
+            with pytest.raises(kind, match=r"step\(\) inside of no_sync\(\)"):
+                engine.step()
+        assert all(map(torch.equal, before, engine.parameters()))
+        engine.step()  # afterwards it is right
+        assert not all(map(torch.equal, before, engine.parameters()))
+        return float(engine.get_global_grad_norm())
+
+    norms = sim.run(2, program)
+    assert norms[0] == norms[1]
+
+
+def test_a_parameter_that_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    document = config(2, zero={"ignore_unused_parameters": False}, gradient_accumulation_steps=1)
+    engine = deepspeed.initialize(model=Used(model), config=document)[0]
+    with pytest.raises(AssertionError, match="got no gradient in backward") as told:
+        engine.backward(engine(torch.ones(2, 3)).sum())
+    assert isinstance(told.value, ValueError)
+
+
+class Used(nn.Module):
+    """One of its two layers."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers[0](x)
+        return found
+
+
+def test_arguments_and_configurations() -> None:
+    for kind in (AssertionError, ValueError, ConfigError, deepspeed.DeepSpeedConfigError):
+        with pytest.raises(kind, match="got no model") as told:
+            deepspeed.initialize(model=None, config=config(0))
+        assert type(told.value).__name__ == "ConfigError"
+        with pytest.raises(kind, match="train_batch_size"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config={**config(0), "train_batch_size": 3})
+
+
+def test_only_a_loss_can_be_scaled() -> None:
+    engine = start(1)
+    for kind in (AssertionError, ValueError):
+        with pytest.raises(kind, match=r"takes a scalar tensor, the loss, and got \(2, 3\); give its mean\(\) or sum"):
+            engine.scale(engine(batches(0, 1)[0]))
+        with pytest.raises(kind, match="takes a scalar tensor, the loss, and got float"):
+            engine.scale(1.0)
+    engine.scale(loss_of(engine, batches(0, 1)[0])).backward()
+
+
+@pytest.mark.parametrize("splits", [{"in_splits": 0}, {"out_splits": 33}, {"in_splits": 33, "out_splits": 0}])
+def test_tiles_that_cannot_be(splits: dict[str, int]) -> None:
+    for kind in (RuntimeError, ValueError):
+        with pytest.raises(kind, match="TiledLinear got"):
+            deepspeed.zero.TiledLinear(32, 32, **splits)
+
+
+def test_an_exception_of_two_classes_keeps_what_it_says() -> None:
+    class Told(ValueError):
+        def __init__(self, what: str, where: int) -> None:
+            super().__init__(f"{what} at {where}")
+            self.where = where
+
+    @told_as(RuntimeError)
+    def says(error: Exception, cause: Exception | None = None) -> Any:
+        """A docstring."""
+        raise error from cause
+
+    cause = KeyError("a")
+    with pytest.raises(RuntimeError, match="this at 3") as told:
+        says(Told("this", 3), cause)
+    assert isinstance(told.value, Told)
+    assert (told.value.where, told.value.__cause__, says.__doc__) == (3, cause, "A docstring.")
+    with pytest.raises(UnicodeDecodeError):  # whose layout is its own
+        says(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"))
+    with pytest.raises(KeyError):  # no ValueError
+        says(KeyError("a"))
