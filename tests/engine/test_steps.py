@@ -150,6 +150,22 @@ def test_gradients_between_micro_batches_are_divided_and_strays_are_refused() ->
         engine.backward(engine.module.loss(engine(x)))
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_gradient_that_is_kept_between_micro_batches_goes_on_being_the_gradient(number: int) -> None:
+    zero = {"zero_optimization": {"stage": number}}
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4, **zero}
+    engine = initialize({**config, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}, Nested())[0]
+    twin, kept, wanted = Nested(), None, None
+    for micro_batch in range(3):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(micro_batch))
+        engine.module.loss(engine(x)).backward()
+        engine.step()
+        twin.loss(twin(x)).div(4).backward()
+        kept = kept or [p.grad for p in engine.module.parameters()]  # taken once, as torch's objects may be
+        wanted = wanted or [p.grad for p in twin.parameters()]
+        torch.testing.assert_close([g.clone() for g in kept if g is not None], wanted)
+
+
 def test_what_the_user_does_to_a_loss_is_not_in_the_record() -> None:
     engine = start({"gradient_accumulation_steps": 2, "train_batch_size": None, "train_micro_batch_size_per_gpu": 2})
     batches, wanted = iter(RepeatingLoader(engine.dataloader)), []

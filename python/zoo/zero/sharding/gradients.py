@@ -75,7 +75,7 @@ class BucketGradients:
         self._version = 0
         self._unit = self._next_unit = 1.0
         """The gradient is ``flat`` times this; of what is opened next."""
-        self._arriving = self._resting = self._touched = False
+        self._arriving = self._resting = self._touched = self._seen = False
         for parameter in bucket.spec.parameters if self.dtype is not bucket.spec.dtype else ():
             grad_dtype(parameter, self.dtype)  # autograd converts what arrives, and then adds
         self._attach()
@@ -132,6 +132,8 @@ class BucketGradients:
     def rest(self) -> None:
         """That backward is over; others will add to what it left."""
         self._arriving, self._touched = False, False
+        if self._seen:  # somebody may have kept `p.grad`, a view of the flat gradient
+            self._in_its_unit()
         if self.phase is Phase.ACCUMULATING:
             self._version, self._resting = self.flat._version, True
 
@@ -254,7 +256,7 @@ class BucketGradients:
         if self.bucket.routes.feedback is not None:
             self.bucket.routes.feedback.roll_back()
         self.reduced, self.phase = False, Phase.IDLE
-        self._arriving = self._resting = False
+        self._arriving = self._resting = self._seen = False
         if self._cleared:
             self._cleared.clear()
         self._squares = None
@@ -455,7 +457,7 @@ class BucketGradients:
         Raises:
             RuntimeError: it is in the middle of a backward whose gradients are multiplied at its end.
         """
-        self._touched = True
+        self._touched = self._seen = True
         if self._arriving and self._unit != 1.0:
             raise RuntimeError(
                 f"a gradient of {self.bucket.label} was read inside of loss.backward() under an engine with "
