@@ -22,6 +22,7 @@ context, nothing to vote on, and its :class:`Part` and not the graph says what i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,9 @@ class Backward:
         self._part = Part.WHOLE
         self.recovery: Recovery | None = None
         """Is told of backwards that fail where other ranks wait for this one."""
+        self.arrivals: list[Any] = []
+        """Hooks on parameters, of a model whose gradients were differentiated."""
+        self._graph_kept_in = -1
         self._used: set[Bucket] = set()  # by the driven context
         self._task_over = True
 
@@ -281,10 +285,8 @@ class Backward:
         try:
             if context is not self._at or self._alive() is None:
                 if torch.is_grad_enabled():
-                    raise NotImplementedError(
-                        "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in "
-                        "flat buffers, which a second derivative cannot pass through."
-                    )
+                    self._keep_graph(context)
+                    return
                 if context is not self._driven and (context.owner or self._driven is not None):
                     self._refuse_context(context)
                 self.begin()
@@ -296,6 +298,43 @@ class Backward:
         except BaseException as error:
             self._tell(error)
             raise
+
+    def _keep_graph(self, context: Context) -> None:
+        """Gradients are made with a graph of their own (``create_graph=True``): torch does it with whole parameters.
+
+        What comes back through that graph reaches parameters past the outputs of their units, before or after these:
+        from now on it is noticed where it arrives, and until the next step reductions wait for the end of a backward.
+
+        Raises:
+            NotImplementedError: gradients of parameters are added up, or parameters are partitioned, or driven.
+        """
+        if self._tasks.accumulates():
+            raise NotImplementedError(
+                "backward(create_graph=True) through a model under a ZeRO optimizer: gradients accumulate in flat "
+                "buffers, which a second derivative cannot pass through. At stages 0 to 2 make what is to be "
+                "differentiated again by torch.autograd.grad(outputs, inputs, create_graph=True), and call backward() "
+                "of the loss that comes of it."
+            )
+        if self._partitioned or self._driven is not None or context.owner:
+            why = "inside of a window" if self._driven is not None or context.owner else "at ZeRO stage 3"
+            raise NotImplementedError(
+                f"autograd.grad(create_graph=True) through a model {why}: the second derivative would use parameters "
+                "that are not there any more. Stages 0 to 2, where parameters are whole, compute it."
+            )
+        self._graph_kept_in = self._contexts.updates
+        if not self.arrivals:
+            for bucket in self._buckets:
+                for parameter in bucket.spec.parameters if bucket.gradients is not None else ():
+                    hook = parameter.register_hook(partial(self._on_arrival, bucket))  # type: ignore[no-untyped-call]
+                    self.arrivals.append(hook)
+
+    def _on_arrival(self, bucket: Bucket, gradient: torch.Tensor) -> None:
+        """A gradient of a parameter of ``bucket`` is there, which is added to the flat one next, or returned."""
+        if torch.is_grad_enabled() or self._driven is not None:
+            return
+        self.begin()
+        if self._accumulates and bucket.gradients is not None and bucket.gradients.phase is not _ACCUMULATING:
+            bucket.gradients.open()
 
     def _tell(self, error: BaseException, *, inside: bool = True) -> None:
         """A backward fails on this rank: other ranks may be in its collectives."""
@@ -424,7 +463,7 @@ class Backward:
                 for gradients in unit.gradients:
                     if gradients.phase is not _ACCUMULATING:  # most often it is: a call less
                         gradients.open()
-            if self._newly_done and self._overlap and self._syncs:
+            if self._newly_done and self._overlap and self._syncs and self._graph_kept_in != self._contexts.updates:
                 self._newly_done = False
                 self._reductions.launch_ready(self._is_over)
 

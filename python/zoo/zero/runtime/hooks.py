@@ -145,7 +145,7 @@ class Runtime:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self.backward.arrivals):
             hook.remove()
 
     # Forward ---------------------------------------------------------------------------------------------------------
