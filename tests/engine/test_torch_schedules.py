@@ -132,3 +132,28 @@ def test_functions_are_left_out_by_name_at_every_depth(tmp_path: Path, caplog: p
     with caplog.at_level(logging.INFO, logger="zoo.engine"):
         _engine("SequentialLR with functions").save_checkpoint(tmp_path)
     assert "does not hold _schedulers[1].rate of the learning-rate schedule SequentialLR" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_schedule_of_another_optimizer_is_refused(stage: int) -> None:
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    makes: list[Make] = [
+        lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
+        lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.5)]),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)], [2]
+        ),
+    ]
+    for make in makes:
+        model = torch.nn.Linear(3, 1)
+        other = torch.optim.SGD(model.parameters(), lr=0.01)
+        with pytest.raises(ValueError, match="of another optimizer, a SGD: it would move the learning rates of that"):
+            initialize(config, model, lr_scheduler=make(other))
+        plain = {key: value for key, value in config.items() if key != "optimizer"}
+        model = torch.nn.Linear(3, 1)
+        other = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = initialize(plain, model, optimizer=other, lr_scheduler=make(other))[0]
+        assert engine.lr_scheduler.optimizer.param_groups[0] is engine.optimizer.param_groups[0]
+    with pytest.raises(ValueError, match=r"lr_scheduler=5 is a int; it takes a schedule, which has step\(\), or a"):
+        initialize(config, torch.nn.Linear(3, 1), lr_scheduler=5)

@@ -113,7 +113,7 @@ def build_schedule(config: Config, optimizer: ZeroOptimizer | None, given: Any, 
     """The learning-rate schedule: an instance or a callable that the user gives, or what the configuration names.
 
     Raises:
-        ValueError: there is no optimizer to schedule.
+        ValueError: there is no optimizer to schedule, or the schedule is one of another optimizer.
     """
     named = config.scheduler
     if given is None and named is None:
@@ -126,8 +126,27 @@ def build_schedule(config: Config, optimizer: ZeroOptimizer | None, given: Any, 
     if given is None and named is not None:
         return registry.build("lr_schedule", named.type, named.params, optimizer=optimizer)
     if isinstance(given, type) or not hasattr(given, "step"):
-        return given(optimizer)
+        if not callable(given):
+            raise ValueError(
+                f"lr_scheduler={given!r} is a {type(given).__name__}; it takes a schedule, which has step(), or a "
+                "callable optimizer → schedule."
+            )
+        given = given(optimizer)
+    _check_moves(given, optimizer)
     return given
+
+
+def _check_moves(schedule: Any, optimizer: ZeroOptimizer) -> None:
+    """Raise ValueError where a schedule moves the learning rates of another optimizer, and none of this one's."""
+    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    if not isinstance(groups, list) or any(group is own for group in groups for own in optimizer.param_groups):
+        return
+    kind = type(schedule).__name__
+    raise ValueError(
+        f"lr_scheduler is a {kind} of another optimizer, a {type(schedule.optimizer).__name__}: it would move the "
+        "learning rates of that one, and those of the engine would stay. Give initialize that very optimizer too "
+        f"(optimizer=..., without an optimizer section), or a callable: lr_scheduler=lambda optimizer: {kind}(...)."
+    )
 
 
 def build_loader(

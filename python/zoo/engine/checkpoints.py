@@ -14,7 +14,7 @@ from torch import nn
 
 from zoo import checkpointing
 from zoo.comm import Communicator
-from zoo.engine.whole import CustomLoad, WholeStates, joined, load_custom
+from zoo.engine.whole import CustomLoad, WholeStates, check_place, joined, load_custom
 from zoo.zero import ShardedModel, ZeroOptimizer
 from zoo.zero.state.logical import fill_frozen, slices_of
 
@@ -107,8 +107,8 @@ class Checkpoints(WholeStates):
         if exclude_frozen_parameters:
             frozen = {name for b in self.sharded.buckets if not b.spec.trainable for name in b.in_model()}
             slices = [item for item in slices if item.name not in frozen]
-        meta: dict[str, Any] = {"client": dict(client_state or {})}
-        checkpointing.together(everyone, what, lambda: self._tell(meta, directory))
+        meta: dict[str, Any] = {}
+        checkpointing.together(everyone, what, lambda: self._tell(meta, directory, client_state))
         meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(self.module, self.sharded))
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
         if self._in_background(asynchronous, slices):
@@ -134,13 +134,18 @@ class Checkpoints(WholeStates):
         optimizer = self.training("save_checkpoint()")
         return optimizer.state_scalars(), list(optimizer.state_slices())
 
-    def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str]) -> None:
+    def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str], client_state: Any) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
         from zoo.checkpointing.consolidation import write_script
         from zoo.checkpointing.disk import make_directories, place_of
         from zoo.engine.state import engine_meta
 
-        meta.update(engine=engine_meta(self._engine))
+        check_place(directory)
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise checkpointing.CheckpointError(
+                f"client_state is a {type(client_state).__name__}; it is a mapping, {{'name': value}}"
+            )
+        meta.update(client=dict(client_state or {}), engine=engine_meta(self._engine))
         disk, root = place_of(directory)
         if self.sharded.everyone.rank == 0 and self._script_in != root:
             make_directories(disk, root)
@@ -230,6 +235,7 @@ class Checkpoints(WholeStates):
         )  # fmt: skip
         self.sharded.everyone.agree("load_checkpoint with", repr(wanted))
         self.check_custom(custom_load_fn)
+        checkpointing.alike(self.sharded.everyone, "load_checkpoint()", lambda: check_place(directory, tag))
         found = open_checkpoint(self._engine, directory, tag, wanted)
         while True:
             try:
@@ -409,4 +415,4 @@ class Checkpoints(WholeStates):
         from zoo.engine.saving import save_model
 
         self._engine.read_outcome()
-        return save_model(self.module, self.sharded, Path(folder), filename, exclude_frozen=exclude_frozen_parameters)
+        return save_model(self.module, self.sharded, folder, filename, exclude_frozen=exclude_frozen_parameters)

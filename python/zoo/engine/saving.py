@@ -14,6 +14,7 @@ from torch import nn
 from zoo import checkpointing
 from zoo.checkpointing import foreign
 from zoo.engine.state import whole_buffers
+from zoo.engine.whole import check_place
 from zoo.zero import ShardedModel
 
 SUFFIXES = (".safetensors", ".bin")
@@ -22,12 +23,18 @@ _log = logging.getLogger("zoo.engine")
 
 
 def save_model(
-    module: nn.Module, sharded: ShardedModel, folder: Path, filename: str, *, exclude_frozen: bool = False,
+    module: nn.Module, sharded: ShardedModel, folder: str | os.PathLike[str], filename: str, *,
+    exclude_frozen: bool = False,
     always: bool = False,
 ) -> bool:  # fmt: skip
     """See :meth:`~zoo.engine.Engine.save_16bit_model`; with ``always`` at stage 3 whatever the option says."""
     comm, config = sharded.everyone, sharded.config
-    _check_name(filename)
+
+    def check() -> None:
+        check_place(folder)
+        _check_name(filename)
+
+    checkpointing.alike(comm, "save_16bit_model()", check)
     device = sharded.buckets[0].device
     comm.agree("save_16bit_model with filename and exclude_frozen_parameters", repr((filename, exclude_frozen)), device)
     first = comm.rank == 0
@@ -49,7 +56,7 @@ def save_model(
 
     def begin() -> None:
         if first:
-            opened.append(_open(folder / filename, module, whole.described, buffers))
+            opened.append(_open(Path(folder) / filename, module, whole.described, buffers))
 
     def finish() -> None:
         if failure is not None:
@@ -102,10 +109,10 @@ def _open(
 
 def _check_name(filename: object) -> None:
     if not isinstance(filename, str) or not _NAME.fullmatch(filename) or not filename.endswith(SUFFIXES):
-        raise ValueError(
+        raise checkpointing.CheckpointError(
             f"filename={filename!r}; it is the name of a file in the folder, of letters, digits and any of _ . + = - "
             f"(not first), at most 200 of them, and ends in {' or '.join(map(repr, SUFFIXES))}, the formats "
-            "that are written."
+            "that are written"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import OrderedDict
@@ -118,8 +119,8 @@ class WholeStates:
         model changes nothing.
 
         Raises:
-            ValueError: (zoo.checkpointing.CheckpointError, on all ranks) names or shapes that are not the model's, and
-                whatever :meth:`load_checkpoint` raises of a path.
+            ValueError: (zoo.checkpointing.CheckpointError, on all ranks) names or shapes that are not the model's,
+                parameters that are not the same on all ranks, and whatever :meth:`load_checkpoint` raises of a path.
         """
         from zoo.engine.partial import Wanted
 
@@ -142,14 +143,28 @@ class WholeStates:
         everyone.agree(f"{what} with strict, custom_load_fn", repr((strict, custom_load_fn is not None)))
         self._whole_engine.check_custom(custom_load_fn)
         given = checkpointing.alike(everyone, what, lambda: _tensors_of(checkpoint))
-        if strict and custom_load_fn is None:
-            known = {
-                name for names in checkpointing.together(everyone, what, lambda: _keys(self.module)) for name in names
-            }
-            checkpointing.alike(everyone, what, lambda: _check_names(set(given) - known))
+        if custom_load_fn is None:  # with it rank 0's values count
+            known = checkpointing.together(everyone, what, lambda: (_keys(self.module), _buffers_of(self.module)))
+            names = {name for keys, _ in known for name in keys}
+            if strict:
+                checkpointing.alike(everyone, what, lambda: _check_names(set(given) - names))
+            names -= {name for _, buffers in known for name in buffers}
+            _check_alike(everyone, what, {name: value for name, value in given.items() if name in names})
         wanted = Wanted(module_strict=strict, module_only=True, custom=custom_load_fn is not None, given=True)
         found = checkpointing.alike(everyone, what, lambda: _opened(given, self.module))
         self._whole_engine.load_opened(found, wanted, custom_load_fn)
+
+
+def check_place(directory: object, tag: object = None) -> None:
+    """Raise CheckpointError unless it is a path; and a tag is a name."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise checkpointing.CheckpointError(
+            f"the directory {directory!r} is a {type(directory).__name__}; it is a path"
+        )
+    if tag is not None and not isinstance(tag, str):
+        raise checkpointing.CheckpointError(
+            f"the tag {tag!r} is a {type(tag).__name__}; it is the name of a checkpoint"
+        )
 
 
 def joined(directory: str | os.PathLike[str], tag: str) -> str:
@@ -209,6 +224,46 @@ def _tensors_of(checkpoint: Any) -> dict[str, torch.Tensor]:
                 f"its state_dict has a {type(value).__name__} under {name!r}, where a tensor must be"
             )
     return found
+
+
+def _buffers_of(module: nn.Module) -> list[str]:
+    """The names of buffers in the whole model, which each rank may have others of."""
+    return [logical_name(module, name) for name, _ in module.named_buffers(remove_duplicate=False)]
+
+
+def _check_alike(everyone: Communicator, what: str, given: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError, on all ranks, unless all of them give the same parameters. A collective.
+
+    Of stage 1 on each rank takes its own part of the values; at stage 0 models that differ would go on so.
+    """
+    if everyone.size == 1:
+        return
+
+    def sums() -> dict[str, str]:
+        return {name: _digest(value) for name, value in given.items()}
+
+    mine = checkpointing.alike(everyone, what, sums)
+    digests = everyone.all_gather_object(hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).digest())
+    if len(set(digests)) == 1:
+        return
+    every = everyone.all_gather_object(mine)
+    other = [rank for rank, sums_there in enumerate(every) if sums_there != every[0]]
+    first = every[other[0]]
+    names = sorted(name for name in every[0].keys() | first.keys() if every[0].get(name) != first.get(name))
+    raise checkpointing.CheckpointError(
+        f"{what} failed: rank{'s' * (len(other) > 1)} {', '.join(map(str, other[:8]))} gave other values than rank 0, "
+        f"of {len(names)} parameters, such as {names[0]!r}. Every rank gives the same state_dict: load one file on all "
+        "of them, or broadcast it from one.",
+        everywhere=True,
+    )
+
+
+def _digest(value: torch.Tensor) -> str:
+    """Of type, shape and bytes."""
+    from zoo.io import crc32c
+
+    flat = value.detach().reshape(-1).cpu().contiguous()
+    return f"{value.dtype} {tuple(value.shape)} {crc32c(flat) if flat.numel() else 0:08x}"
 
 
 def _check_names(surplus: set[str]) -> None:
