@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
 
 # xdist runs as many workers as there are cores, and tests start processes of their own.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -12,6 +14,15 @@ import pytest
 from tests import bounded, cpu, processes, profiles
 
 profiles.load()
+
+
+@pytest.fixture(autouse=True)
+def _no_group_of_another_test() -> Iterator[None]:
+    """``deepspeed.initialize`` in one process joins a group of that process, which stays for the process."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def pytest_configure(config: pytest.Config) -> None:

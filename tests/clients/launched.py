@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-MICRO_BATCH, BATCHES, RATE = 4, 8, 1e-2
+MICRO_BATCH, BATCHES, RATE = 4, 16, 1e-2
 
 
 def net() -> torch.nn.Sequential:
@@ -21,7 +21,7 @@ def net() -> torch.nn.Sequential:
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (32, 8) and their targets (32, 1)."""
+    """Inputs (64, 8) and their targets (64, 1)."""
     inputs = torch.randn(MICRO_BATCH * BATCHES, 8, generator=torch.Generator().manual_seed(1))
     return inputs, inputs.sum(1, keepdim=True)
 

@@ -174,6 +174,7 @@ def test_states_that_cannot_go_away() -> None:
         start(1).offload_states([OffloadStateTypeEnum.lp_params])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_compiled_engine_has_the_numbers_of_one_that_is_not(stage: int) -> None:
     def job(rank: int, compiled: bool) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 from zoo.deepspeed.pipe import PipelineModule
@@ -306,3 +307,34 @@ def test_a_pipelines_samples_come_in_order() -> None:
         assert seen == once * 3
 
     sim.run(2, job)
+
+
+def test_one_process_without_a_launcher_has_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    deepspeed.initialize(model=nn.Linear(2, 1), config=config, dist_init_required=False)
+    assert not dist.is_initialized()
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 1), config={**config, "zero_optimization": {"stage": 3}})
+    assert (dist.get_world_size(), dist.get_rank(), deepspeed.comm.get_world_size()) == (1, 0, 1)
+    dist.barrier()
+    deepspeed.comm.barrier()
+    value = torch.ones(2)
+    dist.all_reduce(value)
+    assert value.tolist() == [1, 1]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    deepspeed.init_distributed()
+    assert engine.global_steps == 1
+
+
+def test_where_no_group_can_be_made_one_process_trains_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no network here")
+
+    monkeypatch.setattr(dist, "init_process_group", fails)
+    deepspeed.init_distributed()
+    assert "gets no process group of its own: no network here" in caplog.text
+    assert not dist.is_initialized()

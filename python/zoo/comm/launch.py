@@ -95,6 +95,27 @@ def init_distributed(
     return _ranks()
 
 
+def join_alone() -> None:
+    """A process group of this process only, where no launcher has started others and none is joined: what calls
+    ``torch.distributed`` itself then works as in a job of one rank. Where it cannot be made, a warning says why.
+    """
+    if dist.is_initialized() or discover(os.environ) is not None:
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    except RuntimeError as error:
+        _log.warning("one process without a launcher gets no process group of its own: %s", error)
+        return
+    _leave_at_exit(backend)
+
+
+def _leave_at_exit(backend: str) -> None:
+    if backend == "gloo":
+        atexit.unregister(_leave)  # once is enough
+        atexit.register(_leave)
+
+
 def _refuse_ranks_alone(place: Place | None) -> None:
     if place is not None and place.world_size > 1:
         raise ValueError(
@@ -186,9 +207,7 @@ def _join(place: Place, backend: str | None, init_method: str | None, port: int,
     dist.init_process_group(
         backend, init_method=init_method or "env://", timeout=timeout, rank=place.rank, world_size=place.world_size
     )
-    if backend == "gloo":
-        atexit.unregister(_leave)  # once is enough
-        atexit.register(_leave)
+    _leave_at_exit(backend)
 
 
 def _leave() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zoo import comm
-from zoo.comm.launch import PORT
+from zoo.comm.launch import PORT, join_alone
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters import asserting, communication, groups
 from zoo.deepspeed.adapters.configuration import carry_out, find_document, translated
@@ -44,7 +44,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the job's process group, if there is one and it is not joined; see :func:`zoo.comm.init_distributed`.
+    """Join the job's process group, if it is not joined; see :func:`zoo.comm.init_distributed`. One process without a
+    launcher gets a group of its own, unless ``dist_init_required`` is False.
 
     "nccl" on a machine without CUDA becomes "gloo", which is warned of. ``config`` is for ``deepspeed.comm.configure``.
     """
@@ -57,6 +58,8 @@ def init_distributed(
         dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method, dist_init_required,
         config if isinstance(config, Mapping) else None, rank, world_size,
     )  # fmt: skip
+    if dist_init_required is not False:
+        join_alone()
     if dist.is_initialized():
         tell_accelerate()
 
@@ -121,6 +124,8 @@ def initialize(
     if not given.get("mesh"):
         given.pop("seq_parallel_communication_data_type", None)  # no sequence is split
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if dist_init_required is not False:
+        join_alone()
     carry_out(document)
     communication.configure(document)
     _end_earlier(model)
