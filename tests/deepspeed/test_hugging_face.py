@@ -91,7 +91,7 @@ from accelerate.utils import broadcast, broadcast_object_list, gather_object, pa
 from torch.utils.data import DataLoader, TensorDataset
 
 config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": "auto"}
-config["zero_optimization"] = {"stage": int(sys.argv[1])}
+config["zero_optimization"] = {"stage": int(sys.argv[1]), "stage3_gather_16bit_weights_on_model_save": True}
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

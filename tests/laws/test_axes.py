@@ -360,6 +360,12 @@ def test_mistakes_are_named(options: dict[str, Any], words: str) -> None:
     sim.run(4, fn)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_secondary_partition_of_more_ranks_than_there_are_is_over_all_of_them(ranks: int) -> None:
+    case = replace(Case(), world=ranks)
+    same_bits(run(case, 3), run(case, 3, zero_hpz_partition_size=8))
+
+
 def test_a_mesh_and_torchrun_say_which_ranks_share_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -117,7 +117,7 @@ class ZeroConfig(Section):
 
     zero_hpz_partition_size: int = Field(default=1, ge=0)
     """Stage 3, hpZ: what forward gathered is kept, split over groups of this many ranks (those of a node), and backward
-    gathers from there. 0 and 1: off."""
+    gathers from there. 0 and 1: off; more than split the parameters: all of these."""
 
     zero_quantized_weights: bool = False
     """Stage 3, qwZ: parameters are gathered as int8 with one fp32 scale for each group of elements."""

@@ -19,7 +19,7 @@ from zoo.checkpointing import activation
 from zoo.checkpointing.activation import ActivationCheckpointing
 from zoo.checkpointing.activation.state import current
 from zoo.checkpointing.activation.storages import Contiguous, Host, Nvme, Partition
-from zoo.config import ConfigError, load
+from zoo.config import load
 from zoo.moe import MixtureOfExperts, ModuleExperts, TopKGate
 from zoo.pipe import LayerSpec, PipelineModule
 from zoo.zero import ZeroOptimizer
@@ -118,6 +118,20 @@ def test_steps_are_bit_for_bit_those_without(
         same(one, other)
 
 
+def test_contiguous_buffers_have_the_number_that_configure_was_told() -> None:
+    def job(rank: int) -> int:
+        activation.configure(None, num_checkpoints=4)
+        section = {"contiguous_memory_optimization": True, "number_checkpoints": None}
+        engine, *_ = zoo.engine.initialize({**BASE, "activation_checkpointing": section}, net())
+        made = current().checkpointing
+        assert made is not None
+        assert isinstance(made.storage, Contiguous)
+        engine.destroy()
+        return made.storage.ring.num_checkpoints
+
+    assert sim.run(1, job) == [4]
+
+
 def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def storage(section: dict[str, Any]) -> Any:
         engine, *_ = zoo.engine.initialize({**BASE, "activation_checkpointing": section}, net())
@@ -133,8 +147,10 @@ def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, caplog: pyte
     assert isinstance(ring, Contiguous)
     assert ring.ring.num_checkpoints == 7
     assert isinstance(storage({"nvme_path": str(tmp_path)}), Nvme)
-    with pytest.raises(ConfigError, match=r"contiguous_memory_optimization needs activation_checkpointing.number_"):
-        storage({"contiguous_memory_optimization": True})
+    published = {"contiguous_memory_optimization": True, "number_checkpoints": None}
+    assert storage(published) is storage({**published, "number_checkpoints": False}) is None
+    assert caplog.text.count("contiguous_memory_optimization without number_checkpoints: there are no buffers") == 2
+    caplog.clear()
     synchronised = []
 
     def count(engine: Any) -> None:

@@ -236,7 +236,6 @@ def test_the_compiler_follows_plain_checkpoints_and_refuses_others(monkeypatch: 
 
 def test_settings_that_contradict_each_other() -> None:
     for given, words in (
-        ({"contiguous_memory_optimization": True}, "needs activation_checkpointing.number_checkpoints"),
         ({"nvme_path": "/x", "cpu_checkpointing": True}, "both say where saved tensors wait"),
         ({"save": ["matmul"], "use_reentrant": True}, "works without activation_checkpointing.use_reentrant only"),
     ):

@@ -67,7 +67,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize, "profile": profile,
     }  # fmt: skip
     changed = {key: value for key, value in given.items() if value is not None}
-    config = ActivationCheckpointingConfig.model_validate({**section.model_dump(), **changed})
+    config = _with_places(ActivationCheckpointingConfig.model_validate({**section.model_dump(), **changed}))
     group = tensor_group(mpu_)
     made = ActivationCheckpointing(config, group, aio=aio)
     state.own().configure(made, group.rank if group is not None else 0)
@@ -89,8 +89,18 @@ def set_num_layers(nlayers: int | None) -> None:
 
 def _change(**values: Any) -> None:
     own, before = state.own(), current()
-    config = ActivationCheckpointingConfig.model_validate({**before.config.model_dump(), **values})
+    config = _with_places(ActivationCheckpointingConfig.model_validate({**before.config.model_dump(), **values}))
     own.configure(ActivationCheckpointing(config, before.group, aio=before.aio), own.rank)
+
+
+def _with_places(config: ActivationCheckpointingConfig) -> ActivationCheckpointingConfig:
+    """The same one; who calls :func:`configure` is there to say a number."""
+    if config.contiguous_memory_optimization and config.number_checkpoints is None:
+        raise ValueError(
+            "activation_checkpointing.contiguous_memory_optimization needs activation_checkpointing.number_checkpoints "
+            "(num_checkpoints=): how many checkpointed calls wait for their backward at the same time."
+        )
+    return config
 
 
 def tensor_group(mpu: Any) -> Communicator | None:

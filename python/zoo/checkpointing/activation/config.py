@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from zoo.config import Section
 
@@ -26,10 +26,13 @@ class ActivationCheckpointingConfig(Section):
     """Saved tensors of a GPU wait in page-locked host memory. Those of the CPU stay where they are."""
 
     contiguous_memory_optimization: bool = False
-    """Saved tensors are copied into buffers that are allocated once, for ``number_checkpoints``, and used again."""
+    """Saved tensors are copied into buffers that are allocated once, for ``number_checkpoints`` calls, and used again.
+    Without a number, of this key or of ``configure(num_checkpoints=...)`` before, they stay where they are, which is
+    warned of."""
 
     number_checkpoints: int | None = Field(default=None, ge=1)
-    """Checkpointed calls that wait for their backward at the same time; the contiguous buffers have so many places."""
+    """Checkpointed calls that wait for their backward at the same time; the contiguous buffers have so many places.
+    false is null."""
 
     synchronize_checkpoint_boundary: bool = False
     """Wait for the device at the beginning and the end of each checkpointed function, in forward and in backward."""
@@ -52,14 +55,14 @@ class ActivationCheckpointingConfig(Section):
     """Modules that are checkpointed without a change of the model: their paths, or that of their container; "auto": the
     longest list of modules of one class. null: those that the model's own code gives to ``checkpoint``."""
 
+    @field_validator("number_checkpoints", mode="before")
+    @classmethod
+    def _no_number(cls, value: Any) -> Any:
+        return None if value is False else value
+
     def contradictions(self, config: Config | None = None) -> Iterable[str]:
         """Sentences about values that do not fit each other."""
         where = "activation_checkpointing"
-        if self.contiguous_memory_optimization and self.number_checkpoints is None:
-            yield (
-                f"{where}.contiguous_memory_optimization needs {where}.number_checkpoints: how many checkpointed calls "
-                "wait for their backward at the same time"
-            )
         for key in ("cpu_checkpointing", "contiguous_memory_optimization"):
             if self.nvme_path is not None and getattr(self, key):
                 yield f"{where}.nvme_path and {where}.{key} both say where saved tensors wait; remove one"

@@ -33,6 +33,9 @@ class ActivationCheckpointingPart:
     before = ("data_efficiency", "progressive_layer_drop")  # they decide whether a block runs, and on what
 
     def __init__(self, section: ActivationCheckpointingConfig, environment: Environment) -> None:
+        configured = state.current().checkpointing
+        if section.number_checkpoints is None and configured is not None:
+            section = section.model_copy(update={"number_checkpoints": configured.config.number_checkpoints})
         self.section = section
         mesh = environment.mesh
         group = None

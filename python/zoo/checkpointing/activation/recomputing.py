@@ -178,6 +178,12 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _storage_of(config: ActivationCheckpointingConfig, group: Any, aio: AioConfig | None) -> Storage | None:
     """The storage that a section describes; None where tensors stay where they are."""
     number = config.number_checkpoints if config.contiguous_memory_optimization else None
+    if config.contiguous_memory_optimization and number is None:
+        _log.warning(
+            "activation_checkpointing.contiguous_memory_optimization without number_checkpoints: there are no buffers, "
+            "and saved tensors stay where they are. Say how many checkpointed calls wait for their backward at the "
+            "same time, there or by configure(num_checkpoints=...) before."
+        )
     below: Storage | None = None
     if config.nvme_path is not None:
         below = Nvme(config.nvme_path, aio=aio)

@@ -19,6 +19,7 @@ Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Pub
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ from zoo.comm.nodes import ranks_per_node
 
 if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
+
+_log = logging.getLogger("zoo.zero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +128,7 @@ def near_by(
     Raises:
         ValueError: nodes are needed, and not known.
     """
-    size, of_copy = shard_size(num_ranks, config), config.zero_hpz_partition_size
+    size, of_copy = shard_size(num_ranks, config), copy_size(num_ranks, config)
     shard: list[Hashable] = [k // size for k in numbers]
     if config.hierarchical_all_reduce:
         shard = _known(nodes, len(numbers), config)
@@ -189,6 +192,11 @@ def shard_size(num_ranks: int, config: ZeroConfig) -> int:
     return num_ranks if config.mics_shard_size == -1 else config.mics_shard_size
 
 
+def copy_size(num_ranks: int, config: ZeroConfig) -> int:
+    """Ranks that split what forward gathered (hpZ): no more than those that split the parameters."""
+    return min(config.zero_hpz_partition_size, shard_size(num_ranks, config))
+
+
 def _check_sizes(num_ranks: int, config: ZeroConfig) -> None:
     size = shard_size(num_ranks, config)
     if num_ranks % size:
@@ -197,7 +205,9 @@ def _check_sizes(num_ranks: int, config: ZeroConfig) -> None:
             f"mics_shard_size={size} does not divide the {num_ranks} data-parallel ranks; allowed are {divisors}, or "
             "-1 for no shard groups."
         )
-    of_copy = config.zero_hpz_partition_size
+    of_copy = copy_size(num_ranks, config)
+    if of_copy < config.zero_hpz_partition_size:
+        _log.info("zero_hpz_partition_size=%d of %d ranks: all of them.", config.zero_hpz_partition_size, size)
     if of_copy > 1 and size % of_copy:
         raise ValueError(
             f"zero_hpz_partition_size={of_copy} does not divide the {size} ranks that split the parameters; give "

@@ -39,7 +39,7 @@ from zoo.comm import Communicator
 from zoo.comm.groups import of_mesh
 from zoo.comm.nodes import node_of_each
 from zoo.layout import split_of
-from zoo.zero.placement.axes import Axes, Near, form_axes, make_axes, near_by, shard_size
+from zoo.zero.placement.axes import Axes, Near, copy_size, form_axes, make_axes, near_by, shard_size
 
 if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
@@ -289,7 +289,7 @@ def _check_regular(name: str, worlds: _Worlds, families: Sequence[_Worlds], num_
     def fits(size: int) -> bool:
         other = config.model_copy(update={option: size})
         group = shard_size(num_ranks, other)
-        if num_ranks % group or group % max(other.zero_hpz_partition_size, 1):
+        if num_ranks % group or group % max(copy_size(num_ranks, other), 1):
             return False
         return all(len(sizes) <= 1 for of in families for sizes in of.sizes(num_ranks, other).values())
 
