@@ -103,7 +103,7 @@ def join_alone() -> None:
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     except RuntimeError as error:
         _log.warning("one process without a launcher gets no process group of its own: %s", error)
         return
