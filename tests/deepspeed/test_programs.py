@@ -421,6 +421,10 @@ def test_monitors_write_events(tmp_path: Path) -> None:
     with file.open() as lines:
         assert list(csv.reader(lines))[1:] == [["10", "1.5"], ["20", "0.5"]]
     assert len(list((tmp_path / "job").glob("*.csv"))) == 2
+    master.write_events([("Mine/a", 1.0, 7), ("Mine/b", 3.0, 8), ("Mine/a", 2.0, 7)])  # none takes another's place
+    (file,) = (tmp_path / "job").glob("*_a.csv")
+    with file.open() as lines:
+        assert list(csv.reader(lines))[1:] == [["7", "1.0"], ["7", "2.0"]]
     quiet = monitors.csvMonitor(SimpleNamespace(enabled=False, output_path="", job_name=""))
     quiet.write_events([("a", 1, 1)])
     assert not get({}).enabled

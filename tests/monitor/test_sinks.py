@@ -309,6 +309,19 @@ def test_wandb_joins_the_scripts_run_begins_its_own_and_takes_no_earlier_steps(
     assert found["Train/Samples/step"] == [(8, "1.0"), (16, "2.0"), (24, "3.0"), (32, "4.0")]
 
 
+def test_wandb_takes_more_of_the_latest_step(tmp_path: Path) -> None:
+    sink = build("wandb", tmp_path / "runs")
+    sink.write(plain(1))
+    sink.write(StepRecord(step=1, loss=None, lr=(), grad_norm=None, total_samples=8, metrics={"Mine/a": 1.5}))
+    sink.write(StepRecord(step=1, loss=None, lr=(), grad_norm=None, total_samples=8, metrics={"Mine/b": 2.5}))
+    sink.write(plain(2))
+    sink.close()
+    found = by_name(read_wandb(tmp_path / "runs"))
+    assert found["Mine/a"] == [(8, "1.5")]
+    assert found["Mine/b"] == [(8, "2.5")]
+    assert [x for x, _ in found["Train/Samples/lr"]] == [8, 16]
+
+
 class FakeExperiment:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments

@@ -38,8 +38,9 @@ class WandbMonitor:
     already, events go to that, and it is not finished here. A second engine of a process has a run of its own, and so
     has each rank with ``ranks`` "all", named ``rank_<n>``.
 
-    A row is handed to W&B's own process when it is written. What that holds back is lost when both are killed: of an
-    offline run a block of its file, 32 KiB, which is some tens of steps. To continue a run, set ``WANDB_RUN_ID`` and
+    The latest row stays open, so that further events of its step go into it; the next one, or :meth:`close`, hands it
+    to W&B's own process. What that holds back is lost when both are killed: the open row, and of an offline run a block
+    of its file, 32 KiB, which is some tens of steps. To continue a run, set ``WANDB_RUN_ID`` and
     ``WANDB_RESUME=allow``. W&B takes no step below the latest: when training goes back to a checkpoint, nothing is
     written until it is where it was before, and the log says so.
     """
@@ -47,7 +48,7 @@ class WandbMonitor:
     def __init__(self, section: WandbSection, environment: Environment) -> None:
         wandb = package("wandb", "wandb", "wandb")
         self._scaled = scales_loss(environment.config)
-        self._told = False
+        self._told = self._open = False
         active = wandb.run
         alone = section.ranks == "first"
         self._joined = alone and active is not None and active not in _begun
@@ -67,8 +68,8 @@ class WandbMonitor:
         self._latest = self.run.starting_step - 1  # of a run that is continued
 
     def write(self, record: StepRecord) -> None:
-        """Log a row."""
-        if record.total_samples <= self._latest:
+        """Log a row, or more of the latest one."""
+        if record.total_samples < self._latest + (not self._open):
             if not self._told:
                 self._told = True
                 _log.warning(
@@ -77,8 +78,8 @@ class WandbMonitor:
                     record.total_samples, self._latest,
                 )  # fmt: skip
             return
-        self._latest = record.total_samples
-        self.run.log(events(record, scaled=self._scaled), step=record.total_samples, commit=True)
+        self._latest, self._open = record.total_samples, True
+        self.run.log(events(record, scaled=self._scaled), step=record.total_samples)
 
     def close(self) -> None:
         """Finish the run, unless somebody else began it."""

@@ -79,10 +79,13 @@ class _Events:
 
 
 def _records(events: Sequence[Event]) -> list[Any]:
-    by_place: dict[int, dict[str, float]] = {}
+    """Records that give each event in its order: what comes again under a name is in a record of its own."""
+    found: list[_Events] = []
     for name, value, samples in events:
-        by_place.setdefault(int(samples), {})[name] = float(value)
-    return [_Events(samples, metrics) for samples, metrics in by_place.items()]
+        if not found or found[-1].total_samples != int(samples) or name in found[-1].metrics:
+            found.append(_Events(int(samples)))
+        found[-1].metrics[name] = float(value)
+    return found
 
 
 class Monitor:
