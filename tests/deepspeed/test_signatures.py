@@ -50,7 +50,10 @@ DIFFERS = {
 """(name, parameter) → why it is another one."""
 _MADE = "initialize makes it"
 _FUNCTION = ".apply alone is what programs use of an autograd function"
+_FORMER = "keys of former times are taken, and put where they are now"
 WHOLE = {
+    ":DeepSpeedInferenceConfig": _FORMER,
+    "inference.config:DeepSpeedInferenceConfig": _FORMER,
     ":DeepSpeedEngine": _MADE,
     ":dist": "None in theirs, until something has joined the ranks",
     "git_version_info:version": "it ends in +zoo",

@@ -21,8 +21,25 @@ _ENGINES: Names = {
 }
 _TORCH: Names = {"TorchCheckpointEngine": Name(f"{_FILES}:TorchCheckpointEngine", "files are whole, or not there.")}
 
+_SHAPES: Names = {
+    name: Name(f"zoo.deepspeed.adapters.parallel_shapes:{name}", "zoo's checkpoints fit every shape of ranks.")
+    for name in ("get_model_3d_descriptor", "model_3d_desc")
+}
+_FLAT: Names = {
+    name: f"zoo.deepspeed.adapters.parallel_shapes:{name}"
+    for name in ("meg_2d_parallel_map", "reshape_meg_2d_parallel")
+}
+
 TABLE: Table = {
-    "checkpoint": {**constants_of("checkpoint.constants"), **_NAMES, **_SHAPE},
+    "checkpoint.reshape_3d_utils": dict(_SHAPES),
+    "checkpoint.reshape_meg_2d": dict(_FLAT),
+    "checkpoint": {
+        **_SHAPES,
+        "reshape_meg_2d_parallel": _FLAT["reshape_meg_2d_parallel"],
+        **constants_of("checkpoint.constants"),
+        **_NAMES,
+        **_SHAPE,
+    },
     "checkpoint.utils": dict(_NAMES),
     "checkpoint.universal_checkpoint": dict(_SHAPE),
     "checkpoint.ds_to_universal": {
