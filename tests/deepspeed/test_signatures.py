@@ -24,7 +24,6 @@ _OFFLOAD = {
 DIFFERS = {
     ("accelerator:get_accelerator().create_op_builder", "op_name"): "class_name, as DeepSpeed's of CUDA has it",
     ("accelerator:get_accelerator().create_op_builder", "class_name"): "op_name in DeepSpeed's of the CPU",
-    ("runtime.lr_schedules:WarmupLR", "warmup_max_lr"): "0.001 is documented; None is the optimizer's rate in both",
     ("runtime.utils:PartitionedTensor.from_meta", "device"): "None is that of the accelerator; theirs, of a CPU, is it",
     **{
         (f"{module}:Init", p): why

@@ -276,7 +276,7 @@ def test_a_value_for_each_group() -> None:
         ("WarmupCosineLR", {"cos_min_ratio": 2.0}, "cos_min_ratio=2.0"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size=0"),
         ("LRRangeTest", {"lr_range_test_min_lr": [0.1, 0.2]}, "2 values for lr_range_test_min_lr"),
-        ("OneCycle", {"cycle_second_step_size": 0}, "cycle_second_step_size=0"),
+        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size=-1"),
         ("OneCycle", {"cycle_max_mom": [0.1, 0.2]}, "2 values for cycle_max_mom"),
         ("OneCycle", {"decay_lr_rate": -1.0}, "decay_lr_rate=-1.0; it must be at least 0"),
         ("WarmupCosineLR", {"warmup_min_ratio": [0.1, 0.2]}, "2 values for warmup_min_ratio"),

@@ -334,7 +334,6 @@ def test_states_in_bf16_under_zero() -> None:
         ("AdamW", {"amsgrad": True}, "amsgrad = true: documented as not supported by AdamW."),
         ("Lamb", {"amsgrad": True}, "amsgrad = true: documented as not supported by Lamb."),
         ("Adagrad", {"amsgrad": True}, "amsgrad = true: Adagrad's sum of squares never falls."),
-        ("AdamW", {"adam_w_mode": False}, 'adam_w_mode = false with the type "AdamW"; the type "Adam" is the one'),
         ("Adam", {"adam_w_mode": True, "adamw_mode": False}, "adam_w_mode and adamw_mode are one option in two"),
         ("Adam", {"max_grad_norm": 1.5}, "max_grad_norm = 1.5 is no option of Adam; write gradient_clipping = 1.5"),
         ("Lion", {"max_grad_norm": 1}, "max_grad_norm = 1 is no option of Lion;"),
@@ -404,3 +403,34 @@ def test_auto_is_a_value_of_an_option_that_lists_it_and_stays_open_elsewhere() -
         load(document(lr="auto", freeze_step="auto"), world_size=1)
     with pytest.raises(ConfigError, match=r"optimizer.params.freeze_step.*given 'soon'"):
         load(document(freeze_step="soon"), world_size=1)
+
+
+def test_the_type_adamw_decides_whatever_adam_w_mode_says(caplog: pytest.LogCaptureFixture) -> None:
+    def trained(options: dict[str, Any]) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = registry.build("optimizer", "AdamW", {"lr": 0.1, "weight_decay": 0.5, **options}, params=[weight])
+        for _ in range(3):
+            weight.grad = torch.tensor([1.0, -2.0, 0.5])
+            optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(trained({"adam_w_mode": False}), trained({}))
+    assert "changes nothing" in caplog.text
+
+
+def test_adagrad_takes_a_sparse_gradient_as_torchs_does() -> None:
+    def trained(cls: Any) -> torch.Tensor:
+        table = torch.nn.Embedding(6, 3, sparse=True)
+        table.weight.data.copy_(torch.arange(18.0).view(6, 3))
+        optimizer = cls(table.parameters(), lr=0.1)
+        for rows in ([1, 1, 4], [4, 0, 0]):
+            optimizer.zero_grad()
+            table(torch.tensor(rows)).square().sum().backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    torch.testing.assert_close(trained(optim.Adagrad), trained(torch.optim.Adagrad))
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2).to_sparse()
+    with pytest.raises(ValueError, match=r"sparse gradient.*weight_decay = 0\.1"):
+        optim.Adagrad([weight], weight_decay=0.1).step()

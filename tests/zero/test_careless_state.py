@@ -346,3 +346,15 @@ def test_states_that_go_away_in_two_calls_are_all_away() -> None:
         check(optimizer, adamw_twin(2, 2))
 
     sim.run(2, fn)
+
+
+def test_what_to_do_instead_names_a_state_that_there_is() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(model, stage=1, optimizer=torch.optim.Adam, lr=0.1)
+    for use in (
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(model.weight),
+        lambda: optimizer.state[model.weight]["exp_avg_sq"],
+    ):
+        with pytest.raises(ValueError, match=r"safe_get_full_optimizer_state\(p, 'exp_avg"):
+            use()

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, of_group
+from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, for_groups, of_group
 
 _log = logging.getLogger("zoo.lr_schedules")
 
@@ -14,7 +14,8 @@ _log = logging.getLogger("zoo.lr_schedules")
 class OneCycle(Schedule):
     """The rate rises from min to max over a steps, falls back over b, and then decays; momentum does the reverse.
 
-    With a = ``cycle_first_step_size``, b = ``cycle_second_step_size`` (a if not given) and the height
+    With a = ``cycle_first_step_size``, b = ``cycle_second_step_size`` (a if not given; with 0 it is over at k = a) and
+    the height
     h(k) = k / a for k <= a, (a + b - k) / b for k <= a + b: ``lr = min + (max - min) * h``, momentum
     ``max_mom - (max_mom - min_mom) * h``, but ``min_mom`` in the very first step. With s stairs in a half, h there is
     rounded down to a multiple of 1 / s. After the cycle, with i = (k - a - b) / ``decay_step_size``:
@@ -45,7 +46,7 @@ class OneCycle(Schedule):
         def __post_init__(self) -> None:
             check_numbers("OneCycle", self)
             for key, least in (
-                ("cycle_first_step_size", 1), ("cycle_second_step_size", 1), ("decay_step_size", 0),
+                ("cycle_first_step_size", 1), ("cycle_second_step_size", 0), ("decay_step_size", 0),
                 ("cycle_first_stair_count", 0), ("cycle_second_stair_count", 0),
                 ("decay_lr_rate", 0), ("decay_mom_rate", 0),
             ):  # fmt: skip
@@ -79,12 +80,35 @@ class OneCycle(Schedule):
         """The momentum of step ``step`` for a group."""
         config = self.config
         low, high = of_group(config.cycle_min_mom, group), of_group(config.cycle_max_mom, group)
-        if step == 0:
-            return low
+        return low if step == 0 else self._momentum(step, low, high)
+
+    def _momentum(self, step: int, low: float, high: float) -> float:
         after = self._intervals_after(step)
-        return (
-            high - (high - low) * self._height(step) if after is None else high * (1.0 + config.decay_mom_rate * after)
-        )
+        if after is None:
+            return high - (high - low) * self._height(step)
+        return high * (1.0 + self.config.decay_mom_rate * after)
+
+    def get_mom(self) -> list[Any] | None:
+        """For each group what the formula gives at this step for its ``betas`` or ``momentum`` (also in the very first
+        one, where the group has ``min_mom``); None without ``cycle_momentum``."""
+        if not self.config.cycle_momentum:
+            return None
+        found = list[Any]()
+        for index, group in enumerate(self.optimizer.param_groups):
+            of = [of_group(rates, index) for rates in (self.config.cycle_min_mom, self.config.cycle_max_mom)]
+            momentum = self._momentum(self.last_step, *of)
+            found.append((momentum, *group["betas"][1:]) if "betas" in group else momentum)
+        return found
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """min of each parameter group."""
+        return for_groups(self.config.cycle_min_lr, len(self.base_rates))
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """max of each parameter group."""
+        return for_groups(self.config.cycle_max_lr, len(self.base_rates))
 
     def values(self, step: int, group: int) -> dict[str, Any]:
         """Rate, and momentum where the group has one."""
@@ -104,8 +128,8 @@ class OneCycle(Schedule):
 
     def _intervals_after(self, step: int) -> float | None:
         """Intervals of decay since the end of the cycle; None within it."""
-        past = step - sum(self._sizes())
-        if past <= 0:
+        past, second = step - sum(self._sizes()), self._sizes()[1]
+        if past < 0 or (past == 0 and second):
             return None
         return past / self.config.decay_step_size if self.config.decay_step_size else 0.0
 

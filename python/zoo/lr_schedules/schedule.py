@@ -151,13 +151,45 @@ class Schedule:
 
     def _apply(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
-            group.update(self.values(self.last_step, index))
+            values = self.values(self.last_step, index)
+            fill = getattr(group.get("lr"), "fill_", None)
+            if fill is not None:  # a tensor, which others may hold: a captured graph, a compiled step
+                fill(values.pop("lr"))
+            group.update(values)
+
+
+class WarmupSchedule(Schedule):
+    """One that begins with the ramp of ``warmup_num_steps`` steps; attributes tell what the ramp is."""
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """n, at least 2."""
+        return max(2, int(self.config.warmup_num_steps))
+
+    @property
+    def warmup_type(self) -> str:
+        """ "log" or "linear"."""
+        return str(self.config.warmup_type)
+
+    @property
+    def total_num_steps(self) -> int:
+        """N, of one that has an end.
+
+        Raises:
+            AttributeError: it has none.
+        """
+        return int(self.config.total_num_steps)
 
 
 def _signature(config: type[Any]) -> inspect.Signature:
     first = inspect.Parameter("optimizer", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="HasParamGroups")
     last = first.replace(name="last_batch_iteration", default=-1, annotation="int")
     return inspect.Signature([first, *inspect.signature(config).parameters.values(), last])
+
+
+def for_groups(value: Rates, num_groups: int) -> list[float]:
+    """A number for each group."""
+    return [of_group(value, group) for group in range(num_groups)]
 
 
 def of_group(value: Rates, group: int) -> float:
@@ -182,6 +214,11 @@ def check_warmup(name: str, warmup_num_steps: int, warmup_type: str) -> None:
     """Raise ValueError for a ramp that cannot be."""
     if warmup_type not in ("log", "linear"):
         raise ValueError(f"{name} got warmup_type={warmup_type!r}; allowed are 'log' and 'linear'.")
+    if type(warmup_num_steps) is not int:
+        raise ValueError(
+            f"{name} got warmup_num_steps={warmup_num_steps!r}, a {type(warmup_num_steps).__name__}; it is a number of "
+            "steps, such as 1000."
+        )
     if warmup_num_steps < 0:
         raise ValueError(f"{name} got warmup_num_steps={warmup_num_steps}; give 0 (as 2: the shortest) or more steps.")
 

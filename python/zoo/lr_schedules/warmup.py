@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, check_warmup, of_group, ramp
+from zoo.lr_schedules.schedule import Rates, WarmupSchedule, check_numbers, check_warmup, for_groups, of_group, ramp
 
 
-class WarmupLR(Schedule):
+class WarmupLR(WarmupSchedule):
     """``lr(k) = min + (max - min) * r(k)`` with the ramp r from 0 to 1 over n = ``warmup_num_steps``, 1 after it.
 
     r(k) = ln(k) / ln(n) for "log", (k - 1) / n for "linear", and 0 for k = 0: the first two steps are taken at the
@@ -19,10 +19,10 @@ class WarmupLR(Schedule):
     @dataclass(frozen=True)
     class Config:
         """``warmup_min_lr`` and ``warmup_max_lr`` are one number, or one for each parameter group; no maximum (null):
-        the optimizer's own rate."""
+        the optimizer's own rate. (DeepSpeed's documents have 0.001 there; DeepSpeed 0.19.8 does as this.)"""
 
         warmup_min_lr: Rates = 0.0
-        warmup_max_lr: Rates | None = 0.001
+        warmup_max_lr: Rates | None = None
         warmup_num_steps: int = 1000
         warmup_type: str = "log"
 
@@ -32,6 +32,17 @@ class WarmupLR(Schedule):
 
     config: Config
     per_group = ("warmup_min_lr", "warmup_max_lr")
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """min of each parameter group."""
+        return for_groups(self.config.warmup_min_lr, len(self.base_rates))
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """max of each parameter group."""
+        top = self.config.warmup_max_lr
+        return list(self.base_rates) if top is None else for_groups(top, len(self.base_rates))
 
     def rate(self, step: int, group: int) -> float:
         """The formula of the class."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, check_total, check_warmup, of_group, ramp
+from zoo.lr_schedules.schedule import Rates, WarmupSchedule, check_numbers, check_total, check_warmup, of_group, ramp
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(WarmupSchedule):
     """``lr(k) = base * f(k)`` with the optimizer's own learning rate as base, n = ``warmup_num_steps`` (at least 2),
     N = ``total_num_steps``.
 
@@ -44,6 +44,25 @@ class WarmupCosineLR(Schedule):
     def rate(self, step: int, group: int) -> float:
         """The formula of the class."""
         return self.base_rates[group] * self._ratio(step, group)
+
+    @property
+    def cos_min_ratio(self) -> float:
+        """c."""
+        return self.config.cos_min_ratio
+
+    @property
+    def warmup_min_ratio(self) -> Rates:
+        """w."""
+        return self.config.warmup_min_ratio
+
+    @property
+    def org_lrs(self) -> list[float]:
+        """base of each parameter group."""
+        return list(self.base_rates)
+
+    def get_lr_ratio(self) -> float:
+        """f at this step, of the first parameter group."""
+        return self._ratio(self.last_step, 0)
 
     def _ratio(self, step: int, group: int) -> float:
         config = self.config

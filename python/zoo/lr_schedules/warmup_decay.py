@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zoo.lr_schedules.schedule import Rates, Schedule, check_numbers, check_total, check_warmup, of_group, ramp
+from zoo.lr_schedules.schedule import (
+    Rates,
+    WarmupSchedule,
+    check_numbers,
+    check_total,
+    check_warmup,
+    for_groups,
+    of_group,
+    ramp,
+)
 
 
-class WarmupDecayLR(Schedule):
+class WarmupDecayLR(WarmupSchedule):
     """``lr(k) = min + (max - min) * g(k)`` with n = ``warmup_num_steps`` (at least 2), N = ``total_num_steps``.
 
     g(k) is the ramp of :class:`~zoo.lr_schedules.WarmupLR` for k <= n, then ``max(0, (N - k + 1) / max(1, N - n))``:
@@ -31,6 +40,16 @@ class WarmupDecayLR(Schedule):
 
     config: Config
     per_group = ("warmup_min_lr", "warmup_max_lr")
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """min of each parameter group."""
+        return for_groups(self.config.warmup_min_lr, len(self.base_rates))
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """max of each parameter group."""
+        return for_groups(self.config.warmup_max_lr, len(self.base_rates))
 
     def rate(self, step: int, group: int) -> float:
         """The formula of the class."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,31 @@ class Adagrad(ElementwiseOptimizer):
             "capturable": capturable,
         }  # fmt: skip
         super().__init__(params, defaults, master_dtype=master_dtype, state_dtype=state_dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float | torch.Tensor = 1.0) -> Any:
+        """See :meth:`~zoo.optim.base.ElementwiseOptimizer.step`. A sparse gradient is taken as the dense one that it
+        stands for: what is zero there moves nothing.
+
+        Raises:
+            ValueError: a sparse gradient in a group with ``weight_decay``, which moves every element.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.layout is torch.sparse_coo:
+                    if group["weight_decay"]:
+                        raise ValueError(
+                            f"a sparse gradient of a tensor of shape {tuple(p.shape)}, and weight_decay = "
+                            f"{group['weight_decay']}, which moves every element. Use dense gradients "
+                            "(torch.nn.Embedding(sparse=False)), or a group without weight_decay."
+                        )
+                    p.grad = p.grad.to_dense()
+        super().step(grad_scale=grad_scale)
+        return loss
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """h."""

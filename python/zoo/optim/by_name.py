@@ -179,18 +179,20 @@ class Adam(ByName):
 
 
 class AdamW(Adam):
-    """As :class:`Adam` here, and always with decoupled decay."""
+    """As :class:`Adam` here, and always with decoupled decay: ``adam_w_mode`` false changes nothing, and the log says
+    so. As in DeepSpeed, where the type decides."""
 
     class Config(_AdamOptions):
         """Adam with decoupled weight decay."""
 
         _name: ClassVar[str] = "AdamW"
 
-        @model_validator(mode="after")
-        def _decoupled(self) -> AdamW.Config:
-            if not self.adam_w_mode:
-                raise ValueError('adam_w_mode = false with the type "AdamW"; the type "Adam" is the one without.')
-            return self
+    @classmethod
+    def stands_for(cls, config: Any) -> StandsFor:
+        """As the class says."""
+        if not config.adam_w_mode:
+            _log.warning('adam_w_mode = false changes nothing with the type "AdamW"; the type "Adam" obeys it.')
+        return super().stands_for(config.model_copy(update={"adam_w_mode": True}))
 
 
 class Lamb(ByName):

@@ -61,6 +61,11 @@ class OneCycle(_OneCycle):
             found["betas"] = (found["betas"][0], 0.99)
         return found
 
+    def get_mom(self) -> list[Any] | None:
+        """For each group (momentum, 0.99) by the formula; None without ``cycle_momentum``."""
+        found = super().get_mom()
+        return None if found is None else [(m[0], 0.99) if isinstance(m, tuple) else m for m in found]
+
 
 _CLASSES[ONE_CYCLE] = OneCycle
 
@@ -160,7 +165,10 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     where = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name!r} is no schedule; allowed are {', '.join(VALID_LR_SCHEDULES)}"
-    return params[where.get(name, "warmup_max_lr")], ""
+    key = where.get(name, "warmup_max_lr")
+    if params.get(key) is None:
+        return None, f"{name} has no {key}: the rate is the optimizer's own"
+    return params[key], ""
 
 
 def first_required(step: Callable[..., Any]) -> str | None:

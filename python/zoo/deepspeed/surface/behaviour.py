@@ -103,9 +103,9 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "learning-rate schedules",
-        "`WarmupLR` rises to 0.001 where `warmup_max_lr` is not given, as documented, and to the optimizer's "
-        "rate where it is null; `state_dict()` has `last_step` and `base_rates`, and `load_state_dict` takes "
-        "DeepSpeed's `last_batch_iteration` too.",
+        "`WarmupLR` rises to the optimizer's own rate where `warmup_max_lr` is not given or null, as in DeepSpeed "
+        "0.19.8; its documents (0.14.1) say 0.001. `state_dict()` has `last_step` and `base_rates`, and "
+        "`load_state_dict` takes DeepSpeed's `last_batch_iteration` too.",
     ),
     (
         "`MoE`",

@@ -9,9 +9,8 @@ import torch
 
 Look = Callable[[Any], tuple[Sequence[str], Mapping[str, float]]]
 _INSTEAD = (
-    "Read and write states by parameter: safe_get_full_optimizer_state(p, 'momentum_buffer'), "
-    "safe_set_full_optimizer_state(p, value, 'momentum_buffer') of zoo.zero; to begin anew construct a new "
-    "optimizer."
+    "Read and write states by parameter: safe_get_full_optimizer_state(p, {state!r}), "
+    "safe_set_full_optimizer_state(p, value, {state!r}) of zoo.zero; to begin anew construct a new optimizer."
 )
 
 
@@ -46,22 +45,28 @@ class States(MutableMapping[torch.Tensor, Any]):
         return f"{type(self).__name__}({len(self)} parameters)"
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        _refuse("optimizer.state[p] = ...", key)
+        self.refuse("optimizer.state[p] = ...", key)
 
     def __delitem__(self, key: torch.Tensor) -> None:
-        _refuse("del optimizer.state[p]", key)
+        self.refuse("del optimizer.state[p]", key)
 
     def pop(self, key: torch.Tensor, *default: Any) -> NoReturn:
         """Refused."""
-        _refuse("optimizer.state.pop(p)", key)
+        self.refuse("optimizer.state.pop(p)", key)
 
     def popitem(self) -> NoReturn:
         """Refused."""
-        _refuse("optimizer.state.popitem()")
+        self.refuse("optimizer.state.popitem()")
 
     def clear(self) -> NoReturn:
         """Refused."""
-        _refuse("optimizer.state.clear()")
+        self.refuse("optimizer.state.clear()")
+
+    def refuse(self, use: str, key: object = None) -> NoReturn:
+        """Say what to do instead, with the name of a state that there is."""
+        looked = key if id(key) in self._parameters else next(iter(self), None)
+        names, numbers = self._look(looked) if looked is not None else ((), {})
+        _refuse(use, key, next((name for name in names if name not in numbers and name != "step"), "exp_avg"))
 
 
 class StatesOfParameter(Mapping[str, Any]):
@@ -78,7 +83,7 @@ class StatesOfParameter(Mapping[str, Any]):
         if key not in self._names:
             raise KeyError(key)
         if key not in self._numbers:
-            _refuse(f"optimizer.state[p][{key!r}]", self._parameter)
+            _refuse(f"optimizer.state[p][{key!r}]", self._parameter, key)
         return torch.tensor(float(self._numbers[key]))
 
     def __contains__(self, key: object) -> bool:
@@ -94,10 +99,13 @@ class StatesOfParameter(Mapping[str, Any]):
         return f"{type(self).__name__}({', '.join(self._names)})"
 
 
-def _refuse(use: str, key: object = None) -> NoReturn:
+def _refuse(use: str, key: object, state: str) -> NoReturn:
     name = getattr(key, "_zoo_name", None)
     of = f" of {name!r}" if name is not None else ""
-    raise ValueError(f"{use}{of}: states of a ZeRO optimizer lie in flat buffers, which ranks may split. {_INSTEAD}")
+    raise ValueError(
+        f"{use}{of}: states of a ZeRO optimizer lie in flat buffers, which ranks may split. "
+        f"{_INSTEAD.format(state=state)}"
+    )
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -121,7 +129,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if self._kept is not None:  # torch's constructor makes an empty one
-            _refuse("optimizer.state = ...")
+            self._kept.refuse("optimizer.state = ...")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only construction adds groups: buckets are laid out once."""
