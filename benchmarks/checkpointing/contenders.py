@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zoo.layout import StateSlice
+
 State = dict[str, torch.Tensor]
 
 
@@ -25,13 +27,9 @@ class Contender:
     peer: bool = True
 
 
-class _Slice:
-    role = "parameter"
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        rank, size, numel = dist.get_rank(), dist.get_world_size(), tensor.numel()
-        self.name, self.tensor, self.start, self.length = name, tensor, rank * numel, numel
-        self.shape = (numel * size,)
+def _slice(name: str, tensor: torch.Tensor) -> StateSlice:
+    rank, size, numel = dist.get_rank(), dist.get_world_size(), tensor.numel()
+    return StateSlice(name, "parameter", rank * numel, numel, (numel * size,), tensor)
 
 
 def _zoo() -> Contender:
@@ -41,12 +39,12 @@ def _zoo() -> Contender:
     comm = Communicator()
 
     def write(state: State, folder: Path) -> None:
-        save(folder, "one", [_Slice(*item) for item in state.items()], comm=comm)
+        save(folder, "one", [_slice(*item) for item in state.items()], comm=comm)
 
     def read(state: State, folder: Path) -> None:
         with load(folder, comm=comm) as found:
             for name, tensor in state.items():
-                part = _Slice(name, tensor)
+                part = _slice(name, tensor)
                 tensor.copy_(found.read(name, "parameter", part.start, part.length))
 
     return Contender(write, read, peer=False)
@@ -59,7 +57,7 @@ def _zoo_background() -> Contender:
     saver = BackgroundSaver(Communicator())
 
     def write(state: State, folder: Path) -> Callable[[], Any]:
-        saver.save(folder, "one", [_Slice(*item) for item in state.items()])
+        saver.save(folder, "one", [_slice(*item) for item in state.items()])
         return saver.wait
 
     return Contender(write, _zoo().load, peer=False)

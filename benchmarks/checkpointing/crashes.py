@@ -34,6 +34,8 @@ from benchmarks.common import ROOT, table
 from benchmarks.zero.launch import environment
 from tests.checkpointing.model_disk import ENTRIES, ModelDisk, ModelSink, Node
 
+from zoo.layout import StateSlice
+
 TAGS = ("two", "one")
 KILLED = "killed"
 """The machine goes on, the process does not: nothing is lost."""
@@ -63,11 +65,8 @@ def _values(number: int) -> list[torch.Tensor]:
     return list(_state(number).values())
 
 
-class _Slice:
-    role, start = "parameter", 0
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name, self.tensor, self.length, self.shape = name, tensor, tensor.numel(), (tensor.numel(),)
+def _slice(name: str, tensor: torch.Tensor) -> StateSlice:
+    return StateSlice(name, "parameter", 0, tensor.numel(), (tensor.numel(),), tensor)
 
 
 def _zoo() -> Contender:
@@ -78,7 +77,7 @@ def _zoo() -> Contender:
             return [found.tensor(name) for name in _state(1)]
 
     return Contender(
-        lambda root, tag, number: (save(root, tag, [_Slice(*item) for item in _state(number).items()]), None)[1],
+        lambda root, tag, number: (save(root, tag, [_slice(*item) for item in _state(number).items()]), None)[1],
         read, _values,
     )  # fmt: skip
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,31 +24,25 @@ from benchmarks.zero.launch import environment
 from zoo import sim
 from zoo.checkpointing import load, save
 from zoo.comm import Communicator
+from zoo.layout import StateSlice, Stored
 
 WRITERS, READERS, READER, LIMIT_S = 1024, 1023, 512, 2.0
 ROLES = ("parameter", "exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Run:
+def run(name: str, role: str, start: int, length: int, numel: int) -> StateSlice:
     """Elements of a tensor in a role; each is its own number, plus that of its role."""
 
-    name: str
-    role: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    def load(first: int, count: int) -> torch.Tensor:
+        return torch.arange(first, first + count, dtype=torch.float32) + ROLES.index(role)
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        return torch.arange(self.start, self.start + self.length, dtype=self.dtype) + ROLES.index(self.role)
+    return StateSlice(name, role, start, length, (numel,), Stored(load, torch.float32, start, length))
 
 
-def runs_of(rank: int, size: int, tensors: int, numel: int) -> list[Run]:
+def runs_of(rank: int, size: int, tensors: int, numel: int) -> list[StateSlice]:
     """This rank's part of each tensor in each role."""
     low, high = (numel * place // size for place in (rank, rank + 1))
-    return [Run(f"layer.{t}.weight", role, low, high - low, (numel,)) for t in range(tensors) for role in ROLES]
+    return [run(f"layer.{t}.weight", role, low, high - low, numel) for t in range(tensors) for role in ROLES]
 
 
 def write(folder: Path, tensors: int, numel: int) -> float:

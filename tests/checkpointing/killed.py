@@ -13,24 +13,20 @@ import torch
 
 from zoo.checkpointing import BackgroundSaver, prune, save
 from zoo.comm import Communicator
+from zoo.layout import StateSlice
 
 SMALL, LARGE = 40_000, 3 << 20
 
 
-class Slice:
+def part(name: str, numel: int, value: int) -> StateSlice:
     """A flat tensor of one value, the number of the checkpoint."""
-
-    role, start = "parameter", 0
-
-    def __init__(self, name: str, numel: int, value: int) -> None:
-        self.name, self.length, self.shape = name, numel, (numel,)
-        self.tensor = torch.full((numel,), float(value))
+    return StateSlice(name, "parameter", 0, numel, (numel,), torch.full((numel,), float(value)))
 
 
-def state(number: int, kind: str) -> list[Slice]:
+def state(number: int, kind: str) -> list[StateSlice]:
     """Several tensors; with "large" a file that goes past the page cache."""
     sizes = [7, SMALL, LARGE if kind == "large" else 100, 1]
-    return [Slice(f"t{place}", size, number) for place, size in enumerate(sizes)]
+    return [part(f"t{place}", size, number) for place, size in enumerate(sizes)]
 
 
 def run(folder: str, first: int, kind: str) -> None:

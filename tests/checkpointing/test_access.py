@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpointing.test_checkpoints import Piece, check_values, pieces, value, write
+from tests.checkpointing.test_checkpoints import check_values, pieces, value, write
 from tests.checkpointing.test_retention import one
 
 from zoo import sim
@@ -36,6 +36,7 @@ from zoo.checkpointing.errors import UnreadableError
 from zoo.checkpointing.listing import listing
 from zoo.checkpointing.resharding import reshard
 from zoo.comm import Communicator
+from zoo.layout import StateSlice
 
 
 class Refusing(LocalDisk):
@@ -120,7 +121,7 @@ def descriptors() -> int:
 @pytest.fixture
 def of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(reading, "_MOST_OPEN", 4)
-    save(tmp_path / "few", "one", [Piece("w", "parameter", 0, 999, (999,), torch.arange(999.0))])
+    save(tmp_path / "few", "one", [StateSlice("w", "parameter", 0, 999, (999,), torch.arange(999.0))])
     with load(tmp_path / "few") as found:
         reshard(found, tmp_path / "many", 60)
     return tmp_path / "many"
@@ -166,7 +167,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save(
             root,
             "one",
-            [Piece("w", "parameter", start, stop - start, (LARGE,), every[start:stop])],
+            [StateSlice("w", "parameter", start, stop - start, (LARGE,), every[start:stop])],
             comm=Communicator(),
         )
 
@@ -276,7 +277,7 @@ def saving(tmp_path: Path) -> Iterator[tuple[Path, Waiting]]:
     root, disk = tmp_path / "runs", Waiting()
     one(root, "one")
     saver = BackgroundSaver(Communicator())
-    saver.save(root, "two", [Piece("w", "parameter", 0, 1, (1,), torch.ones(1))], disk=disk)
+    saver.save(root, "two", [StateSlice("w", "parameter", 0, 1, (1,), torch.ones(1))], disk=disk)
     yield root, disk
     disk.go.set()
     saver.close()

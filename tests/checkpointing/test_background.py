@@ -176,13 +176,12 @@ AT_EXIT = """
 import atexit, sys, torch
 from zoo.checkpointing import BackgroundSaver
 from zoo.comm import Communicator
+from zoo.layout import StateSlice
 
-class Piece:
-    name, role, start, length, shape, tensor = "a", "parameter", 0, 4, (4,), torch.ones(4)
-
+piece = StateSlice("a", "parameter", 0, 4, (4,), torch.ones(4))
 saver = BackgroundSaver(Communicator())
-saver.save(sys.argv[1], "one", [Piece()])
-atexit.register(lambda: saver.save(sys.argv[1], "two", [Piece()]))
+saver.save(sys.argv[1], "one", [piece])
+atexit.register(lambda: saver.save(sys.argv[1], "two", [piece]))
 """
 
 

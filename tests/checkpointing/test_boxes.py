@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,15 @@ from zoo.checkpointing.comparing import compare
 from zoo.checkpointing.index import Index
 from zoo.checkpointing.resharding import reshard
 from zoo.comm import Communicator
-from zoo.layout import Box, tiles
+from zoo.layout import Box, StateSlice, tiles
 
 
-@dataclass
-class Part:
+def part(box: Box, shape: tuple[int, ...], role: str = "parameter") -> StateSlice:
     """A slice of "w", which has the number of each element as its value."""
-
-    box: Box | None
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    tensor: torch.Tensor
-    role: str = "parameter"
-    name: str = "w"
-
-
-def part(box: Box, shape: tuple[int, ...], role: str = "parameter") -> Part:
     whole = torch.arange(Box.whole(shape).numel, dtype=torch.float32).view(shape)
     value = whole[(*(slice(low, high) for low, high in zip(box.offsets, box.stops, strict=True)), ...)].reshape(-1)
     value = value if role == "parameter" else -value.double()
-    return Part(box, Box.whole(shape).number_of(box.offsets), box.numel, shape, value, role)
+    return StateSlice("w", role, Box.whole(shape).number_of(box.offsets), box.numel, shape, value, box)
 
 
 @st.composite

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,9 @@ from zoo.checkpointing.data_files import AHEAD, CHUNK_BYTES
 from zoo.checkpointing.disk import LocalDisk
 from zoo.checkpointing.index import OF_PIECES, FileEntry, Index, State, empty_columns
 from zoo.comm import Communicator
-from zoo.layout import Box, FlatLayout, LogicalTensor
+from zoo.layout import Box, FlatLayout, LogicalTensor, StateSlice
 
 SHAPES = {"a": (3, 5), "b|odd": (7,), "cube": (3, 4, 5), "empty": (0, 4), "scalar": ()}
-
-
-@dataclass
-class Piece:
-    name: str
-    role: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    tensor: torch.Tensor
 
 
 def value(name: str, role: str) -> torch.Tensor:
@@ -49,15 +39,15 @@ def value(name: str, role: str) -> torch.Tensor:
     return base if role == "parameter" else -base.to(torch.bfloat16)
 
 
-def pieces(rank: int, size: int, scale: float = 1.0, skip: int = 0) -> list[Piece]:
+def pieces(rank: int, size: int, scale: float = 1.0, skip: int = 0) -> list[StateSlice]:
     layout = FlatLayout.pack((LogicalTensor(name=n, shape=s) for n, s in SHAPES.items()), multiple=size)
     found = []
     for part in layout.slices(*layout.shard_range(rank, size)):
         for role in ("parameter", "exp_avg"):
             tensor = value(part.name, role)[part.start : part.stop] * scale
-            found.append(Piece(part.name, role, part.start, part.length, SHAPES[part.name], tensor))
+            found.append(StateSlice(part.name, role, part.start, part.length, SHAPES[part.name], tensor))
     if rank == 0:
-        found += [Piece("empty", role, 0, 0, (0, 4), value("empty", role)) for role in ("parameter", "exp_avg")]
+        found += [StateSlice("empty", role, 0, 0, (0, 4), value("empty", role)) for role in ("parameter", "exp_avg")]
     return found[skip:]
 
 
@@ -209,13 +199,13 @@ def test_tags_are_names(tmp_path: Path, tag: str, said: str) -> None:
 
 def test_missing_and_doubled_elements_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"elements 0 to 14 of parameter 'a' .of 15. are missing"):
-        save(tmp_path, "one", [*pieces(0, 1)[1:], Piece("a", "parameter", 15, 0, (3, 5), torch.zeros(0))])
-    twice = [*pieces(0, 1), Piece("a", "parameter", 4, 2, (3, 5), torch.zeros(2))]
+        save(tmp_path, "one", [*pieces(0, 1)[1:], StateSlice("a", "parameter", 15, 0, (3, 5), torch.zeros(0))])
+    twice = [*pieces(0, 1), StateSlice("a", "parameter", 4, 2, (3, 5), torch.zeros(2))]
     with pytest.raises(
         CheckpointError, match=r"elements 4 to 5 of parameter 'a' are there twice: in \w+.00000.safetensors and in"
     ):
         save(tmp_path, "one", twice)
-    long = [Piece("a", "parameter", 0, 16, (3, 5), torch.zeros(16))]
+    long = [StateSlice("a", "parameter", 0, 16, (3, 5), torch.zeros(16))]
     with pytest.raises(CheckpointError, match=r"elements 15 to 15 of parameter 'a' .of 15. are too many"):
         save(tmp_path, "one", long)
 
@@ -379,8 +369,8 @@ def test_blocks_are_read_once_each_whatever_is_asked_for(tmp_path: Path) -> None
     numel = 5 * (1 << 20) // 2 + 77
     tensor = torch.arange(numel, dtype=torch.float32)
     large = torch.arange(4 * (1 << 20), dtype=torch.float32)
-    save(tmp_path, "one", [Piece("t", "parameter", 0, numel, (numel,), tensor),
-                           Piece("u", "parameter", 0, len(large), (len(large),), large)])  # fmt: skip
+    save(tmp_path, "one", [StateSlice("t", "parameter", 0, numel, (numel,), tensor),
+                           StateSlice("u", "parameter", 0, len(large), (len(large),), large)])  # fmt: skip
     with load(tmp_path) as found:
         assert torch.equal(found.tensor("t"), tensor)
         assert torch.equal(found.tensor("u"), large)
@@ -415,7 +405,7 @@ def test_several_streams_read_each_byte_once(tmp_path: Path) -> None:
     numel, num = 100_003, 60
     roles = {"parameter": 0.0, "exp_avg": 1.0, "exp_avg_sq": 2.0}
     save(tmp_path, "one", [
-        Piece(f"t{place:02d}", role, 0, numel, (numel,), torch.full((numel,), value + 3 * place))
+        StateSlice(f"t{place:02d}", role, 0, numel, (numel,), torch.full((numel,), value + 3 * place))
         for place in range(num) for role, value in roles.items()
     ])  # fmt: skip
     disk = Counting()
@@ -434,7 +424,8 @@ def test_reading_in_any_order_gives_what_was_written(tmp_path: Path) -> None:
     """Jumps between many places of a large file, of which each begins to read ahead."""
     numel, num = 300_007, 120
     save(tmp_path, "one", [
-        Piece(f"t{place}", "parameter", 0, numel, (numel,), torch.arange(numel) + place * 1000) for place in range(num)
+        StateSlice(f"t{place}", "parameter", 0, numel, (numel,), torch.arange(numel) + place * 1000)
+        for place in range(num)
     ])  # fmt: skip
     dice = random.Random(3)
     with load(tmp_path) as found:

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model
-from tests.checkpointing.test_checkpoints import Piece
 from tests.profiles import examples
 from torch import nn
 
@@ -27,6 +26,7 @@ from zoo.checkpointing.consolidation import (
 )
 from zoo.checkpointing.zero_to_fp32 import CODES, Checkpoint, LazyTensor, bytes_of, plan_shards, tensors_of
 from zoo.comm import Communicator
+from zoo.layout import StateSlice
 
 GOLDEN = Path(__file__).parent / "golden" / "version2"
 Values = dict[tuple[str, str], torch.Tensor]
@@ -44,7 +44,7 @@ def put(
             low, high = (k * tensor.numel() // ranks for k in (rank, rank + 1))
             if high > low or rank == 0:
                 flat = tensor.reshape(-1)[low:high].clone()
-                mine.append(Piece(name, role, low, high - low, tuple(tensor.shape), flat))
+                mine.append(StateSlice(name, role, low, high - low, tuple(tensor.shape), flat))
         save(root, tag, mine, scalars, meta, Communicator())
 
     sim.run(ranks, job)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,18 @@ from zoo.checkpointing.constants import Constants
 from zoo.checkpointing.disk import LocalDisk
 from zoo.comm import Communicator
 from zoo.engine import initialize
+from zoo.layout import StateSlice
 
 ROOT = Path("/runs")
 
 
-@dataclass
-class Part:
-    name: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    tensor: torch.Tensor
-    constant: bool = False
-    role: str = "parameter"
-
-
-def parts(rank: int, size: int, base: float, head: float) -> list[Part]:
+def parts(rank: int, size: int, base: float, head: float) -> list[StateSlice]:
     """A frozen tensor of 12 elements, and one that trains."""
     each = 12 // size
     run = rank * each
     return [
-        Part("base", run, each, (12,), torch.arange(run, run + each) * base, constant=True),
-        Part("head", run, each, (12,), torch.arange(run, run + each) * head),
+        StateSlice("base", "parameter", run, each, (12,), torch.arange(run, run + each) * base, constant=True),
+        StateSlice("head", "parameter", run, each, (12,), torch.arange(run, run + each) * head),
     ]
 
 

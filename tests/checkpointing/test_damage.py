@@ -15,13 +15,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.checkpointing.test_checkpoints import SHAPES, Piece, pieces, value
+from tests.checkpointing.test_checkpoints import SHAPES, pieces, value
 from tests.profiles import examples
 
 from zoo import sim
 from zoo.checkpointing import Checkpoint, load, save
 from zoo.checkpointing.zero_to_fp32 import Checkpoint as ScriptCheckpoint
 from zoo.comm import Communicator
+from zoo.layout import StateSlice
 
 SECTOR = 512
 RANKS = 3
@@ -33,7 +34,7 @@ def write(root: Path, tag: str, scale: float) -> None:
     """A checkpoint of three ranks whose files have equal sizes and other contents, and more than one block."""
 
     def job(rank: int) -> None:
-        wide = Piece("wide", "parameter", rank * 400_000, 400_000, (RANKS * 400_000,), _wide(rank, scale))
+        wide = StateSlice("wide", "parameter", rank * 400_000, 400_000, (RANKS * 400_000,), _wide(rank, scale))
         own = {"rng": torch.full((600,), rank, dtype=torch.uint8)}
         save(
             root,

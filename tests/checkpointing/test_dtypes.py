@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from zoo.checkpointing import CheckpointError, TensorFile, load, save
+from zoo.layout import StateSlice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*experimental", "ignore:.*deprecated")
 
@@ -19,17 +19,8 @@ MUST = {
 }  # fmt: skip
 
 
-@dataclass
-class Slice:
-    tensor: torch.Tensor
-    start: int = 0
-    shape: tuple[int, ...] = (7,)
-    name: str = "x"
-    role: str = "buffer"
-
-    @property
-    def length(self) -> int:
-        return self.tensor.numel()
+def slice_of(tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] = (7,)) -> StateSlice:
+    return StateSlice("x", "buffer", start, tensor.numel(), shape, tensor)
 
 
 def some(dtype: torch.dtype) -> torch.Tensor | None:
@@ -55,7 +46,7 @@ def test_a_dtype_is_loaded_as_it_was_saved_or_refused_when_it_is_saved(tmp_path:
         return
     refused = ""
     try:
-        save(tmp_path, "one", [Slice(tensor[:3]), Slice(tensor[3:], 3)], rank_state={"own": tensor})
+        save(tmp_path, "one", [slice_of(tensor[:3]), slice_of(tensor[3:], 3)], rank_state={"own": tensor})
     except CheckpointError as error:
         refused = str(error)
     if refused:
@@ -82,7 +73,7 @@ def test_no_elements_of_any_dtype_come_back(tmp_path: Path, name: str) -> None:
         empty = torch.empty(0, dtype=dtype)
     except (RuntimeError, TypeError):
         return
-    save(tmp_path, "one", [Slice(empty, 0, (0,))])
+    save(tmp_path, "one", [slice_of(empty, 0, (0,))])
     assert load(tmp_path).tensor("x", "buffer").dtype is dtype
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.checkpointing.manifests import rewrite
-from tests.checkpointing.test_checkpoints import Piece, pieces, write
+from tests.checkpointing.test_checkpoints import pieces, write
 
 from zoo import sim
 from zoo.checkpointing import BackgroundSaver, CheckpointError, load, manifest, prune, save, writing, zero_to_fp32
@@ -23,6 +23,7 @@ from zoo.checkpointing.disk import LocalDisk
 from zoo.checkpointing.exact import encode
 from zoo.checkpointing.index import FileEntry, Index, State, empty_columns
 from zoo.comm import Communicator
+from zoo.layout import StateSlice
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -142,7 +143,7 @@ def test_saving_and_loading_read_no_meta_of_other_checkpoints(tmp_path: Path) ->
 def test_an_index_whose_pieces_share_bytes_is_refused(tmp_path: Path, reader: Callable[[Path, str], object]) -> None:
     """Otherwise five megabytes on disk are a tensor of 64 GiB."""
     numel, count = 1 << 20, 16384
-    save(tmp_path, "one", [Piece("a", "parameter", 0, numel, (numel,), torch.ones(numel))])
+    save(tmp_path, "one", [StateSlice("a", "parameter", 0, numel, (numel,), torch.ones(numel))])
     _in_index(tmp_path, numel, count)
     with pytest.raises(ValueError, match=r"some of them are there twice|has some bytes of a file twice"):
         reader(tmp_path, "one")

@@ -147,7 +147,7 @@ def test_damage_in_a_store_is_named_and_passed_over() -> None:
 def test_large_files_are_sent_and_read_in_parts() -> None:
     numel = 5 << 20
     tensor = torch.arange(numel, dtype=torch.float32)
-    part = replace(pieces(0, 1)[0], name="big", role="parameter", start=0, length=numel, shape=(numel,), tensor=tensor)
+    part = replace(pieces(0, 1)[0], name="big", role="parameter", start=0, length=numel, shape=(numel,), source=tensor)
     save(URL, "one", [part])
     with load(URL) as found:
         assert torch.equal(found.tensor("big"), tensor)

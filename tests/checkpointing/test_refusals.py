@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpointing.test_checkpoints import SHAPES, Piece, pieces, write
+from tests.checkpointing.test_checkpoints import SHAPES, pieces, write
 
 from zoo.checkpointing import CheckpointError, TensorFile, load, prune, save
+from zoo.layout import StateSlice, Stored
 
 
 def test_a_hole_in_the_middle_is_named_by_its_elements(tmp_path: Path) -> None:
-    parts = [Piece("a", "parameter", start, 4, (3, 5), torch.zeros(4)) for start in (0, 7)]
+    parts = [StateSlice("a", "parameter", start, 4, (3, 5), torch.zeros(4)) for start in (0, 7)]
     with pytest.raises(CheckpointError, match="elements 4 to 6 of parameter 'a' are missing: no rank holds them"):
         save(tmp_path, "one", parts)
 
@@ -31,23 +32,21 @@ def test_no_element_outside_of_a_tensor_is_read(tmp_path: Path, start: int, leng
     "tensor", [torch.zeros(3, 5), torch.zeros(14), torch.zeros(15, dtype=torch.float64), torch.zeros(16)]
 )
 def test_a_slice_that_is_not_what_it_says_is_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
-    class Lazy(Piece):
-        dtype = torch.float32
-
+    source = Stored(lambda start, length: tensor, torch.float32)
     with pytest.raises(CheckpointError, match=r"says 15 elements of torch.float32 and comes with a tensor of shape"):
-        save(tmp_path, "one", [Lazy("a", "parameter", 0, 15, (3, 5), tensor)])
+        save(tmp_path, "one", [StateSlice("a", "parameter", 0, 15, (3, 5), source)])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("role", ["", "rank", "a|b"])
 def test_a_role_that_cannot_be_is_refused(tmp_path: Path, role: str) -> None:
     with pytest.raises(CheckpointError, match=r"a role is not empty, not 'rank', without '\|'"):
-        save(tmp_path, "one", [Piece("a", role, 0, 1, (1,), torch.zeros(1))])
+        save(tmp_path, "one", [StateSlice("a", role, 0, 1, (1,), torch.zeros(1))])
 
 
 def test_roles_before_and_after_the_one_that_is_kept_for_ranks_are_fine(tmp_path: Path) -> None:
     for tag, role in (("one", "moment"), ("two", "zeta")):
-        save(tmp_path, tag, [Piece("a", role, 0, 1, (1,), torch.ones(1))], rank_state={"own": torch.zeros(1)})
+        save(tmp_path, tag, [StateSlice("a", role, 0, 1, (1,), torch.ones(1))], rank_state={"own": torch.zeros(1)})
         assert load(tmp_path, tag).tensor("a", role).tolist() == [1.0]
         assert load(tmp_path, tag).rank_state(0)["own"].tolist() == [0.0]
 
@@ -55,7 +54,7 @@ def test_roles_before_and_after_the_one_that_is_kept_for_ranks_are_fine(tmp_path
 def test_every_tensor_begins_at_a_multiple_of_its_elements_size(tmp_path: Path) -> None:
     """Readers that map the file want it so, as safetensors itself writes it."""
     kinds = [torch.uint8, torch.float64, torch.bfloat16, torch.float32]
-    mixed = [Piece(f"t{k}", "parameter", 0, 3, (3,), torch.zeros(3, dtype=kind)) for k, kind in enumerate(kinds)]
+    mixed = [StateSlice(f"t{k}", "parameter", 0, 3, (3,), torch.zeros(3, dtype=kind)) for k, kind in enumerate(kinds)]
     save(tmp_path, "one", mixed)
     with TensorFile(tmp_path / "f.safetensors", {p.name: (p.tensor.dtype, (3,)) for p in mixed}, {}) as file:
         for part in mixed:
@@ -115,3 +114,13 @@ def test_a_checkpoint_can_be_read_without_its_checksums(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="CRC-32C"):
         list(load(tmp_path).verify())
     assert [load(tmp_path, verify=False).tensor(name).shape for name in SHAPES] == list(SHAPES.values())
+
+
+def test_what_is_no_slice_is_refused(tmp_path: Path) -> None:
+    class Alike:
+        name, role, start, length, shape, tensor = "a", "parameter", 0, 1, (1,), torch.zeros(1)
+
+    for what in (Alike(), torch.zeros(1), None):
+        with pytest.raises(CheckpointError, match=r"given to be saved; the slices of a checkpoint are zoo\.layout\."):
+            save(tmp_path, "one", [what])  # type: ignore[list-item]
+    assert list(tmp_path.iterdir()) == []

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.checkpointing.test_checkpoints import Piece
 
 from zoo.checkpointing import CheckpointError, load, prune, save
 from zoo.checkpointing.disk import LocalDisk
 from zoo.checkpointing.listing import listing
+from zoo.layout import StateSlice
 
 LOSSES = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0, "e": math.nan, "f": 2.5}
 
@@ -27,7 +27,7 @@ LOSSES = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0, "e": math.nan, "f": 2.5}
 def runs(tmp_path: Path) -> Path:
     for tag, loss in LOSSES.items():
         save(
-            tmp_path, tag, [Piece("w", "parameter", 0, 1, (1,), torch.ones(1))], {"accuracy": -loss, "zero/x": 1},
+            tmp_path, tag, [StateSlice("w", "parameter", 0, 1, (1,), torch.ones(1))], {"accuracy": -loss, "zero/x": 1},
             {"client": {"loss": loss, "text": "1"}},
         )  # fmt: skip
     return tmp_path
@@ -131,7 +131,7 @@ def test_the_best_of_what_can_be_read_stays_beside_damage(runs: Path) -> None:
 
 
 def one(root: Path, tag: str, value: float = 1.0, **given: Any) -> None:
-    save(root, tag, [Piece("w", "parameter", 0, 1, (1,), torch.full((1,), value))], **given)
+    save(root, tag, [StateSlice("w", "parameter", 0, 1, (1,), torch.full((1,), value))], **given)
 
 
 def test_links_are_no_checkpoints(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

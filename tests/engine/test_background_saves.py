@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from zoo.checkpointing import BackgroundSaver, CheckpointError, load
 from zoo.comm import Communicator
 from zoo.engine import initialize
+from zoo.layout import StateSlice, Stored
 
 
 class Loss(nn.Module):
@@ -56,29 +58,24 @@ def train(
     return losses, again, under_way
 
 
-class Broken:
-    """A slice that cannot be read on one rank."""
+def whole() -> StateSlice:
+    return StateSlice("a", "parameter", 0, 4, (4,), torch.ones(4))
 
-    name, role, start, length, shape, dtype = "a", "parameter", 0, 4, (4,), torch.float32
 
-    @property
-    def tensor(self) -> torch.Tensor:
+def broken() -> StateSlice:
+    def load(start: int, length: int) -> torch.Tensor:
         raise RuntimeError("nobody has it")
 
-
-class Whole(Broken):
-    @property
-    def tensor(self) -> torch.Tensor:
-        return torch.ones(4)
+    return replace(whole(), source=Stored(load, torch.float32))
 
 
 def one_rank_fails(rank: int, folder: str) -> list[str]:
     saver, said = BackgroundSaver(Communicator()), []
     with pytest.raises(CheckpointError) as caught:
-        saver.save(folder, "one", [Broken()] if rank else [Whole()])
+        saver.save(folder, "one", [broken()] if rank else [whole()])
     said.append(str(caught.value))
     # What only rank 0's counts of may be anything elsewhere.
-    saver.save(folder, "two", [] if rank else [Whole()], meta={"f": print} if rank else {"f": 1})
+    saver.save(folder, "two", [] if rank else [whole()], meta={"f": print} if rank else {"f": 1})
     saver.close()
     with load(folder, comm=Communicator()) as found:
         return [*said, found.tag, str(found.meta)]
@@ -96,7 +93,7 @@ def some_ranks(rank: int, folder: str) -> float:
     pair = dist.new_group([0, 1])
     if rank < 2:
         saver = BackgroundSaver(Communicator(pair))
-        saver.save(folder, "one", [] if rank else [Whole()])
+        saver.save(folder, "one", [] if rank else [whole()])
         saver.wait()
     everyone, found = dist.new_group([0, 1, 2], timeout=timedelta(seconds=20)), torch.ones(1)
     dist.all_reduce(found, group=everyone)
@@ -112,9 +109,7 @@ def test_some_ranks_of_a_job_save_in_the_background(tmp_path: Path) -> None:
 def torn_down(rank: int, folder: str) -> bool:
     """A script that ends as torch's tutorials do, right after its last save."""
     numel = 4 << 20
-    piece = type("Piece", (Whole,), {
-        "name": f"p{rank}", "length": numel, "shape": (numel,), "tensor": torch.full((numel,), float(rank)),
-    })()  # fmt: skip
+    piece = StateSlice(f"p{rank}", "parameter", 0, numel, (numel,), torch.full((numel,), float(rank)))
     saver = BackgroundSaver(Communicator())
     saver.save(folder, "last", [piece])
     under_way = saver.pending

@@ -18,7 +18,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,56 +30,26 @@ from zoo.checkpointing import under_way
 from zoo.checkpointing.constants import Constants
 from zoo.checkpointing.disk import Disk, place_of
 from zoo.checkpointing.errors import alike
-from zoo.checkpointing.names import StateSlice
-from zoo.checkpointing.tensors import Lent, check_dtype
-from zoo.checkpointing.writing import Told, dtype_of, save
+from zoo.checkpointing.tensors import check_dtype
+from zoo.checkpointing.writing import Told, check_slice, save
 from zoo.comm import Communicator, before_teardown
 from zoo.comm.groups import make_groups
-from zoo.layout import Box
+from zoo.layout import Lent, StateSlice, Stored
 
 _log = logging.getLogger("zoo.checkpointing")
 _SIMULATED = "zoo_sim"
 _TOLD_AFTER_S = 0.1
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A slice whose elements nobody changes."""
-
-    name: str
-    role: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    tensor: torch.Tensor
-    box: Box | None
-    constant: bool
-
-
-@dataclass(frozen=True)
-class _Borrowed:
-    """A slice that is read where it lies, when its turn comes."""
-
-    name: str
-    role: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    lent: Lent
-    box: Box | None
-    constant: bool
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        found = torch.empty(self.length, dtype=self.dtype)
-        self.lent.read(found.view(torch.uint8), 0)
-        return found
+def _read_lent(lent: Lent, dtype: torch.dtype, start: int, length: int) -> torch.Tensor:
+    found = torch.empty(length, dtype=dtype)
+    lent.read(found.view(torch.uint8), start * dtype.itemsize)
+    return found
 
 
 class Snapshot:
     """Slices as they are now: host copies, in memory that is used again for slices of the same places; and what lends
-    itself (a slice on NVMe, whose ``borrow()`` gives a :class:`~zoo.checkpointing.tensors.Lent`) where it lies."""
+    itself (a slice on NVMe) where it lies."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str, int], torch.Tensor] = {}
@@ -96,15 +67,13 @@ class Snapshot:
         devices: set[torch.device] = set()
         self.release()
         for item in slices:
-            box, constant = getattr(item, "box", None), getattr(item, "constant", False)
-            check_dtype(f"{item.role} {item.name!r}", dtype_of(item))
-            lent = item.borrow() if item.length and hasattr(item, "borrow") else None
+            check_slice(item)
+            check_dtype(f"{item.role} {item.name!r}", item.dtype)
+            lent = item.borrow() if item.length else None
             if lent is not None:
                 self._lent.append(lent)
-                shape = tuple(item.shape)
-                found.append(
-                    _Borrowed(item.name, item.role, item.start, item.length, shape, dtype_of(item), lent, box, constant)
-                )
+                source = Stored(partial(_read_lent, lent, item.dtype), item.dtype, 0, item.length, lent=lent)
+                found.append(replace(item, source=source))
                 continue
             key, tensor = (item.role, item.name, item.start), item.tensor.detach()
             memory = self._memory.pop(key, None)
@@ -114,7 +83,7 @@ class Snapshot:
             if tensor.is_cuda:
                 devices.add(tensor.device)
             kept[key] = memory
-            found.append(_Copy(item.name, item.role, item.start, item.length, tuple(item.shape), memory, box, constant))
+            found.append(replace(item, source=memory))
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         self._memory = kept

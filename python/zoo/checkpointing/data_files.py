@@ -23,7 +23,8 @@ import torch
 from zoo.checkpointing.disk import Disk, LocalSource, Reading, Sink, Source
 from zoo.checkpointing.errors import DamageError, UnreadableError, no_access
 from zoo.checkpointing.index import BLOCK_BYTES, Column
-from zoo.checkpointing.tensors import Entry, Lent, flat_of, header_of
+from zoo.checkpointing.tensors import Entry, flat_of, header_of
+from zoo.layout import Lent
 
 STAGE_BYTES = 8 << 20
 """What is collected before it is written."""

@@ -7,13 +7,11 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Protocol
-
-import torch
 
 from zoo.checkpointing import under_way
 from zoo.checkpointing.disk import Disk, place_of, read_file
 from zoo.checkpointing.errors import CheckpointError
+from zoo.layout import StateSlice as StateSlice
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -23,30 +21,6 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _FILE = re.compile(r"(rank_|[0-9a-f]{16}\.(constant\.)?)\d{5,}\.safetensors")
 _INDEX = re.compile(r"[0-9a-f]{16}\.index")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
-
-
-class StateSlice(Protocol):
-    """Elements [start, start + length) of the row-major logical tensor ``name`` of shape ``shape``, in one ``role``.
-
-    ``tensor`` is their (length,) flat view on this rank. Any object with these attributes will do; one that has a
-    ``dtype`` as well is asked for its tensor only once, when it is written, so that it may load it then. One that has
-    a ``box`` (:class:`zoo.layout.Box`) which is not None is that box of the tensor, in the box's row-major order:
-    ``start`` is the number of its first element, ``length`` that of its elements. One whose ``constant`` is true is not
-    expected to change from one checkpoint to the next.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def tensor(self) -> torch.Tensor: ...
 
 
 def new_attempt() -> str:

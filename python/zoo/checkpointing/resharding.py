@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +20,7 @@ from zoo.checkpointing.names import tags_of
 from zoo.checkpointing.reading import Checkpoint
 from zoo.checkpointing.writing import save
 from zoo.comm import Communicator
+from zoo.layout import StateSlice, Stored
 
 MOST_RANKS = 1024
 PIECE_BYTES = 64 << 20
@@ -34,23 +34,17 @@ class Readable(Protocol):
         """See :meth:`zoo.checkpointing.Checkpoint.read`."""
 
 
-@dataclass(frozen=True)
-class SliceToRead:
-    """A slice whose tensor is read when it is written; ``told`` hears of its bytes."""
+def slice_to_read(
+    name: str, role: str, start: int, length: int, shape: tuple[int, ...], dtype: torch.dtype, found: Readable,
+    told: Callable[[int], None],
+) -> StateSlice:  # fmt: skip
+    """A slice of a checkpoint that is read when it is written; ``told`` hears of its bytes."""
 
-    name: str
-    role: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    found: Readable = field(repr=False)
-    told: Callable[[int], None] = field(repr=False)
+    def load(first: int, count: int) -> torch.Tensor:
+        told(count * dtype.itemsize)
+        return found.read(name, role, first, count)
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        self.told(self.length * self.dtype.itemsize)
-        return self.found.read(self.name, self.role, self.start, self.length)
+    return StateSlice(name, role, start, length, shape, Stored(load, dtype, start, length))
 
 
 def num_bytes(found: Checkpoint) -> int:
@@ -103,7 +97,7 @@ def reshard(
     return root / found.tag
 
 
-def _pieces(found: Checkpoint, rank: int, num_ranks: int, told: Callable[[int], None]) -> Iterator[SliceToRead]:
+def _pieces(found: Checkpoint, rank: int, num_ranks: int, told: Callable[[int], None]) -> Iterator[StateSlice]:
     """The part of one rank."""
     total, before = num_bytes(found), 0
     low, high = (total * k // num_ranks for k in (rank, rank + 1))
@@ -115,7 +109,7 @@ def _pieces(found: Checkpoint, rank: int, num_ranks: int, told: Callable[[int], 
         step = max(PIECE_BYTES // each, 1)
         for begin in range(start, stop, step):
             length = min(step, stop - begin)
-            yield SliceToRead(state.name, state.role, begin, length, state.shape, dtype, found, told)
+            yield slice_to_read(state.name, state.role, begin, length, state.shape, dtype, found, told)
         if numel == 0 and rank == 0:
-            yield SliceToRead(state.name, state.role, 0, 0, state.shape, dtype, found, told)
+            yield slice_to_read(state.name, state.role, 0, 0, state.shape, dtype, found, told)
         before += numel * each

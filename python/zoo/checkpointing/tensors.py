@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zoo.checkpointing.disk import LOCAL, beside
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.names import parse_key
+from zoo.layout import Lent
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,16 +36,6 @@ CODES = {
 """What a checkpoint can hold, and the format's name for it. Reading and writing share this table."""
 
 _PIECE_BYTES = 4 << 20
-
-
-class Lent(Protocol):
-    """Bytes that stay as they are until they are released. For any thread."""
-
-    def read(self, memory: torch.Tensor, offset: int) -> None:
-        """Fill ``memory``, bytes, from byte ``offset`` on."""
-
-    def release(self) -> None:
-        """They are not needed any more."""
 
 
 @dataclass(frozen=True)

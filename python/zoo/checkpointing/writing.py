@@ -238,7 +238,8 @@ def _write_rank(
     rows: list[tuple[int, int, int, str]] = []
     boxes: list[Box | None] = []
     for item in slices:
-        shape, dtype = _check_slice(item, shapes), dtype_of(item)
+        shape = _check_slice(item, shapes)
+        dtype = item.dtype
         named = State(item.name, item.role, str(dtype).removeprefix("torch."), shape)
         number, known = states.setdefault((item.name, item.role), (len(states), named))
         if known != named:
@@ -247,8 +248,8 @@ def _write_rank(
             key = key_of(item.role, item.name, item.start)
             if key in entries or key in constant:
                 raise CheckpointError(f"{item.role} {item.name!r} has two slices that start at element {item.start}")
-            kind = constant if getattr(item, "constant", False) else entries
-            kind[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"), getattr(item, "lent", None))
+            kind = constant if item.constant else entries
+            kind[key] = Entry(key, dtype, item.length, partial(getattr, item, "tensor"), item.lent)
             rows.append((number, item.start, item.length, key))
             boxes.append(_box_of(item, shape))
     own: list[tuple[int, int, str]] = []
@@ -293,13 +294,19 @@ def _columns(
     return {**columns, "sums": np.concatenate([written.sums for written in files])}
 
 
-def dtype_of(item: StateSlice) -> torch.dtype:
-    """Of a slice's elements; one that knows it need not load its tensor for that."""
-    known: torch.dtype = getattr(item, "dtype", None) or item.tensor.dtype
-    return known
+def check_slice(item: Any) -> None:
+    """Raises:
+    CheckpointError: it is no slice.
+    """
+    if not isinstance(item, StateSlice):
+        raise CheckpointError(
+            f"a {type(item).__name__} is given to be saved; the slices of a checkpoint are zoo.layout.StateSlice, such "
+            "as those of state_slices()"
+        )
 
 
 def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    check_slice(item)
     shape = tuple(int(d) for d in item.shape)
     if "|" in item.role or not item.role or item.role == RANK_ROLE:
         raise CheckpointError(
@@ -312,7 +319,7 @@ def _check_slice(item: StateSlice, shapes: dict[str, tuple[int, ...]]) -> tuple[
 
 def _box_of(item: StateSlice, shape: tuple[int, ...]) -> Box | None:
     """The box that a slice is, unless that is a run."""
-    box: Box | None = getattr(item, "box", None)
+    box = item.box
     if box is None:
         return None
     if not box.fits(shape) or box.numel != item.length or Box.whole(shape).number_of(box.offsets) != item.start:

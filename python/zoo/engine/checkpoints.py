@@ -158,7 +158,7 @@ class Checkpoints(WholeStates):
         if not wanted or self.sharded.config.offload_param.device != "nvme":
             return wanted
         # Packed parameters are unpacked to be written, which needs the memory that they are kept out of.
-        kept_out = any(getattr(item, "is_kept_out", False) for item in slices)
+        kept_out = any(item.is_kept_out for item in slices)
         if not any(self.sharded.everyone.all_gather_object(kept_out)):
             return True
         if asked:

@@ -6,7 +6,6 @@ import logging
 import random
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import nn
 from zoo import checkpointing
 from zoo.comm import gather_object
 from zoo.engine.foreign import options_of_groups, tell_what_is_missing
-from zoo.layout import logical_name, split_of
+from zoo.layout import StateSlice, logical_name, split_of
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -30,27 +29,14 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _log = logging.getLogger("zoo.engine")
 
 
-@dataclass(frozen=True)
-class BufferSlice:
-    """A module's whole buffer, as a slice of a checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    tensor: torch.Tensor
-    role: str = BUFFER
-    start: int = 0
-
-    @property
-    def length(self) -> int:
-        """Elements."""
-        return self.tensor.numel()
-
-
-def buffer_slices(module: nn.Module, sharded: ShardedModel) -> list[BufferSlice]:
+def buffer_slices(module: nn.Module, sharded: ShardedModel) -> list[StateSlice]:
     """Rank 0's buffers, those that ``state_dict`` would hold, by their names in the whole model; on another rank those
     that no rank before it has: of other layers, of experts. Collective where there are such."""
     buffers = first_buffers(module, sharded)
-    return [BufferSlice(name, tuple(b.shape), b.detach().reshape(-1).cpu()) for name, b in buffers.items()]
+    return [
+        StateSlice(name, BUFFER, 0, b.numel(), tuple(b.shape), b.detach().reshape(-1).cpu())
+        for name, b in buffers.items()
+    ]
 
 
 def first_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.Tensor]:

@@ -74,4 +74,13 @@ from .reshard import (
 from .reshard import (
     runs_of as runs_of,
 )
+from .state import (
+    Lent as Lent,
+)
+from .state import (
+    StateSlice as StateSlice,
+)
+from .state import (
+    Stored as Stored,
+)
 from .tiling import tiles as tiles

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from zoo import sim
 from zoo.checkpointing import CheckpointError
 from zoo.checkpointing.foreign import load_dcp, save_dcp
-from zoo.layout import Box
+from zoo.layout import Box, StateSlice
 from zoo.zero import ZeroOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,12 +90,8 @@ def test_a_flat_state_dict_is_its_parameters(tmp_path: Path) -> None:
     assert found.tensor("b") == 4
 
 
-class Buffer:
-    """A buffer as a slice."""
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name, self.role, self.start, self.shape = name, "buffer", 0, tuple(tensor.shape)
-        self.tensor, self.length = tensor.reshape(-1), tensor.numel()
+def buffer(name: str, tensor: torch.Tensor) -> StateSlice:
+    return StateSlice(name, "buffer", 0, tensor.numel(), tuple(tensor.shape), tensor.reshape(-1))
 
 
 def written(folder: Path, world: int, stage: int) -> None:
@@ -111,7 +107,7 @@ def written(folder: Path, world: int, stage: int) -> None:
             zoo.step()
             zoo.zero_grad()
         slices: list[Any] = zoo.state_slices()
-        slices += [Buffer("shift", model.shift)] if rank == 0 else []
+        slices += [buffer("shift", model.shift)] if rank == 0 else []
         save_dcp(folder, slices, {**zoo.state_scalars(), "zero/scale": 8.0}, zoo.comm)
 
     sim.run(world, job)
@@ -221,7 +217,7 @@ def test_a_save_that_fails_leaves_no_metadata(tmp_path: Path) -> None:
     small(tmp_path)
 
     def job(rank: int) -> None:
-        part = Buffer("w", torch.ones(2, 3))  # both ranks give all of it
+        part = buffer("w", torch.ones(2, 3))  # both ranks give all of it
         save_dcp(tmp_path, [part], {}, None)
 
     with pytest.raises(sim.RankError, match="given twice"):

@@ -84,8 +84,7 @@ def _write(
             buffers += [item.name] if item.role == "buffer" and item.name not in buffers else []
             key, shape = _key(item.name, item.role, model, optimizer), tuple(item.shape)
             flat = item.tensor.detach().cpu()
-            own: Box | None = getattr(item, "box", None)
-            boxes = [own] if own is not None else Box.whole(shape).run(item.start, item.start + item.length)
+            boxes = [item.box] if item.box is not None else Box.whole(shape).run(item.start, item.start + item.length)
             if not item.length and 0 in shape:
                 boxes = [Box.whole(shape)]
             done = 0

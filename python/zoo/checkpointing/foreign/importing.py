@@ -13,9 +13,10 @@ from zoo.checkpointing.disk import place_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
-from zoo.checkpointing.resharding import PIECE_BYTES, SliceToRead
+from zoo.checkpointing.resharding import PIECE_BYTES, slice_to_read
 from zoo.checkpointing.writing import save
 from zoo.comm import Communicator
+from zoo.layout import StateSlice
 
 _MOST_ITEMS = 1000
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples")
@@ -119,10 +120,10 @@ def _tag_of(name: str) -> str:
     return found if found and found != "latest" else "imported"
 
 
-def _pieces(found: ForeignCheckpoint, told: Callable[[int], None]) -> Iterator[SliceToRead]:
+def _pieces(found: ForeignCheckpoint, told: Callable[[int], None]) -> Iterator[StateSlice]:
     for name, shape in found.shapes.items():
         for role, named in found.roles[name].items():
             dtype, numel = dtype_named(named), math.prod(shape)
             step = max(PIECE_BYTES // dtype.itemsize, 1)
             for start in range(0, max(numel, 1), step):
-                yield SliceToRead(name, role, start, min(step, numel - start), shape, dtype, found, told)
+                yield slice_to_read(name, role, start, min(step, numel - start), shape, dtype, found, told)

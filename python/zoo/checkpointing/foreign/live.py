@@ -147,8 +147,7 @@ class Shards(torch.Tensor):
 
 def _where(item: StateSlice) -> int | Box:
     """What is asked for when it is loaded."""
-    own: Box | None = getattr(item, "box", None)
-    return item.start if own is None else own
+    return item.start if item.box is None else item.box
 
 
 def _boxes(item: StateSlice) -> list[tuple[Box, StateSlice, int]]:
@@ -170,10 +169,7 @@ def _shards(source: LiveState, *, parameters: bool) -> dict[tuple[str, str], Sha
         for item in source.live_slices(owned=owned):
             if (item.role == "parameter") is parameters:
                 parts.setdefault((item.name, item.role), ([], []))[number].append(item)
-    return {
-        key: Shards(tuple(held[0].shape), getattr(held[0], "dtype", None) or held[0].tensor.dtype, owned, held)
-        for key, (owned, held) in parts.items()
-    }
+    return {key: Shards(tuple(held[0].shape), held[0].dtype, owned, held) for key, (owned, held) in parts.items()}
 
 
 class _Part:

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,6 +115,10 @@ class Shelf:
         with self._returned:
             self._lent[region] = self._lent.get(region, 0) + 1
         return Lease(self, region, offset)
+
+    def lender(self, region: int, first: int) -> Callable[[int], Lease]:
+        """What lends the region from a byte on, counted from byte ``first`` of it."""
+        return lambda offset: self.lend(region, first + offset)
 
     def read_lent(self, region: int, memory: torch.Tensor, offset: int) -> None:
         """See :meth:`Lease.read`."""

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from zoo import io
+from zoo.layout import Stored
 from zoo.zero.offload.scratch import Scratch, round_up
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.state.logical import Stored
 from zoo.zero.update.segments import Segment, absent, is_absent
 
 ALIGN = 64  # of a section within a record, as vector loads like it
@@ -263,13 +263,13 @@ class StateStream:
         # A master that is in memory is more than the parameters; where none exists yet, they are all there is.
         value = segment.value(self._entries.get(segment.tensor, {}))
         if is_absent(value) and (bucket.parameters_on_nvme or here is not None):
-            place = bucket.parameters.shard.place(segment.start) if bucket.parameters_on_nvme else None
-            found["parameter"] = Stored(load, bucket.spec.dtype, place=place, in_memory=not bucket.parameters_on_nvme)
+            lend = bucket.parameters.shard.lender(segment.start) if bucket.parameters_on_nvme else None
+            found["parameter"] = Stored(load, bucket.spec.dtype, lend=lend, in_memory=not bucket.parameters_on_nvme)
         for name in record.written:
             role = "parameter" if name in ("", "master") else name
             begin, dtype = record.sections[name]
-            place = (self._shelf, record.region, begin) if self._shelf is not None else None
-            found[role] = Stored(partial(self._load, record, name), dtype, place=place)
+            lend = self._shelf.lender(record.region, begin) if self._shelf is not None else None
+            found[role] = Stored(partial(self._load, record, name), dtype, lend=lend)
         return found
 
     def _load(self, record: Record, name: str, start: int, length: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from zoo.zero.offload.tiers import Tier
 
 if TYPE_CHECKING:
+    from zoo.layout import Lent
     from zoo.zero.collectives.routes import Packed, Packer
     from zoo.zero.offload.scratch import Scratch, Shelf
 
@@ -189,13 +190,13 @@ class Shard:
             self.finish(read)
         return pack.over(raw).values(self.dtype)[start - first :][:length]
 
-    def place(self, start: int = 0) -> tuple[Shelf, int, int] | None:
-        """The file, the region and the byte of element ``start``; None where it is not on NVMe as it is."""
+    def lender(self, start: int = 0) -> Callable[[int], Lent] | None:
+        """What lends the bytes from element ``start`` on; None where they are not on NVMe as they are."""
         if self.values is not None or self.packed is not None or self.pack is not None:
             return None
         if self._store is None or not hasattr(self._store, "lend"):
             return None
-        return cast("Shelf", self._store), self._region, start * self.dtype.itemsize
+        return cast("Shelf", self._store).lender(self._region, start * self.dtype.itemsize)
 
     def reaches(self, device: torch.device) -> bool:
         """Whether what is on NVMe travels between it and a device without host memory in between."""

@@ -9,97 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from zoo.layout import Box, Slice
+from zoo.layout import Box, Slice, Stored
+from zoo.layout import StateSlice as StateSlice
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.update.segments import Segment
-
-if TYPE_CHECKING:
-    from zoo.zero.offload.scratch import Lease, Shelf
 
 Reader = Callable[[str, str, Any, int], torch.Tensor]
 """``read(name, role, start, length)``: these elements as a 1-D tensor; KeyError when there is no such state. For parts
 of a tensor that are no run of it, ``start`` is a :class:`zoo.layout.Box` of ``length`` elements."""
-
-
-@dataclass(frozen=True)
-class StateSlice:
-    """Elements [start, start + length) of the logical tensor ``name`` of ``shape``, in its row-major order.
-
-    ``role`` is "parameter" (the fp32 value, or a frozen parameter in its own dtype) or the name of an optimizer state.
-    ``tensor`` is a flat view of the live state: copy it before training goes on. What lives on NVMe is read when
-    ``tensor`` is asked for, and is a copy. With a ``box`` the elements are those of this box of the tensor, in its
-    row-major order, and ``start`` is the number of its first one.
-    """
-
-    name: str
-    role: str
-    start: int
-    length: int
-    shape: tuple[int, ...]
-    source: torch.Tensor | Stored
-    box: Box | None = None
-    constant: bool = False
-    """Of a frozen parameter."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The elements, flat."""
-        if isinstance(self.source, torch.Tensor):
-            return self.source
-        return self.source.read()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements."""
-        return self.source.dtype
-
-    @property
-    def is_kept_out(self) -> bool:
-        """It is not in memory, and cannot be borrowed either."""
-        return isinstance(self.source, Stored) and self.source.place is None and not self.source.in_memory
-
-    def borrow(self) -> Lease | None:
-        """What is on NVMe, for another thread to read: nothing overwrites it until it is released. None where it is
-        in memory, or packed, or in a store of the user's."""
-        return self.source.borrow() if isinstance(self.source, Stored) else None
-
-
-Place = tuple["Shelf", int, int]
-"""A file, one of its regions, and the byte of it that element 0 begins at."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """``length`` elements of some state on NVMe, from element ``start`` of what ``load(start, length)`` reads."""
-
-    load: Callable[[int, int], torch.Tensor]
-    dtype: torch.dtype
-    start: int = 0
-    length: int = -1
-    place: Place | None = None
-    in_memory: bool = False
-    """What it reads from is."""
-
-    def __getitem__(self, part: slice) -> Stored:
-        """A part of it, still unread."""
-        return Stored(
-            self.load, self.dtype, self.start + part.start, part.stop - part.start, self.place, self.in_memory
-        )
-
-    def borrow(self) -> Lease | None:
-        """Its bytes as they are now, for another thread; None where they lie otherwise than they are read."""
-        if self.place is None:
-            return None
-        shelf, region, first = self.place
-        return shelf.lend(region, first + self.start * self.dtype.itemsize)
-
-    def read(self) -> torch.Tensor:
-        """The elements."""
-        return self.load(self.start, self.length)
 
 
 def slices_of(
@@ -145,11 +66,11 @@ def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored
     if originals is not None:
         first = bucket.kept_range()[0]
         if originals.values is None:
-            return Stored(originals.load, originals.dtype, low - first, high - low, originals.place())
+            return Stored(originals.load, originals.dtype, low - first, high - low, originals.lender())
         return originals.values[low - first : high - first]
     if not bucket.partitioned:
         return bucket.parameters.full[low:high]
-    return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype, place=shard.place())
+    return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype, lend=shard.lender())
 
 
 APART = "apart."

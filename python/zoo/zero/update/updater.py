@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import Communicator
+from zoo.layout import Stored
 from zoo.zero.collectives.routes import Hop
 from zoo.zero.offload.config import OffloadOptimizerConfig
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.state.logical import Stored
 from zoo.zero.update.factors import Factors
 from zoo.zero.update.probe import Keeps, counts_calls, kept_of, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, lay_flat, original_of, updated_dtype
