@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def interrupted(*given: Any) -> None:
 def test_what_cannot_be_held_is_told_before_the_save_returns() -> None:
     saver = BackgroundSaver(Communicator())
     wrong = pieces(0, 1)
-    wrong[0].tensor = wrong[0].tensor.to(torch.complex64)
+    wrong[0] = replace(wrong[0], source=wrong[0].tensor.to(torch.complex64))
     with pytest.raises(CheckpointError, match=r"parameter 'a' is torch\.complex64; a safetensors file holds"):
         saver.save(ROOT, "one", wrong, disk=ModelDisk())
     with pytest.raises(CheckpointError, match=r"'own' is torch\.complex64"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,6 @@ def test_damage_of_boxes_is_named(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("box", [Box((0, 0), (8, 2)), Box((0, 4), (8, 3)), Box((1, 0), (8, 3)), Box((0,), (24,))])
 def test_a_slice_whose_box_does_not_fit_is_refused(tmp_path: Path, box: Box) -> None:
-    wrong = part(Box((0, 0), (8, 3)), (8, 6))
-    wrong.box = box
+    wrong = replace(part(Box((0, 0), (8, 3)), (8, 6)), box=box)
     with pytest.raises(CheckpointError, match=r"'w', of shape \(8, 6\), is given as the box"):
         save(tmp_path, "one", [wrong])

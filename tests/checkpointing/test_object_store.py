@@ -178,9 +178,7 @@ def test_a_store_copies_what_has_not_changed(copies: bool, monkeypatch: pytest.M
     monkeypatch.setattr(MemoryFileSystem, "cp_file", counted)
     saver = BackgroundSaver(Communicator())
     for tag, scale in (("one", 1.0), ("two", 1.0), ("three", 2.0)):
-        state = pieces(0, 1, scale)
-        for item in state:
-            item.constant = item.role == "parameter"  # type: ignore[attr-defined]
+        state = [replace(item, constant=item.role == "parameter") for item in pieces(0, 1, scale)]
         saver.save(URL, tag, state, {"step/a": 3}, {"note": [1]}, rank_state={"rng": torch.zeros(4)})
         saver.wait()
     assert ["/two/" in name for name in asked] == [True]

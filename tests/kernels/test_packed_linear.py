@@ -149,7 +149,13 @@ def test_neither_threads_nor_other_tokens_or_rows_change_a_row(dtype: torch.dtyp
             grads.append(packed_linear_backward(found[0], weight))
             assert same_bits(packed_linear(x[3:4], weight), found[0][3:4])
     assert all(same_bits(y, found[0]) for y in found)
-    assert all(same_bits(dx, grads[0]) for dx in grads)
+    # The backward ends in torch's matrix product, whose sums of 900 terms may be cut by threads on some CPUs.
+    grown = packed_linear_backward(found[0].abs(), pack_weight(w.abs(), bits=bits, group_size=64, symmetric=symmetric))
+    bound = 2 * 900 * torch.finfo(torch.float32).eps * float(grown.abs().max()) + torch.finfo(dtype).eps * float(
+        grads[0].abs().max()
+    )
+    for dx in grads:
+        torch.testing.assert_close(dx.float(), grads[0].float(), rtol=0, atol=bound)
     part = pack_weight(w[32:64], bits=bits, group_size=64, symmetric=symmetric)
     assert same_bits(packed_linear(x[:16], part), found[0][:, 32:64])
     if loading.isas()[-1] == "avx512" and dtype is not torch.bfloat16:  # the fused way for any number of tokens
