@@ -147,4 +147,6 @@ def differ(rank: int, world: int) -> str:
 
 def test_a_message_never_fills_a_buffer_of_another_size() -> None:
     found = run_ranks(2, differ, 2)
-    assert all(f"rank {1 - rank} does not answer" in text for rank, text in found.items()), found
+    assert all(
+        f"rank {1 - rank} does not answer" in text and 'comm": {"check": true}' in text for rank, text in found.items()
+    ), found

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _COUNT = "zoo/failures/count"
+_OTHER_CALLS = (
+    "If that rank has not ended, the ranks have come to different calls (another number of micro-batches, a save or a "
+    'forward on some ranks only): with {"comm": {"check": true}} in the configuration, check=True of an optimizer or '
+    "Communicator, the error says which calls these are."
+)
 
 
 class RankFailedError(RuntimeError):
@@ -103,7 +108,7 @@ def explained(error: Exception, peer: int | None = None) -> Exception:
         told = "; ".join(f"rank {rank} failed with {text}" for rank, text in sorted(reports.items()))
         found = RankFailedError(f"{told} (here a wait ended with {sentence_of(error)})", tuple(sorted(reports)))
     elif peer is not None:
-        found = RankFailedError(f"rank {peer} does not answer: {sentence_of(error)}", (peer,))
+        found = RankFailedError(f"rank {peer} does not answer: {sentence_of(error)}. {_OTHER_CALLS}", (peer,))
     else:
         return error
     found.__cause__ = error

@@ -21,6 +21,7 @@ context, nothing to vote on, and its :class:`Part` and not the graph says what i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -609,18 +610,22 @@ def _nothing() -> None:
 
 _MULTIPLIED: dict[tuple[int, str], tuple[Callable[[], Any], float]] = {}
 """Graph task and why → something as long as it runs, and by how much its loss was multiplied."""
+_NOTING = threading.Lock()  # hooks run on threads of the devices, and several models may go backward at once
 
 
 def note_multiplied(why: str, factor: float, alive: Callable[[], Any] | None = None) -> None:
     """In a hook on a loss: it was multiplied, which optimizers that share its backward want to know."""
-    for key in [key for key, (runs, _) in _MULTIPLIED.items() if runs() is None]:
-        _MULTIPLIED.pop(key, None)  # another thread's, perhaps
-    _MULTIPLIED[_graph_task(), why] = alive or follow(), factor
+    alive = alive or follow()
+    with _NOTING:
+        for key in [key for key, (runs, _) in _MULTIPLIED.items() if runs() is None]:
+            del _MULTIPLIED[key]
+        _MULTIPLIED[_graph_task(), why] = alive, factor
 
 
 def multiplied(why: str) -> float:
     """By how much the loss was of which a backward runs."""
-    return _MULTIPLIED.get((_graph_task(), why), (_nothing, 1.0))[1]
+    with _NOTING:
+        return _MULTIPLIED.get((_graph_task(), why), (_nothing, 1.0))[1]
 
 
 def _always() -> bool:
