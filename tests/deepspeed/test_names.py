@@ -144,3 +144,18 @@ def test_constants_of_parts_to_come_have_their_values() -> None:
     assert (FLOPS_PROFILER_ENABLED, FLOPS_PROFILER_PROFILE_STEP_DEFAULT, MIN_SWAPPABLE_BYTES) == ("enabled", 1, 2**20)
     with pytest.raises(AttributeError, match="NOTHING"):
         tuning.NOTHING  # noqa: B018
+
+
+def test_an_exception_of_a_part_to_come_can_be_waited_for() -> None:
+    from zoo.deepspeed.compile.passes.contract import PassContractError
+
+    def asks() -> None:
+        try:
+            {}["missing"]
+        except PassContractError:
+            pytest.fail("it is none")
+
+    with pytest.raises(KeyError):
+        asks()
+    with pytest.raises(NotImplementedError, match="PassContractError is not in zoo: there are no compiler passes"):
+        raise PassContractError("as a program of its own would")

@@ -51,3 +51,32 @@ def test_operations_and_the_accelerator() -> None:
     assert installed_ops.keys() == compatible_ops.keys()
     assert installed_ops["async_io"], "zoo's extension in Rust is compiled when it is installed"
     assert all(type(value) is bool for value in installed_ops.values())
+
+
+def test_the_report_of_the_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.deepspeed import env_report
+
+    assert [env_report.human_readable_size(size) for size in (0, 1023, 2048, 5 * 2**30, 2**52)] == [
+        "0.00 B", "1023.00 B", "2.00 KB", "5.00 GB", "4096.00 TB",
+    ]  # fmt: skip
+    size, warnings = env_report.get_shm_size()
+    assert size is None or (size.split()[1] in ("MB", "GB", "TB") and isinstance(warnings, list))
+    monkeypatch.setattr("sys.argv", ["ds_report"])
+    env_report.cli_main()
+    said = capsys.readouterr().out
+    assert all(f"\n{name} ." in said for name in ("cpu_adam", "async_io", "torch", "accelerator", "nvcc"))
+    assert f"{torch.__version__}, " in said
+    assert deepspeed.__version__ in said
+    monkeypatch.setattr("sys.argv", ["ds_report", "--hide_operator_status"])
+    env_report.cli_main()
+    assert "cpu_adam" not in capsys.readouterr().out
+
+
+def test_what_reads_elasticity() -> None:
+    from zoo.deepspeed import elasticity
+
+    assert elasticity.elasticity_enabled({"elasticity": {"enabled": True}})
+    assert not elasticity.elasticity_enabled({})
+    assert issubclass(elasticity.ElasticityConfigError, elasticity.ElasticityError)
+    with pytest.raises(NotImplementedError, match="there is no elastic training yet; torchrun restarts jobs"):
+        elasticity.compute_elastic_config({"elasticity": {"enabled": True}}, "0.19.8")

@@ -23,7 +23,9 @@ def refused(module: str, name: str, entry: Refused) -> Any:
 
         made: Any = function
     else:
-        made = _Refusing(name, (), {"_sentence": sentence})
+        # Programs name exceptions in except clauses, which take nothing else.
+        raised = name.endswith(("Error", "Exception", "Aborted"))
+        made = _Refusing(name, (Exception,) if raised else (), {"_sentence": sentence})
     made.__name__ = made.__qualname__ = name
     made.__module__, made.__doc__ = module, f"Refused when it is used: {entry.why}"
     return made

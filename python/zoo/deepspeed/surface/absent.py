@@ -56,7 +56,7 @@ ABSENT: Mapping[str, str] = {
     "compression.scheduler": "the engine has its own; zoo.compression.CompressionScheduler is for other loops.",
     "datastates": "zoo writes checkpoints in the background itself: checkpoint.asynchronous.",
     "elasticity": "there is no elastic training yet; torchrun restarts jobs, and checkpoints fit any number of ranks.",
-    "env_report": "there is no report of the environment yet; `zoo build` and `zoo io verify` say what works here.",
+    "env_report": "Ascend's devices are not among zoo's; the rest of the report is there.",
     "inference": _INFERENCE,
     "init_inference": _INFERENCE,
     "linear": _LORA,

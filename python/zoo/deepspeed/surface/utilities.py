@@ -103,6 +103,10 @@ _BUILDERS |= _of(
     "SpatialInferenceBuilder", "StochasticTransformerBuilder", "TransformerBuilder", "UtilsBuilder",
     differs=_WITHOUT,
 )  # fmt: skip
+_ELASTICITY = _of(
+    "environment",
+    "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize", "elasticity_enabled",
+)  # fmt: skip
 _DEVICES = "on CPU and GPU alike; parameters of 16 bits have fp32 masters."
 _ADAM = {name: _of("optimizers", name, differs=_DEVICES) for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _TIMERS = _of(
@@ -168,6 +172,14 @@ TABLE: Table = {
         "main": Name(f"{_LAUNCHER}:main", "refused when it is called, with the command of torchrun."),
     },
     "": _of("accelerators", "get_accelerator") | _of("logs", "log_dist", "logger") | _of("helpers", "OnDevice"),
+    "env_report": _of(
+        "environment",
+        "cli_main", "debug_report", "get_shm_size", "human_readable_size", "main", "nvcc_version", "op_report",
+        "parse_arguments",
+    ),
+    "elasticity": _ELASTICITY,
+    "elasticity.elasticity": _ELASTICITY,
+    "elasticity.config": {name: _ELASTICITY[name] for name in _ELASTICITY if name.startswith("Elasticity")},
     "git_version_info": {
         **_of("build_info", "accelerator_name", "git_branch", "git_hash", "torch_info", "version"),
         **_of("build_info", "compatible_ops", "installed_ops", differs="of the operations that zoo has builders for."),
