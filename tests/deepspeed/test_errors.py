@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -103,3 +105,14 @@ def test_an_exception_of_two_classes_keeps_what_it_says() -> None:
         says(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"))
     with pytest.raises(KeyError):  # no ValueError
         says(KeyError("a"))
+
+
+def test_an_exception_of_two_classes_comes_back_from_another_process() -> None:
+    """Pools pickle what a worker raises; so does torch.multiprocessing."""
+    with pytest.raises(AssertionError) as told:
+        deepspeed.initialize(model=None, config=config(0))
+    again = pickle.loads(pickle.dumps(told.value))
+    assert isinstance(again, ConfigError)
+    assert isinstance(again, AssertionError)
+    assert (str(again), again.__dict__) == (str(told.value), told.value.__dict__)
+    assert isinstance(copy.copy(again), AssertionError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,15 +30,25 @@ def told_as(kind: type[Exception]) -> Callable[[F], F]:
 
 
 def _of_both(error: ValueError, kind: type[Exception]) -> ValueError:
-    known = type(error)
     if isinstance(error, kind):
         return error
     try:
-        made = type(known.__name__, (known, kind), {"__module__": known.__module__, "__doc__": known.__doc__})
+        return _made(type(error), kind, error.args, error.__dict__)
     except TypeError:  # of C, with fields of its own
         return error
-    both: ValueError = made.__new__(made, *error.args)
-    both.__dict__.update(error.__dict__)
+
+
+def _made(
+    known: type[ValueError], kind: type[Exception], args: tuple[Any, ...], fields: Mapping[str, Any]
+) -> ValueError:
+    """An exception of both classes. Pools of processes pickle what their workers raise."""
+
+    def reduce(self: ValueError) -> tuple[Any, ...]:
+        return _made, (known, kind, self.args, dict(self.__dict__))
+
+    space = {"__module__": known.__module__, "__doc__": known.__doc__, "__reduce__": reduce}
+    both: ValueError = (made := type(known.__name__, (known, kind), space)).__new__(made, *args)
+    both.__dict__.update(fields)
     return both
 
 

@@ -12,7 +12,6 @@ from zoo.deepspeed.surface import (
     compression,
     configuration,
     constants,
-    memory,
     moe,
     optimizers,
     pipelines,
@@ -41,6 +40,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 TABLE: Table = _joined(  # type: ignore[assignment]
     root.TABLE, absent.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, constants.TABLE,
-    memory.TABLE, moe.TABLE, optimizers.TABLE, pipelines.TABLE, sequences.TABLE, utilities.TABLE,
+    moe.TABLE, optimizers.TABLE, pipelines.TABLE, sequences.TABLE, utilities.TABLE,
     zero.TABLE,
 )  # fmt: skip
