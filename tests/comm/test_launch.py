@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tests.processes import run_ranks
 from tests.profiles import examples
 
-from zoo.comm import init_distributed, launch
+from zoo.comm import Communicator, init_distributed, launch
 from zoo.comm.launch import Place, discover, first_node
 from zoo.engine import add_config_arguments
 
@@ -167,6 +168,19 @@ def test_a_scripts_command_line() -> None:
     assert vars(parser.parse_args([])) == {"deepspeed": False, "deepspeed_config": None}
     found = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
     assert (found.deepspeed, found.deepspeed_config) == (True, "ds.json")
+
+
+def _left_at_exit(rank: int) -> list[str]:
+    """What is registered by a process whose group is not of zoo's making, in two uses of it."""
+    found: list[str] = []
+    atexit.register = lambda function: found.append(function.__name__)  # type: ignore[assignment, misc]
+    for _ in range(2):
+        Communicator()
+    return found
+
+
+def test_a_group_that_the_program_has_joined_is_left_too() -> None:
+    assert run_ranks(2, _left_at_exit) == {0: ["_leave"], 1: ["_leave"]}
 
 
 def test_the_group_is_left_before_python_ends(monkeypatch: pytest.MonkeyPatch) -> None:

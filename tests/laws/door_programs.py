@@ -213,11 +213,6 @@ class Refusal:
     when: Callable[[Job, Use, str], bool] = lambda job, use, before: True
 
 
-def _extra(*kinds: str) -> Callable[[Job, Use, str], bool]:
-    return lambda job, use, before: use.name == "micro" and use.arguments[2] in kinds
-
-
-RATES = False
 PLAINLY = {"micro": 3, "two": 3}
 ALIKE = r"what all ranks need alike for a step differs"
 
@@ -230,6 +225,11 @@ def _reads_a_weight(job: Job, use: Use, before: str) -> bool:
     return job.stage == 3 and use.arguments[2] == "weight"
 
 
+def _second(job: Job, use: Use, before: str) -> bool:
+    """Parameters that are gathered for a forward alone have no second derivative."""
+    return use.arguments[2] == "gradient" and job.stage == 3
+
+
 def _tied(job: Job, use: Use, before: str) -> bool:
     return "tie(" in before and (job.overlap or job.stage > 1)
 
@@ -239,7 +239,7 @@ REFUSALS = [
     Refusal(("micro",), r"outside of its unit's forward", _reads_a_weight),
     # Backward comes to the first of two layers that share a weight when the second has had it reduced.
     Refusal(("micro", "two", "new_layer"), r"arrived after it had been reduced", _tied),
-    Refusal(("micro",), r"create_graph=True", _extra("gradient")),
+    Refusal(("micro",), r"create_graph=True", _second),
     Refusal(("accumulate",), r"in the middle of a step"),
 ]
 
@@ -272,7 +272,7 @@ def programs(draw: st.DrawFn, job: Job, max_size: int = 10) -> list[Use]:
         "rename": st.tuples(st.sampled_from(["tail", "top", "head"])),
         "wrap": st.tuples(block),
         "new_layer": st.tuples(number),
-        "rate": st.tuples(st.sampled_from([0.5, 2.0]), some if RATES and job.door != "zero" else st.none()),
+        "rate": st.tuples(st.sampled_from([0.5, 2.0]), some if job.door != "zero" else st.none()),
         **({"accumulate": st.tuples(st.integers(1, 4))} if job.door != "zero" else {}),
         **({name: st.just(()) for name in ("weights", "state", "checkpoint")} if job.door != "zero" else {}),
     }
@@ -331,10 +331,13 @@ class Runner:
 
     def _again(self) -> None:
         """The sentence says: give all ranks the same, and call step() again."""
+        self._rates_are_even()
+        self.door.step()
+
+    def _rates_are_even(self) -> None:
         for group in self.door.groups:
             group["lr"] = self.twin.groups[0]["lr"]
         self.twin.uneven = False
-        self.door.step()
 
     def drop(self) -> None:
         for side in (self.door, self.twin):
@@ -362,9 +365,16 @@ class Runner:
 
         def others() -> None:
             for number in range(self.twin.accumulation):
-                Use("micro", (70 + number, "loss", "none", False, "none")).run(self.door)
+                use = Use("micro", (70 + number, "loss", "none", False, "none"))
+                try:
+                    use.run(self.door)
+                except Exception as error:
+                    check_refusal(use, self.job, self.at, error)
+                    self.door.zero_grad()
+                    return
 
         self.drop()
+        self._rates_are_even()
         self.door.there_and_back(self.folder / f"checkpoint{place}", others)
         self.twin.forget_loss()  # the record is that of a step of the others
 

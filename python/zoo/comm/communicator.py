@@ -15,6 +15,7 @@ from zoo.comm.check import verify, verify_splits
 from zoo.comm.failures import explained, report
 from zoo.comm.groups import check_partition, make_groups, of_mesh
 from zoo.comm.handles import DONE, Handle, Pending, dropped_of, finish
+from zoo.comm.launch import leave_at_exit
 from zoo.comm.log import CommsLog, OpStats, wire_bytes
 from zoo.comm.messages import Message, Recv, Send, check_messages, post, post_checked, tags_of
 from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
@@ -95,6 +96,7 @@ class Communicator:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self.backend = str(dist.get_backend(group))
             self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            leave_at_exit()
         self.know_nodes(nodes)
         self._transport = choose_transport(group, self.backend) if self.size > 1 else None
 

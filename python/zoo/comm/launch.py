@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 _PATIENCE_S = 5.0
+_leaves = False
 HALF_AN_HOUR = timedelta(minutes=30)
 PORT = 29500
 """Of rank 0, where nobody says another."""
@@ -107,13 +108,7 @@ def join_alone() -> None:
     except RuntimeError as error:
         _log.warning("one process without a launcher gets no process group of its own: %s", error)
         return
-    _leave_at_exit(backend)
-
-
-def _leave_at_exit(backend: str) -> None:
-    if backend == "gloo":
-        atexit.unregister(_leave)  # once is enough
-        atexit.register(_leave)
+    leave_at_exit()
 
 
 def _refuse_ranks_alone(place: Place | None) -> None:
@@ -207,7 +202,19 @@ def _join(place: Place, backend: str | None, init_method: str | None, port: int,
     dist.init_process_group(
         backend, init_method=init_method or "env://", timeout=timeout, rank=place.rank, world_size=place.world_size
     )
-    _leave_at_exit(backend)
+    leave_at_exit()
+
+
+def leave_at_exit() -> None:
+    """Have this process leave its process group before Python ends, whoever has joined it: see :func:`_leave`. Once;
+    later calls, and groups whose devices have no gloo or have nccl too, change nothing."""
+    global _leaves
+    if _leaves or not dist.is_initialized():
+        return
+    backends = str(dist.get_backend_config())
+    if "gloo" in backends and not ("nccl" in backends and torch.cuda.is_available()):
+        _leaves = True
+        atexit.register(_leave)
 
 
 def _leave() -> None:
