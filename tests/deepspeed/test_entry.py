@@ -58,7 +58,7 @@ def test_files_with_comments(tmp_path: Path) -> None:
         ("a.json", "3", "is a int; a configuration is an object"),
         ("a.yaml", "", "is empty; a configuration is an object"),
         ("a.yaml", "- 1", "is a list; a configuration is an object"),
-        ("a.yaml", "a: [", "is no YAML"),
+        ("a.yaml", "a: [", "is no YAML of"),
     ],
 )
 def test_unreadable_files(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -338,3 +338,23 @@ def test_where_no_group_can_be_made_one_process_trains_without(
     deepspeed.init_distributed()
     assert "gets no process group of its own: no network here" in caplog.text
     assert not dist.is_initialized()
+
+
+def test_a_file_of_yaml_is_read_as_zoo_config_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "ds.yaml"
+    text = (
+        "train_micro_batch_size_per_gpu: 2\n"
+        "optimizer: {type: AdamW, params: {lr: 1e-4, eps: 1e-8, betas: [9e-1, 0.95]}}\n"
+        "zero_optimization: {stage: 2, reduce_bucket_size: 5e8, allgather_bucket_size: 2E+8}\n"
+    )
+    file.write_text(text)
+    engine = start(str(file))[0]
+    assert engine.optimizer.param_groups[0]["lr"] == 1e-4
+    assert engine.config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert engine.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    file.write_text(text + "zero_optimization: {stage: 1}\n")
+    with pytest.raises(ConfigError, match=r"key 'zero_optimization' is given twice.*remove one"):
+        start(str(file))
+    file.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="is no YAML of a configuration"):
+        start(str(file))

@@ -249,7 +249,7 @@ def test_data_of_a_partitioned_parameter_is_every_ranks_part() -> None:
         got = optimizer.consolidated_parameters()["blocks.1.weight"]
         assert torch.equal(got, value)
         with pytest.raises(PartitionedAccessError, match=r"blocks\.1\.weight"):
-            model.blocks[1].weight.data  # noqa: B018
+            model.blocks[1].weight.data.sum()
 
     sim.run(2, fn)
 

@@ -42,7 +42,17 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
     "numpy": lambda p: p.detach().numpy().sum(),
     "linear": lambda p: nn.functional.linear(torch.ones(1, 4), p),
     "detached in place": lambda p: p.detach().add_(1.0),
-    "data": lambda p: p.data,
+    "data": lambda p: p.data + 1,
+    "data in place": lambda p: p.data.zero_(),
+    "data of data": lambda p: p.data.data.sum(),
+    "data on another device": lambda p: p.data.to("meta"),
+    "data copied": lambda p: p.data.clone(),
+    "data pickled": lambda p: pickle.dumps(p.data),
+    "data deeply copied": lambda p: copy.deepcopy(p.data),
+    "data as an array": lambda p: p.data.numpy(),
+    "formatted": lambda p: f"{p:.3f}",
+    "values of its memory": lambda p: p.data.tolist(),
+    "written to": lambda p: torch.zeros(6, 4).copy_(p.detach()),
     "cat": lambda p: torch.cat([p, p]),
     "keyword": lambda p: torch.mul(input=torch.ones(6, 4), other=p),
     "copy": lambda p: p.copy_(torch.zeros(6, 4)),
@@ -113,6 +123,61 @@ def test_metadata_stays_readable() -> None:
     assert isinstance(p, nn.Parameter)
     assert sum(q.numel() for q in model.parameters()) == 58
     assert p.grad is None
+
+
+READS_NO_VALUES: dict[str, Callable[[torch.Tensor], object]] = {
+    "size": lambda p: (p.shape, p.size(), p.numel(), p.nelement(), p.dim(), len(p), p.stride(), p.dim_order()),
+    "dtype": lambda p: (p.dtype, p.type(), p.is_floating_point(), p.is_signed(), p.is_complex(), p.element_size()),
+    "device": lambda p: (p.device, p.is_cuda, p.is_meta, p.get_device(), torch.get_device(p), p.is_mkldnn, p.is_xla),
+    "kind": lambda p: (p.layout, p.is_sparse, p.is_quantized, p.is_conj(), p.is_neg(), torch.is_tensor(p), p.is_leaf),
+    "memory": lambda p: (p.is_pinned(), p.is_shared(), p.is_contiguous(), p.untyped_storage().nbytes(), p.nbytes),
+    "types": lambda p: (torch.result_type(p, 1.0), p.is_same_size(p), torch.is_same_size(p, p), p.layout),
+    "others": lambda p: [tuple(torch.zeros_like(p).shape), p.new_ones(2).tolist(), torch.ones_like(p).device],
+    "itself": lambda p: (p.contiguous() is p, p.to(p.device) is p, p.float() is p, isinstance(p, torch.Tensor)),
+    "formatted": lambda p: (str(p) == repr(p), f"{p}" == str(p), "requires_grad" in repr(p)),
+}
+
+
+@pytest.mark.parametrize("reads", READS_NO_VALUES)
+@pytest.mark.parametrize("what", ["parameter", "data", "detach", "torch.detach", "data.data"])
+@pytest.mark.parametrize("how", ["optimizer", "Init"])
+def test_what_reads_no_values_is_as_of_a_plain_parameter(reads: str, what: str, how: str) -> None:
+    if how == "Init":
+        with Init():
+            model = small()
+        optimizer = None
+    else:
+        model = small()
+        optimizer = partitioned(model)  # kept: parameters do not keep their optimizer
+
+    def answer(model: nn.Module) -> object:
+        p: Any = model[0].weight  # type: ignore[index]
+        asked: Any = {
+            "parameter": lambda: p, "data": lambda: p.data, "detach": lambda: p.detach(),
+            "torch.detach": lambda: torch.detach(p), "data.data": lambda: p.data.data,
+        }[what]()  # fmt: skip
+        return READS_NO_VALUES[reads](asked)
+
+    assert answer(model) == answer(small())
+    del optimizer
+
+
+def test_a_partitioned_parameter_is_shown_without_values_and_has_no_address() -> None:
+    model = small()
+    optimizer = partitioned(model)
+    p = model[0].weight
+    assert repr(p) == (
+        "Parameter containing:\ntensor(..., size=(6, 4), dtype=torch.float32, device='cpu', requires_grad=True), of "
+        "which this rank holds a shard"
+    )
+    assert f"{p.data}".startswith("tensor(..., size=(6, 4), dtype=torch.float32, device='cpu'), of which")
+    assert p.data_ptr() == p.data.data_ptr() == p.untyped_storage().data_ptr() == 0
+    assert "(0): Linear" in repr(model)
+    with pytest.raises(NotImplementedError):
+        p.untyped_storage().tolist()
+    with optimizer.gathered():
+        assert p.data_ptr() == p.data.data_ptr() != 0
+        assert "[-0.0037,  0.2682" in repr(p)
 
 
 def test_gathered_makes_everything_readable() -> None:

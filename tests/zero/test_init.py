@@ -302,7 +302,13 @@ def test_touching_after_the_context_is_refused_by_name() -> None:
         model = nn.Sequential(nn.Linear(3, 4))
     assert model[0].weight.shape == (4, 3)
     assert model[0].weight.grad is None
-    for touch in (lambda p: p.sum(), lambda p: p.data, lambda p: p.detach(), lambda p: p.numpy(), lambda p: p[0]):
+    for touch in (
+        lambda p: p.sum(),
+        lambda p: p.data + 1,
+        lambda p: p.detach().sum(),
+        lambda p: p.numpy(),
+        lambda p: p[0],
+    ):
         with pytest.raises(PartitionedAccessError, match=r"0\.weight.*GatheredParameters"):
             touch(model[0].weight)
     with pytest.raises(PartitionedAccessError, match=r"0\.weight"):

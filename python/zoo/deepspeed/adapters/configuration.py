@@ -79,12 +79,13 @@ def _is_file(path: Path) -> bool:
 
 
 def _yaml(text: str, where: str) -> dict[str, Any]:
-    import yaml
+    from zoo.config.reading import DocumentError
+    from zoo.config.strict_yaml import parse
 
     try:
-        return _object(yaml.safe_load(text), where)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is no YAML: {error}") from None
+        return _object(parse(text), where)
+    except DocumentError as error:
+        raise ConfigError(f"{where} is no YAML of a configuration: {error}") from None
 
 
 def _json(text: str, where: str) -> dict[str, Any]:

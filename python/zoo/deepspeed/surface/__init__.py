@@ -16,7 +16,6 @@ from zoo.deepspeed.surface import (
     optimizers,
     pipelines,
     root,
-    sequences,
     utilities,
     zero,
 )
@@ -40,6 +39,6 @@ def _joined(*tables: Table) -> dict[str, object]:
 
 TABLE: Table = _joined(  # type: ignore[assignment]
     root.TABLE, absent.TABLE, checkpoints.TABLE, compression.TABLE, configuration.TABLE, constants.TABLE,
-    moe.TABLE, optimizers.TABLE, pipelines.TABLE, sequences.TABLE, utilities.TABLE,
+    moe.TABLE, optimizers.TABLE, pipelines.TABLE, utilities.TABLE,
     zero.TABLE,
 )  # fmt: skip

@@ -28,8 +28,9 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "values that are not on this rank",
-        "raise PartitionedAccessError where something is computed with a partitioned parameter, `p.data` "
-        "included; DeepSpeed computes with empty tensors. `p.grad` is None where the gradient is partitioned, "
+        "raise PartitionedAccessError where something is computed with a partitioned parameter, its `p.data` "
+        "or its `p.detach()`, which have the whole shape; DeepSpeed computes with empty tensors. `p.grad` is None "
+        "where the gradient is partitioned, "
         "in both.",
     ),
     (

@@ -6,6 +6,7 @@ The parameter object stays the one that the model was built with, and so do ties
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +17,18 @@ from torch import nn
 from zoo.zero.init.sharing import Sharing
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.guard import (
-    ALLOWED_WHEN_PARTITIONED,
     CONVERSIONS,
+    SAVES,
     Guard,
     PartitionedAccessError,
+    PartitionedValues,
     ShardedParameter,
     nothing_of,
     sharded_in,
 )
 from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.valueless import ALLOWED_WHEN_PARTITIONED, UNREAD, VIEWS, look_at
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -49,6 +52,10 @@ class InitParameter(ShardedParameter):
 
             session = current()
             parts = parts_in((args, kwargs))
+            hidden = len(parts) == 1 and not parts[0].whole
+            seen = look_at(func, args, kwargs) if hidden and session is None else UNREAD
+            if seen is not UNREAD:
+                return seen
             if func in CONVERSIONS and parts and not parts[0].whole:
                 return parts[0].converted(func, args[1:], kwargs)
             if func == SET_DATA and parts and parts[0].take_over(args[1]):
@@ -60,6 +67,8 @@ class InitParameter(ShardedParameter):
                 nothing = nothing_of(args[0])
                 if nothing is not None:
                     return nothing
+            if hidden and func in VIEWS and sys._getframe(1).f_code is not SAVES:
+                return PartitionedValues.of(args[0], lambda touching: refuse_closed(touching, parts))
             refuse_closed(func, parts)
             if func == _DATA.__get__:  # what is written through it must show
                 with torch._C.DisableTorchFunctionSubclass():
@@ -89,7 +98,7 @@ def parts_in(value: Any) -> list[Part]:
     return list({id(part): part for part in found}.values())
 
 
-def refuse_closed(func: Any, parts: Sequence[Part]) -> None:
+def refuse_closed(func: Any, parts: Sequence[Part]) -> Any:
     """Raise for the first use of parameters of which only parts are here."""
     closed = [part.name for part in parts if not part.whole]
     if closed:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from zoo.zero.sharding.coded import class_of, ordinary, shown
 from zoo.zero.sharding.dtensors import is_dtensor
+from zoo.zero.sharding.valueless import MAKES, UNREAD, VIEWS, look_at
 
 if TYPE_CHECKING:
     from zoo.zero.sharding.buckets import Bucket
@@ -41,37 +43,11 @@ _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _DATA: Any = torch.Tensor.data
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-_SAVES = nn.Module._save_to_state_dict.__code__
+SAVES = nn.Module._save_to_state_dict.__code__
 _LOADS = nn.Module._load_from_state_dict.__code__
 TORCH_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _READ_NAMES = ("transformers.",)
 _PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
-
-_PROPERTIES = (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_cuda", "is_cpu", "is_meta",
-    "is_sparse", "is_quantized", "names", "grad_fn", "itemsize", "nbytes", "_version", "output_nr", "retains_grad",
-    "is_nested", "_backward_hooks",
-)  # fmt: skip
-_METHODS = (
-    "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous",
-    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "storage_offset", "ndimension",
-    "get_device", "is_same_size", "__len__", "is_inference", "__bool__",
-    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided",
-)  # fmt: skip
-_FUNCTIONS = (
-    torch._has_compatible_shallow_copy_type,  # modules compare types before they assign `data`
-    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
-    torch.is_floating_point, torch.is_complex, torch.numel,
-)  # fmt: skip
-
-
-def _allowed() -> frozenset[Any]:
-    # Hashing a slot wrapper is stable: torch passes these very objects to __torch_function__.
-    found: list[Any] = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
-    found.append(_REQUIRES_GRAD.__set__)
-    found += [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name) and name != "__bool__"]
-    return frozenset([*found, *_FUNCTIONS])
-
 
 CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
@@ -83,8 +59,6 @@ _PASS = frozenset(
 )
 # What a gradient without values takes besides.
 _OF_GRADIENTS = frozenset({torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type})
-ALLOWED_WHEN_PARTITIONED = _allowed()
-"""What reads metadata only."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -100,9 +74,9 @@ class ShardedParameter(nn.Parameter):
 
 
 def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    if func in ALLOWED_WHEN_PARTITIONED:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    seen = look_at(func, args, kwargs or {})
+    if seen is not UNREAD:
+        return seen
     if func in CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
         return args[0]
     if func in _PASS:
@@ -115,6 +89,12 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     if hidden and all(bucket.take_external(p._zoo_slot) for bucket, p in in_order):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+    if func in VIEWS and len(touched) == 1:
+        return PartitionedValues.of(touched[0], partial(_refuse_touched, touched))
+    return _refuse_touched(touched, func)
+
+
+def _refuse_touched(touched: Sequence[ShardedParameter], func: Any) -> NoReturn:
     names = sorted({p._zoo_bucket.called(p._zoo_slot) for p in touched})
     raise PartitionedAccessError(
         f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
@@ -162,7 +142,7 @@ def nothing_of(parameter: Any) -> torch.Tensor | None:
     bucket is ``quiet``.
     """
     frame: FrameType | None = sys._getframe(2)
-    if frame is None or frame.f_code is not _SAVES:
+    if frame is None or frame.f_code is not SAVES:
         return None
     if not getattr(parameter._zoo_bucket, "quiet", False):
         while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
@@ -184,6 +164,43 @@ def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> s
 def sharded_in(value: Any) -> list[ShardedParameter]:
     """The parameters of buckets in nested arguments."""
     return [tensor for tensor in _flat_tensors(value) if isinstance(tensor, ShardedParameter)]
+
+
+class PartitionedValues(torch.Tensor):
+    """What ``parameter.data`` and ``parameter.detach()`` are where this rank holds a shard: the shape, dtype and device
+    of the parameter, and no values. What reads or writes them is a :class:`PartitionedAccessError`."""
+
+    @staticmethod
+    def of(parameter: ShardedParameter, refuse: Callable[[Any], NoReturn]) -> PartitionedValues:
+        """Those of one parameter; ``refuse(func)`` says what keeps a function from its values."""
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            PartitionedValues, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made._zoo_parameter, made._zoo_refuse = parameter, refuse
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads metadata, converts to the same; refuses the rest."""
+        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        if func in MAKES and args and args[0] is found:
+            args = (found._zoo_parameter, *args[1:])
+        seen = look_at(func, args, kwargs or {})
+        if seen is not UNREAD:
+            return seen
+        if func in VIEWS and args[0] is found:
+            return found
+        if func in CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
+            return found
+        return found._zoo_refuse(func)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What gets past the above has no values to work on."""
+        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        return found._zoo_refuse(func)
 
 
 class PartitionedGradient(torch.Tensor):
@@ -212,7 +229,10 @@ class PartitionedGradient(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Reads metadata, zeroes, converts to the same; refuses the rest."""
-        if func in ALLOWED_WHEN_PARTITIONED or func in _OF_GRADIENTS:
+        seen = look_at(func, args, kwargs or {})
+        if seen is not UNREAD:
+            return seen
+        if func in _OF_GRADIENTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
@@ -321,6 +341,8 @@ def _set_grad(self: Any, value: torch.Tensor | None) -> None:
 
 def _get_data(self: Any) -> torch.Tensor:
     alias = _DATA.__get__(self)
+    if isinstance(alias, PartitionedValues):
+        return alias
     # As torch's, it shares no version counter with the parameter; but one with all others of this parameter, so that
     # writes through it are seen.
     return type(self)._zoo_bucket.parameters.alias(self._zoo_slot, alias)  # type: ignore[no-any-return]
@@ -357,13 +379,16 @@ def _detach(self: Any) -> torch.Tensor:
             "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
             "parametrisation such as weight_norm) has to come before the optimizer is constructed."
         )
-    if sys._getframe(1).f_code is _SAVES and _split_for_torch(self):
+    if sys._getframe(1).f_code is SAVES and _split_for_torch(self):
         bucket = type(self)._zoo_bucket
         return bucket.owner().rows(bucket, self._zoo_slot)  # type: ignore[no-any-return]
     if type(self)._zoo_bucket.parameters.hidden and not torch.compiler.is_compiling():
         nothing = nothing_of(self)
         if nothing is not None:
             return nothing
+        if sys._getframe(1).f_code is SAVES:
+            values = torch.Tensor.detach(self)  # a unit that runs gathers it
+            return _refuse_touched([self], torch.Tensor.detach) if isinstance(values, PartitionedValues) else values
     return torch.Tensor.detach(self)
 
 
