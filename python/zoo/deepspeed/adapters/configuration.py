@@ -151,6 +151,8 @@ def translated(
     _torch_adams_decay(found)
     if found.get("prescale_gradients"):
         found.pop("gradient_predivide_factor", None)  # without effect then, in both
+    if "gradient_allreduce_op" in found:
+        found["gradient_allreduce_op"] = "mean"  # a sum is the mean times the ranks: see gradient_allreduce_op()
     shared = found.pop("sequence_parallel_size", 1)
     if isinstance(shared, int) and shared > 1 and not by_mpu:
         axes = found.setdefault("mesh", {"axes": {"data": -1, "sequence": shared}}).get("axes") or {}
@@ -160,6 +162,30 @@ def translated(
                 f'"sequence" there, of the size {shared}, or leave one of the two out.'
             )
     return found
+
+
+def gradient_allreduce_op(document: Mapping[str, Any]) -> str:
+    """How gradients of ranks become one: "mean" or "sum".
+
+    Raises:
+        ConfigError: another word, or a sum where DeepSpeed has none.
+    """
+    given = document.get("gradient_allreduce_op", "mean")
+    found = given.lower() if isinstance(given, str) else given
+    if found not in ("mean", "sum"):
+        raise ConfigError(f"Invalid gradient_allreduce_op {given!r}; allowed are mean and sum.")
+    zero = document.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    compiles = document.get("compile")
+    refused = {
+        "ZeRO stage 3": zero.get("stage") in (3, "3"),
+        "ZenFlow": zero.get("zenflow") is not None,
+        "DeepCompile": isinstance(compiles, Mapping) and bool(compiles.get("deepcompile")),
+    }
+    for what, asked in refused.items():
+        if found == "sum" and asked:
+            raise ConfigError(f'gradient_allreduce_op "sum" is not supported with {what}; leave one of the two out.')
+    return str(found)
 
 
 def _only_components(found: dict[str, Any], name: str) -> None:

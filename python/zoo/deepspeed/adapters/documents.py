@@ -17,7 +17,7 @@ from zoo.config import ConfigError
 from zoo.config.batch import BATCH_KEYS, solve
 from zoo.deepspeed.adapters import keys
 from zoo.deepspeed.adapters.comms_log import DeepSpeedCommsConfig
-from zoo.deepspeed.adapters.configuration import find_document
+from zoo.deepspeed.adapters.configuration import find_document, gradient_allreduce_op
 from zoo.deepspeed.adapters.sections import (
     ZeroStageEnum,
     get_bfloat16_config,
@@ -174,6 +174,7 @@ class DeepSpeedConfig:
         ):  # fmt: skip
             setattr(self, key, globals()[f"get_{key}"](document))
         self.communication_data_type = get_communication_data_type(document)
+        self.gradient_allreduce_op = gradient_allreduce_op(document)
         name = get_optimizer_name(document)
         known = isinstance(name, str) and name.lower() in keys.OPTIMIZERS["DEEPSPEED_OPTIMIZERS"]
         self.optimizer_name = name.lower() if known else name

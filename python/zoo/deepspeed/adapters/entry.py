@@ -17,7 +17,7 @@ from zoo import comm
 from zoo.comm.launch import PORT, join_alone
 from zoo.config import ConfigError
 from zoo.deepspeed.adapters import asserting, communication, groups
-from zoo.deepspeed.adapters.configuration import carry_out, find_document, translated
+from zoo.deepspeed.adapters.configuration import carry_out, find_document, gradient_allreduce_op, translated
 from zoo.deepspeed.adapters.data import is_data_set
 from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.hugging_face import tell_accelerate
@@ -152,6 +152,8 @@ def initialize(
     )  # fmt: skip
     if engine.sharded.config.stage == 3:
         import zoo.deepspeed.adapters.parameters  # noqa: F401 - gives the parameters their attributes
+    if gradient_allreduce_op(document) == "sum":
+        _sum_gradients(engine, pipeline)
     groups.follow(engine, mpu)
     made = engine_class(model)(engine, document, mpu)
     _MADE[id(engine.sharded)] = made
@@ -166,6 +168,30 @@ def initialize(
         loader = made.training_loader(training_data)
         made.training_dataloader = engine.dataloader = loader
     return made, made.optimizer, loader, schedule
+
+
+def _sum_gradients(engine: Any, pipeline: bool) -> None:
+    """Where gradients arrive they are multiplied by the number of ranks whose mean they go into: its sum.
+
+    Raises:
+        NotImplementedError: a pipeline, or ranks that do not all have batches of their own.
+    """
+    ranks = engine.comm.size
+    if pipeline or engine.batch_ranks != ranks:
+        raise NotImplementedError(
+            'gradient_allreduce_op "sum" of a pipeline, or where ranks share a batch: gradients are means there. Leave '
+            "it out, and multiply the loss by the number of ranks whose sum is meant."
+        )
+    if engine.optimizer is None:
+        return
+    backward = engine.optimizer.runtime.backward
+    own = backward.arriving
+
+    def arriving() -> tuple[float, bool]:
+        factor, syncs = own()
+        return factor * ranks, syncs
+
+    backward.arriving = arriving
 
 
 def _shares_sequences(mpu: Any, given: dict[str, Any]) -> bool:

@@ -44,7 +44,9 @@ class ZeroRoot(Section):
             "gradients are reduced over all data axes of the mesh in one type, communication_data_type", "fp32",
             ("fp32", "fp16", "bf16", "bfp16"),
         ),
-        "gradient_allreduce_op": refused("gradients are averaged", "mean", ("mean", "sum")),
+        "gradient_allreduce_op": refused(
+            "gradients are averaged; zoo.deepspeed sums them at stages 0 to 2", "mean", ("mean", "sum")
+        ),
         "disable_allgather": unnecessary("a bucket is gathered by one all-gather; there are no broadcasts", False),
     }  # fmt: skip
 
