@@ -16,6 +16,7 @@ from zoo.deepspeed.runtime.zero.stage3 import DeepSpeedZeRoOffload
 import zoo.deepspeed as deepspeed
 from zoo import sim
 from zoo.config import ConfigError
+from zoo.zero import PartitionedAccessError
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -190,3 +191,45 @@ def test_names_at_the_root() -> None:
     assert issubclass(deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine)
     assert (deepspeed.ADAM_OPTIMIZER, deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT) == ("adam", 29500)
     assert deepspeed.dist is deepspeed.comm
+
+
+# -- what libraries save ----------------------------------------------------------------------------------------------
+
+SAVES = """
+def save_pretrained(model, is_main_process=True, state_dict=None):
+    if state_dict is None:
+        state_dict = model.state_dict()
+    return {name: value.clone() for name, value in state_dict.items()} if is_main_process else {}
+"""
+
+
+@pytest.mark.parametrize("main", ["every rank", "rank 0", "rank 0 alone"])
+def test_what_a_library_saves_at_stage_3_is_whole_or_refused_on_all_ranks(main: str) -> None:
+    space: dict[str, Any] = {"__name__": "transformers.modeling_utils"}
+    exec(SAVES, space)
+
+    def job(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        first = {name: value.clone() for name, value in model.state_dict().items()}
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }  # fmt: skip
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+        chief = main == "every rank" or rank == 0
+        if main != "rank 0 alone" or rank == 0:
+            with pytest.raises(
+                PartitionedAccessError, match=r"save_pretrained\(\) without state_dict=.*All ranks call"
+            ):
+                space["save_pretrained"](engine.module, chief)
+        whole = engine._zero3_consolidated_16bit_state_dict()
+        saved = space["save_pretrained"](engine.module, rank == 0, whole)
+        assert all(torch.equal(saved[name], first[name]) for name in (first if rank == 0 else ()))
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            saved = space["save_pretrained"](engine.module, chief)
+        assert not chief or all(torch.equal(saved[name], first[name]) for name in first)
+
+    sim.run(2, job)

@@ -577,7 +577,14 @@ class ShardedModel:
         self._check_open()
         self.members.check()
         self.settle()
-        return whole_parameters(b for b in self.buckets if frozen or b.spec.trainable)
+        buckets = [b for b in self.buckets if frozen or b.spec.trainable]
+        self._note_reading(buckets)
+        return whole_parameters(buckets)
+
+    @staticmethod
+    def _note_reading(buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.read_whole = True
 
     def whole_model(self, *, frozen: bool = True, layers: bool = True) -> WholeModel:
         """As :meth:`whole_parameters`, under their names in the whole model, and with what other ranks have of tensors
@@ -590,6 +597,7 @@ class ShardedModel:
         self.members.agree(self.comm, self.everyone if layers else self.comm, "reading the whole model")
         self.settle()
         buckets = [b for b in self.buckets if frozen or b.spec.trainable]
+        self._note_reading(buckets)
         return WholeModel(buckets, self.families, self.layers if layers else None)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

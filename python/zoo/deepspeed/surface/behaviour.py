@@ -24,7 +24,8 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     (
         "`state_dict()` of partitioned parameters (stage 3)",
         "has tensors of the right shape without memory (device meta) where DeepSpeed has empty ones; reading "
-        "their values raises.",
+        "their values raises. `save_pretrained` without `state_dict=` is refused there, on all ranks; DeepSpeed "
+        "writes the empty ones.",
     ),
     (
         "values that are not on this rank",

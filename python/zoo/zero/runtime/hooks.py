@@ -525,6 +525,8 @@ class Runtime:
         """The parameters have other values: what is gathered is stale, and so is every forward before."""
         self.contexts.refuse_older()
         self.residency.clear()
+        for bucket in self._buckets:
+            bucket.read_whole = False
 
 
 def _name_of(context: Context) -> str:

@@ -113,6 +113,7 @@ class Bucket:
         self.on_refused: Callable[[Bucket, int], bool] | None = None
         self.meeting: Meeting | None = None
         self.leases, self.active, self.context_serial = 0, 0, -1
+        self.read_whole = False  # since the latest update, outside of forward and backward
         self.quiet = False  # what is not here reads as nothing, and is no error: a partitioned gradient, a state_dict
         self.parameters = BucketParameters(self, source)
         self.gradients = BucketGradients(self) if spec.trainable else None

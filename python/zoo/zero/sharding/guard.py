@@ -140,6 +140,9 @@ def nothing_of(parameter: Any) -> torch.Tensor | None:
     transformers does so at stage 3 before it loads weights, and on ranks that do not save. It gets a tensor without
     memory (of the device "meta"), of which nothing can be computed or written; None for anybody else, unless the
     bucket is ``quiet``.
+
+    Raises:
+        PartitionedAccessError: the values would be written (``save_pretrained``), see :func:`_refuse_saving`.
     """
     frame: FrameType | None = sys._getframe(2)
     if frame is None or frame.f_code is not SAVES:
@@ -149,7 +152,28 @@ def nothing_of(parameter: Any) -> torch.Tensor | None:
             frame = frame.f_back
         if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_READ_NAMES):
             return None
+    _refuse_saving(parameter, frame)
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def _refuse_saving(parameter: Any, frame: FrameType | None) -> None:
+    """Refuse ``save_pretrained()`` without ``state_dict=`` (transformers, PEFT, diffusers), on the rank that writes.
+
+    On the others too, unless all ranks have read the whole model since the latest update: then the one that writes may
+    have been given the values.
+    """
+    while frame is not None and frame.f_code.co_name != "save_pretrained":
+        frame = frame.f_back
+    bucket = parameter._zoo_bucket
+    if frame is None or not (frame.f_locals.get("is_main_process", True) or not bucket.read_whole):
+        return
+    raise PartitionedAccessError(
+        f"save_pretrained() without state_dict= at ZeRO stage 3: of {bucket.called(parameter._zoo_slot)!r} this rank "
+        "holds a shard, and what is written has to be whole. All ranks call model.save_pretrained(folder, "
+        "is_main_process=rank == 0, state_dict=...) with engine.module_state_dict(), which is a collective "
+        "(accelerator.get_state_dict(model) under Accelerate); or save inside `with GatheredParameters("
+        "list(model.parameters())):`; or use engine.save_16bit_model()."
+    )
 
 
 def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:

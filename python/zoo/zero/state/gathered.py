@@ -120,6 +120,7 @@ class GatheredParameters:
         try:
             for bucket in self._slots:
                 self._held[bucket] = owner_of(bucket).hold(bucket, writes=self._modifier is not None)
+                bucket.read_whole = True
         except BaseException:
             self._let_go(restore=False, forget=True)
             raise
