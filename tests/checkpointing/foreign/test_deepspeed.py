@@ -17,7 +17,7 @@ from zoo.checkpointing import CheckpointError, MissingStateError
 from zoo.checkpointing.foreign import ForeignCheckpoint, load_deepspeed, load_torch
 from zoo.checkpointing.foreign.deepspeed_whole import _with_steps
 from zoo.layout import Box
-from zoo.zero import ZeroOptimizer
+from zoo.zero import ZeroOptimizer, safe_get_full_fp32_param
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = ["experts", "pipeline", "stage0", "stage0_fp16", "stage1", "stage1_bf16", "stage2", "stage2_fp16",
@@ -196,3 +196,42 @@ def test_a_step_that_the_last_parameter_alone_has_is_the_step_of_its_group() -> 
     assert _with_steps(states) == [{"step": 7, "exp_avg": 1}, {}, {"step": 7}]
     assert _with_steps([{"step": torch.tensor(0.0)}, {"step": 3}])[0]["step"] == torch.tensor(0.0)
     assert _with_steps([{"momentum_buffer": 1}, {"step": 0}]) == [{"momentum_buffer": 1}, {"step": 0}]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_that_keeps_no_steps_goes_on_after_those_that_it_took(stage: int, tmp_path: Path) -> None:
+    """SGD of torch keeps momentum alone; zoo's counts steps, of which the first begins the momentum."""
+    shutil.copytree(GOLDEN / "stage0", tmp_path / "run")
+    path = tmp_path / "run" / "step" / "mp_rank_00_model_states.pt"
+    model = torch.load(path, weights_only=False)
+    states, model["skipped_steps"] = model["optimizer"]["state"], 1
+    model["optimizer"]["state"] = {key: {"momentum_buffer": kept["exp_avg"]} for key, kept in states.items()}
+    torch.save(model, path)
+    found = load_deepspeed(tmp_path / "run", "step", groups=names())
+    momenta = {
+        name: found.tensor(name, "momentum_buffer") for name in found.roles if found.roles[name].get("momentum_buffer")
+    }
+    assert {found.scalars[f"step/{name}"] for name in momenta} == {float(BEFORE - 1)}
+
+    def job(rank: int) -> None:
+        model, twin = Net(), Net()
+        optimizer = ZeroOptimizer(model, stage=stage, optimizer="SGD", lr=LR, momentum=0.9, params=groups(model))
+        optimizer.load_state(found.read, found.scalars)
+        model.shift.copy_(found.tensor("shift", "buffer"))
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter.copy_(found.tensor(name, "parameter"))
+        plain = torch.optim.SGD(groups(twin), lr=LR, momentum=0.9)
+        for name, parameter in twin.named_parameters():
+            if name in momenta:
+                plain.state[parameter]["momentum_buffer"] = momenta[name].clone()
+        for other in range(2):
+            (loss_of(twin, batches(other)[BEFORE]) / 2).backward()
+        plain.step()
+        optimizer.backward(loss_of(model, batches(rank)[BEFORE]))
+        optimizer.step()
+        for name, parameter in twin.named_parameters():
+            mine = safe_get_full_fp32_param(model.get_parameter(name))
+            torch.testing.assert_close(mine, parameter.detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+    sim.run(2, job)

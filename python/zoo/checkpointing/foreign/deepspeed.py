@@ -5,7 +5,8 @@ What of a checkpoint becomes what:
 ================================================ ==================================================================
 fp32 partitions of ZeRO, fp32 copies of fp16     role "parameter"
 parameters that no optimizer has                 role "parameter", in their own dtype: frozen ones; all, without ZeRO
-states of the optimizer inside (``exp_avg``, …)  roles of the same names; numbers are scalars, "step/<name>"
+states of the optimizer inside (``exp_avg``, …)  roles of the same names; numbers are scalars, "step/<name>", which
+                                                 is the number of steps taken where it keeps none (SGD)
 buffers (``buffer_names``)                       role "buffer"
 a dynamic loss scaler                            scalars "zero/scale", "zero/good_steps" and "zero/lives"
 ``shared_params``                                ``meta["tied"]``: further name → the name whose values they have
@@ -130,6 +131,7 @@ def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optim
         _add_rest(found, folder, stage, model, rest)
     if stages:
         _add_meta(found, folder.models[min(folder.models)], options)
+        _add_steps(found)
     clip = next(iter(folder.optimizers.values()), {}).get("optimizer_state_dict", {}).get("clip_grad")
     if type(clip) in (int, float):
         found.meta["deepspeed"]["clip_grad"] = clip
@@ -303,6 +305,17 @@ def _options(folder: Folder, stage: int, model: dict[Any, Any], shapes: Shapes, 
         names = [name for _ in range(min(many, len(left))) for name in left.pop(0)]
         found.append({**plain(options, f"the options of {what}"), "names": names})
     return found
+
+
+def _add_steps(found: ForeignCheckpoint) -> None:
+    """Of optimizers that keep no number of steps, as torch's SGD: those that moved the parameters."""
+    said = found.meta["deepspeed"]
+    steps, skipped = said.get("global_steps"), said.get("skipped_steps", 0)
+    if type(steps) is not int or type(skipped) is not int or not 0 <= skipped < steps < 2**48:
+        return
+    for name, roles in found.roles.items():
+        if set(roles) - {"parameter", "buffer"}:
+            found.scalars.setdefault(f"step/{name}", float(steps - skipped))
 
 
 def _add_meta(found: ForeignCheckpoint, model: dict[Any, Any], options: list[dict[str, Any]]) -> None:
