@@ -136,6 +136,10 @@ def initialize(
     client_optimizer, client_schedule = optimizer, lr_scheduler
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = _called(optimizer, model, model_parameters)
+    if "zero_allow_untested_optimizer" in document:
+        from zoo.deepspeed.adapters.untested import refuse_untested
+
+        refuse_untested(document, optimizer)
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
     optimizer, parameters = _components(given, model, optimizer, parameters)
     if lr_scheduler is None and "scheduler" in given:
@@ -273,10 +277,17 @@ def _owner(parameter: ShardedParameter) -> Any:
 
 
 def _components(given: dict[str, Any], model: nn.Module, optimizer: Any, parameters: Any) -> tuple[Any, Any]:
-    """(optimizer, parameters) where the section ``optimizer`` names one whose groups DeepSpeed makes: Muon."""
+    """(optimizer, parameters) where the section ``optimizer`` names one whose groups are made for it: Muon, and what
+    the package mup has."""
     section = given.get("optimizer")
-    if optimizer is not None or not isinstance(section, Mapping) or str(section.get("type")).lower() != "muon":
+    name = str(section.get("type")).lower() if isinstance(section, Mapping) else ""
+    if optimizer is not None or not isinstance(section, Mapping) or name not in ("muon", "muadam", "muadamw", "musgd"):
         return optimizer, parameters
+    if name != "muon":
+        from zoo.deepspeed.adapters import widths
+
+        del given["optimizer"]
+        return widths.optimizer_of(widths.NAMES[name], section.get("params") or {}, model, parameters), None
     from zoo.deepspeed.adapters import muon
 
     del given["optimizer"]

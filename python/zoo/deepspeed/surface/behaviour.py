@@ -104,6 +104,12 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "passes of the compiler are refused.",
     ),
     (
+        "optimizers that DeepSpeed has not tested",
+        "are tried at construction, and run under ZeRO where they can, whether `zero_allow_untested_optimizer` is true "
+        "or not given; an explicit false is an error for them, an AssertionError too. What needs whole parameters "
+        "runs at stage 0 and in one process, and is refused elsewhere.",
+    ),
+    (
         "learning-rate schedules",
         "`WarmupLR` rises to the optimizer's own rate where `warmup_max_lr` is not given or null, as in DeepSpeed "
         "0.19.8; its documents (0.14.1) say 0.001. `state_dict()` has `last_step` and `base_rates`, and "

@@ -33,7 +33,8 @@ class ZeroRoot(Section):
     fates: ClassVar[Mapping[str, Fate]] = {
         "zero_allow_untested_optimizer": unnecessary(
             "every optimizer works at stage 0 and where one rank is alone, and every elementwise one at every stage; "
-            "what needs whole parameters where ranks split them is refused by name, whatever this says", False,
+            "what needs whole parameters where ranks split them is refused by name, whatever this says (through "
+            "zoo.deepspeed an explicit false refuses what is not on DeepSpeed's list)", False,
             nothing=(True,),
         ),
         "zero_force_ds_cpu_optimizer": unnecessary(

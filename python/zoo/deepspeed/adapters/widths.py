@@ -1,0 +1,49 @@
+"""The optimizers of the package mup, by their names in the section ``optimizer``: rates by the width of each layer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.config import ConfigError
+
+NAMES = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
+
+
+def optimizer_of(
+    name: str, options: Mapping[str, Any], model: nn.Module, parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer:  # fmt: skip
+    """What mup makes of the parameters, in groups by how wide they are.
+
+    Raises:
+        ConfigError: the package is not there, options that it does not take, or parameters without ``infshape``.
+    """
+    try:
+        made = getattr(importlib.import_module("mup"), name)
+    except ImportError as error:
+        raise ConfigError(
+            f'optimizer.type "{name}" is a class of the package mup, which cannot be imported ({error}). Install it '
+            "(pip install mup), or choose another type."
+        ) from error
+    if "max_grad_norm" in options:
+        raise ConfigError(
+            f"optimizer.params.max_grad_norm is no option of {name}; write gradient_clipping at the root, which clips "
+            "the same norm."
+        )
+    given = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    given = [member[1] if isinstance(member, tuple) else member for member in given]
+    flat = [p for member in given for p in (member["params"] if isinstance(member, Mapping) else [member])]
+    if not all(hasattr(p, "infshape") for p in flat):
+        raise ConfigError(
+            f'optimizer.type "{name}" wants the infshape of each parameter: call mup.set_base_shapes(model, base) '
+            "before initialize()."
+        )
+    try:
+        optimizer: torch.optim.Optimizer = made(given, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params of {name}: {error}") from error
+    return optimizer
