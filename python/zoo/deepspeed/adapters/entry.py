@@ -276,18 +276,27 @@ def _owner(parameter: ShardedParameter) -> Any:
     return bucket.owner() if bucket is not None and not isinstance(bucket, Part) and bucket.owner else None
 
 
+_IN_ZOO = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd", "onebitadam", "onebitlamb", "zerooneadam")
+"""Types of the section ``optimizer`` that zoo knows; of others it is found out."""
+
+
 def _components(given: dict[str, Any], model: nn.Module, optimizer: Any, parameters: Any) -> tuple[Any, Any]:
-    """(optimizer, parameters) where the section ``optimizer`` names one whose groups are made for it: Muon, and what
-    the package mup has."""
+    """(optimizer, parameters) where the section ``optimizer`` names one that is made here: Muon, of the package mup, or
+    of ``torch.optim`` alone."""
     section = given.get("optimizer")
-    name = str(section.get("type")).lower() if isinstance(section, Mapping) else ""
-    if optimizer is not None or not isinstance(section, Mapping) or name not in ("muon", "muadam", "muadamw", "musgd"):
+    if optimizer is not None or not isinstance(section, Mapping):
+        return optimizer, parameters
+    name = str(section.get("type")).lower()
+    if name in _IN_ZOO:
         return optimizer, parameters
     if name != "muon":
-        from zoo.deepspeed.adapters import widths
+        from zoo.deepspeed.adapters.made_optimizers import maker_of
 
+        make = maker_of(section)
+        if make is None:
+            return optimizer, parameters
         del given["optimizer"]
-        return widths.optimizer_of(widths.NAMES[name], section.get("params") or {}, model, parameters), None
+        return make(section.get("params") or {}, model, parameters), None
     from zoo.deepspeed.adapters import muon
 
     del given["optimizer"]

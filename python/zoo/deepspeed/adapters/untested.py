@@ -35,6 +35,7 @@ def refuse_untested(document: Mapping[str, Any], optimizer: Any) -> None:
         known = not name or name.lower() in _TYPES
     if not known:
         raise UntestedOptimizerError(
-            f"{name} under ZeRO stage {stage} is not on DeepSpeed's list of tested optimizers, and the configuration "
-            'has "zero_allow_untested_optimizer": false. Set it to true, or leave it out: then it is tried at construction.'
+            f"{name} under ZeRO stage {stage} is not on DeepSpeed's list of tested optimizers, and the "
+            'configuration has "zero_allow_untested_optimizer": false. Set it to true, or leave it out: then it is '
+            "tried at construction."
         )

@@ -1,4 +1,4 @@
-"""The section ``optimizer`` with the types of the package mup; a stand-in of which makes groups by width."""
+"""Optimizers of the section ``optimizer`` that are made of the parameters; of mup a stand-in, which groups by width."""
 
 from __future__ import annotations
 
@@ -122,3 +122,29 @@ def test_an_optimizer_that_is_not_on_the_list_runs_unless_the_configuration_forb
         assert "SGD under ZeRO stage" in str(caught.value)
     else:
         sim.run(1, lambda rank: start(rank, lambda params: torch.optim.SGD(params, lr=0.1)))
+
+
+def test_a_type_that_torch_alone_has_is_torchs() -> None:
+    plain = model_of()
+    optimizer = torch.optim.Adafactor(plain.parameters(), lr=0.05)
+    for step in range(3):
+        sum(plain(batch(rank, step)).square().mean() / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def start(model: nn.Module, **options: Any) -> Any:
+        section = {"type": "Adafactor", "params": {"lr": 0.05, **options}}
+        return deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "optimizer": section})[0]
+
+    def fn(rank: int) -> list[torch.Tensor]:
+        model = model_of()
+        engine = start(model)
+        for step in range(3):
+            engine.backward(engine(batch(rank, step)).square().mean())
+            engine.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for found in sim.run(2, fn):
+        torch.testing.assert_close(found, [p.detach() for p in plain.parameters()], rtol=1e-5, atol=1e-6)
+    with pytest.raises((ConfigError, sim.RankError), match=r"optimizer.params of Adafactor: .*nonsense"):
+        sim.run(1, lambda rank: start(model_of(), nonsense=1))
