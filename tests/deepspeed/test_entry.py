@@ -358,3 +358,31 @@ def test_a_file_of_yaml_is_read_as_zoo_config_reads_it(tmp_path: Path) -> None:
     file.write_text("a: [1\n")
     with pytest.raises(ConfigError, match="is no YAML of a configuration"):
         start(str(file))
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"gradient_clipping": "auto", "prescale_gradients": "auto", "steps_per_print": "auto"},
+        {"wall_clock_breakdown": "auto", "dump_state": "auto", "communication_data_type": "auto"},
+        {"steps_per_print": "inf"},
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}},
+        {"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": False}},
+        {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": None}},
+    ],
+    ids=str,
+)
+def test_what_published_configurations_say_beside_trains(published: dict[str, Any]) -> None:
+    def job(rank: int, beside: dict[str, Any]) -> list[torch.Tensor]:
+        engine = start({**DOCUMENT, **beside})[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 3) + rank).square().sum())
+            engine.step()
+        return list(engine.module_state_dict().values())
+
+    stage = published.get("zero_optimization", {}).get("stage", 0)
+    expected = sim.run(2, lambda rank: job(rank, {"zero_optimization": {"stage": stage}}))[0]
+    found = sim.run(2, lambda rank: job(rank, published))[0]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

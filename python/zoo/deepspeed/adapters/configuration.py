@@ -129,7 +129,8 @@ def translated(
         pipeline: the model is one; otherwise the section ``pipeline`` says nothing.
         by_mpu: an mpu says which ranks share sequences.
     """
-    found = {key: _filled(key, value) for key, value in document.items() if key not in _CARRIED_OUT_HERE}
+    given = {k: v for k, v in document.items() if k not in _CARRIED_OUT_HERE and (v != "auto" or k in BATCH_KEYS)}
+    found = {key: _filled(key, value) for key, value in given.items()}
     for key in sorted(set(found) - root_keys()):
         if key not in _warned:
             _log.warning("the configuration has the root key %r, which neither zoo nor DeepSpeed knows.", key)
@@ -139,7 +140,7 @@ def translated(
     if not (isinstance(zero, Mapping) and zero.get("update_in_backward")):  # a key of zoo alone, which cannot clip
         found.setdefault("gradient_clipping", 1.0)  # DeepSpeed clips to 1 unless told otherwise
     every = found.setdefault("steps_per_print", None)
-    if every == 0 or (isinstance(every, float) and math.isinf(every)):
+    if every in (0, "inf") or (isinstance(every, float) and math.isinf(every)):
         found["steps_per_print"] = None
     found.pop("disable_python_gc", None)  # see carry_out
     if not pipeline:
@@ -235,6 +236,9 @@ def _zero(found: dict[str, Any]) -> Any:
     if moved and not zero.get("stage"):
         _log.warning("zero_optimization.%s without a stage of ZeRO: nothing is offloaded.", " and .".join(moved))
         zero = {key: value for key, value in zero.items() if key not in moved}
+    elif "offload_param" in moved and zero.get("stage") in (1, 2):
+        _log.warning("zero_optimization.offload_param at stage %d: parameters leave at stage 3 only.", zero["stage"])
+        zero = {key: value for key, value in zero.items() if key != "offload_param"}
     found["zero_optimization"] = zero
     return zero
 
