@@ -72,12 +72,13 @@ def report_uncaught() -> None:
     sys.excepthook = hook
 
 
-def reported() -> dict[int, str]:
-    """What ranks of the job, but not this one, have reported: the sentence by global rank, of each rank the last."""
+def reported() -> tuple[dict[int, str], str]:
+    """What ranks of the job have reported, of each the last: the sentences of others by global rank, but for what this
+    one has reported too, as where all ranks' data end in one step; and its own, empty for none."""
     found: dict[int, str | None] = {}  # None: withdrawn
     store = _store()
     if store is None:
-        return {}
+        return {}, ""
     try:
         for number in range(1, store.add(_COUNT, 0) + 1):
             key = f"zoo/failures/{number}"
@@ -86,8 +87,8 @@ def reported() -> dict[int, str]:
                 found[rank] = text
     except RuntimeError:
         pass  # the store went away with the rank that kept it: nobody can say more than the error at hand
-    found.pop(dist.get_rank(), None)
-    return {rank: text for rank, text in found.items() if text is not None}
+    own = found.pop(dist.get_rank(), None)
+    return {rank: text for rank, text in found.items() if text not in (None, own)}, own or ""
 
 
 def explained(error: Exception, peer: int | None = None) -> Exception:
@@ -103,12 +104,13 @@ def explained(error: Exception, peer: int | None = None) -> Exception:
     """
     if isinstance(error, (RankFailedError, CollectiveMismatchError)):
         return error
-    reports = reported()
+    reports, own = reported()
     if reports:
         told = "; ".join(f"rank {rank} failed with {text}" for rank, text in sorted(reports.items()))
         found = RankFailedError(f"{told} (here a wait ended with {sentence_of(error)})", tuple(sorted(reports)))
     elif peer is not None:
-        found = RankFailedError(f"rank {peer} does not answer: {sentence_of(error)}. {_OTHER_CALLS}", (peer,))
+        why = f"This rank, {dist.get_rank()}, has failed before with {own}" if own else _OTHER_CALLS
+        found = RankFailedError(f"rank {peer} does not answer: {sentence_of(error)}. {why}", (peer,))
     else:
         return error
     found.__cause__ = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
         FileNotFoundError: no such file.
     """
     if isinstance(source, Mapping):
+        _check_integers(source, "dict")
         return dict(source), "dict"
     if not isinstance(source, str | Path):
         raise ConfigError([f"a configuration is a path or a mapping, not {source!r} ({type(source).__name__})"])
@@ -37,6 +39,7 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
         raise ConfigError([f"{path} is nested too deeply to be a configuration"], name) from None
     except (json.JSONDecodeError, DocumentError) as error:
         raise ConfigError([" ".join(str(error).split())], name) from None
+    _check_integers(value, name)
     if not isinstance(value, dict):
         raise ConfigError([f"the document is {type(value).__name__}; allowed is an object of keys and values"], name)
     return value, name
@@ -64,6 +67,7 @@ def nest(pairs: Iterable[tuple[str, Any]], where: str) -> dict[str, Any]:
     """``[("a.b", 1)]`` → ``{"a": {"b": 1}}``; a later value of the same path wins."""
     tree: dict[str, Any] = {}
     for path, value in pairs:
+        _check_integers({path: value}, where)
         *parents, last = path.split(".")
         if not all([*parents, last]):
             raise ConfigError([f"{path!r} is not a dotted path such as zero_optimization.stage"], where)
@@ -82,7 +86,7 @@ def parse_value(text: str) -> Any:
     if text in words:
         return words[text]
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=integer)
     except json.JSONDecodeError:
         pass
     try:
@@ -110,4 +114,26 @@ def _json(text: str) -> Any:
             seen[key] = value
         return seen
 
-    return json.loads(text, object_pairs_hook=once)
+    return json.loads(text, object_pairs_hook=once, parse_int=integer)
+
+
+def integer(text: str) -> int:
+    """What the digits say. Python refuses to read more than 4,300 of them, without a word of where they stand: of more
+    the number is another one as large, which is refused with its path."""
+    sign, digits = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
+    return sign * int(digits[:20]) * 10 ** (len(digits) - 20) if len(digits) > 4000 else int(text)
+
+
+def _check_integers(value: Any, where: str, path: str = "") -> None:
+    """Raise ConfigError for a whole number that no machine word holds."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_integers(item, where, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            _check_integers(item, where, f"{path}[{place}]")
+    elif isinstance(value, int) and value.bit_length() > 64:
+        digits = round(value.bit_length() * math.log10(2))
+        raise ConfigError(
+            [f"{path}: given a whole number of about {digits} digits; allowed are those below 2^64"], where
+        )

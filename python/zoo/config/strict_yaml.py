@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from zoo.config.reading import DocumentError
+from zoo.config.reading import DocumentError, integer
 
 __all__ = ["parse"]
 
@@ -28,6 +28,13 @@ class StrictYaml(yaml.SafeLoader):
                 raise DocumentError(f"key {key!r} is given twice{node.start_mark}; remove one")
         return super().construct_mapping(node, deep)
 
+
+def _integer(loader: StrictYaml, node: yaml.ScalarNode) -> int:
+    digits = str(node.value).replace("_", "")
+    return integer(digits) if re.fullmatch(r"[-+]?[0-9]{4001,}", digits) else loader.construct_yaml_int(node)
+
+
+StrictYaml.add_constructor("tag:yaml.org,2002:int", _integer)
 
 # YAML 1.1 takes 1e-4 for a string because it has no dot; everybody who writes it in a configuration means the number.
 StrictYaml.add_implicit_resolver(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zoo.config import Config
-from zoo.engine.loader import ShardedLoader
 from zoo.layout import axes_of
 from zoo.parts import Environment
 from zoo.registry import Registry
@@ -172,6 +171,8 @@ def build_loader(
         return data
     made = parts.make_loader(data, **how)
     if made is None:
+        from zoo.engine.loader import ShardedLoader
+
         return ShardedLoader(data, **how, **more)
     idle = sorted(name for name in ("num_workers", "pin_memory") if more.get(name))
     if idle:

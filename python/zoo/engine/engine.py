@@ -188,7 +188,16 @@ class Engine(Checkpoints, Records):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """From now on every micro-batch is the last of its step, or none is; None: every n-th again."""
-        self._boundary = None if is_boundary is None else bool(is_boundary)
+        given: Any = is_boundary
+        if getattr(given, "ndim", None) == 0:  # of torch or NumPy
+            given = given.item()
+        if given is not None and not (isinstance(given, int) and given in (0, 1)):
+            from zoo.engine.numbers import shown
+
+            raise ValueError(
+                f"set_gradient_accumulation_boundary() got {shown(is_boundary)}; it takes True, False or None."
+            )
+        self._boundary = None if given is None else bool(given)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """Gradients of ``loss`` (the mean over this micro-batch), added to those of the step so far.
@@ -260,6 +269,7 @@ class Engine(Checkpoints, Records):
             lr_kwargs: arguments of the schedule's ``step``.
         """
         self.training("step()")
+        _check_arguments("step()", lr_kwargs)
         self._check_synchronous("step()")
         if self.is_gradient_accumulation_boundary():
             self._count()
@@ -285,6 +295,7 @@ class Engine(Checkpoints, Records):
             collective.
         """
         self.training("train_batch()")
+        _check_arguments("train_batch()", lr_kwargs)
         self._check_synchronous("train_batch()")
         if self._discard:
             self.zero_grad()
@@ -395,18 +406,23 @@ class Engine(Checkpoints, Records):
         Raises:
             ValueError: it is no multiple of the micro-batches of all ranks, or a step is under way.
         """
+        from zoo.engine.numbers import whole
+
         unit = int(self.config.train_micro_batch_size_per_gpu) * self.batch_ranks
-        if train_batch_size < unit or train_batch_size % unit:
+        size = whole("set_train_batch_size()", train_batch_size)
+        if size < unit or size % unit:
             raise ValueError(
-                f"set_train_batch_size({train_batch_size}); it must be a multiple of {unit}, one micro-batch of "
+                f"set_train_batch_size({size}); it must be a multiple of {unit}, one micro-batch of "
                 f"{self.config.train_micro_batch_size_per_gpu} on each of {self.batch_ranks} ranks."
             )
         self.check_between_steps("set_train_batch_size()")
-        self.set_accumulation(train_batch_size // unit)
+        self.set_accumulation(size // unit)
 
     def set_accumulation(self, accumulation: int) -> None:
         """Another number of micro-batches in a step than the configuration's; checkpoints keep it."""
-        self._accumulation, self.accumulation_was_set = accumulation, True
+        from zoo.engine.numbers import whole
+
+        self._accumulation, self.accumulation_was_set = whole("set_accumulation()", accumulation), True
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -423,6 +439,10 @@ class Engine(Checkpoints, Records):
             raise ValueError(
                 f"register_state({name!r}, a {type(state).__name__}); it needs state_dict() and load_state_dict(state)."
             )
+        if not isinstance(name, str):
+            from zoo.engine.numbers import shown
+
+            raise ValueError(f"register_state() got {shown(name)}; a name is a text.")
         if name in self.registered:
             raise ValueError(f"register_state({name!r}, ...): the name is taken by a {type(self.registered[name])}.")
         self.registered[name] = state
@@ -479,6 +499,15 @@ class Engine(Checkpoints, Records):
     def forget_batches(self) -> None:
         """The loader was moved: the next step begins where it stands."""
         self._batches = None
+
+
+def _check_arguments(what: str, lr_kwargs: Any) -> None:
+    if lr_kwargs is not None and not (
+        isinstance(lr_kwargs, Mapping) and all(isinstance(key, str) for key in lr_kwargs)
+    ):
+        from zoo.engine.numbers import shown
+
+        raise ValueError(f"{what} got lr_kwargs={shown(lr_kwargs)}; it takes arguments of the schedule's step by name.")
 
 
 def _multiplied(loss: torch.Tensor, scale: float) -> torch.Tensor:

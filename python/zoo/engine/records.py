@@ -119,9 +119,13 @@ class Records:
 
     def report(self, name: str, value: float) -> None:
         """A number for the next step's record, under ``name``, such as "user/accuracy"."""
+        from zoo.engine.numbers import real, shown
+
+        if not isinstance(name, str):
+            raise ValueError(f"report() got {shown(name)} for a name; it is a text, such as 'user/accuracy'.")
         if "/" not in name:
             raise ValueError(f"report({name!r}, ...); a metric's name says whose it is: 'user/{name}'.")
-        self._reported[name] = float(value)
+        self._reported[name] = real(f"report({name!r}, ...)", value)
 
     def request_stop(self) -> None:
         """Tell all ranks that this one wants to stop: the next record's ``stop`` is true on each of them."""

@@ -47,6 +47,21 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "add up at every stage; DeepSpeed's stages 1 to 3 do not step along their sum.",
     ),
     (
+        "`loss.backward()` without the engine",
+        "raises where `gradient_accumulation_steps` is no power of two: gradients are divided where they arrive, which "
+        "gives the bits of a divided loss by powers of two only. `engine.backward(loss)` takes any number. Under fp16 "
+        "it raises, as in DeepSpeed, but for `engine.scale(loss).backward()`.",
+    ),
+    (
+        "`torch.autograd.grad(outputs, inputs, create_graph=True)` (gradient penalties, forces)",
+        "computes what torch does at stages 0 to 2 and raises at stage 3. `backward(create_graph=True)`, which adds "
+        "gradients that have a graph to those of parameters, raises at every stage.",
+    ),
+    (
+        "learning rates, other options of `param_groups` and `train_batch_size` that come to differ by rank",
+        "are an error of the step on all ranks, which names them; DeepSpeed updates each rank's part with its own.",
+    ),
+    (
         "sequences that ranks share (`UlyssesSPAttentionHF`)",
         "give the gradient of the mean over all ranks at every stage, as DeepSpeed's stages 0 and 3; its stages 1 and "
         "2 have a norm that is larger by the number of ranks that share one.",
