@@ -115,6 +115,35 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     refused(tmp_path, stage, said, **now)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("first", ["of torch", "of zoo"])
+def test_an_optimizer_that_counts_no_steps_goes_on_as_one_that_does_and_back(
+    tmp_path: Path, stage: int, first: str
+) -> None:
+    """SGD of torch keeps momentum alone, that of the configuration steps beside it."""
+
+    def begin(kind: str) -> Any:
+        if kind == "of zoo":
+            return start(stage, "SGD", momentum=0.9, dampening=0.5)
+        model = Net()
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.5)
+        return initialize(config, model, optimizer=optimizer)[0]
+
+    def job(rank: int) -> None:
+        engine = begin(first)
+        for number in range(3):
+            step(engine, rank, number)
+        engine.save_checkpoint(tmp_path, "a")
+        expected = [step(engine, rank, number) for number in range(3, 6)]
+        other = begin("of zoo" if first == "of torch" else "of torch")
+        step(other, rank)
+        other.load_checkpoint(tmp_path, "a")
+        assert [step(other, rank, number) for number in range(3, 6)] == pytest.approx(expected, rel=1e-6)
+
+    sim.run(2, job)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_another_class_of_optimizer_takes_the_options_that_it_has(tmp_path: Path, stage: int) -> None:
     saved(tmp_path, stage, optimizer="AdamW")

@@ -160,7 +160,7 @@ def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: AnyCheckpoin
 
 def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
     """Each parameter has the states in the checkpoint that the optimizer keeps with the options that it goes on with,
-    or none: then it begins."""
+    or none: then it begins. The number of steps is told from the training's where it has none."""
     optimizer = engine.optimizer
     saved = options_to_take(engine, found)
     options = [{**group, **theirs} for group, theirs in zip(optimizer.param_groups, saved, strict=True)]
@@ -183,7 +183,7 @@ def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
                 ) from error
         for run in runs_of(segment.bucket, segment.slices()):
             there = states.get(run.name, set())
-            if there and there != kept[kind]:
+            if there and (there ^ kept[kind]) - {"step"}:  # which Kept knows
                 raise checkpointing.CheckpointError(
                     f"checkpoint {found.tag!r} has {_listed(sorted(there))} of {run.name!r}, written by "
                     f"{meta_of(found).get('optimizer', 'another optimizer')}; {type(optimizer.inner).__name__} keeps "

@@ -115,7 +115,7 @@ class Kept:
         """The numbers that go with the states; ``own`` are those of now."""
         if not self._wanted.optimizer:
             return own
-        numbers = dict(self._found.scalars)
+        numbers = {**self._steps(), **self._found.scalars}
         begins = self._lacking | self._beginning
         for key, value in self._found.scalars.items() if begins else ():
             role, _, _ = key.partition("/")
@@ -123,3 +123,15 @@ class Kept:
                 mine = (f"{role}/{name}" for name in begins)
                 numbers |= {place: max(value, numbers.get(place, value)) for place in mine}
         return numbers
+
+    def _steps(self) -> dict[str, float]:
+        """Of optimizers that keep no number of steps, as torch's SGD: the steps of the training that were not skipped,
+        for those that do."""
+        from zoo.engine.checks import states_of
+        from zoo.engine.state import meta_of
+
+        meta = meta_of(self._found)
+        taken = int(meta["global_steps"]) - int(meta["skipped_steps"])
+        names = {name for name, states in states_of(self._found).items() if states}
+        names |= self._lacking | self._beginning if names else set()
+        return {f"step/{name}": float(taken) for name in names} if taken > 0 else {}

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tests.checkpointing.foreign.test_deepspeed import losses, opened
 from zoo import sim
 from zoo.checkpointing import CheckpointError, load, save
 from zoo.checkpointing.foreign import load_deepspeed, write_universal
+from zoo.comm import Communicator
+from zoo.engine import initialize
 from zoo.zero import ZeroOptimizer
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +65,41 @@ def test_what_zoo_saved_comes_back_from_a_universal_checkpoint(tmp_path: Path) -
     torch.testing.assert_close(found.tensor("middle.weight", "exp_avg"), theirs, rtol=0, atol=bound)
     with pytest.raises(CheckpointError, match="exists"):
         write_universal(tmp_path / "ds", "uni", source)
+
+
+def test_an_engines_counters_and_schedule_are_in_a_universal_checkpoint(tmp_path: Path) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 0.05}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "scheduler": schedule, "zero_optimization": {"stage": 2},
+    }  # fmt: skip
+
+    def job(rank: int) -> None:
+        engine, again = initialize(config, Net())[0], initialize(config, Net())[0]
+
+        def train(one: Any, first: int, last: int) -> list[float]:
+            found = []
+            for number in range(first, last):
+                loss = loss_of(one, batches(rank)[number])
+                one.backward(loss)
+                one.step()
+                found.append(float(loss.detach()))
+            return found
+
+        train(engine, 0, 3)
+        engine.save_checkpoint(tmp_path / "zoo", "three", client_state={"note": 7})
+        if rank == 0:
+            write_universal(tmp_path / "ds", "uni", load(tmp_path / "zoo", "three", Communicator.alone()))
+        engine.comm.barrier()
+        again.load_checkpoint(tmp_path / "ds")
+        assert (again.global_steps, again.global_samples, again.skipped_steps) == (3, 24, 0)
+        assert again.get_lr() == engine.get_lr()
+        assert train(again, 3, 6) == pytest.approx(train(engine, 3, 6), rel=1e-6)
+
+    sim.run(2, job)
+    model = torch.load(tmp_path / "ds" / "uni" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert model["lr_scheduler"] == {"last_batch_iteration": 2}  # batches are counted from 0
+    assert (model["global_steps"], model["global_samples"], model["note"]) == (3, 24, 7)
 
 
 def test_names_that_are_no_folders_are_refused(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def _write_common(
         "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [common]},
     }
     _save(state, folder / "zero" / "optimizer_state.pt")
-    said = source.meta.get("deepspeed", {}) if isinstance(source.meta, Mapping) else {}
+    said = _training_of(source)
     client = source.meta.get("client", {}) if isinstance(source.meta, Mapping) else {}
     counters = {
         key: said.get(key, default)
@@ -215,6 +215,22 @@ def _write_common(
     }  # fmt: skip
     for name in _MODEL_FILES:
         _save(model, folder / name)
+
+
+def _training_of(source: Source) -> Mapping[str, Any]:
+    """Counters and the schedule's state, in DeepSpeed's words."""
+    meta = source.meta if isinstance(source.meta, Mapping) else {}
+    own = meta.get("engine")
+    if not isinstance(own, Mapping):
+        said: Mapping[str, Any] = meta.get("deepspeed", {})
+        return said
+    schedule = own.get("lr_scheduler")
+    if isinstance(schedule, Mapping) and type(schedule.get("last_step")) is int:  # one of zoo's; others have their own
+        schedule = {"last_batch_iteration": schedule["last_step"] - 1}
+    return {
+        "global_steps": own["global_steps"], "skipped_steps": own["skipped_steps"],
+        "global_samples": own.get("samples", 0), "lr_scheduler": schedule,
+    }  # fmt: skip
 
 
 def _check_names(names: Sequence[str]) -> None:
