@@ -115,3 +115,44 @@ def test_what_sends_signs_trains_as_the_one_that_a_configuration_names(kind: str
     for name in ("max_grad_norm", "amsgrad"):
         with pytest.raises(ValueError, match="gradient_clipping" if name == "max_grad_norm" else "amsgrad"):
             CLASSES[kind]([nn.Parameter(torch.ones(2))], **{name: 1.0 if name == "max_grad_norm" else True})
+
+
+class TestWhatInitializeGives:
+    """At stage 0 in fp32 it is the program's optimizer, or the one that the configuration names."""
+
+    @staticmethod
+    def start(stage: int = 0, kind: str | None = None, **given: Any) -> Any:
+        document = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
+        if kind is not None:
+            document["optimizer"] = {"type": kind, "params": {"lr": 0.1}}
+        return deepspeed.initialize(config=document, **{"model": nn.Linear(2, 2), **given})[1]
+
+    def test_of_the_configuration(self) -> None:
+        from zoo.deepspeed.ops.adam import FusedAdam
+        from zoo.deepspeed.ops.lamb import FusedLamb
+        from zoo.deepspeed.ops.lion import FusedLion
+
+        for kind, wanted in (("Adam", FusedAdam), ("AdamW", FusedAdam), ("Lion", FusedLion), ("Lamb", FusedLamb)):
+            found = self.start(kind=kind)
+            assert isinstance(found, wanted)
+            assert isinstance(found, torch.optim.Optimizer)
+            assert not isinstance(found, torch.optim.SGD)
+
+    def test_of_the_program(self) -> None:
+        model = nn.Linear(2, 2)
+        own = torch.optim.AdamW(model.parameters(), lr=0.1)
+        found = self.start(model=model, optimizer=own)
+        assert found == own
+        assert isinstance(found, torch.optim.AdamW)
+        assert found != torch.optim.AdamW(model.parameters(), lr=0.1)
+        assert len({found, found}) == 1
+        assert isinstance(self.start(optimizer=torch.optim.SGD), torch.optim.SGD)
+
+    def test_of_a_zero_stage_it_is_a_zero_optimizer(self) -> None:
+        from zoo.deepspeed.ops.adam import FusedAdam
+        from zoo.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+        found = self.start(1, "Adam")
+        assert isinstance(found, DeepSpeedZeroOptimizer)
+        assert not isinstance(found, FusedAdam)
+        assert found != found.optimizer

@@ -314,7 +314,10 @@ class Engine(Checkpoints, Records):
 
     def _check_synchronous(self, what: str) -> None:
         if self._locally:
-            raise ValueError(f"{what} inside of no_sync(): the gradients are this rank's alone. Call it afterwards.")
+            raise ValueError(
+                f"It is illegal to call Engine.{what} inside no_sync context manager: {what} inside of no_sync() has "
+                "this rank's gradients alone. Call it afterwards."
+            )
 
     def eval_batch(self, batch: Any) -> Any:
         """The model's output for one batch, in evaluation mode and without gradients; nothing is averaged over ranks.

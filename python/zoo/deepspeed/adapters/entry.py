@@ -23,7 +23,7 @@ from zoo.deepspeed.adapters.engine import DeepSpeedEngine
 from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.lifetimes import freeze, keep, thaw
-from zoo.deepspeed.adapters.optimizer import OptimizerView
+from zoo.deepspeed.adapters.optimizer import BasicOptimizer, OptimizerView
 from zoo.engine import initialize as _initialize
 from zoo.zero.sharding.guard import ShardedParameter
 
@@ -168,6 +168,8 @@ def initialize(
         client_schedule,
         training_data,
     )
+    if isinstance(made.optimizer, BasicOptimizer):
+        made.optimizer.given = client_optimizer
     if not its_own:
         loader = made.training_loader(training_data)
         made.training_dataloader = engine.dataloader = loader

@@ -257,9 +257,22 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
 
 
 class BasicOptimizer(OptimizerView):
-    """Stage 0 in fp32."""
+    """Stage 0 in fp32, where DeepSpeed gives the optimizer itself: ``isinstance`` takes it for one of that class, and
+    it is equal to the one that ``initialize`` was given."""
 
     _drops_gradients = False
+    given: torch.optim.Optimizer | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.optim.Optimizer]:  # type: ignore[override]
+        from zoo.deepspeed.adapters.optimizers import known_as
+
+        return known_as(type(self.zero.inner))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (self.given is not None and self.given is other)
+
+    __hash__ = OptimizerView.__hash__
 
 
 class FP16_Optimizer(OptimizerView):

@@ -198,3 +198,8 @@ class FusedLamb(optim.Lamb):
             params, lr, betas, eps, weight_decay, bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt,
             min_coeff=min_coeff, max_coeff=max_coeff, master_dtype=master_dtype, parts=parts,
         )  # fmt: skip
+
+
+def known_as(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class of ``deepspeed.ops`` that is meant where a configuration names the optimizer, else the class itself."""
+    return {optim.Adam: FusedAdam, optim.AdamW: FusedAdam, optim.Lion: FusedLion, optim.Lamb: FusedLamb}.get(kind, kind)
