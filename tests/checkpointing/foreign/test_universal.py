@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import socket
 import subprocess
@@ -100,6 +101,8 @@ def test_an_engines_counters_and_schedule_are_in_a_universal_checkpoint(tmp_path
     model = torch.load(tmp_path / "ds" / "uni" / "mp_rank_00_model_states.pt", weights_only=False)
     assert model["lr_scheduler"] == {"last_batch_iteration": 2}  # batches are counted from 0
     assert (model["global_steps"], model["global_samples"], model["note"]) == (3, 24, 7)
+    options = torch.load(tmp_path / "ds" / "uni" / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
+    assert options[0]["lr"] == pytest.approx(0.05 * math.log(3) / math.log(8))  # what the fourth step uses
 
 
 def test_names_that_are_no_folders_are_refused(tmp_path: Path) -> None:

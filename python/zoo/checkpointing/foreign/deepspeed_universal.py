@@ -21,6 +21,7 @@ from zoo.checkpointing.foreign.regions import StoredTensor
 
 WRITTEN_AS = "0.19.8"
 """The version of DeepSpeed whose format is written."""
+_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
 _MANY_GROUPS = 1024
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
@@ -143,7 +144,8 @@ def write_universal(
     Args:
         source: its roles other than "parameter" and "buffer" are the optimizer's states; "step/<name>" its steps.
         groups: options of the optimizer's groups (``lr``, ``betas``, …) that replace those of the engine that loads,
-            in its order; by default that engine's own stay. Stage 3 of DeepSpeed gives all groups the options of the
+            in its order; by default those of the engine that wrote the source, where one of zoo did, else that
+            engine's own stay. Stage 3 of DeepSpeed gives all groups the options of the
             first; so it gets only those in which all groups agree. It also gives all its sub-groups one and the same
             tensor of steps, which ``torch.optim`` counts up once for each of them: continue there with
             an optimizer that has its steps as plain numbers, as DeepSpeed's own have, or with one sub-group.
@@ -173,7 +175,7 @@ def write_universal(
             _save(value, temporary / "zero" / name / f"{'fp32' if role == 'parameter' else role}.pt")
         steps[name] = float(source.scalars.get(f"step/{name}", 0))
         _save(torch.tensor(steps[name]), temporary / "zero" / name / "step.pt")
-    _write_common(temporary, source, trained, rest, steps, groups)
+    _write_common(temporary, source, trained, rest, steps, groups or _options_of(source))
     os.replace(temporary, final)
     sync(root)
     replace(root / "latest_universal", tag.encode())
@@ -215,6 +217,13 @@ def _write_common(
     }  # fmt: skip
     for name in _MODEL_FILES:
         _save(model, folder / name)
+
+
+def _options_of(source: Source) -> list[dict[str, Any]]:
+    """Of the groups of zoo's engine, the options that every system's optimizers call so."""
+    own = source.meta.get("engine") if isinstance(source.meta, Mapping) else None
+    groups = own.get("param_groups", ()) if isinstance(own, Mapping) else ()
+    return [{key: group[key] for key in _OPTIONS if key in group} for group in groups]
 
 
 def _training_of(source: Source) -> Mapping[str, Any]:
