@@ -204,6 +204,41 @@ def test_what_a_state_dict_gives_goes_to_the_names_of_now(stage: int) -> None:
     sim.run(WORLD, job)
 
 
+WAYS: dict[str, Callable[[Engine, Path], Any]] = {
+    "state_dict": lambda engine, path: engine.load_module_state_dict(engine.module_state_dict()),
+    "not strict": lambda engine, path: engine.load_module_state_dict(engine.module_state_dict(), strict=False),
+    "path": lambda engine, path: engine.load_module_state_dict(engine.save_checkpoint(path)),
+    "custom": lambda engine, path: engine.load_module_state_dict(
+        engine.save_checkpoint(path), custom_load_fn=lambda src, dst: dst.load_state_dict(src)
+    ),
+    "module only": lambda engine, path: (engine.save_checkpoint(path), engine.load_checkpoint(path, load_module_only=True)),
+    "no states": lambda engine, path: (
+        engine.save_checkpoint(path), engine.load_checkpoint(path, load_optimizer_states=False)
+    ),
+    "all": lambda engine, path: (engine.save_checkpoint(path), engine.load_checkpoint(path)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [prune, prune_frozen, tie, mix])
+def test_its_own_values_change_nothing(
+    tmp_path: Path, stage: int, way: str, change: Callable[[Any], None]
+) -> None:  # fmt: skip
+    """Whatever way they come back: the states of what the model does not have any more stay too."""
+
+    def job(rank: int) -> dict[str, torch.Tensor]:
+        engine = start(stage)
+        train(engine, rank, 0)
+        change(engine.module)
+        WAYS[way](engine, tmp_path)
+        train(engine, rank, 1)
+        return dict(engine.module_state_dict())
+
+    for found in sim.run(WORLD, job):
+        same(found, torch_twin(change, 1, 1))
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_layer_that_comes_back_has_what_it_had(tmp_path: Path, stage: int) -> None:
     def job(rank: int) -> None:

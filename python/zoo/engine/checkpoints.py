@@ -310,7 +310,7 @@ class Checkpoints(WholeStates):
         begins = beginning(optimizer, found) if wanted.optimizer else set()
         kept = Kept(reads, found, wanted, live, self._dtypes(), beginning=begins)
         del live
-        optimizer.load_state(kept.read, kept.scalars(optimizer.state_scalars()))
+        optimizer.load_state(kept.read, kept.scalars(optimizer.held_scalars()))
         if not custom:
             load_buffers(self.module, reads, wanted)
         reads.agree(everyone, what)
