@@ -211,7 +211,9 @@ WAYS: dict[str, Callable[[Engine, Path], Any]] = {
     "custom": lambda engine, path: engine.load_module_state_dict(
         engine.save_checkpoint(path), custom_load_fn=lambda src, dst: dst.load_state_dict(src)
     ),
-    "module only": lambda engine, path: (engine.save_checkpoint(path), engine.load_checkpoint(path, load_module_only=True)),
+    "module only": lambda engine, path: (
+        engine.save_checkpoint(path), engine.load_checkpoint(path, load_module_only=True)
+    ),
     "no states": lambda engine, path: (
         engine.save_checkpoint(path), engine.load_checkpoint(path, load_optimizer_states=False)
     ),

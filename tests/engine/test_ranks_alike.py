@@ -268,3 +268,135 @@ def test_stages_of_a_pipeline_may_have_rates_of_their_own() -> None:
         engine.train_batch(iter(batches(0)))
 
     sim.run(4, job)
+
+
+def drop_by_engine(engine: Engine) -> None:
+    engine.zero_grad()
+
+
+def drop_by_model(engine: Engine) -> None:
+    engine.module.zero_grad()
+
+
+def drop_one(engine: Engine) -> None:
+    next(engine.module.parameters()).grad = None
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("drop", [drop_by_engine, drop_by_model, drop_one])
+def test_gradients_that_some_ranks_drop_are_told(stage: int, drop: Callable[[Engine], None], clipping: float) -> None:
+    """Without it ranks at stage 0 have other models from then on, and at the others wait for one another."""
+
+    def job(rank: int) -> dict[str, torch.Tensor]:
+        engine = start(stage, gradient_clipping=1e9 * clipping)
+        for number in range(2):
+            backward(engine, rank, 5)
+            if rank == number:
+                drop(engine)
+            with pytest.raises(CollectiveMismatchError, match=rf"{DIFFERS}.* on rank.*Drop gradients on all ranks or"):
+                engine.step()
+            engine.zero_grad()
+            backward(engine, rank, number)
+            engine.step()
+        return engine.optimizer.consolidated_parameters()
+
+    for found in sim.run(WORLD, job):
+        torch.testing.assert_close(found, twin(2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_micro_batch_that_one_rank_drops_is_told(stage: int) -> None:
+    """What was reduced has gone from its shard alone."""
+
+    def job(rank: int) -> None:
+        engine = start(stage, accumulation=2)
+        backward(engine, rank, 0)
+        if rank == 1:
+            engine.optimizer.zero_grad()
+        engine.step()
+        backward(engine, rank, 1)
+        with pytest.raises(CollectiveMismatchError, match=DIFFERS):
+            engine.step()
+
+    sim.run(WORLD, job)
+
+
+def test_an_optimizer_alone_tells_of_dropped_gradients_where_it_measures_the_norm() -> None:
+    def job(rank: int, stage: int) -> None:
+        model = net()
+        optimizer = ZeroOptimizer(model, stage=stage, optimizer=torch.optim.SGD, lr=RATE, clip_norm=1.0)
+        for dropped in (True, False):
+            model(batch(rank, 0)).square().mean().backward()
+            if dropped and rank == 2:
+                optimizer.zero_grad()
+            if dropped:
+                with pytest.raises(CollectiveMismatchError, match=r"0 on rank 2\. Nothing has changed\. Drop"):
+                    optimizer.step()
+                optimizer.zero_grad()
+        optimizer.step()
+
+    for stage in (1, 2, 3):
+        sim.run(WORLD, partial(job, stage=stage))
+
+
+def write_in_place(model: Any, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        model[0].weight.copy_(value)
+
+
+def write_data(model: Any, value: torch.Tensor) -> None:
+    model[0].weight.data = value
+
+
+def write_state(model: Any, value: torch.Tensor) -> None:
+    model.load_state_dict({"0.weight": value}, strict=False)
+
+
+WRITES = [(write, stage) for write in (write_in_place, write_data, write_state) for stage in range(3)]
+
+
+@pytest.mark.parametrize(("write", "stage"), [*WRITES, (write_data, 3)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_values_that_ranks_write_otherwise_are_told(
+    stage: int, write: Callable[[Any, torch.Tensor], None], precision: str
+) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    section = {"bf16": {"enabled": True, "auto_cast": True}} if precision == "bf16" else {}
+
+    def job(rank: int) -> torch.Tensor:
+        engine = start(stage, **section)
+        value = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+        write(engine.module, value.roll(int(rank == 2), 0).to(dtype))  # the same numbers in other places
+        backward(engine, rank, 0)
+        with pytest.raises(CollectiveMismatchError, match=r"written into parameters: rank 2 wrote others than rank 0"):
+            engine.step()
+        write(engine.module, value.to(dtype))
+        if rank == 1:
+            engine.optimizer.take_writes()  # whoever looks in between
+        engine.zero_grad()
+        backward(engine, rank, 0)
+        engine.step()
+        backward(engine, rank, 1)
+        engine.step()
+        return engine.optimizer.consolidated_parameters()["0.weight"]
+
+    found = sim.run(WORLD, job)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_frozen_parameters_and_buffers_may_differ() -> None:
+    def job(rank: int) -> None:
+        model = net()
+        model[2].requires_grad_(False)
+        model.register_buffer("mine", torch.zeros(2))
+        config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": RATE}}}
+        engine = initialize(config, model)[0]
+        with torch.no_grad():
+            model[2].bias.fill_(rank)
+        model.mine.fill_(rank)
+        backward(engine, rank, 0)
+        engine.step()
+        assert float(model[2].bias[0]) == rank
+
+    sim.run(WORLD, job)

@@ -29,7 +29,7 @@ from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.by_parameter import look
 from zoo.zero.state.saved import SavedState
-from zoo.zero.update.alike import Alike
+from zoo.zero.update.alike import CHANGES, WRITES, Alike, how_to_be_alike
 from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
 from zoo.zero.update.factors import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
@@ -366,11 +366,6 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
     def _step(self, mine: torch.Tensor | None, alike: Mapping[str, float]) -> Outcome | None:
         """What is still to be read: the tally of ``mine``, where the norm was not measured, which it travels with."""
         groups = self._options_of_update()
-        tally = self._tally(mine, alike, groups)
-
-        def told(*, made: bool) -> Outcome | None:
-            return None if tally is None or mine is None else Outcome(None, tally.sums(), tally.rows(), made=made)
-
         self._runtime.backward.check_running()
         self._updater.check_whole()
         self._runtime.check()
@@ -379,13 +374,18 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.sharded.wait_for_layers()
         self._settle()
         self.sharded.sync_buffers()
+        tally = self._tally(mine, alike, groups)
+
+        def told(*, made: bool) -> Outcome | None:
+            return None if tally is None or mine is None else Outcome(None, tally.sums(), tally.rows(), made=made)
+
         if self._in_backward is not None:
             self._in_backward.step()
             self._settle_errors(used=True)
             return told(made=True)
         if not self._has_gradients():
             self.clipping.norm = None
-            return told(made=False)
+            return self._nothing_here(tally, told)
         measured, rest = self.clipping.may_skip, None
         if not (measured or self._late):
             rest = told(made=False)
@@ -409,6 +409,22 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self._publish()
         return told(made=True) if self._late and not measured else rest
 
+    def _nothing_here(self, tally: Tally | None, told: Callable[..., Outcome | None]) -> Outcome | None:
+        """The outcome of a step without gradients on this rank: others may have some, and measure their norm.
+
+        Raises:
+            CollectiveMismatchError: they do.
+        """
+        if tally is not None and self.clipping.may_skip:
+            self.clipping.travel(tally)
+        found = told(made=False)
+        if tally is not None and found is None and tally.rows() is not None:
+            found = Outcome(None, None, tally.rows())
+        if found is not None and not self._late:
+            found.read()
+            self._refuse_unlike(found)
+        return found
+
     def _tally(
         self, mine: torch.Tensor | None, alike: Mapping[str, float], groups: list[dict[str, Any]]
     ) -> Tally | None:  # fmt: skip
@@ -416,7 +432,10 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         layers = self.sharded.layers
         if mine is None and (layers is not None or not self.clipping.may_skip):
             return None
-        row = self._alike.row(groups, alike, self.sharded.buckets[0].device)
+        changes = 0 if self._in_backward is not None else sum(g.num_changes for g in self._gradients)
+        written = 0.0 if self._in_backward is not None else self.sharded.writes.digest()
+        more = {**alike, CHANGES: float(changes), WRITES: written}
+        row = self._alike.row(groups, more, self.sharded.buckets[0].device)
         return Tally(row.new_empty(0) if mine is None else mine, self.comm, layers, row)
 
     def _refuse_unlike(self, outcome: Outcome) -> None:
@@ -436,10 +455,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 f"{text}. The update was made before that was known, so that this model is of no one set of options. "
                 "Give all ranks the same and load a checkpoint."
             )
-        raise CollectiveMismatchError(
-            f"{text}. Nothing has changed. Give all ranks the same, and call step() again; what sets an option from a "
-            "loss or a metric has to see the same number on all ranks, such as its mean."
-        )
+        raise CollectiveMismatchError(f"{text}. Nothing has changed. {how_to_be_alike(told)}")
 
     def _measured(self, tally: Tally | None, tallies: bool, groups: list[dict[str, Any]]) -> Factors | None:
         """What the update multiplies by; None for no update. Waits for the norm unless the update can do without.

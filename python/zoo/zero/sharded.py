@@ -359,6 +359,7 @@ class ShardedModel:
         user = self.user
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
         write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
+        self.writes.wrote(bucket, slot, value)
 
     def rows(self, bucket: Bucket, slot: int) -> torch.Tensor:
         """This rank's rows of a partitioned parameter, as a DTensor. Collective."""

@@ -50,6 +50,8 @@ class BucketGradients:
         shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded;
             None while on NVMe.
         reduced: there is a reduced gradient.
+        num_changes: how often it was reduced, and that of a parameter cleared, since it was dropped; the same on all
+            ranks, unless some drop gradients that others step with.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -67,7 +69,7 @@ class BucketGradients:
         self._goes_to_host = (
             bucket.updates_off_device and bucket.placements.gradients.is_split and bucket.device.type == "cuda"
         )
-        self.reduced = False
+        self.reduced, self.num_changes = False, 0
         self.phase = Phase.IDLE
         self._cleared: set[int] = set()  # slots of which `grad` was set to None
         self._cleared_at = 0
@@ -189,6 +191,7 @@ class BucketGradients:
             out = chunk
         handle = self._handle = bucket.routes.reduce.start(sent, out, f"gradients of {bucket.label}")
         self.reduced = True
+        self.num_changes += 1
         return lambda: self._finish_reduce(handle, out, chunk, fresh)
 
     def advance(self) -> None:
@@ -220,7 +223,7 @@ class BucketGradients:
 
     def consume(self) -> None:
         """The update has taken it, before its backward is over: a gradient that comes now is late."""
-        self.reduced = False
+        self.reduced, self.num_changes = False, 0
         if self.bucket.placements.gradients.is_split:
             self.shard = None
 
@@ -255,7 +258,7 @@ class BucketGradients:
         self.ground()  # it reads and writes the memory that is freed here
         if self.bucket.routes.feedback is not None:
             self.bucket.routes.feedback.roll_back()
-        self.reduced, self.phase = False, Phase.IDLE
+        self.reduced, self.num_changes, self.phase = False, 0, Phase.IDLE
         self._arriving = self._resting = self._seen = False
         if self._cleared:
             self._cleared.clear()
@@ -441,6 +444,7 @@ class BucketGradients:
     def clear(self, slot: int) -> None:
         """Make the gradient of one parameter zero."""
         bucket = self.bucket
+        self.num_changes += self.reduced
         offset, numel = bucket.layout.offsets[slot], bucket.layout.tensors[slot].numel
         if self._here and (self.phase is Phase.ACCUMULATING or self.reduced):
             self._raw[offset : offset + numel].zero_()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch.autograd.graph import increment_version
 
 from zoo.zero.sharding.buckets import Bucket
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 
 
 class Writes:
-    """What was written since the last look."""
+    """What was written since the last look, and since the latest update."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self._noted = {bucket: bucket.parameters.versions() for bucket in buckets}
+        self._whole: set[tuple[Bucket, int]] = set()
+        self._given: dict[tuple[Bucket, int], torch.Tensor] = {}
 
     def note(self, bucket: Bucket) -> None:
         """What was written to ``bucket`` until now is known."""
@@ -37,12 +40,32 @@ class Writes:
         Args:
             held: other notes of versions, which are to know of it too.
         """
+        self._whole.clear()
+        self._given.clear()
         for bucket in buckets:
             if not bucket.partitioned:  # there is no memory of those that a graph could have saved
                 increment_version(bucket.spec.parameters)
                 for notes in (self._noted, held):
                     if bucket in notes:
                         notes[bucket] = [version + 1 for version in notes[bucket]]
+
+    def wrote(self, bucket: Bucket, slot: int, value: torch.Tensor | None = None) -> None:
+        """A parameter has other values since the latest update: these, where it is not whole here.
+
+        Of parts along other axes, and of what is frozen, ranks may have values of their own.
+        """
+        if not bucket.spec.trainable or bucket.spec.axes:
+            return
+        if not bucket.partitioned:
+            self._whole.add((bucket, slot))
+        elif value is not None:
+            self._given[bucket, slot] = _digest(value)
+
+    def digest(self) -> float | torch.Tensor:
+        """A number that is equal on ranks that have written the same since the latest update, in whatever order."""
+        whole = [_digest(bucket.parameters.flat_of(slot)) for bucket, slot in self._whole]
+        found = [*whole, *self._given.values()]
+        return torch.stack(found).sum().remainder(2**48).double() if found else 0.0
 
     def take(self, optimizer: ZeroOptimizer) -> None:
         """Bring what was written to where the optimizer keeps it. Every rank writes the same and calls this.
@@ -65,6 +88,7 @@ class Writes:
                 continue
             for slot in changed:
                 bucket.parameters.take_back(slot)
+                self.wrote(bucket, slot)
             if bucket.spec.trainable or bucket.parameters.originals is not None:
                 changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
         if any(bucket.spec.trainable for bucket in changes):
@@ -81,3 +105,14 @@ class Writes:
                 "is lost: only this rank's shard stays. Write inside `with GatheredParameters(parameter, "
                 "modifier_rank=0):`, or assign a whole value: parameter.data = value."
             )
+
+
+def _digest(value: torch.Tensor) -> torch.Tensor:
+    """() int64 below 2^48, of its bytes and their places. Waits for no device."""
+    parts = value.detach().reshape(-1).contiguous().view(torch.uint8)
+    if value.device.type == "cpu":
+        from zoo.io import crc32c
+
+        return torch.tensor(crc32c(parts) if parts.numel() else 0)
+    places = torch.arange(1, 2 * parts.numel(), 2, device=parts.device)
+    return (parts.long() * places).sum().remainder(2**48)

@@ -17,6 +17,10 @@ import torch
 
 from zoo.zero.options.agreement import described
 
+CHANGES = "changes of reduced gradients since they were dropped"
+"""How often any was reduced or cleared: ranks that step with others' sums, or with none, have another number."""
+WRITES = "the values that were written into parameters"
+"""What stands for them: ranks that write others have another number."""
 _OF_PARAMETERS = ("params", "param_names")
 
 
@@ -43,17 +47,22 @@ class Alike:
         """A, without what a step adds."""
         return len(self._options)
 
-    def row(self, groups: Sequence[Mapping[str, Any]], more: Mapping[str, float], device: torch.device) -> torch.Tensor:
+    def row(
+        self, groups: Sequence[Mapping[str, Any]], more: Mapping[str, float | torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
         """(A,) fp64 on ``device``: the options of ``groups`` now, and ``more`` numbers by name."""
-        self._names, self._shown, self._groups = [*self._options, *more], set(more), groups
+        self._names, self._shown, self._groups = [*self._options, *more], set(more) - {WRITES}, groups
         numbers = [self._number(key, [_plain(group.get(key)) for group in groups]) for key in self._options]
-        numbers += more.values()
+        numbers += [0.0 if isinstance(value, torch.Tensor) else value for value in more.values()]
         row = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
         row = row.to(device, non_blocking=True)
         for place, key in enumerate(self._options):
             values = [group.get(key) for group in groups]
             if any(map(_on_device, values)):
                 row[place] = _together(values, device)
+        for place, value in enumerate(more.values(), len(self._options)):
+            if isinstance(value, torch.Tensor):
+                row[place] = value
         return row
 
     def _number(self, key: str, values: list[Any]) -> float:
@@ -90,8 +99,22 @@ class Alike:
                 f"{int(value) if value.is_integer() else value} on {_listed(of)}" for value, of in by_value.items()
             )
         others = sorted(rank for of in list(by_value.values())[1:] for rank in of)
+        if name not in self._options:
+            return f"{name}: {_listed(others)} wrote others than rank {ranks[0]}"
         here = ", ".join(described(group.get(name)) for group in self._groups)
         return f"{name} ({here} in the groups of this rank): {_listed(others)} other than rank {ranks[0]}"
+
+
+def how_to_be_alike(told: str) -> str:
+    """What :meth:`Alike.told` asks for, before an update."""
+    if CHANGES in told:
+        return "Drop gradients on all ranks or on none, by zero_grad() or p.grad = None."
+    if WRITES in told:
+        return "Write the same on all of them: broadcast what one has drawn, read or computed, and call step() again."
+    return (
+        "Give all ranks the same, and call step() again; what sets an option from a loss or a metric has to see the "
+        "same number on all ranks, such as its mean."
+    )
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -98,6 +98,10 @@ class Clipping:
         # By a tensor: a GPU multiplies by the inverse of a number, which is rounded.
         return norm if scale == 1.0 else norm / torch.full_like(norm, scale)
 
+    def travel(self, tally: Tally) -> None:
+        """Send a tally where a step measures, and this rank has no gradients. Collective, as :meth:`measure` is."""
+        global_norm(self._gradients, self._layers, 2.0, tally, wide=self._wide, absent=True)
+
     def measured(self, norm_type: float = 2.0) -> float:
         """The same as a number, which is ``norm`` then. Collective."""
         self.norm = float(self.measure(norm_type))

@@ -16,7 +16,7 @@ from zoo.zero.sharding.gradients import BucketGradients, powers_of
 
 def global_norm(
     gradients: Sequence[BucketGradients], layers: Communicator | None = None, norm_type: float = 2.0,
-    tally: Tally | None = None, *, wide: bool = False,
+    tally: Tally | None = None, *, wide: bool = False, absent: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """(Σ |g|^p)^(1/p) or, for p = ``norm_type`` = infinity, max |g|. Collective.
 
@@ -32,7 +32,8 @@ def global_norm(
 
     Where gradients are left to the optimizer, so that ranks have different ones, it is ((1/R) Σ_r ‖g_r‖^p)^(1/p).
 
-    A ``tally`` rides in the same collective where the ranks are the same.
+    A ``tally`` rides in the same collective where the ranks are the same. ``absent``: this rank has no gradients, which
+    count as zero; others may have some.
 
     Returns:
         () fp64, on the device: nothing waits for it.
@@ -46,7 +47,7 @@ def global_norm(
         raise ValueError(f"norm_type={norm_type!r}; a norm over all gradients has a number > 0, or math.inf, for it.")
     p = float(number)
     families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
-    found = [(_powers(gradients, axes, p, tally), axes.in_norm) for axes in families]
+    found = [(_powers(gradients, axes, p, tally, absent), axes.in_norm) for axes in families]
     powers = _joined(torch.stack([power if counts else torch.zeros_like(power) for power, counts in found]), p)
     if layers is not None:
         powers = _joined(_of_all(layers, powers.reshape(1)), p)
@@ -117,10 +118,13 @@ def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
     return powers.amax() if math.isinf(p) else powers.sum()
 
 
-def _powers(gradients: Sequence[BucketGradients], axes: Axes, p: float, tally: Tally | None) -> torch.Tensor:
+def _powers(
+    gradients: Sequence[BucketGradients], axes: Axes, p: float, tally: Tally | None, absent: bool
+) -> torch.Tensor:
     """Σ |g|^p over the parameters of one family, or max |g|."""
     mine = [g for g in gradients if g.bucket.routes.axes is axes]
-    chunks = [powers_of(mine, c, p) for c in mine[0].bucket.updated_chunks()]
+    none = torch.zeros(len(mine), dtype=torch.float64, device=mine[0].bucket.device)
+    chunks = [none if absent else powers_of(mine, c, p) for c in mine[0].bucket.updated_chunks()]
     each = torch.cat(chunks)
     if len(chunks) < axes.shard.size:
         ridden = tally.ride(axes.shard, each) if tally is not None else None
