@@ -405,3 +405,32 @@ def test_weights_are_repacked() -> None:
     fused.down = nn.Parameter(torch.zeros(4, 9, 9))
     with pytest.raises(ValueError, match="of the shapes"):
         ep_repack.repack_expert_weights(fused, spec(expert_storage="fused_3d"), 0, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: int) -> None:
+    from tests.checkpointing.foreign.golden_model import BEFORE, DECAY, LR, ROWS, Experts, batches, loss_of
+    from tests.checkpointing.foreign.test_deepspeed import GOLDEN as CHECKPOINTS
+
+    def job(rank: int) -> list[float]:
+        model = Experts(MoE)
+        groups = utils.split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all", "weight_decay": DECAY}
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=LR), config=config)[0]
+        engine.load_checkpoint(CHECKPOINTS / "experts", tag="step")
+        found = []
+        for batch in batches(rank)[BEFORE:]:
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+        return found
+
+    theirs = json.loads((CHECKPOINTS / "experts" / "losses.json").read_text())
+    for mine, expected in zip(sim.run(2, job), theirs, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -49,8 +49,27 @@ def open_checkpoint(
         directory, tag, everyone, groups=groups, optimizer_states=states,
         universal=getattr(section, "load_universal", False),
     )  # fmt: skip
-    found.meta = checkpointing.alike(everyone, what, lambda: foreign.training_meta(found))
+    found.meta = checkpointing.alike(everyone, what, lambda: _told(engine, found))
     return found
+
+
+def _told(engine: Engine, found: foreign.ForeignCheckpoint) -> dict[str, Any]:
+    """What it says of the training. What is in a layer whose ``foreign_names`` say how it is called elsewhere, {"begin
+    of a name there": "begin of the name here"}, has the names of here then."""
+    starts: dict[str, str] = {}
+    for place, layer in engine.module.named_modules():
+        prefix = f"{place}." if place else ""
+        starts |= {f"{prefix}{theirs}": f"{prefix}{own}" for theirs, own in getattr(layer, "foreign_names", {}).items()}
+    if starts:
+        found.rename(lambda name: _begun_otherwise(name, starts))
+    return foreign.training_meta(found)
+
+
+def _begun_otherwise(name: str, starts: Mapping[str, str]) -> str:
+    for theirs, own in starts.items():
+        if name.startswith(theirs):
+            return own + name.removeprefix(theirs)
+    return name
 
 
 def _is_deepspeeds(directory: str | os.PathLike[str], tag: str | None) -> bool:

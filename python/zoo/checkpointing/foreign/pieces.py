@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -132,6 +132,33 @@ class ForeignCheckpoint:
         if role in self._roles.get(name, {}) and other not in self._roles[name]:
             self._roles[name][other] = self._roles[name].pop(role)
             self._runs[name, other] = self._runs.pop((name, role))
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Give each tensor another name, in ``scalars``, among tied ones and in DeepSpeed's groups too.
+
+        Raises:
+            CheckpointError: two would have the same.
+        """
+        names = {name: name_of(name) for name in self._shapes}
+        if len(set(names.values())) < len(names):
+            twice = sorted(
+                new for name, new in names.items() if new != name and (new in names or name in names.values())
+            )
+            raise CheckpointError(
+                f"checkpoint {self.tag!r} has tensors that would have one name: {', '.join(twice[:5])}"
+            )
+        self._shapes = {names[name]: shape for name, shape in self._shapes.items()}
+        self._roles = {names[name]: roles for name, roles in self._roles.items()}
+        self._runs = {(names[name], role): runs for (name, role), runs in self._runs.items()}
+        self._boxes = {(names[name], role): parts for (name, role), parts in self._boxes.items()}
+        keys = {key: key.partition("/") for key in self.scalars}
+        self.scalars = {f"{r}{slash}{names.get(n, n)}": self.scalars[key] for key, (r, slash, n) in keys.items()}
+        tied = self.meta.get("tied")
+        if isinstance(tied, dict):
+            self.meta["tied"] = {name_of(alias): name_of(name) for alias, name in tied.items()}
+        for group in self.meta.get("deepspeed", {}).get("param_groups", ()):
+            if isinstance(group.get("names"), (list, tuple)):
+                group["names"] = [name_of(name) if isinstance(name, str) else name for name in group["names"]]
 
     def _describe(self, name: str, role: str, shape: Sequence[int], dtypes: set[torch.dtype]) -> None:
         shape = tuple(shape)

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,13 @@ class MoE(_Layer):  # type: ignore[misc]
     Attributes:
         ep_size, expert_group_name, num_local_experts, use_residual: as DeepSpeed has them.
         asked: the arguments that are the gate's. latest: ``l_aux`` and ``exp_counts`` of the latest forward.
+        foreign_names: what parameters are called in DeepSpeed's checkpoints, which are read so.
     """
+
+    foreign_names: ClassVar[Mapping[str, str]] = {
+        "deepspeed_moe.gate.wg.": "gate.", "deepspeed_moe.experts.deepspeed_experts.": "experts.list.",
+        "mlp.": "shared.",
+    }  # fmt: skip
 
     def __init__(
         self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1,

@@ -133,7 +133,8 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "`MoE`",
-        "has zoo.moe's names of parameters; consecutive ranks share the experts. A forward without `initialize` wants "
+        "has zoo.moe's names of parameters, which those of DeepSpeed's checkpoints get when they are loaded; "
+        "consecutive ranks share the experts. A forward without `initialize` wants "
         "`set_deepspeed_parallelism()` where `ep_size` is above 1.",
     ),
     (
