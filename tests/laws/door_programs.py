@@ -174,17 +174,15 @@ def new_layer(side: Any, number: int) -> None:
 def rate(side: Any, factor: float, ranks: tuple[int, ...] | None) -> None:
     """None: on all ranks. Some have other rates than the others: the next step must tell."""
     if isinstance(side, Plain):
-        side.uneven |= uneven(side.job, ranks)
-        side.groups[0]["lr"] *= 1.0 if uneven(side.job, ranks) or ranks == () else factor
+        for rank in range(side.job.world) if ranks is None else ranks:
+            side.rates[rank] *= factor
+        side.uneven = len(set(side.rates)) > 1
+        if not side.uneven:
+            side.groups[0]["lr"] = side.rates[0]
         return
     if ranks is None or side.ranks[0] in ranks:
         for group in side.groups:
             group["lr"] *= factor
-
-
-def uneven(job: Job, ranks: tuple[int, ...] | None) -> bool:
-    """Whether these are some of the ranks, and not all."""
-    return ranks is not None and 0 < len(ranks) < job.world
 
 
 def accumulate(side: Any, accumulation: int) -> None:
@@ -337,7 +335,7 @@ class Runner:
     def _rates_are_even(self) -> None:
         for group in self.door.groups:
             group["lr"] = self.twin.groups[0]["lr"]
-        self.twin.uneven = False
+        self.twin.rates, self.twin.uneven = [self.twin.groups[0]["lr"]] * self.job.world, False
 
     def drop(self) -> None:
         for side in (self.door, self.twin):

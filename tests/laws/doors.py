@@ -250,6 +250,7 @@ class Plain:
         self.groups: list[dict[str, Any]] = self.optimizer.param_groups
         self._losses: list[float] = []
         self._latest: float | None = None
+        self.rates = [RATE] * self.job.world  # of each rank
         self.uneven = False  # some ranks have rates of their own: the next step of theirs must tell
 
     def __call__(self, x: Tensor, form: str) -> Any:
