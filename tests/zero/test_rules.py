@@ -98,6 +98,17 @@ def by_module(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
+def clipped(most: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """By the norm of all gradients together, as some optimizers do inside of their step."""
+
+    class Clipped(Ruled):
+        def rule(self, group: dict[str, Any], index: int, p: Any) -> float:
+            norm = sum(float(q.grad.square().sum()) for g in self.param_groups for q in g["params"]) ** 0.5
+            return min(1.0, most / norm)
+
+    return lambda model: Clipped(model.parameters())
+
+
 class Registry:
     """As bitsandbytes' ``GlobalOptimManager``: one for all optimizers, keyed by ``id``, resolved in the first step."""
 
@@ -234,6 +245,8 @@ WHOLE = {
     "index": with_rule(lambda self, group, index, p: 1.0 / (index + 1)),
     "count": with_rule(lambda self, group, index, p: 1.0 / len(group["params"])),
     "norm": normed,
+    "norm of all": clipped(0.01),
+    "high norm of all": clipped(40.0),
     "rows": with_rule(lambda self, group, index, p: float(1 / (1 + p.grad[0].abs().sum()))),
     "attribute": attribute,
     "flag": flagged,
@@ -432,3 +445,51 @@ def test_a_run_goes_on_from_its_saved_states(kind: str, form: str) -> None:
     for rank, found in enumerate(sim.run(2, loaded)):
         for name, value in found.items():
             assert torch.equal(value, runs[rank][3][name]), name
+
+
+# The instance afterwards ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("kind", ["added attribute", "wrapped step"])
+def test_an_attribute_set_on_the_instance_later_counts(stage: int, kind: str) -> None:
+    world = 1 if kind in WHOLE else 2
+
+    def run(instance: Any, step_with: Any, model: nn.Module, ranks: list[int]) -> list[torch.Tensor]:
+        for step in range(3):
+            instance.damping = 1.0 / (step + 1)
+            for rank in ranks:
+                (loss_of(model, rank, step) / len(ranks)).backward()
+            step_with.step()
+            step_with.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    def make(model: nn.Module) -> Any:
+        cls = type("Damped", (Ruled,), {"rule": lambda self, group, index, p: self.damping})
+        return cls(model.parameters()) if kind not in WHOLE else step_wrapped(model)
+
+    plain = model_of()
+    optimizer = make(plain)
+    optimizer.damping = 1.0
+    expected = run(optimizer, optimizer, plain, list(range(world)))
+
+    def fn(rank: int) -> list[torch.Tensor]:
+        model = model_of()
+        instance = make(model)
+        instance.damping = 1.0
+        zero = ZeroOptimizer(model, optimizer=instance, stage=stage)
+        run(instance, zero, model, [rank])
+        return list(zero.consolidated_parameters().values())
+
+    for found in sim.run(world, fn):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_method_replaced_later_is_refused_by_name() -> None:
+    model = model_of()
+    instance: Any = Ruled(model.parameters())
+    zero = ZeroOptimizer(model, optimizer=instance, stage=1)
+    instance.rule = lambda group, index, p: 0.5
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(ValueError, match=r"rule\(\) of the Ruled instance was replaced after"):
+        zero.step()

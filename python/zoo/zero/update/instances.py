@@ -29,6 +29,7 @@ _HOOKS = tuple(
 )
 _OF_SCHEDULES = frozenset({"_opt_called", "_step_count"})
 """What torch's schedules leave on an optimizer."""
+_OURS = frozenset({*_HOOKS, "state", "param_groups", "defaults"})
 _INSTEAD = "pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3e-4) instead."
 
 
@@ -174,6 +175,30 @@ def parameters_of(cls: type) -> list[inspect.Parameter]:
     return list(found.values())
 
 
+class Follows:
+    """What is set on an instance after it was taken over is set on the optimizer in its place too."""
+
+    def __init__(self, instance: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+        self._instance, self._inner, self._seen = instance, inner, dict(vars(instance))
+
+    def take(self) -> None:
+        """Look for what is new.
+
+        Raises:
+            ValueError: a method was replaced.
+        """
+        for name, value in vars(self._instance).items():
+            if self._seen.get(name, self) is value or name in _OURS or name in _OF_SCHEDULES:
+                continue
+            if callable(getattr(type(self._instance), name, None)):
+                raise ValueError(
+                    f"{name}() of the {type(self._instance).__name__} instance was replaced after it had been taken "
+                    "over, and would never be called. Replace it before the ZeRO optimizer is constructed."
+                )
+            setattr(self._inner, name, value)
+            self._seen[name] = value
+
+
 def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
     """While ``owner`` exists the instance holds options only: a step of its own would be a second update, and its
     state is none. Hooks that were registered on it, or will be, are hooks of the owner."""
@@ -200,3 +225,4 @@ def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
     owner.register_step_post_hook(lambda *_: setattr(held, "_opt_called", True))
     if owner.inner.state is not instance.state:
         instance.state.clear()
+    owner.updater.follows = Follows(instance, owner.inner)

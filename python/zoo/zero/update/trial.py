@@ -28,6 +28,8 @@ TRIED_ALONE = 1 << 22
 """Elements of a parameter that is tried in full where the device "meta" cannot be used."""
 UNQUANTISED = 1 << 10
 """Elements up to which optimizers keep states as they are that they quantise otherwise, in blocks of any tensor."""
+SCALES = (1.0, 0.01, 100.0)
+"""Of the gradients of a trial's steps: what is done to a norm above a limit shows."""
 LENGTHS = (1 << 10, 1 << 16)
 """Of flat segments that are tried for a parameter of many elements, beside its own length and that of all together."""
 _CODES = frozenset({torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -102,7 +104,9 @@ class Trial:
         """Raise Unlike unless both updates give the same values."""
         generator = torch.Generator().manual_seed(0)
         shapes = [[_cut(p.shape, most) for p in group["params"]] for group in groups]
-        values, *grads = ([[torch.randn(s, generator=generator) for s in of] for of in shapes] for _ in range(3))
+        values, *grads = (
+            [[torch.randn(s, generator=generator) * scale for s in of] for of in shapes] for scale in (1, *SCALES)
+        )
         expected, codes = self._whole_results(groups, values, grads)
         found = self._flat_results(groups, [_joined(of) for of in values], [[_joined(of) for of in g] for g in grads])
         before = [_joined(of) for of in values]
@@ -144,15 +148,19 @@ class Trial:
     def _flat_results(
         self, groups: list[dict[str, Any]], values: list[torch.Tensor], grads: list[list[torch.Tensor]]
     ) -> list[torch.Tensor]:  # fmt: skip
-        flat = _with_params(_unnamed(groups), [[self._segment(part) for part in _parts(v)] for v in values])
-        tensors = [group["params"] for group in flat]
-        try:
-            optimizer = self._build(flat)
-            for grad in grads:
-                _step(optimizer, tensors, [_parts(g) for g in grad])
-        except Exception as error:
-            raise Unlike(on_flat(error)) from error
-        return [_joined(of) for of in tensors]
+        # Each part by an optimizer of its own, as ranks and pieces of an update have them.
+        done: list[list[torch.Tensor]] = []
+        for index in range(2):
+            flat = _with_params(_unnamed(groups), [[self._segment(part) for part in _parts(v)[index]] for v in values])
+            tensors = [group["params"] for group in flat]
+            try:
+                optimizer = self._build(flat)
+                for grad in grads:
+                    _step(optimizer, tensors, [_parts(g)[index] for g in grad])
+            except Exception as error:
+                raise Unlike(on_flat(error)) from error
+            done.append([_joined(of) for of in tensors])
+        return [torch.cat(of) for of in zip(*done, strict=True)]
 
     def _segment(self, values: torch.Tensor) -> Flat:
         made: Flat = torch.Tensor._make_subclass(Flat, values.clone(), True)
@@ -273,10 +281,10 @@ def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
 
 
-def _parts(values: torch.Tensor) -> list[torch.Tensor]:
-    """Two flat parts, of which neither ends where a tensor does, if that can be."""
-    at = (7 * values.numel()) // 24
-    return [part for part in (values[:at], values[at:]) if part.numel()]
+def _parts(values: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Flat segments, of which none ends where a tensor does, if that can be; the first of one rank, two of another."""
+    first, second = (7 * values.numel()) // 24, (15 * values.numel()) // 24
+    return [values[:first]], [part for part in (values[first:second], values[second:]) if part.numel()]
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zoo.zero.collectives.compressed import Switch
     from zoo.zero.offload.scratch import Scratch
     from zoo.zero.offload.stream import StateStream
+    from zoo.zero.update.instances import Follows
     from zoo.zero.update.meetings import Meetings
 
 DEPTH_IN_BACKWARD = 3
@@ -79,6 +80,7 @@ class Updater:
                 "backward. Use an elementwise optimizer, or leave update_in_backward out."
             )
         self._plain, self._optimizer, self._options = plain, optimizer, options
+        self.follows: Follows | None = None
         self._unsplit, self._objects, self._asked = unsplit, objects, asked
         self._known: dict[tuple[Any, ...], Keeps] = {}
         fused = bool(options.get("fused") or any(group.get("fused") for group in plain))
@@ -346,6 +348,8 @@ class Updater:
         """A step begins, with the options of ``groups``: what the first pieces need is on its way after this."""
         self.check_whole()
         self._check_asked()
+        if self.follows is not None:
+            self.follows.take()
         self._finish_writes()
         self._take_options(groups)
         if self._meetings is not None:
