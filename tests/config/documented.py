@@ -326,6 +326,11 @@ EFFECTS: dict[str, str] = {
     "fp16.consecutive_hysteresis": "tests/zero/test_optimizer.py::test_the_loss_scaler_follows_its_definition",
     "fp16.min_loss_scale": "tests/zero/test_optimizer.py::test_the_loss_scaler_follows_its_definition",
     "bf16.enabled": "tests/engine/test_engine.py::test_bfloat16_learns",
+    "bf16.check_grad_overflow":
+        "tests/deepspeed/test_engine_gradients.py::test_bf16_says_whether_gradients_that_are_not_finite_are_used",
+    "pipeline.activation_checkpoint_interval":
+        "tests/pipe/test_engine.py::test_the_section_says_which_activations_are_computed_again",
+    "pipeline.use_reentrant": "tests/pipe/test_engine.py::test_the_section_says_which_activations_are_computed_again",
     "torch_autocast.enabled": "tests/engine/test_steps.py::test_torch_autocast",
     "torch_autocast.dtype": "tests/engine/test_steps.py::test_torch_autocast",
     "data_types.grad_accum_dtype": "tests/engine/test_steps.py::test_the_type_in_which_micro_batches_are_added_up",

@@ -84,7 +84,7 @@ def test_it_is_frozen_and_survives_pickle(registry: Registry) -> None:
         ({"sharding": {"stge": 1}}, "sharding.stge: unknown key; did you mean 'stage'?"),
         ({"sharding": {"offload": {"devise": "cpu"}}}, "sharding.offload.devise: unknown key; did you mean 'device'?"),
         ({"fp61": {}}, "fp61: unknown key; did you mean 'fp16'?"),
-        ({"bf16": {"qqq": 1}}, "bf16.qqq: unknown key; known here: auto_cast, enabled"),
+        ({"bf16": {"qqq": 1}}, "bf16.qqq: unknown key; known here: auto_cast, check_grad_overflow, enabled"),
         ({"model": {}}, "model: unknown key; it is a section of the application"),
         ({"absent": {}}, "absent: config_section 'absent' (zoo_no_such_module:Absent"),
         ({"sharding": {"stage": 1, "bucket_size": 1, "stage3_bucket_size": 2}}, "given twice, as 'bucket_size' and as"),

@@ -104,7 +104,9 @@ def test_pinned_tensors_are_of_one_pool_that_is_made_when_it_is_asked_for(monkey
     assert (made.shape, made.dtype, made.data_ptr() % 4096) == ((4, 5), torch.half, 0)
     for mine in (same, flat, other, made, made[1:]):
         assert memory.is_pinned(mine)
+    for mine in (same, flat, other, made):
         assert memory.unpin(mine)
+        assert not memory.is_pinned(mine)
     assert not memory.is_pinned(x)
     assert not memory.unpin(x)
 

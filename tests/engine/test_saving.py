@@ -270,7 +270,9 @@ def test_a_rank_0_that_cannot_write_is_an_error_everywhere_and_the_old_file_stay
     assert first == second
 
 
-@pytest.mark.parametrize("name", ["a/b.safetensors", "../m.safetensors", ".safetensors", "model.pt", ".bin", "", 3])
+@pytest.mark.parametrize(
+    "name", ["a/b.safetensors", "../m.safetensors", ".safetensors", "model.onnx", ".bin", ".pt", "", 3]
+)
 def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: Any) -> None:
     with pytest.raises(ValueError, match=r"it is the name of a file in the folder.*ends in '\.safetensors' or '\.bin'"):
         start({}).save_16bit_model(tmp_path, name)

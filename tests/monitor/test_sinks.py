@@ -361,7 +361,7 @@ def comet(monkeypatch: pytest.MonkeyPatch) -> list[FakeExperiment]:
 
 
 def test_comet_gets_what_the_section_says_and_values_at_intervals(comet: list[FakeExperiment], tmp_path: Path) -> None:
-    key = "k" * 40
+    key = "some-experiment-key"  # Comet's own business
     options = {
         "samples_log_interval": 20, "project": "p", "workspace": "w", "api_key": "secret", "experiment_name": "n",
         "experiment_key": key, "online": True, "mode": "get_or_create",

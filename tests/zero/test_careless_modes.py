@@ -76,24 +76,46 @@ def _per_sample(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
-    "vmap": lambda model, x: torch.func.vmap(model)(x).square().mean().backward(),
+    "grad": lambda model, x: torch.func.grad(lambda inputs: model(inputs).square().sum())(x),
+    "grad and value": lambda model, x: torch.func.grad_and_value(lambda inputs: model(inputs).square().sum())(x),
     "jacrev": lambda model, x: torch.func.jacrev(model)(x[0]),
     "per sample": _per_sample,
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_are_refused_by_name(stage: int, transform: str) -> None:
+def test_transforms_compute_where_parameters_are_whole_and_are_refused_by_name(stage: int, transform: str) -> None:
     def fn(rank: int) -> None:
         model, optimizer = build(stage)
-        with pytest.raises(NotImplementedError, match=r"transform of torch\.func.*deepcopy"):
-            TRANSFORMS[transform](model, data(rank))
-        one_step(model, optimizer, rank)
         with optimizer.gathered():
             aside = copy.deepcopy(model)
-        TRANSFORMS[transform](aside, data(rank))
+        wanted = TRANSFORMS[transform](aside, data(rank))
+        for _ in range(2):
+            if stage == 3:
+                with pytest.raises(NotImplementedError, match=r"transform of torch\.func.*stage 3.*deepcopy"):
+                    TRANSFORMS[transform](model, data(rank))
+            else:
+                torch.testing.assert_close(TRANSFORMS[transform](model, data(rank)), wanted, rtol=0, atol=0)
+            optimizer.zero_grad()
+        one_step(model, optimizer, rank)
+        check(optimizer, twin(2))
+
+    sim.run(2, fn)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_what_leads_to_parameters_behind_a_transform_is_refused(stage: int, transform: str) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = build(stage)
+        loss = TRANSFORMS[transform](model, data(rank)).square().mean()
+        with pytest.raises(RuntimeError, match=r"transform of torch\.func"):
+            loss.backward()
+        optimizer.zero_grad()
+        one_step(model, optimizer, rank)
         check(optimizer, twin(2))
 
     sim.run(2, fn)

@@ -140,6 +140,35 @@ def test_a_norm_that_is_not_finite_changes_nothing(stage: int, policy: str, numb
             torch.testing.assert_close(found[name], parameter.detach() - 0.5 * parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clip_norm", [0.0, math.inf, 0.01])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1.0])
+def test_gradients_that_are_not_finite_are_used_where_that_is_asked_for(
+    stage: int, clip_norm: float, number: float
+) -> None:
+    def fn(rank: int) -> dict[str, torch.Tensor]:
+        made, optimizer = build(stage, clip_norm=clip_norm, nonfinite_gradients="use")
+        (loss(made, rank) * (number if rank == 1 else 1.0)).backward()
+        optimizer.step()
+        assert (optimizer.skipped, optimizer.num_skipped) == (False, 0)
+        return optimizer.consolidated_parameters()
+
+    one = model()
+    sum(loss(one, rank) * (number if rank == 1 else 1.0) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+    if 0.0 < clip_norm < math.inf:
+        nn.utils.clip_grad_norm_(one.parameters(), clip_norm)
+    for found in sim.run(2, fn):
+        for name, parameter in one.named_parameters():
+            assert parameter.grad is not None
+            wanted = parameter.detach() - 0.5 * parameter.grad
+            torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def test_a_loss_scale_is_found_by_steps_that_are_skipped() -> None:
+    with pytest.raises(ValueError, match="nonfinite_gradients='use' with a loss scale"):
+        build(1, loss_scale="dynamic", nonfinite_gradients="use")
+
+
 def test_what_is_dropped_is_not_held_against_the_next_gradients() -> None:
     def fn(rank: int) -> bool:
         made, optimizer = build(2)

@@ -154,6 +154,7 @@ def build(cls: type[ZeroOptimizer] = Late, kind: Any = torch.optim.AdamW, **opti
         ({"kind": optim.AdamW, "clip_norm": 0.0}, True),
         ({"clip_norm": 0.0}, True),
         ({"fused": True, "nonfinite_gradients": "error"}, False),
+        ({"fused": True, "nonfinite_gradients": "use"}, True),
         ({"kind": optim.AdamW}, False),
         ({"kind": optim.AdamW, "capturable": True}, True),
         ({"kind": optim.Lion, "capturable": True, "loss_scale": "dynamic"}, True),

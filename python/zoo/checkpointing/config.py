@@ -32,7 +32,8 @@ class CheckpointConfig(Section):
 
     fates: ClassVar[Mapping[str, Fate]] = {
         "tag_validation": unnecessary(
-            "a save in which ranks give other tags fails on all of them", "Warn",
+            "a save in which ranks give other tags fails on all of them, and through zoo.deepspeed does what this says",
+            "Warn",
             tuple(spelled(word) for word in ("Ignore", "Warn", "Fail") for spelled in (str, str.upper, str.lower)),
             asks=False,
         ),

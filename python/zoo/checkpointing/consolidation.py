@@ -20,6 +20,7 @@ from zoo.checkpointing.disk import place_of as disk_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.reading import load
 from zoo.checkpointing.zero_to_fp32 import LazyTensor, place_of, state_dict_of, tensors_of, write_model
+from zoo.comm import Communicator
 from zoo.layout import logical_name
 
 SCRIPT = "zero_to_fp32.py"
@@ -65,7 +66,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: what is wrong with the checkpoint.
         ValueError: it does not tell what is frozen.
     """
-    tensors = tensors_of(load(checkpoint_dir, tag), exclude_frozen_parameters=exclude_frozen_parameters)
+    tensors = tensors_of(
+        load(checkpoint_dir, tag, Communicator.alone()), exclude_frozen_parameters=exclude_frozen_parameters
+    )
     return tensors if lazy_mode else state_dict_of(tensors)
 
 
@@ -87,7 +90,7 @@ def load_state_dict_from_zero_checkpoint(
             raise ValueError(
                 f"the model's {name!r} is not whole on this rank: an engine has split it; give a model that is in none"
             )
-    with load(checkpoint_dir, tag) as found:
+    with load(checkpoint_dir, tag, Communicator.alone()) as found:
         tensors = tensors_of(found)
         mine = model.state_dict(keep_vars=True)
         names = {key: logical_name(model, key) for key in mine if not key.endswith("_extra_state")}
@@ -148,7 +151,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         raise ValueError(f"output_dir={os.fspath(output_dir)!r} is a file")
     output = output_file if output_file is not None else os.path.join(output_dir or "", "")
     safe, shard_bytes = place_of(output, safe_serialization, max_shard_size)
-    with load(checkpoint_dir, tag) as found:
+    with load(checkpoint_dir, tag, Communicator.alone()) as found:
         tensors = tensors_of(found, exclude_frozen_parameters=exclude_frozen_parameters)
         return write_model(tensors, output, safe=safe, max_shard_bytes=shard_bytes)
 

@@ -170,13 +170,20 @@ class LocalDisk:
 LOCAL = LocalDisk()
 
 
+def check_named(directory: object) -> None:
+    """Raise ValueError unless it is a path that is not empty, which would be the current folder."""
+    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+        raise ValueError(f"{directory!r} names no folder; '.' is the current one.")
+
+
 def place_of(directory: str | os.PathLike[str], disk: Disk | None = None) -> tuple[Disk, Path]:
     """The file system of a directory, and its absolute path there. A URL ("s3://bucket/runs") names an object store,
     but for "file://", which is this machine.
 
     Raises:
-        ValueError: a URL of a store that is not known, or whose package is not installed.
+        ValueError: no name; a URL of a store that is not known, or whose package is not installed.
     """
+    check_named(directory)
     text = os.fspath(directory)
     scheme, bar, rest = text.partition("://")
     if disk is None and bar and scheme not in ("", "file", "local"):

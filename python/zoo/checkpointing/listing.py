@@ -11,6 +11,7 @@ from zoo.checkpointing.errors import CheckpointError, UnreadableError
 from zoo.checkpointing.manifest import number_of
 from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, names_in, tag_of
 from zoo.checkpointing.reading import load
+from zoo.comm import Communicator
 
 WHOLE, DAMAGED, UNREADABLE, UNFINISHED = "whole", "damaged", "unreadable", "unfinished"
 
@@ -65,7 +66,7 @@ def listing(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> l
 def _listed(disk: Disk, root: Path, tag: str, is_latest: bool) -> Listed:
     when = disk.modified_s(root / tag / MANIFEST)
     try:
-        with load(root, tag, verify=False, disk=disk) as found:
+        with load(root, tag, Communicator.alone(), verify=False, disk=disk) as found:
             return Listed(
                 tag=tag, state=WHOLE, is_latest=is_latest, version=found.version, number=number_of(disk, found.path),
                 saved_s=when, num_bytes=sum(entry.size for entry in found.index.files), num_ranks=found.world_size,

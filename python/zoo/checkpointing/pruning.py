@@ -21,6 +21,7 @@ from zoo.checkpointing.exact import decode
 from zoo.checkpointing.manifest import attempt_of, files_named, meta_of, number_of, numbered, read_document, scalars_of
 from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, names_in, new_attempt
 from zoo.checkpointing.reading import load
+from zoo.comm import Communicator
 
 _log = logging.getLogger("zoo.checkpointing")
 
@@ -104,7 +105,7 @@ def _old(disk: Disk, root: Path, found: list[_Found], keep: int) -> list[_Found]
 
 def _is_whole(disk: Disk, root: Path, name: str) -> bool:
     try:
-        load(root, name, verify=False, disk=disk).close()
+        load(root, name, Communicator.alone(), verify=False, disk=disk).close()
     except CheckpointError as error:
         _log.warning("the checkpoint %r does not count as one that is kept: %s", name, error)
         return False

@@ -95,6 +95,7 @@ def verify(
     with one_sentence(shared=False):
         from zoo.checkpointing import CheckpointError, latest_tag, load
         from zoo.checkpointing.listing import UNFINISHED, listing
+        from zoo.comm import Communicator
 
         root, tag = _split(place)
         tags = [one.tag for one in listing(root) if one.state != UNFINISHED] if tag is None else [tag]
@@ -103,7 +104,7 @@ def verify(
         bad = 0
         for each in tags:
             try:
-                with load(root, each) as found:
+                with load(root, each, Communicator.alone()) as found:
                     total = sum(entry.size for entry in found.index.files)
                     with _progress(each, total) as told:
                         for _, size in found.verify():
@@ -338,9 +339,10 @@ def _split(place: str) -> tuple[str, str | None]:
 
 def _open(place: str, *, verify: bool = True) -> Checkpoint:
     from zoo.checkpointing import load
+    from zoo.comm import Communicator
 
     root, tag = _split(place)
-    return load(root, tag, verify=verify)
+    return load(root, tag, Communicator.alone(), verify=verify)
 
 
 def _described(found: Checkpoint, part: str) -> dict[str, Any]:

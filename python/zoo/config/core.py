@@ -91,11 +91,14 @@ class Bf16(Section):
     auto_cast: Annotated[bool, OWN] = False
     """Whether floating-point tensors among the model's arguments are cast to bfloat16."""
 
+    check_grad_overflow: bool = True
+    """A step whose gradients have a norm that is not finite is skipped and counted. False: it is made, and parameters
+    become NaN where the gradients say so."""
+
     fates: ClassVar[Mapping[str, Fate]] = {
         "immediate_grad_update": unnecessary(
             "gradients are added up as soon as they are there", False, nothing=(True,)
         ),
-        "check_grad_overflow": unnecessary("the norm of every step is checked", False, nothing=(True,)),
         "bf16_master_weights_and_grads": refused(_MASTERS, False),
         "bf16_optimizer_states": refused("states are float32 under 16-bit parameters", False),
     }

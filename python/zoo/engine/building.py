@@ -103,6 +103,7 @@ def build_optimizer(
         params=params,
         clip_norm=config.gradient_clipping or measures,
         loss_scale=loss_scale(config),
+        nonfinite_gradients="use" if config.bf16.enabled and not config.bf16.check_grad_overflow else "skip",
         **shard_options(config, group, mesh),
         **options,
     )
@@ -156,6 +157,8 @@ def build_loader(
     is a loader already is taken as it is."""
     if data is None:
         return None
+    from zoo.engine.loader import ShardedLoader
+
     how: dict[str, Any] = {
         "micro_batch_size": config.train_micro_batch_size_per_gpu, "rank": environment.batch_rank,
         "size": environment.batch_ranks, "seed": config.seed, "collate_fn": collate_fn,

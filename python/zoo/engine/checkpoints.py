@@ -387,7 +387,8 @@ class Checkpoints(WholeStates):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the model's weights, whole, as one file, for whoever uses the model without zoo: in the safetensors
-        format, or, where ``filename`` ends in ".bin", as ``torch.load(weights_only=True)`` reads it.
+        format, or, where ``filename`` ends in ".bin", ".pt", ".pth" or ".ckpt", in the one that
+        ``torch.load(weights_only=True)`` reads.
 
         Rank 0 writes; the others help to gather, so all ranks call it. Parameters have the dtype that the model
         computes with: bf16 or fp16 where the configuration enables one of them; an fp32 model is saved in fp32, which
@@ -395,13 +396,13 @@ class Checkpoints(WholeStates):
         name stays as it was until the new one is whole.
 
         The keys are those of ``module.state_dict()``. A parameter that is tied is there once, under its first name,
-        and the header names the others: ``safetensors.torch.load_model`` reads that. In a ".bin" it is there under all
+        and the header names the others: ``safetensors.torch.load_model`` reads that. In torch's it is there under all
         its names, as one storage. What ``get_extra_state`` returns
         is not saved.
 
         Args:
             folder: made if it does not exist.
-            filename: of a file in that folder, ending in ".safetensors" or ".bin".
+            filename: of a file in that folder, ending in ".safetensors", ".bin", ".pt", ".pth" or ".ckpt".
             exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
 
         Returns:
@@ -412,7 +413,9 @@ class Checkpoints(WholeStates):
             ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
                 rank from saving.
         """
+        from zoo.checkpointing.disk import check_named
         from zoo.engine.saving import save_model
 
+        check_named(folder)
         self._engine.read_outcome()
         return save_model(self.module, self.sharded, folder, filename, exclude_frozen=exclude_frozen_parameters)

@@ -17,7 +17,8 @@ from zoo.engine.state import whole_buffers
 from zoo.engine.whole import check_place
 from zoo.zero import ShardedModel
 
-SUFFIXES = (".safetensors", ".bin")
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _log = logging.getLogger("zoo.engine")
 
@@ -94,7 +95,7 @@ def _open(
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}
     tied = aliases(module, described)
     file: checkpointing.TensorFile | foreign.TorchFile
-    if path.suffix == ".bin":
+    if path.suffix in TORCH_SUFFIXES:
         file = foreign.TorchFile(path, described, tied)
     else:
         file = checkpointing.TensorFile(path, described, {"format": "pt", **tied})

@@ -33,8 +33,8 @@ class CometSection(MonitorSection):
     experiment_name: str | None = None
     """Name of the experiment."""
 
-    experiment_key: str | None = Field(default=None, pattern=r"^[0-9A-Za-z]{32,50}$")
-    """Identifier of the experiment, 32 to 50 letters and digits."""
+    experiment_key: str | None = None
+    """Identifier of the experiment. Comet itself wants 32 to 50 letters and digits."""
 
     online: bool | None = None
     """Whether data goes to the server or into a file of this machine, which ``comet upload`` sends later; null: to the

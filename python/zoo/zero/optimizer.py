@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.by_parameter import look
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import CHANGES, WRITES, Alike, how_to_be_alike
-from zoo.zero.update.clipping import Clipping, NonFiniteGradientsError
+from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
 from zoo.zero.update.factors import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
@@ -86,7 +86,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             ``grad_norm`` without clipping.
         loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
         nonfinite_gradients: what a step does whose gradients have a norm that is not finite, where the norm is known
-            (with clipping or a loss scale): "skip" it and count it, or raise an "error". Nothing is changed either way.
+            (with clipping or a loss scale): "skip" it and count it, or raise an "error", which change nothing; or "use"
+            them, as torch does: without a loss scale only.
         param_dtype: dtype that the model computes in, e.g. ``torch.bfloat16`` for a model in fp32: its parameters get
             this dtype; the fp32 masters start from the exact values, and :meth:`close` gives these back, trained.
         cast_inputs: with ``param_dtype``, floating-point tensors among the arguments of the model's forward are cast.
@@ -131,7 +132,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         units: UnitChoice | None = None,
         clip_norm: float = 0.0,
         loss_scale: float | str | LossScaler | None = None,
-        nonfinite_gradients: Literal["skip", "error"] = "skip",
+        nonfinite_gradients: Nonfinite = "skip",
         param_dtype: torch.dtype | None = None,
         cast_inputs: bool = True,
         accumulate_dtype: torch.dtype | None = None,

@@ -18,6 +18,7 @@ from zoo.checkpointing.foreign.regions import Region, StoredTensor
 from zoo.checkpointing.foreign.safetensors_folder import load_safetensors
 from zoo.checkpointing.foreign.torch_files import load_torch
 from zoo.checkpointing.names import MANIFEST, tags_of
+from zoo.comm import Communicator
 
 FORMATS = ("deepspeed", "dcp", "safetensors", "gguf", "torch")
 """What :func:`open_foreign` opens."""
@@ -110,15 +111,15 @@ def open_foreign(
     for name, given, home in (("tag", tag, "deepspeed"), ("groups", groups, "deepspeed"), ("key", key, "torch")):
         if given is not None and kind != home:
             raise ValueError(f"{name} is for the format {home}, and {str(source)!r} is taken for {kind}")
-    place = Path(source)
+    place, alone = Path(source), Communicator.alone()
     if kind == "deepspeed":
         if tag is None and is_folder(place):
             place = Path(os.path.abspath(place))
             place, tag = place.parent, place.name
-        return load_deepspeed(place, tag, groups=groups, optimizer_states=optimizer_states)
+        return load_deepspeed(place, tag, alone, groups=groups, optimizer_states=optimizer_states)
     if kind == "torch":
         return _of_torch(place, key)
-    found = load_dcp(place) if kind == "dcp" else load_gguf(place) if kind == "gguf" else load_safetensors(place)
+    found = load_dcp(place, alone) if kind == "dcp" else load_gguf(place) if kind == "gguf" else load_safetensors(place)
     return found if optimizer_states else found.weights()
 
 

@@ -84,7 +84,7 @@ def import_checkpoint(
     told: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:  # fmt: skip
     """Write it as a checkpoint of zoo, in pieces of at most 64 MiB: of no tensor more is in memory, unless the file
-    itself has it in columns, as one part.
+    itself has it in columns, as one part. On one rank.
 
     What an engine continues with is there where DeepSpeed wrote it; of other formats there are weights, for
     ``load_module_only=True``, and states of the optimizer where the file has them.
@@ -110,7 +110,7 @@ def import_checkpoint(
     if not found.shapes:
         raise CheckpointError(f"{str(found.path)!r} holds no tensors")
     slices = list(_pieces(found, told))
-    return save(root, tag, slices, found.scalars, training_meta(found), Communicator(), latest=latest, disk=disk)
+    return save(root, tag, slices, found.scalars, training_meta(found), Communicator.alone(), latest=latest, disk=disk)
 
 
 def _tag_of(name: str) -> str:

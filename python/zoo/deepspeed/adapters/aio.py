@@ -6,13 +6,19 @@ import os
 
 import torch
 
+from zoo.deepspeed.adapters.pinned import get_native_pinned_memory
 from zoo.io import Handle
+
+PAGE_BYTES = 4096
 
 
 class aio_handle:
     """Reads and writes whole tensors at an offset of a file.
 
     Sizes in bytes; ``async_*`` begin, and :meth:`wait` ends all that have begun. A tensor is contiguous, on the CPU.
+
+    Args:
+        block_size: largest transfer; a device transfers pages, so what is no multiple of 4096 is rounded up to one.
     """
 
     def __init__(
@@ -21,8 +27,9 @@ class aio_handle:
     ) -> None:  # fmt: skip
         self._options = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._begun = 0
+        whole = -(-block_size // PAGE_BYTES) * PAGE_BYTES
         self._handle = Handle(
-            block_size=block_size, queue_depth=queue_depth, single_submit=single_submit, overlap_events=overlap_events,
+            block_size=whole, queue_depth=queue_depth, single_submit=single_submit, overlap_events=overlap_events,
             num_threads=intra_op_parallelism,
         )  # fmt: skip
 
@@ -79,9 +86,27 @@ class aio_handle:
         return 1
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """(num_elem,) of the dtype of the other, in aligned and where possible page-locked memory."""
-        return self._handle.empty(num_elem, dtype=example_tensor.dtype)
+        """(num_elem,) of the dtype of the other, in aligned and where possible page-locked memory, which all handles
+        know."""
+        return get_native_pinned_memory().pin_empty(example_tensor, num_elem)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is of :meth:`new_cpu_locked_tensor`; its memory is free when nobody has it any more."""
-        return self._handle.pool.owns(tensor)
+        """Give the memory of a tensor of :meth:`new_cpu_locked_tensor` back; False for another tensor. It keeps its
+        values, in ordinary memory."""
+        return get_native_pinned_memory().unpin(tensor)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether its memory is of :meth:`new_cpu_locked_tensor` of any handle, or page-locked by torch."""
+        return get_native_pinned_memory().is_pinned(buffer)
+
+    def get_alignment(self) -> int:
+        """Bytes that offsets are multiples of where they go past the page cache: a page of each thread."""
+        return PAGE_BYTES * self._options[4]
+
+    def read(self, buffer: torch.Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
+        """:meth:`sync_pread`; ``validate`` makes no difference, every transfer is checked."""
+        return self.sync_pread(buffer, filename, file_offset)
+
+    def write(self, buffer: torch.Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
+        """:meth:`sync_pwrite`; ``validate`` makes no difference, every transfer is checked."""
+        return self.sync_pwrite(buffer, filename, file_offset)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from zoo.comm import speak_as_torchrun
 from zoo.comm.launch import PORT
-from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 
 
 class NotJoinedError(AssertionError, ValueError):
@@ -35,6 +34,8 @@ def is_initialized() -> bool:
     """Whether a process group is joined, by whomever."""
     found = dist.is_available() and dist.is_initialized()
     if found:
+        from zoo.deepspeed.adapters.hugging_face import tell_accelerate
+
         tell_accelerate()
     return found
 

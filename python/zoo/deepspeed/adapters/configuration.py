@@ -18,6 +18,7 @@ from typing import Any
 from zoo.config import Config, ConfigError, root_keys
 from zoo.config.batch import BATCH_KEYS
 from zoo.deepspeed.adapters.logs import set_log_level_from_string
+from zoo.deepspeed.adapters.plain_values import as_meant
 
 _log = logging.getLogger("zoo.deepspeed")
 _warned: set[str] = set()
@@ -136,6 +137,10 @@ def translated(
             _log.warning("the configuration has the root key %r, which neither zoo nor DeepSpeed knows.", key)
             _warned.add(key)
         del found[key]
+    found = as_meant(found)
+    aio = found.get("aio")
+    if isinstance(aio, Mapping) and type(aio.get("block_size")) is int and aio["block_size"] > 0:
+        found["aio"] = {**aio, "block_size": -(-aio["block_size"] // 4096) * 4096}  # whole pages, as aio_handle
     zero = _zero(found)
     if not (isinstance(zero, Mapping) and zero.get("update_in_backward")):  # a key of zoo alone, which cannot clip
         found.setdefault("gradient_clipping", 1.0)  # DeepSpeed clips to 1 unless told otherwise

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zoo.config import ConfigError
+from zoo.config import Config, ConfigError
 from zoo.config.batch import BATCH_KEYS, solve
 from zoo.deepspeed.adapters import keys
 from zoo.deepspeed.adapters.comms_log import DeepSpeedCommsConfig
@@ -28,6 +28,12 @@ from zoo.deepspeed.adapters.sections import (
 
 _log = logging.getLogger("zoo.deepspeed")
 
+_OF_PARTS_TO_COME = {
+    "flops_profiler": "flops_profiler_config", "autotuning": "autotuning_config", "hybrid_engine": "hybrid_engine",
+    "compile": "compile_config", "tensor_parallel": "tensor_parallel_config",
+    "expert_parallel": "expert_parallel_config",
+}  # fmt: skip
+"""Section → attribute."""
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "float": torch.float32, "torch.float32": torch.float32,
     "fp16": torch.float16, "float16": torch.float16, "half": torch.float16, "torch.float16": torch.float16,
@@ -178,14 +184,26 @@ class DeepSpeedConfig:
             setattr(self, key, globals()[f"get_{key}"](document))
         self.communication_data_type = get_communication_data_type(document)
         self.gradient_allreduce_op = gradient_allreduce_op(document)
+        self.seq_parallel_communication_data_type = get_communication_data_type(
+            document, "seq_parallel_communication_data_type", "fp32"
+        )
+        self.managed_gradient_accumulation = document.get("managed_gradient_accumulation", True)
+        self.disable_python_gc = document.get("disable_python_gc", False)
+        self.use_data_before_expert_parallel_ = document.get("use_data_before_expert_parallelism", False)
         name = get_optimizer_name(document)
         known = isinstance(name, str) and name.lower() in keys.OPTIMIZERS["DEEPSPEED_OPTIMIZERS"]
         self.optimizer_name = name.lower() if known else name
         self.optimizer_params = get_optimizer_params(document)
         self.optimizer_legacy_fusion = bool((document.get("optimizer") or {}).get("legacy_fusion", False))
         self.scheduler_name, self.scheduler_params = get_scheduler_name(document), get_scheduler_params(document)
-        self.grad_accum_dtype = get_data_types_params(document).get("grad_accum_dtype")
-        checkpoint = get_checkpoint_params(document)
+        types = get_data_types_params(document)
+        self.grad_accum_dtype, self.param_dtype = types.get("grad_accum_dtype"), types.get("param_dtype")
+        self.buffer_dtype, self.keep_in_fp32_modules = (
+            types.get("buffer_dtype"),
+            types.get("keep_in_fp32_modules", "auto"),
+        )
+        checkpoint = self.checkpoint_config = get_checkpoint_params(document)
+        self.checkpoint_parallel_write_pipeline = (checkpoint.get("parallel_write") or {}).get("pipeline_stage", False)
         mode = get_checkpoint_tag_validation_mode(checkpoint)
         self.checkpoint_tag_validation_enabled = mode != keys.ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = mode == keys.ValidationMode.FAIL
@@ -204,7 +222,14 @@ class DeepSpeedConfig:
         autocast = document.get("torch_autocast", {})
         self.torch_autocast_enabled = bool(autocast.get("enabled", False))
         self.torch_autocast_dtype = get_communication_data_type(autocast, "dtype")
+        self.torch_autocast_lower_precision_safe_modules = autocast.get("lower_precision_safe_modules")
         self.monitor_config = get_monitor_config(document)
+        for key, name in _OF_PARTS_TO_COME.items():
+            setattr(self, name, _settings(key, document))
+        throughput = (document.get("timers") or {}).get("throughput") or {}
+        self.timers_config = SimpleNamespace(**{"enabled": True, "synchronized": True, **throughput})
+        self.data_efficiency_config = dict(document.get("data_efficiency") or {})
+        self.data_efficiency_enabled = bool(self.data_efficiency_config.get("enabled", False))
         activation = document.get("activation_checkpointing", {})
         names = {
             "partition_activations": False, "contiguous_memory_optimization": False, "cpu_checkpointing": False,
@@ -228,6 +253,15 @@ class DeepSpeedConfig:
             if attribute != "_param_dict":
                 _log.info("  %s %s", attribute.ljust(38, "."), value)
         self.print_user_config()
+
+
+def _settings(key: str, document: Mapping[str, Any]) -> SimpleNamespace:
+    """What a section of a part that zoo does not have says, with the documented defaults."""
+    from zoo.config.fates import fates_of
+
+    given = document.get(key) or {}
+    defaults = {name: copy.deepcopy(fate.default) for name, fate in fates_of(Config)[key].keys.items()}
+    return SimpleNamespace(**{**defaults, **given})
 
 
 def _place(document: Mapping[str, Any], mpu: Any, mesh: Any) -> tuple[int, int]:

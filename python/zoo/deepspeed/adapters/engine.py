@@ -386,10 +386,14 @@ class DeepSpeedEngine(Questions, nn.Module):
             True.
 
         Raises:
-            ValueError: what kept it from being written, see :meth:`zoo.engine.Engine.save_checkpoint`.
+            ValueError: what kept it from being written, see :meth:`zoo.engine.Engine.save_checkpoint`; or an
+                AssertionError too: ranks give other tags, and ``checkpoint.tag_validation`` is "Fail".
         """
-        from zoo.deepspeed.adapters.client_state import plain_state
+        from zoo.deepspeed.adapters.documents import get_checkpoint_tag_validation_mode
+        from zoo.deepspeed.adapters.saves import agreed
 
+        mode = get_checkpoint_tag_validation_mode(self._document.get("checkpoint") or {})
+        tag, state = agreed(self.engine.sharded.everyone, save_dir, tag, client_state, mode)
         self._forget_empty_step()
         if self.trains and (self.engine.clock.micro_batch or self.engine.optimizer.holds_gradients):
             warning_once(
@@ -397,10 +401,8 @@ class DeepSpeedEngine(Questions, nn.Module):
                 "checkpoint. Whoever loads it begins this step anew."
             )
         self.engine.save_checkpoint(
-            save_dir, None if tag is None else str(tag), plain_state(client_state), save_latest,
-            exclude_frozen_parameters,
-            asynchronous=False, within_step=True,
-        )  # fmt: skip
+            save_dir, tag, state, save_latest, exclude_frozen_parameters, asynchronous=False, within_step=True
+        )
         return True
 
     def load_checkpoint(

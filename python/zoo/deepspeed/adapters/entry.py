@@ -20,7 +20,6 @@ from zoo.deepspeed.adapters import asserting, communication, groups
 from zoo.deepspeed.adapters.configuration import carry_out, find_document, gradient_allreduce_op, translated
 from zoo.deepspeed.adapters.data import is_data_set
 from zoo.deepspeed.adapters.engine import DeepSpeedEngine
-from zoo.deepspeed.adapters.hugging_face import tell_accelerate
 from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.lifetimes import freeze, keep, thaw
 from zoo.deepspeed.adapters.optimizer import BasicOptimizer, OptimizerView
@@ -61,6 +60,8 @@ def init_distributed(
     if dist_init_required is not False:
         join_alone()
     if dist.is_initialized():
+        from zoo.deepspeed.adapters.hugging_face import tell_accelerate
+
         tell_accelerate()
 
 

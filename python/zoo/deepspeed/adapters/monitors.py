@@ -174,6 +174,7 @@ class CometMonitor(Monitor):
 
     def __init__(self, comet_config: Any) -> None:
         super().__init__(comet_config)
+        self.samples_log_interval = comet_config.samples_log_interval
 
     @property
     def experiment(self) -> Any:

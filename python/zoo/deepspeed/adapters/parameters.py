@@ -129,11 +129,12 @@ for _read in (
 
 
 class GatheredParameters(_Gathered):
-    """As :class:`zoo.zero.GatheredParameters`, and with two habits of DeepSpeed's.
+    """As :class:`zoo.zero.GatheredParameters`, and with three habits of DeepSpeed's.
 
-    What is no tensor among ``params`` is passed over, None too. And tensors that are taken inside, such as a
-    ``state_dict()``, keep the values of then when the parameters are partitioned again, in memory of their own; under
-    zoo.zero they are refused.
+    What is no tensor among ``params`` is passed over, None too. So are, without ``modifier_rank``, parameters that are
+    whole on every rank (stages 0 to 2): what all ranks write into them stays. And tensors that are taken inside, such
+    as a ``state_dict()``, keep the values of then when the parameters are partitioned again, in memory of their own;
+    under zoo.zero they are refused.
     """
 
     def __init__(
@@ -141,6 +142,8 @@ class GatheredParameters(_Gathered):
     ) -> None:
         given: Any = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
         tensors: list[Any] = [p for p in given if isinstance(p, torch.Tensor)]
+        if modifier_rank is None:
+            tensors = [p for p in tensors if not isinstance(p, ShardedParameter) or _is_stage3(p)]
         super().__init__(tensors, modifier_rank, fwd_module, enabled)
         self._taken: dict[Any, int] = {}
 

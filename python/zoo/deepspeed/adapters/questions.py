@@ -243,7 +243,10 @@ class Questions(QuestionsOfFeatures):
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that share each layer: of the program's ``mpu``, or of the axis "model"."""
+        """Ranks that share each layer: of the program's ``mpu``, or of the axis "model". 1 for an mpu whose ranks share
+        sequences: they have the same layers."""
+        if hasattr(self.mpu, "initialize_sequence_parallel"):
+            return 1
         ask = getattr(self.mpu, "get_model_parallel_world_size", None) or getattr(
             self.mpu, "get_tensor_model_parallel_world_size", None
         )

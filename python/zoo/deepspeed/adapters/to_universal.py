@@ -8,6 +8,7 @@ from typing import Any
 
 from zoo.checkpointing import load
 from zoo.checkpointing.foreign import deepspeed_tags, load_deepspeed, write_universal
+from zoo.comm import Communicator
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -26,14 +27,15 @@ def parse_arguments() -> argparse.Namespace:
 def main(args: Any) -> None:
     """Write ``args.output_folder`` from ``args.input_folder``, a checkpoint of DeepSpeed or of zoo.
 
-    ``latest_universal`` beside the new folder names it then.
+    ``latest_universal`` beside the new folder names it then. On one rank: the others of a job need not call it.
 
     Raises:
         ValueError: (zoo.checkpointing.CheckpointError) what is wrong with the one, or that the other is there already.
     """
+    alone = Communicator.alone()
     given, made = Path(args.input_folder).resolve(), Path(args.output_folder).resolve()
     if given.name in deepspeed_tags(given.parent):
-        theirs = load_deepspeed(given.parent, given.name)
+        theirs = load_deepspeed(given.parent, given.name, alone)
         write_universal(made.parent, made.name, theirs, theirs.meta.get("deepspeed", {}).get("param_groups", ()))
     else:
-        write_universal(made.parent, made.name, load(given.parent, given.name))
+        write_universal(made.parent, made.name, load(given.parent, given.name, alone))

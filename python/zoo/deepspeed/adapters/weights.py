@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from zoo.checkpointing.listing import listing
 from zoo.checkpointing.zero_to_fp32 import bytes_of, state_dict_of, tensors_of, write_model
 from zoo.comm import Communicator
 from zoo.deepspeed.adapters.logs import logger
+from zoo.zero import ShardedModel
+from zoo.zero.state.gathered import owner_of
 
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
@@ -75,18 +77,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """The model, on the CPU, with the weights of the checkpoint. It is in no engine, or in none that trains on.
+    """The model, on the CPU, with the weights of the checkpoint, in the dtypes that it has. On one rank or on all.
 
-    Names of one that the other lacks are passed over, and the log says which.
+    Names of one that the other lacks are passed over, and the log says which. A model whose weights an engine has split
+    (stage 3) gets ordinary parameters, and leaves that engine, which does not train it any more.
 
     Raises:
-        ValueError: what is wrong with the checkpoint, or the model's weights are split over ranks. RuntimeError:
+        ValueError: what is wrong with the checkpoint; or it lacks weights that are split over ranks. RuntimeError:
             shapes differ.
     """
-    split = next((name for name, p in model.named_parameters() if hasattr(p, "ds_id")), None)
-    if split is not None:
-        raise ValueError(f"the model's {split!r} is not whole here: an engine has split it. Give a fresh model.")
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    _take_out(model, state)
     model = model.cpu()
     missing, surplus = model.load_state_dict(state, strict=False)
     if missing or surplus:
@@ -95,6 +96,26 @@ def load_state_dict_from_zero_checkpoint(
             ", ".join(missing) or "nothing", ", ".join(surplus) or "nothing",
         )  # fmt: skip
     return model
+
+
+def _take_out(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Ordinary parameters, without values, in the place of those that are split over ranks; and no hooks of theirs."""
+    split = {name: p for name, p in model.named_parameters(remove_duplicate=False) if hasattr(p, "ds_id")}
+    lacking = [name for name in split if name not in state]
+    if lacking:
+        raise CheckpointError(
+            f"the checkpoint lacks {lacking[0]!r}, which is split over the ranks and not whole here. Give a fresh model"
+        )
+    made: dict[int, nn.Parameter] = {}  # ties stay ties
+    for name, old in split.items():
+        owner = owner_of(old._zoo_bucket)  # type: ignore[attr-defined]
+        if isinstance(owner, ShardedModel):
+            owner.runtime.remove()
+        if id(old) not in made:
+            empty = torch.empty(tuple(old.ds_shape), dtype=old.dtype)  # type: ignore[attr-defined]
+            made[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
+        home, _, last = name.rpartition(".")
+        model.get_submodule(home)._parameters[last] = made[id(old)]
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

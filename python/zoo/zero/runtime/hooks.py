@@ -167,6 +167,8 @@ class Runtime:
         if self._depth and (unit.entered == self._pass or self._running[-1] not in unit.within):
             self._find_interrupted()
         if self._depth == 0:
+            if _transforms() is not None and not self._has_partitioned:
+                return  # of torch.func: it goes by tensors of its own, and everything that it reads is whole
             self._begin_pass(unit, module)
         unit.entered = self._pass
         self._depth += 1
@@ -189,9 +191,9 @@ class Runtime:
     def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
         if _transforms() is not None:
             raise NotImplementedError(
-                "a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a model under a ZeRO optimizer: it runs "
-                "the model on other tensors than those that are gathered and reduced. Use a copy.deepcopy of the model "
-                "(stage 3: made inside of gathered()), or close() the optimizer first."
+                "a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a model whose parameters are split over "
+                "ranks (ZeRO stage 3): it runs the model on other tensors than those that are gathered and reduced. "
+                "Use a copy.deepcopy of the model, made inside of gathered(), or close() the optimizer first."
             )
         if self.backward.running:
             self.backward.check_running()

@@ -286,8 +286,8 @@ class BucketGradients:
             f"a gradient of {self.bucket.label} arrived after it had been reduced (a parameter was used before its "
             "unit's forward: overlap_comm=False fixes it), or before (layers were tied, or parameters moved to others, "
             "after construction: do it before), or without its unit's output leading to the loss in a way that the "
-            "optimizer could see, or it was touched outside of backward while it is partitioned (ZeRO stages "
-            "2 and 3).",
+            "optimizer could see (a transform of torch.func, as vmap or grad, hides it), or it was touched outside of "
+            "backward while it is partitioned (ZeRO stages 2 and 3).",
         )
 
     def _check_late(self) -> None:
@@ -308,8 +308,8 @@ class BucketGradients:
     def _stray(self) -> RuntimeError:
         return RuntimeError(
             f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
-            "module (a penalty on the weights alone, for example), and was not reduced. Add that loss to the one "
-            "of the model, so that one backward brings both; zero_grad() forgets it."
+            "module (a penalty on the weights alone, or a loss behind a transform of torch.func), and was not "
+            "reduced. Add that loss to the one of the model, so that one backward brings both; zero_grad() forgets it."
         )
 
     def _late(self) -> PartitionedAccessError:

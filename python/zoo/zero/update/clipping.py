@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,6 +16,7 @@ from zoo.zero.update.loss_scaler import LossScaler
 from zoo.zero.update.norms import Tally, are_wide, global_norm
 from zoo.zero.update.outcome import Outcome
 
+Nonfinite = Literal["skip", "error", "use"]
 EPSILON = 1e-6
 """Added to a norm before it divides, as torch does."""
 
@@ -34,7 +35,7 @@ class Clipping:
     Args:
         max_norm: c of every step, with p = 2; 0 for none, infinity to know the norm and change nothing.
         scaler: the gradients are so many times too large.
-        nonfinite: what a step does whose norm is not finite.
+        nonfinite: what a step does whose norm is not finite: changes nothing, raises, or goes on.
 
     Attributes:
         norm: of the latest step or :meth:`clip`, None before.
@@ -44,14 +45,19 @@ class Clipping:
         refuses: is shown what was read, before anything follows from it.
     """
 
-    def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Literal["skip", "error"]) -> None:
+    def __init__(self, max_norm: float, scaler: LossScaler | None, nonfinite: Nonfinite) -> None:
         number: Any = max_norm
         if not isinstance(number, Real) or not max_norm >= 0:
             raise ValueError(
                 f"clip_norm={max_norm!r}; it must be a norm > 0 (math.inf only measures), or 0 for no clipping."
             )
-        if nonfinite not in ("skip", "error"):
-            raise ValueError(f"nonfinite_gradients={nonfinite!r}; allowed are 'skip' and 'error'.")
+        if nonfinite not in get_args(Nonfinite):
+            raise ValueError(f"nonfinite_gradients={nonfinite!r}; allowed are 'skip', 'error' and 'use'.")
+        if nonfinite == "use" and scaler is not None:
+            raise ValueError(
+                "nonfinite_gradients='use' with a loss scale, which is found by steps that overflow and are skipped: "
+                "leave one of the two out."
+            )
         self.max_norm, self._scaler, self._nonfinite = max_norm, scaler, nonfinite
         self.norm: float | None = None
         self.skipped, self.num_skipped = False, 0
@@ -130,7 +136,7 @@ class Clipping:
             before = self._scaler.scale
             self._scaler.update(overflow=not finite)
             self._behind *= self._scaler.scale / before
-        if finite:
+        if finite or self._nonfinite == "use":
             return True
         self.rescale()
         if self.raises:
@@ -144,13 +150,16 @@ class Clipping:
 
     def factors(self, norm: float | None, unscale: float) -> Factors:
         """What an update multiplies by, of gradients with this norm; None where nothing is clipped."""
-        if not self.max_norm or norm is None:
+        if not 0.0 < self.max_norm < math.inf or norm is None:
             return Factors(unscale=unscale)
+        # Of a norm that is NaN it is NaN, as torch's.
         return Factors(unscale=unscale, clip=min(self.max_norm / (norm + EPSILON), 1.0))
 
     def factors_on_device(self, norm: torch.Tensor) -> Factors:
         """The same while the host does not know the norm, with the bits that it would compute."""
         skips = norm.isfinite().logical_not()
+        if self._nonfinite == "use":
+            skips = torch.zeros_like(skips)
         clip: torch.Tensor | float = 1.0
         if 0.0 < self.max_norm < math.inf:
             clip = (torch.full_like(norm, self.max_norm) / (norm + EPSILON)).clamp(max=1.0)
