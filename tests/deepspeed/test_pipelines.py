@@ -223,3 +223,23 @@ def test_schedules() -> None:
             yield [schedules.ForwardPass(0)]
 
     assert (OneByOne(1, 1, 0).stage, OneByOne(1, 1, 0).num_micro_batches) == (0, 1)
+
+
+@pytest.mark.parametrize("how", ["class", "steps"])
+def test_a_schedule_that_a_program_puts_in_is_told_of(
+    how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(schedules.TrainSchedule):  # type: ignore[name-defined,misc]
+        """One that a program has."""
+
+    def steps(self: Any) -> Any:
+        yield []
+
+    sim.run(2, lambda rank: start(num_stages=2))
+    assert "zoo's pipelines run the schedule" not in caplog.text
+    if how == "class":
+        monkeypatch.setattr(schedules, "TrainSchedule", Mine)
+    else:
+        monkeypatch.setattr(schedules.TrainSchedule, "steps", steps)
+    sim.run(2, lambda rank: start(num_stages=2))
+    assert "TrainSchedule is replaced, or its steps() are: zoo's pipelines run the schedule" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -15,6 +17,7 @@ from zoo.engine import RepeatingLoader
 from zoo.pipe.schedules.instructions import (
     BackwardPass,
     ForwardPass,
+    InferenceSchedule,
     LoadMicroBatch,
     OptimizerStep,
     PipeInstruction,
@@ -24,7 +27,10 @@ from zoo.pipe.schedules.instructions import (
     ReduceTiedGrads,
     SendActivation,
     SendGrad,
+    TrainSchedule,
 )
+
+_log = logging.getLogger("zoo.deepspeed")
 
 
 class _Instructions(dict[type[PipeInstruction], Callable[..., NoReturn]]):
@@ -42,6 +48,18 @@ class _Instructions(dict[type[PipeInstruction], Callable[..., NoReturn]]):
         """Each of them is refused."""
         for kind, function in dict(*args, **kwargs).items():
             self[kind] = function
+
+
+def _tell_of_schedules() -> None:
+    """Warn where a program has put a schedule of its own into ``deepspeed.runtime.pipe.schedule``."""
+    names = vars(sys.modules.get("zoo.deepspeed.runtime.pipe.schedule", object))
+    for own in (TrainSchedule, InferenceSchedule):
+        if names.get(own.__name__, own) is not own or not own.steps.__module__.startswith("zoo."):
+            _log.warning(
+                "%s is replaced, or its steps() are: zoo's pipelines run the schedule that the configuration names, "
+                '{"pipeline": {"schedule": {"type": ...}}}, so it has no effect.',
+                own.__name__,
+            )
 
 
 def _carried_out(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -74,6 +92,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        _tell_of_schedules()
         # Groups are made by all ranks at once, so not when a rank first asks.
         self.grid: Any = self.engine.module.mpu() if dist.is_initialized() else None
         if self.grid is not None:
