@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,33 @@ def test_a_document_names_it_and_a_checkpoint_goes_on(name: str, tmp_path: Path)
     for one, other in zip(sim.run(2, first), sim.run(2, second), strict=True):
         for before, after in zip(one, other, strict=True):
             assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize(("accumulation", "alike"), [(1, [[0], [1, 2, 3]]), (2, [[0], [1], [2, 3]])])
+def test_which_stages_have_the_same_bits(accumulation: int, alike: list[list[int]]) -> None:
+    """As optim/README.md says: stage 0 sends other messages after the warm-up, and stages 2 and 3 compress each
+    micro-batch."""
+
+    def fn(rank: int, stage: int) -> list[dict[str, torch.Tensor]]:
+        engine = start({
+            "train_batch_size": 8 * accumulation, "gradient_accumulation_steps": accumulation, "scheduler": None,
+            "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 2}},
+            "zero_optimization": {"stage": stage},
+        })  # fmt: skip
+        found = []
+        for _ in range(5):
+            train(engine, 1)
+            found.append({name: v.clone() for name, v in engine.optimizer.consolidated_parameters().items()})
+        return found
+
+    runs = {stage: sim.run(2, lambda rank, stage=stage: fn(rank, stage))[0] for stage in range(4)}
+
+    def same(one: int, other: int, step: int) -> bool:
+        a, b = runs[one][step], runs[other][step]
+        return all(torch.equal(a[name], b[name]) for name in a)
+
+    assert all(same(0, 1, step) for step in range(2))
+    for stages in alike:
+        assert all(same(stages[0], stage, 4) for stage in stages)
+    for one, other in itertools.pairwise(alike):
+        assert not same(one[0], other[0], 4)
