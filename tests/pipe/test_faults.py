@@ -84,7 +84,7 @@ def test_data_that_end_on_some_ranks(stage: int) -> None:
         few = [batch(case, 0, m, engine.batch_rank) for m in range(2 if engine.batch_rank else 3)]
         with pytest.raises(ValueError, match=r"in the middle of a batch of 3 .*rank 1 has 2, rank 3 has 2"):
             engine.train_batch(iter(few))
-        with pytest.raises(StopIteration):
+        with pytest.raises(StopIteration, match="the data ended before a batch of 3 micro-batches, on all ranks"):
             engine.train_batch(iter([]))
         assert float(engine.train_batch(batches(case, engine))) == pytest.approx(before)  # nothing has changed
 

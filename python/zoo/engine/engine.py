@@ -18,12 +18,12 @@ from zoo.config import Config
 from zoo.engine.attachments import Parts
 from zoo.engine.batches import count, evaluating, placed
 from zoo.engine.checkpoints import Checkpoints
-from zoo.engine.plain import kind_of
+from zoo.engine.plain import check_arguments, kind_of, scaled_loss
 from zoo.engine.records import Records
 from zoo.parts import Clock, Runner
 from zoo.registry import Registry
 from zoo.zero import ShardedModel, ZeroOptimizer
-from zoo.zero.runtime.backward import multiplied, note_multiplied
+from zoo.zero.runtime.backward import multiplied
 
 if TYPE_CHECKING:
     from zoo.monitor import Feed
@@ -226,7 +226,7 @@ class Engine(Checkpoints, Records):
         self._dividing = True
         try:
             with optimizer.no_sync() if local else _NOTHING, self._timed("backward"):
-                scaled = optimizer.scale_loss(_multiplied(loss, scale) if scale != 1.0 else loss)
+                scaled = optimizer.scale_loss(scaled_loss(loss, scale) if scale != 1.0 else loss)
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._dividing = False
@@ -269,7 +269,7 @@ class Engine(Checkpoints, Records):
             lr_kwargs: arguments of the schedule's ``step``.
         """
         self.training("step()")
-        _check_arguments("step()", lr_kwargs)
+        check_arguments("step()", lr_kwargs)
         self._check_synchronous("step()")
         if self.is_gradient_accumulation_boundary():
             self._count()
@@ -295,7 +295,7 @@ class Engine(Checkpoints, Records):
             collective.
         """
         self.training("train_batch()")
-        _check_arguments("train_batch()", lr_kwargs)
+        check_arguments("train_batch()", lr_kwargs)
         self._check_synchronous("train_batch()")
         if self._discard:
             self.zero_grad()
@@ -502,24 +502,3 @@ class Engine(Checkpoints, Records):
     def forget_batches(self) -> None:
         """The loader was moved: the next step begins where it stands."""
         self._batches = None
-
-
-def _check_arguments(what: str, lr_kwargs: Any) -> None:
-    if lr_kwargs is not None and not (
-        isinstance(lr_kwargs, Mapping) and all(isinstance(key, str) for key in lr_kwargs)
-    ):
-        from zoo.engine.numbers import shown
-
-        raise ValueError(f"{what} got lr_kwargs={shown(lr_kwargs)}; it takes arguments of the schedule's step by name.")
-
-
-def _multiplied(loss: torch.Tensor, scale: float) -> torch.Tensor:
-    """``loss * scale``, of which other engines hear whose parameters its backward reaches."""
-
-    def begun(gradient: torch.Tensor) -> None:
-        note_multiplied("accumulation", scale)
-
-    found = loss * scale
-    if found.requires_grad:
-        found.register_hook(begun)  # type: ignore[no-untyped-call]
-    return found

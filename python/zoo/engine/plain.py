@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import failures
+from zoo.zero.runtime.backward import note_multiplied
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -82,3 +83,25 @@ def kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def check_arguments(what: str, lr_kwargs: Any) -> None:
+    """Raise ValueError for arguments of a schedule's step that are none."""
+    if lr_kwargs is not None and not (
+        isinstance(lr_kwargs, Mapping) and all(isinstance(key, str) for key in lr_kwargs)
+    ):
+        from zoo.engine.numbers import shown
+
+        raise ValueError(f"{what} got lr_kwargs={shown(lr_kwargs)}; it takes arguments of the schedule's step by name.")
+
+
+def scaled_loss(loss: torch.Tensor, scale: float) -> torch.Tensor:
+    """``loss * scale``, of which other engines hear whose parameters its backward reaches."""
+
+    def begun(gradient: torch.Tensor) -> None:
+        note_multiplied("accumulation", scale)
+
+    found = loss * scale
+    if found.requires_grad:
+        found.register_hook(begun)  # type: ignore[no-untyped-call]
+    return found

@@ -338,7 +338,10 @@ class PipelineRunner:
         elif error is not None:
             raise error
         if status == _EMPTY:
-            raise StopIteration
+            raise StopIteration(
+                f"the data ended before a batch of {n} micro-batches, on all ranks; nothing was done. Take as many "
+                "steps as there are batches, or give an iterator that begins anew (zoo.engine.RepeatingLoader)."
+            )
         if status == _SHORT:
             raise ValueError(f"the data ended after {len(loaded)} of {n} micro-batches of this batch.")
         if trains:
