@@ -146,8 +146,14 @@ def page(args: argparse.Namespace) -> str:
             files = ", ".join(dict.fromkeys(i.partition("::")[0].removeprefix("unit/") for i in ids))
             lines.append(f"| {reason} | {len(ids)} | {files} |")
         lines += [""] if by else []
-    if missing := list(dict.fromkeys(i.partition("::")[0] for i in wanted if i not in done)):
-        lines += ["## Not run", "", ", ".join(missing), ""]
+    if missing := [i for i in wanted if i not in done]:
+        kinds = collections.Counter(judge({"id": i}, rows)[0] for i in missing)
+        known = ", ".join(f"{kinds[kind]} of the kind {kind!r}" for kind in ("part to come", "internal", "differs"))
+        files = collections.Counter(i.partition("::")[0].removeprefix("unit/") for i in missing)
+        lines += [
+            "## Not run", "", f"{len(missing)} ids, by reasons.tsv {known}:", "",
+            ", ".join(f"{file} ({count})" for file, count in files.items()), "",
+        ]  # fmt: skip
     return "\n".join(lines)
 
 

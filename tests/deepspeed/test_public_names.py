@@ -253,3 +253,13 @@ def test_each_public_name_that_is_there_is_used_by_a_test() -> None:
     public = [one.path for one in listed() if one.group == 1 and is_there(one.path) and one.path not in refused]
     assert len(public) > 120
     assert [path for path in public if not any(path.rpartition(".")[2] in text for text in texts)] == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ratio", "size"), [(100, 0, 1.0, 100), (30, None, 0.5, 60), (30, 10, 0.75, 40)]
+)
+def test_a_cycle_tells_its_parts(first: int, second: int | None, ratio: float, size: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    steps = {"cycle_first_step_size": first, "cycle_second_step_size": second}
+    schedule = lr_schedules.OneCycle(optimizer, 0.001, 0.1, cycle_momentum=False, **steps)
+    assert (schedule.step_ratio, schedule.total_size) == (ratio, size)

@@ -61,6 +61,17 @@ class OneCycle(_OneCycle):
             found["betas"] = (found["betas"][0], 0.99)
         return found
 
+    @property
+    def total_size(self) -> float:
+        """Steps of a cycle."""
+        first, second = self.config.cycle_first_step_size, self.config.cycle_second_step_size
+        return float(first + (first if second is None else second))
+
+    @property
+    def step_ratio(self) -> float:
+        """The part of a cycle in which the rate rises."""
+        return self.config.cycle_first_step_size / self.total_size
+
     def get_mom(self) -> list[Any] | None:
         """For each group (momentum, 0.99) by the formula; None without ``cycle_momentum``."""
         found = super().get_mom()
