@@ -134,7 +134,7 @@ def page(args: argparse.Namespace) -> str:
     lines = [
         f"# DeepSpeed's own unit tests on zoo.deepspeed, {args.date or time.strftime('%Y-%m-%d')}", "",
         "Ids of the tests that the real package passes on the same kind of machine (two cores, no GPU), run without "
-        "stand-ins by `python -m scripts.dstests`.", "",
+        "stand-ins by `python -m scripts.dstests`.", *([args.note] if args.note else []), "",
         "| | ids |", "|---|---:|",
         f"| listed | {len(wanted)} |", f"| run | {len(ran)} |", f"| passed | {passed} |",
         *(f"| {kind}: {what} | {count[kind]} |" for kind, what in KINDS.items()),
@@ -172,6 +172,7 @@ def main() -> None:
     commands.choices["run"].add_argument("files", nargs="*", help="patterns of files of tests")
     commands.choices["run"].add_argument("--again", action="store_true", help="what has not passed, once more")
     commands.choices["page"].add_argument("--date", help="the day of the run")
+    commands.choices["page"].add_argument("--note", help="sentences about this run, for the top of the page")
     args = parser.parse_args()
     if args.command == "setup":
         setup(args.python.parent.parent)
