@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.checkpointing.foreign import golden_model as golden
 from torch import nn
 from zoo.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zoo.deepspeed.runtime.pipe import schedule as schedules
@@ -20,6 +23,7 @@ from zoo.deepspeed.runtime.pipe.topology import (
 import zoo.deepspeed as deepspeed
 from zoo import sim
 
+CHECKPOINTS = Path(__file__).parents[1] / "checkpointing" / "foreign" / "golden"
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 3,
@@ -243,3 +247,21 @@ def test_a_schedule_that_a_program_puts_in_is_told_of(
         monkeypatch.setattr(schedules.TrainSchedule, "steps", steps)
     sim.run(2, lambda rank: start(num_stages=2))
     assert "TrainSchedule is replaced, or its steps() are: zoo's pipelines run the schedule" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(stage: int) -> None:
+    folder = CHECKPOINTS / "pipeline_tied"
+
+    def job(rank: int) -> list[float]:
+        model = golden.shared_ends(deepspeed.pipe, nn.MSELoss())
+        config = {"train_micro_batch_size_per_gpu": golden.ROWS, "zero_optimization": {"stage": stage}}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=golden.LR)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine.load_checkpoint(folder, tag="step")
+        data = iter(golden.batches(0)[golden.BEFORE :])
+        return [float(engine.train_batch(data)) for _ in range(golden.AFTER)]
+
+    theirs = json.loads((folder / "losses.json").read_text())
+    for mine, expected in zip(sim.run(2, job), theirs, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)

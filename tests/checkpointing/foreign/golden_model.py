@@ -86,3 +86,19 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.last(self.moe(torch.tanh(self.first(x)))[0])
         return out
+
+
+def shared_ends(pipe: Any, loss_fn: Any) -> Any:
+    """A pipeline of two stages whose first and last layer have one weight, of ``deepspeed.pipe``."""
+    torch.manual_seed(0)
+    layers = [
+        pipe.TiedLayerSpec("ends", nn.Linear, 5, 5, bias=False), torch.tanh,
+        pipe.LayerSpec(nn.Linear, 5, 5), torch.tanh,
+        pipe.TiedLayerSpec("ends", nn.Linear, 5, 5, bias=False, forward_fn=_backwards),
+        pipe.LayerSpec(nn.Linear, 5, 1),
+    ]  # fmt: skip
+    return pipe.PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform", base_seed=7)
+
+
+def _backwards(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ module.weight)

@@ -31,11 +31,12 @@ from tests.checkpointing.foreign.golden_model import (
     environment,
     groups,
     loss_of,
+    shared_ends,
 )
 
 HERE = Path(__file__).parent / "golden"
 ROLES = {"fp32": "parameter", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-UNCONVERTED = ("stage0", "stage0_fp16", "stage2_round_robin", "pipeline", "experts")
+UNCONVERTED = ("stage0", "stage0_fp16", "stage2_round_robin", "pipeline", "pipeline_tied", "experts")
 """Nothing to convert, experts and stages under the same names, and an order of parameters that DeepSpeed 0.19.8 writes
 wrongly into ``param_slice_mappings``, which its conversion follows: for these the live model says what is expected."""
 KEPT = ("stage2", "stage3")
@@ -57,13 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stage0_fp16": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True, "initial_scale_power": 6}},
     "pipeline": {"zero_optimization": {"stage": 1}},
+    "pipeline_tied": {"zero_optimization": {"stage": 1}},
     "experts": {"zero_optimization": {"stage": 2}},
 }  # fmt: skip
 
 
 def options(name: str) -> dict[str, Any]:
     return {
-        "train_batch_size": ROWS if name == "pipeline" else RANKS * ROWS,
+        "train_batch_size": ROWS if name.startswith("pipeline") else RANKS * ROWS,
         "train_micro_batch_size_per_gpu": ROWS,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1000,
         **CASES[name],
@@ -89,7 +91,7 @@ def main(name: str, rank: int, port: str) -> None:
     )[0]  # fmt: skip
     folder = HERE / name
     dtype = torch.bfloat16 if "bf16" in CASES[name] else torch.float16 if "fp16" in CASES[name] else torch.float32
-    if name == "pipeline":
+    if name.startswith("pipeline"):
         data = iter(batches(0))
         losses = [float(engine.train_batch(data)) for _ in range(BEFORE)]
         engine.save_checkpoint(str(folder), tag="step", client_state={"note": [1, (2, "three")]})
@@ -134,6 +136,9 @@ def _model(name: str, deepspeed: Any) -> tuple[Any, Any]:
         model = deepspeed.pipe.PipelineModule(
             layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform", base_seed=7
         )
+        return model, model.parameters()
+    if name == "pipeline_tied":
+        model = shared_ends(deepspeed.pipe, nn.MSELoss())
         return model, model.parameters()
     if name == "experts":
         from deepspeed.moe.layer import MoE

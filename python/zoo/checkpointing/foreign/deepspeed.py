@@ -24,6 +24,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from zoo.checkpointing.errors import CheckpointError, together
 from zoo.checkpointing.foreign import deepspeed_universal
 from zoo.checkpointing.foreign.deepspeed_files import (
@@ -129,6 +131,8 @@ def _open(folder: Folder, tag: str, names: Sequence[Sequence[str]] | None, optim
         rests.append((stage, model, Rest(shapes, _frozen(model, what))))
     for stage, model, rest in rests:
         _add_rest(found, folder, stage, model, rest)
+    if folder.layers:
+        _drop_copies(found, [rest for _, _, rest in rests])
     if stages:
         _add_meta(found, folder.models[min(folder.models)], options)
         _add_steps(found)
@@ -261,6 +265,23 @@ def _add_rest(found: ForeignCheckpoint, folder: Folder, stage: int, model: dict[
     if folder.layers and first:
         later = {n for m in folder.models.values() for n in (m.get("buffer_names") or []) if isinstance(n, str)}
         _rename_buffers(found, later - buffers)
+
+
+def _drop_copies(found: ForeignCheckpoint, rests: list[Rest]) -> None:
+    """Files of layers that share a module of a pipeline's have its weights once more, under the number of the layer;
+    that nothing trains or freezes, and its values, tell them from what has no other name."""
+    listed = {name for rest in rests for name in (*rest.trained, *rest.frozen)}
+    shared: dict[str, list[str]] = {}
+    for name in found.shapes:
+        if name.startswith("tied_modules."):
+            shared.setdefault(name.split(".", 2)[-1], []).append(name)
+    for name in [n for n, roles in found.roles.items() if n not in listed and set(roles) == {"parameter"}]:
+        number, _, inner = name.partition(".")
+        for other in shared.get(inner, ()) if number.isdigit() else ():
+            value = found.tensor(name)
+            if value.shape == found.shapes[other] and torch.equal(value, found.tensor(other).to(value.dtype)):
+                found.remove(name)
+                break
 
 
 def _rename_buffers(found: ForeignCheckpoint, names: set[str]) -> None:

@@ -133,6 +133,13 @@ class ForeignCheckpoint:
             self._roles[name][other] = self._roles[name].pop(role)
             self._runs[name, other] = self._runs.pop((name, role))
 
+    def remove(self, name: str) -> None:
+        """A tensor is not there."""
+        for role in self._roles.pop(name):
+            self._runs.pop((name, role), None)
+            self._boxes.pop((name, role), None)
+        del self._shapes[name]
+
     def rename(self, name_of: Callable[[str], str]) -> None:
         """Give each tensor another name, in ``scalars``, among tied ones and in DeepSpeed's groups too.
 
