@@ -434,3 +434,8 @@ def test_a_checkpoint_of_deepspeed_with_experts_goes_on_with_its_losses(stage: i
     theirs = json.loads((CHECKPOINTS / "experts" / "losses.json").read_text())
     for mine, expected in zip(sim.run(2, job), theirs, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_an_expert_that_is_no_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="got a int as its expert; give a module"):
+        MoE(4, 3, num_experts=2)

@@ -77,7 +77,8 @@ def _names(
     if len(groups) != 1 or len(need_list(groups[0].get("params"), what)) not in (len(order), 1):
         raise CheckpointError(
             f"{what} was written without ZeRO: its optimizer has its states by numbers, of {len(groups)} groups. Give "
-            "groups=[[names of the parameters of the first group, in its order], …], or optimizer_states=False"
+            "groups=[[names of the parameters of the first group, in its order], …], or optimizer_states=False; an "
+            "engine that cannot know the names, as that of a pipeline, takes load_optimizer_states=False"
         )
     return [order]
 

@@ -88,6 +88,10 @@ class MoE(_Layer):  # type: ignore[misc]
         use_rts: bool = True, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:  # fmt: skip
+        if not isinstance(expert, nn.Module):
+            raise ValueError(
+                f"MoE got a {type(expert).__name__} as its expert; give a module, of which it makes copies."
+            )
         own = copy.deepcopy(expert)  # the caller's module stays as it is
         own.register_forward_hook(_without_bias)
         super().__init__(
