@@ -201,7 +201,7 @@ PLACES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "path"), PLACES)
 def test_a_configuration_with_an_endless_number_names_its_place(changes: dict[str, Any], path: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"{path}: given a whole number of about 5000 digits; allowed are those below 2\^64"
+        ConfigError, match=rf"{path}: given a whole number of about 5000 digits; allowed are those below 2\^1024"
     ):
         start(**changes)
 

@@ -125,15 +125,14 @@ def integer(text: str) -> int:
 
 
 def _check_integers(value: Any, where: str, path: str = "") -> None:
-    """Raise ConfigError for a whole number that no machine word holds."""
+    """Raise ConfigError for a whole number that no float can hold, nor a message show."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _check_integers(item, where, f"{path}.{key}" if path else str(key))
     elif isinstance(value, (list, tuple)):
         for place, item in enumerate(value):
             _check_integers(item, where, f"{path}[{place}]")
-    elif isinstance(value, int) and value.bit_length() > 64:
+    elif isinstance(value, int) and value.bit_length() > 1024:
         digits = round(value.bit_length() * math.log10(2))
-        raise ConfigError(
-            [f"{path}: given a whole number of about {digits} digits; allowed are those below 2^64"], where
-        )
+        allowed = "allowed are those below 2^1024, which a float can hold"
+        raise ConfigError([f"{path}: given a whole number of about {digits} digits; {allowed}"], where)
