@@ -248,7 +248,8 @@ def test_the_cpu_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         here.set_rng_state(state)
         assert torch.equal(first, torch.rand(2))
         assert here.create_op_builder("CPUAdamBuilder").NAME == "cpu_adam"
-        assert here.create_op_builder("EvoformerAttnBuilder") is None
+        assert not here.create_op_builder("EvoformerAttnBuilder").is_compatible()
+        assert here.create_op_builder("nothing") is None
         with pytest.raises(ValueError, match="inductor"):
             here.set_compile_backend("nothing")
         with pytest.raises(AssertionError, match="DeepSpeedAccelerator"):

@@ -413,9 +413,7 @@ class Checkpoints(WholeStates):
             ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
                 rank from saving.
         """
-        from zoo.checkpointing.disk import check_named
         from zoo.engine.saving import save_model
 
-        check_named(folder)
         self._engine.read_outcome()
         return save_model(self.module, self.sharded, folder, filename, exclude_frozen=exclude_frozen_parameters)

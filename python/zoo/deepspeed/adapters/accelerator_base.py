@@ -190,13 +190,13 @@ class DeepSpeedAccelerator(ABC):
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The class of that name in ``deepspeed.ops.op_builder``; None where zoo does not have the operation."""
+        """The class of that name in ``deepspeed.ops.op_builder``; None of a name that no builder has."""
         from zoo.deepspeed.adapters import op_builders
 
         return getattr(op_builders, class_name, None)
 
     def create_op_builder(self, class_name: str) -> Any:
-        """A builder of that class; None where zoo does not have the operation."""
+        """A builder of that class: one that zoo does not have is not compatible. None of a name that no builder has."""
         found = self.get_op_builder(class_name)
         return found() if found is not None else None
 
