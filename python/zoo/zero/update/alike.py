@@ -44,8 +44,8 @@ class Alike:
 
     @property
     def size(self) -> int:
-        """A, without what a step adds."""
-        return len(self._options)
+        """A, without what the caller of a step adds: the options, and what every step adds (CHANGES, WRITES)."""
+        return len(self._options) + 2
 
     def row(
         self, groups: Sequence[Mapping[str, Any]], more: Mapping[str, float | torch.Tensor], device: torch.device
