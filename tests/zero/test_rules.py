@@ -336,7 +336,9 @@ def test_plain_torchs_numbers_or_a_refusal(kind: str, world: int, stage: int, cl
         return
     expected = in_one_process(kind, world, 3, clip)
     for found in sim.run(world, lambda rank: under_zero(kind, rank, 3, clip, **options)):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        # Sums of three ranks round in another order, and these rules divide a small gradient by its own size. What a
+        # rule does to a wrong parameter is more than a tenth of it.
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_rule_by_strides_is_refused_where_they_do_not_stay() -> None:
