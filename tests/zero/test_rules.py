@@ -47,6 +47,7 @@ def model_of(width: int = 6) -> nn.Sequential:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    x = x.to(next(model.parameters()).dtype)
     return model(x).pow(3).sum()
 
 
@@ -274,8 +275,10 @@ SPLIT = {
 KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {**WHOLE, **SPLIT}
 
 
-def in_one_process(kind: str, world: int, steps: int, clip: float) -> list[torch.Tensor]:
-    model = model_of()
+def in_one_process(
+    kind: str, world: int, steps: int, clip: float, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    model = model_of().to(dtype)
     optimizer = KINDS[kind](model)
     for step in range(steps):
         for rank in range(world):
@@ -287,8 +290,10 @@ def in_one_process(kind: str, world: int, steps: int, clip: float) -> list[torch
     return [p.detach() for p in model.parameters()]
 
 
-def under_zero(kind: str, rank: int, steps: int, clip: float, **options: Any) -> list[torch.Tensor]:
-    model = model_of()
+def under_zero(
+    kind: str, rank: int, steps: int, clip: float, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[torch.Tensor]:
+    model = model_of().to(dtype)
     names = [name for name, _ in model.named_parameters()]
     optimizer = ZeroOptimizer(model, optimizer=KINDS[kind](model), clip_norm=clip, **options)
     for step in range(steps):
@@ -334,11 +339,10 @@ def test_plain_torchs_numbers_or_a_refusal(kind: str, world: int, stage: int, cl
             sim.run(world, lambda rank: under_zero(kind, rank, 1, clip, **options))
         assert isinstance(caught.value.__cause__, NotImplementedError)
         return
-    expected = in_one_process(kind, world, 3, clip)
-    for found in sim.run(world, lambda rank: under_zero(kind, rank, 3, clip, **options)):
-        # Sums of three ranks round in another order, and these rules divide a small gradient by its own size. What a
-        # rule does to a wrong parameter is more than a tenth of it.
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # In fp64: sums of three ranks round in another order, and these rules divide a small gradient by its own size.
+    expected = in_one_process(kind, world, 3, clip, torch.float64)
+    for found in sim.run(world, lambda rank: under_zero(kind, rank, 3, clip, torch.float64, **options)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_rule_by_strides_is_refused_where_they_do_not_stay() -> None:
