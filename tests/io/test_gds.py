@@ -34,7 +34,7 @@ from zoo.io import (
 )
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.roles import RoleBuffer
 
 
 @pytest.fixture(scope="session")
@@ -355,11 +355,11 @@ def test_shards_and_saved_activations_take_the_way_that_the_configuration_names(
     aio, values = AioConfig(use_gds=True), torch.arange(5000.0)
     scratch = Scratch(Handle.from_config(aio), owned=True)
     shelf = scratch.shelf(folder, "parameters", [values.nbytes])
-    shard = Shard(5000, torch.float32, torch.device("cuda", 2), tier=Tier.NVME, scratch=scratch, store=shelf)
+    shard = RoleBuffer(5000, torch.float32, torch.device("cuda", 2), tier=Tier.NVME, scratch=scratch, store=shelf)
     shard.set(gpu(values))
     assert shard.values is None
     assert (scratch.handle.stats().gpu_bytes, scratch.pool.stats().allocations) == (values.nbytes, 0)
-    assert torch.equal(shard.whole(), values), "and where it is wanted on the CPU, as before"
+    assert torch.equal(shard.read(), values), "and where it is wanted on the CPU, as before"
     back = torch.zeros(5000)
     shard.finish(shard.begin_read(gpu(back)))
     assert torch.equal(back, values)

@@ -8,7 +8,7 @@ import torch
 from zoo.io import BufferPool, Handle
 from zoo.zero.offload.scratch import Scratch
 from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.roles import RoleBuffer
 
 MADE: list[Event] = []
 
@@ -45,11 +45,11 @@ def taken(pool: BufferPool, address: int) -> bool:
 
 def test_a_shard_in_host_memory_stays_until_the_device_has_it() -> None:
     scratch, gpu = Scratch(Handle(), owned=True), torch.device("cuda:0")
-    shard = Shard(1024, torch.float32, gpu, tier=Tier.HOST, scratch=scratch)
+    shard = RoleBuffer(1024, torch.float32, gpu, tier=Tier.HOST, scratch=scratch)
     shard.set(torch.arange(1024.0))
     assert shard.values is not None
     address = shard.values.data_ptr()
-    shard.lent()  # what a gather does behind its copy
+    shard.copying()  # what a gather does behind its copy
     shard.set(torch.zeros(1024))  # an update, or a checkpoint that is loaded
     assert MADE[0].stream == "current of cuda:0"
     assert not taken(scratch.pool, address)
@@ -59,10 +59,10 @@ def test_a_shard_in_host_memory_stays_until_the_device_has_it() -> None:
 
 
 def test_a_shard_that_is_in_no_pool_records_nothing() -> None:
-    shard = Shard(8, torch.float32, torch.device("cuda:0"), tier=Tier.HOST)
+    shard = RoleBuffer(8, torch.float32, torch.device("cuda:0"), tier=Tier.HOST)
     shard.values = torch.zeros(8)
-    shard.lent()
-    here = Shard(8, torch.float32, torch.device("cpu"), tier=Tier.HOST, scratch=Scratch(Handle(), owned=True))
+    shard.copying()
+    here = RoleBuffer(8, torch.float32, torch.device("cpu"), tier=Tier.HOST, scratch=Scratch(Handle(), owned=True))
     here.set(torch.zeros(8))
-    here.lent()
+    here.copying()
     assert not MADE

@@ -359,7 +359,7 @@ def test_on_nvme_they_take_a_byte_each_too_and_no_more_is_read(dtype: torch.dtyp
             dtype, zero_quantized_nontrainable_weights=True, offload_param=where("nvme", tmp_path)
         )
         frozen = [b for b in optimizer.buckets if not b.spec.trainable]
-        shelf = frozen[0].shelf
+        shelf = frozen[0].stores["parameter"]
         ends = [*shelf.offsets[1:], shelf.num_bytes]
         size = sum(ends[b.index] - shelf.offsets[b.index] for b in frozen)
         found = optimizer.forecast()
@@ -478,12 +478,12 @@ def test_a_device_that_fails_is_an_error_and_the_next_read_is_as_good_as_new(tmp
     with torch.no_grad():
         expected = model(x)
     bucket = next(b for b in optimizer.buckets if not b.spec.trainable)
-    read = bucket.shelf.read
-    bucket.shelf.read = broken  # type: ignore[method-assign]
+    read = bucket.stores["parameter"].read
+    bucket.stores["parameter"].read = broken  # type: ignore[method-assign]
     with pytest.raises(OffloadError, match="the device is gone"), torch.no_grad():
         model(x)
     assert not bucket.parameters.live
-    bucket.shelf.read = read  # type: ignore[method-assign]
+    bucket.stores["parameter"].read = read  # type: ignore[method-assign]
     optimizer.empty_partition_cache()
     with torch.no_grad():
         assert torch.equal(model(x), expected)

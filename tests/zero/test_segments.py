@@ -14,7 +14,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.zero import ZeroOptimizer
-from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.roles import RoleBuffer
 from zoo.zero.update import segments
 
 ADAMW = {"optimizer": torch.optim.AdamW, "reduce_bucket_size": 10**6}
@@ -110,14 +110,14 @@ def test_what_is_cut() -> None:
 
 def test_parameters_on_nvme_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters in host memory of 16-bit parameters on NVMe are made from one read of each shard."""
-    reads: list[Shard] = []
-    whole = Shard.whole
+    reads: list[RoleBuffer] = []
+    read = RoleBuffer.read
 
-    def counted(shard: Shard) -> torch.Tensor:
+    def counted(shard: RoleBuffer, *part: int) -> torch.Tensor:
         reads.append(shard)
-        return whole(shard)
+        return read(shard, *part)
 
-    monkeypatch.setattr(Shard, "whole", counted)
+    monkeypatch.setattr(RoleBuffer, "read", counted)
     with cut(64):
         optimizer = ZeroOptimizer(
             Blocks().bfloat16(), stage=3, optimizer=torch.optim.AdamW, param_persistence_threshold=0,

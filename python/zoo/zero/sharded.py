@@ -50,6 +50,7 @@ from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.members import Members
 from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.module_buffers import ModuleBuffers
+from zoo.zero.sharding.roles import ORIGINAL
 from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
@@ -244,11 +245,11 @@ class ShardedModel:
         chunks = [route.axes.shard.size for route in routes]
         placements = offload(plan, placements, chunks, cfg)
         memory = StepMemory()
-        self.scratch, stores = open_stores(
-            plan, placements, routes, cfg, comm=self.comm, aio=aio, keep_norms=keep_norms
-        )
+        self.scratch, stores = open_stores(plan, placements, routes, cfg, comm=self.comm, aio=aio)
         for i, spec in enumerate(plan):
-            bucket = Bucket(i, spec, placements[i], routes[i], stores[i], memory)
+            bucket = Bucket(
+                i, spec, placements[i], routes[i], memory, scratch=self.scratch, stores=stores[i], keep_norms=keep_norms
+            )
             bucket.owner = weakref.ref(self)
             self.buckets.append(bucket)
         if cfg.offload_host_bytes is None:  # under a cap blocks go back when they are freed
@@ -340,7 +341,8 @@ class ShardedModel:
     def hand_over(self, updater: Updater) -> None:
         """The masters of ``updater`` become what the parameters came with; nothing else keeps that any more."""
         updater.take_originals()
-        for shelf in {id(f): f for b in self.trainable if (f := b.original_file) is not None}.values():
+        shelves: dict[int, Any] = {id(f): f for b in self.trainable if (f := b.stores.get(ORIGINAL)) is not None}
+        for shelf in shelves.values():
             if self.scratch is not None:
                 self.scratch.drop(shelf)
 

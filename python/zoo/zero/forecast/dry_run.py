@@ -81,6 +81,9 @@ class DryShelf:
 
         self.num_bytes = sum(map(round_up, sizes))
 
+    def drop(self, region: int) -> None:
+        """There is nothing in it."""
+
 
 class DryScratch:
     """Files that are not made, buffers that are not allocated."""

@@ -57,17 +57,17 @@ class Files:
         return len(self._places) - 1
 
     def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
-        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        """See :class:`~zoo.zero.sharding.roles.Store`."""
         shelf, base = self._places[region]
         return shelf, shelf.read(0, tensor, base + offset, urgent=urgent)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
-        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        """See :class:`~zoo.zero.sharding.roles.Store`."""
         shelf, base = self._places[region]
         return shelf, shelf.write(0, tensor, base + offset, urgent=urgent)
 
     def finish(self, future: Any) -> None:
-        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        """See :class:`~zoo.zero.sharding.roles.Store`."""
         shelf, operation = future
         shelf.finish(operation)
 
@@ -86,11 +86,11 @@ class Swapped:
         return next(self._keys)
 
     def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
-        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        """See :class:`~zoo.zero.sharding.roles.Store`."""
         self._swapper.swap_in(region, tensor)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
-        """See :class:`~zoo.zero.sharding.shard.Store`."""
+        """See :class:`~zoo.zero.sharding.roles.Store`."""
         self._swapper.swap_out(region, tensor)
 
     def finish(self, future: Any) -> None:

@@ -27,7 +27,7 @@ from zoo.zero.sharding.guard import (
     sharded_in,
 )
 from zoo.zero.sharding.guard import release as release_parameter
-from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.roles import RoleBuffer
 from zoo.zero.sharding.valueless import ALLOWED_WHEN_PARTITIONED, UNREAD, VIEWS, look_at
 
 _DATA: Any = torch.Tensor.data
@@ -167,7 +167,7 @@ class Part(Bucket):
         sharing = self._sharing
         spec = sharing.spec_of(parameter, self.name, dtype, group_size)
         super().__init__(
-            0, spec, sharing.placements, sharing.routes_of(spec), sharing.stores, sharing.memory,
+            0, spec, sharing.placements, sharing.routes_of(spec), sharing.memory, scratch=sharing.scratch,
             source=source.parameters.shard if source is not None else None,
         )  # fmt: skip
         self.owner = weakref.ref(sharing)
@@ -177,7 +177,7 @@ class Part(Bucket):
         """See :class:`~zoo.zero.sharding.buckets.Bucket`."""
         return InitGuard(self, storage)
 
-    def new_shard(self) -> Shard:
+    def new_shard(self) -> RoleBuffer:
         """See :class:`~zoo.zero.sharding.buckets.Bucket`."""
         low, high = self.own_range()
         return self._sharing.new_shard(self.spec, high - low, self.device, frozen=not self.parameter.requires_grad)
@@ -290,7 +290,7 @@ class Part(Bucket):
         shard = self.parameters.shard
         pack = self._sharing.packer_of(self.spec, frozen=True)
         if pack is not None and shard.pack is None:
-            values, shard.pack = shard.whole(), pack
+            values, shard.pack = shard.read(), pack
             shard.set(values)
 
     def drop_whole(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +25,8 @@ from zoo.zero.offload.tiers import Tier
 from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
-from zoo.zero.sharding.buckets import Stores
 from zoo.zero.sharding.memory import Memory
-from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.roles import RoleBuffer
 
 if TYPE_CHECKING:
     from zoo.zero.init.parts import Part
@@ -118,11 +117,6 @@ class Sharing:
     def _plain(self) -> Routes:
         return plain_routes(self.axes)
 
-    @cached_property
-    def stores(self) -> Stores:
-        """For the buckets."""
-        return Stores(scratch=self.scratch)
-
     def spec_of(self, parameter: nn.Parameter, name: str, dtype: torch.dtype, group_size: int = 0) -> BucketSpec:
         """The plan of a bucket of one parameter; ``group_size``: G of an earlier one, whose layout it keeps.
 
@@ -161,17 +155,16 @@ class Sharing:
 
         return quantised.Packer(self._plain.exact, spec.group_size)
 
-    def new_shard(self, spec: BucketSpec, numel: int, device: torch.device, *, frozen: bool) -> Shard:
+    def new_shard(self, spec: BucketSpec, numel: int, device: torch.device, *, frozen: bool) -> RoleBuffer:
         """For n = ``numel`` elements of a rank."""
         tier = self.placements.parameters.tier if numel else Tier.DEVICE
-        region, forget = 0, None
+        region = 0
         if tier is Tier.NVME and self.store is not None:
             region = self.store.add(numel * spec.dtype.itemsize)
-            forget = partial(self.store.drop, region)
         scratch = None if tier is Tier.NVME else self.scratch  # a pool would be kept for one part at a time
-        return Shard(
+        return RoleBuffer(
             numel, spec.dtype, device, tier=tier, pack=self.packer_of(spec, frozen=frozen), scratch=scratch,
-            store=self.store, region=region, forget=forget,
+            store=self.store, region=region,
         )  # fmt: skip
 
 

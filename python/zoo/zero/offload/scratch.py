@@ -149,6 +149,9 @@ class Shelf:
     def _writes_to(self, region: int) -> list[io.Future]:
         return [future for future, where in self._writing.items() if where == region]
 
+    def drop(self, region: int) -> None:
+        """What a region holds is needed no longer. Its space is free when the file is closed."""
+
     def forget(self) -> None:
         """What was written is of no use any more, nor whether it got there."""
         self._writing.clear()

@@ -1,17 +1,19 @@
-"""From the options to files and buffers, before the buckets are made."""
+"""From the options to files, before the buckets are made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo import io
 from zoo.comm import Communicator
 from zoo.zero.collectives.routes import Routes
 from zoo.zero.offload.tiers import Tier
+from zoo.zero.offload.write_behind import WriteBehind
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
-from zoo.zero.sharding.buckets import Stores
+from zoo.zero.sharding.roles import GRADIENT, ORIGINAL, PARAMETER, Store
 
 if TYPE_CHECKING:
     from zoo.zero.config import ZeroConfig
@@ -20,56 +22,49 @@ if TYPE_CHECKING:
 
 def open_stores(
     plan: Sequence[BucketSpec], placements: Sequence[Placements], routes: Sequence[Routes], config: ZeroConfig, *,
-    comm: Communicator, aio: io.AioConfig | io.Handle | None, keep_norms: bool,
-) -> tuple[Scratch | None, list[Stores]]:  # fmt: skip
-    """What the tiers of each bucket need; the files have their full size afterwards.
+    comm: Communicator, aio: io.AioConfig | io.Handle | None,
+) -> tuple[Scratch | None, list[dict[str, Store]]]:  # fmt: skip
+    """Of each bucket the files of its roles, by role; they have their full size afterwards.
 
     Collective over ``comm``, all ranks of the optimizer, if there is a cap of host memory; a DryRun opens nothing.
     """
     parameters, optimizer = config.offload_param, config.offload_optimizer
+    found: list[dict[str, Store]] = [{} for _ in plan]
     if parameters.device == "none" and optimizer.device == "none":
-        return None, [Stores() for _ in plan]
-    counts = [route.axes.shard.size for route in routes]
-    numels = [layout_of(spec, count).size // count for spec, count in zip(plan, counts, strict=True)]
+        return None, found
     scratch: Any = _open(comm, plan, config, aio)
-    sizes = [n * spec.gradient_dtype.itemsize for n, spec in zip(numels, plan, strict=True)]
-    packed = [r.shard_bytes(n, s.dtype.itemsize) for r, n, s in zip(routes, numels, plan, strict=True)]
+    numels = [layout_of(s, r.axes.shard.size).size // r.axes.shard.size for s, r in zip(plan, routes, strict=True)]
+    members = list(zip(numels, plan, placements, routes, found, strict=True))
 
-    def on_nvme(tier: Sequence[Tier], sizes: Sequence[int]) -> list[int]:
-        return [size if where is Tier.NVME else 0 for size, where in zip(sizes, tier, strict=True)]
+    def add(
+        role: str, folder: Path | None, name: str, which: Callable[[BucketSpec, Placements], Tier | None],
+        size: Callable[[int, BucketSpec, Routes], int], of: Callable[[Any], Store] = lambda shelf: shelf,
+    ) -> None:  # fmt: skip
+        sizes = [size(n, s, r) if which(s, p) is Tier.NVME else 0 for n, s, p, r, _ in members]
+        if any(sizes):
+            store = of(scratch.shelf(folder, name, sizes))
+            for _, s, p, _, stores in members:
+                if which(s, p) is Tier.NVME:
+                    stores[role] = store
 
-    kept, shelf, park = on_nvme([p.parameters.tier for p in placements], packed), None, None
-    if any(kept):
-        shelf = scratch.shelf(parameters.nvme_path, "parameters", kept)
-    parked = on_nvme([p.gradients.tier if p.keep_gradients else Tier.DEVICE for p in placements], sizes)
-    if any(parked):
-        from zoo.zero.offload.gradient_files import GradientPark
+    add(PARAMETER, parameters.nvme_path, "parameters", lambda s, p: p.parameters.tier,
+        lambda n, s, r: r.shard_bytes(n, s.dtype.itemsize))  # fmt: skip
+    add(GRADIENT, optimizer.nvme_path, "gradients", lambda s, p: p.gradients.tier if p.keep_gradients else None,
+        lambda n, s, r: n * s.gradient_dtype.itemsize, WriteBehind)  # fmt: skip
 
-        park = GradientPark(scratch, scratch.shelf(optimizer.nvme_path, "gradients", parked))
-    values = {
-        trainable: _shelf_of_originals(scratch, config, plan, placements, numels, trainable=trainable)
-        for trainable in (False, True)
-    }
-    return scratch, [
-        Stores(scratch=scratch, shelf=shelf, park=park, originals=values[spec.trainable], keep_norms=keep_norms)
-        for spec in plan
-    ]
+    def original(trainable: bool) -> Callable[[BucketSpec, Placements], Tier | None]:
+        """Those of trainable buckets stay only until there are masters."""
 
+        def tier(spec: BucketSpec, placed: Placements) -> Tier | None:
+            if spec.trainable is not trainable or not spec.keeps_originals:
+                return None
+            return placed.states.tier if trainable else placed.parameters.tier
 
-def _shelf_of_originals(
-    scratch: Any, config: ZeroConfig, plan: Sequence[BucketSpec], placements: Sequence[Placements],
-    numels: Sequence[int], *, trainable: bool,
-) -> Any:  # fmt: skip
-    """For the values that parameters came with; those of trainable ones stay only until there are masters."""
-    sizes = []
-    for n, spec, placed in zip(numels, plan, placements, strict=True):
-        tier = placed.states.tier if trainable else placed.parameters.tier
-        here = spec.trainable is trainable and spec.keeps_originals and tier is Tier.NVME
-        sizes.append(n * spec.original.itemsize if here else 0)
-    if not any(sizes):
-        return None
-    folder = config.offload_optimizer.nvme_path if trainable else config.offload_param.nvme_path
-    return scratch.shelf(folder, "original values", sizes)
+        return tier
+
+    for trainable, folder in ((False, parameters.nvme_path), (True, optimizer.nvme_path)):
+        add(ORIGINAL, folder, "original values", original(trainable), lambda n, s, r: n * s.original.itemsize)
+    return scratch, found
 
 
 def _open(

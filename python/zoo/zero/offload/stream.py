@@ -142,9 +142,10 @@ class StateStream:
         if record.written and self._shelf is not None:
             loaded.states = pool.empty(record.num_bytes, dtype=torch.uint8)
             loaded.reading.append((self._shelf, self._shelf.read(record.region, loaded.states)))
-        if gradients and segment.gradients.parked:
+        role = segment.gradients.role
+        if gradients and role.is_away:
             loaded.gradient = pool.empty(n, dtype=bucket.spec.gradient_dtype)
-            loaded.reading.append((bucket.park, segment.gradients.begin_read(loaded.gradient, segment.start)))
+            loaded.reading.append((role, role.begin_read(loaded.gradient, segment.start)))
         if bucket.parameters_on_nvme:
             loaded.parameters = pool.empty(n, dtype=bucket.spec.dtype)
             if not self._has_master(record.written):
@@ -248,7 +249,7 @@ class StateStream:
             for record in piece:
                 record.written = ()
                 if record.segment.bucket.parameters_on_nvme:
-                    record.segment.bucket.shelf.forget()
+                    record.segment.bucket.parameters.shard.forget()
 
     def stored(self, segment: Segment) -> dict[str, Stored]:
         """By role, what of a segment is not in memory."""
@@ -257,7 +258,7 @@ class StateStream:
 
         def load(start: int, length: int) -> torch.Tensor:
             if bucket.parameters_on_nvme or here is None:
-                return bucket.parameters.shard.load(segment.start + start, length)
+                return bucket.parameters.shard.read(segment.start + start, length)
             return here[start : start + length]
 
         # A master that is in memory is more than the parameters; where none exists yet, they are all there is.

@@ -2,7 +2,7 @@
 
 The parameter objects become ones of that dtype. What they came with is not lost where rounding changes it: it is what
 the fp32 masters of trainable parameters start from, and of frozen ones it is kept beside them
-(``sharding/originals.py``).
+(``sharding/roles.py``).
 """
 
 from __future__ import annotations

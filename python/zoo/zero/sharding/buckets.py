@@ -14,45 +14,27 @@ Here is what a bucket is; what it holds is in two files of their own, ``paramete
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zoo.layout import Split, split_of
-from zoo.zero.collectives.routes import Hop, Routes
+from zoo.zero.collectives.routes import Hop, Packer, Routes
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.placement.packing import BucketSpec, layout_of
 from zoo.zero.placement.placements import Placements
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import Guard, cannot_convert
 from zoo.zero.sharding.memory import Memory
-from zoo.zero.sharding.originals import originals_tier
 from zoo.zero.sharding.parameters import BucketParameters
-from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.roles import GRADIENT, ORIGINAL, PARAMETER, RoleBuffer, Store
 
 if TYPE_CHECKING:
-    from zoo.zero.offload.gradient_files import GradientPark
-    from zoo.zero.offload.scratch import Scratch, Shelf
+    from zoo.zero.offload.scratch import Scratch
     from zoo.zero.runtime.divergent import Meeting
 
 GONE = "no longer in the model: "
 """Before the name that a parameter had at construction, where the model does not have it any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stores:
-    """Where a bucket's shards live when they are not on the device.
-
-    ``shelf`` has the parameters on NVMe, ``park`` the reduced gradients, ``originals`` the values that parameters came
-    with; a bucket's region in each is its index.
-    """
-
-    scratch: Scratch | None = None
-    shelf: Shelf | None = None
-    park: GradientPark | None = None
-    originals: Shelf | None = None
-    keep_norms: bool = False  # of gradients, before they go
 
 
 class Bucket:
@@ -66,12 +48,14 @@ class Bucket:
         shard_group: the p ranks that split it.
         place: which chunk this rank keeps.
         layout: where each parameter lies in the flat buffer.
+        roles: what this rank keeps of it, by role: "parameter", "original" and "gradient" where there is one.
+        scratch: buffers of offloaded state; None without.
+        stores: by role, the file of those that may live on NVMe; the region is the index.
         keep_norms: the norm of a gradient is kept when the gradient leaves the device.
         device: of the flat buffers.
         num_bytes: of the flat buffer of the parameters.
         num_gradient_bytes: of that of their gradients.
         partitioned: the parameters are whole only between gather and release.
-        gradients_on_nvme: reduced gradients go to NVMe.
         updates_off_device: parameters are on another device than the CPU, their optimizer states are not.
         memory: of what comes and goes in every step.
         source: where this rank's parameters are already, so that nothing is communicated; None: the values of rank 0.
@@ -88,12 +72,14 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, stores: Stores, memory: Memory, *,
-        source: Shard | None = None,
+        self, index: int, spec: BucketSpec, placements: Placements, routes: Routes, memory: Memory, *,
+        scratch: Scratch | None = None, stores: Mapping[str, Store] | None = None, keep_norms: bool = False,
+        source: RoleBuffer | None = None,
     ) -> None:  # fmt: skip
         self.index, self.spec, self.placements, self.routes = index, spec, placements, routes
         self.shard_group, self.place, self.memory = routes.axes.shard, routes.axes.place, memory
-        self._stores, self.keep_norms = stores, stores.keep_norms
+        self.scratch, self.stores, self.keep_norms = scratch, stores or {}, keep_norms
+        self.roles: dict[str, RoleBuffer] = {}
         self.layout = layout_of(spec, self.shard_group.size)
         self._slots = {name: slot for slot, name in enumerate(spec.names)}
         self.device = spec.parameters[0].device
@@ -102,7 +88,6 @@ class Bucket:
             placements.states.tier is not Tier.DEVICE
             and (getattr(self.shard_group, "device_type", "cpu") if device_type == "meta" else device_type) != "cpu"
         )
-        self.gradients_on_nvme = stores.park is not None and placements.gradients.tier is Tier.NVME
         self.num_bytes = self.layout.size * spec.dtype.itemsize
         self.num_gradient_bytes = self.layout.size * spec.gradient_dtype.itemsize
         self.partitioned = placements.parameters.is_split
@@ -247,44 +232,48 @@ class Bucket:
             for tensor, offset in zip(self.layout.tensors, self.layout.offsets, strict=True)
         ]
 
-    # Stores ----------------------------------------------------------------------------------------------------------
+    # Roles -----------------------------------------------------------------------------------------------------------
 
     @property
-    def scratch(self) -> Scratch:
-        """The buffers of offloaded state."""
-        return _there(self._stores.scratch, self)
+    def exact(self) -> RoleBuffer:
+        """The role with the values of the parameters as exact as they are kept without an optimizer."""
+        return self.roles.get(ORIGINAL) or self.roles[PARAMETER]
 
-    @property
-    def shelf(self) -> Shelf:
-        """The file of parameters on NVMe."""
-        return _there(self._stores.shelf, self)
+    def new_shard(self) -> RoleBuffer:
+        """For this rank's part of partitioned parameters."""
+        tier = self.placements.parameters.tier
+        return self._new_role(PARAMETER, *self.own_range(), self.spec.dtype, tier, self.routes.pack)
 
-    def new_shard(self) -> Shard:
-        """For this rank's parameters, as they are placed."""
-        low, high = self.own_range()
-        return Shard(
-            high - low, self.spec.dtype, self.device, tier=self.placements.parameters.tier, pack=self.routes.pack,
-            scratch=self._stores.scratch, store=self._stores.shelf, region=self.index,
-        )  # fmt: skip
+    def new_originals(self) -> RoleBuffer:
+        """For the values that this rank's parameters came with: where the masters will live that start from them, or
+        where frozen parameters do."""
+        placements = self.placements
+        tier = placements.states.tier if self.spec.trainable else placements.parameters.tier
+        return self._new_role(ORIGINAL, *self.kept_range(), self.spec.original, tier)
 
-    def new_originals(self, numel: int, dtype: torch.dtype) -> Shard:
-        """For the values that this rank's parameters came with."""
+    def new_gradient(self) -> RoleBuffer:
+        """For this rank's part of the reduced gradient."""
+        tier = self.placements.gradients.tier
+        if tier is Tier.NVME and GRADIENT not in self.stores:  # it is used up before backward ends
+            tier = Tier.HOST
+        if tier is Tier.HOST and not (self.updates_off_device and self.placements.gradients.is_split):
+            tier = Tier.DEVICE
+        return self._new_role(GRADIENT, *self.own_range(), self.spec.gradient_dtype, tier)
+
+    def _new_role(
+        self, role: str, first: int, stop: int, dtype: torch.dtype, tier: Tier, pack: Packer | None = None
+    ) -> RoleBuffer:  # fmt: skip
         # Masters are no buffers of offloading, and there are enough of those for the states alone.
-        scratch = None if self.spec.trainable else self._stores.scratch
-        return Shard(
-            numel, dtype, self.device, tier=originals_tier(self), scratch=scratch, store=self._stores.originals,
-            region=self.index,
+        scratch = None if role == ORIGINAL and self.spec.trainable else self.scratch
+        return RoleBuffer(
+            stop - first, dtype, self.device, first=first, tier=tier, pack=pack, scratch=scratch,
+            store=self.stores.get(role), region=self.index,
         )  # fmt: skip
 
     @property
-    def original_file(self) -> Shelf | None:
-        """The file of the values that parameters came with, where they are on NVMe."""
-        return self._stores.originals
-
-    @property
-    def park(self) -> GradientPark:
-        """The file of reduced gradients on NVMe."""
-        return _there(self._stores.park, self)
+    def gradients_on_nvme(self) -> bool:
+        """Reduced gradients live on NVMe."""
+        return self.gradients is not None and self.gradients.role.tier is Tier.NVME
 
     @property
     def parameters_on_nvme(self) -> bool:
@@ -345,12 +334,3 @@ class Bucket:
 
 def _label(units: Sequence[str]) -> str:
     return ", ".join(repr(u) if u else "the model itself" for u in dict.fromkeys(units))
-
-
-_T = TypeVar("_T")
-
-
-def _there(value: _T | None, bucket: Bucket) -> _T:
-    if value is None:
-        raise AssertionError(f"the bucket of {bucket.label} has nothing offloaded.")
-    return value

@@ -7,15 +7,16 @@ while it is not accumulating would be lost, and is an error. Legend: see ``bucke
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from zoo import io
 from zoo.comm import Handle, advance
+from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.guard import (
     CAN_REFUSE_STORAGE,
     PartitionedAccessError,
@@ -27,6 +28,7 @@ from zoo.zero.sharding.guard import (
     raw_grad,
     refuse_storage,
 )
+from zoo.zero.sharding.roles import GRADIENT
 
 if TYPE_CHECKING:
     from zoo.zero.sharding.buckets import Bucket
@@ -47,8 +49,7 @@ class BucketGradients:
         dtype: in which gradients are added up and kept.
         flat: (P,) gradients as autograd accumulates them; the parameters' ``.grad`` are views of it. Where gradients
             are sharded its storage is empty from the reduction until the next backward.
-        shard: (n,) mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded;
-            None while on NVMe.
+        role: mean over ranks of this rank's chunk of the gradient, once reduced, where gradients are sharded.
         reduced: there is a reduced gradient.
         num_changes: how often it was reduced, and that of a parameter cleared, since it was dropped; the same on all
             ranks, unless some drop gradients that others step with.
@@ -63,12 +64,10 @@ class BucketGradients:
         self._raw = self.flat.data
         self._storage = self.flat.untyped_storage()
         self._views = bucket.views(self.flat)
-        self.shard: torch.Tensor | None = None
-        self._squares: torch.Tensor | None = None  # of a shard that has left the device
-        self._arrived: torch.cuda.Event | None = None  # of a copy to the host
-        self._goes_to_host = (
-            bucket.updates_off_device and bucket.placements.gradients.is_split and bucket.device.type == "cuda"
-        )
+        self._split = bucket.placements.gradients.is_split
+        self.role = bucket.roles[GRADIENT] = bucket.new_gradient()
+        self._aside: torch.Tensor | None = None  # the sum of earlier backwards of the step, where it is not split
+        self._squares: torch.Tensor | None = None  # of what has left the device
         self.reduced, self.num_changes = False, 0
         self.phase = Phase.IDLE
         self._cleared: set[int] = set()  # slots of which `grad` was set to None
@@ -93,7 +92,8 @@ class BucketGradients:
 
     def memory_bytes(self) -> int:
         """Bytes of gradients on this rank now."""
-        return self._storage.nbytes() + (self.shard.nbytes if self.shard is not None else 0)
+        aside = self._aside.nbytes if self._aside is not None else 0
+        return self._storage.nbytes() + self.role.nbytes + aside
 
     # Accumulating and reducing ---------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class BucketGradients:
         elif self.reduced:
             # A further backward before the step: what is reduced already is kept aside and added to afterwards.
             low, high = self._reduced_range()
-            self.shard = self._raw[low:high].clone()
+            self._aside = self._raw[low:high].clone()
         self._raw.zero_()
         if self._cleared:
             self._cleared.clear()
@@ -183,10 +183,8 @@ class BucketGradients:
             out = sent
         elif reduce_dtype is not None and reduce_dtype != chunk.dtype:
             out = torch.empty(chunk.numel(), dtype=reduce_dtype, device=chunk.device)
-        elif bucket.placements.gradients.is_split and fresh:
-            if self.shard is None:
-                self.shard = self._new_shard()
-            out = self.shard
+        elif self._split and fresh:
+            out = self._new_mean()
         else:
             out = chunk
         handle = self._handle = bucket.routes.reduce.start(sent, out, f"gradients of {bucket.label}")
@@ -202,30 +200,29 @@ class BucketGradients:
         handle.wait()
         self._handle = None
         self._check_late()
-        if self.bucket.placements.gradients.is_split:
+        if self._split:
+            mean = out
             if not fresh:
                 # Rounded first, as every stage does: torch adds values of other dtypes in the wider one.
-                self.shard = self._shard_on_device().add_(out.to(self.dtype))
-            elif self.shard is None:
-                self.shard = self._new_shard().copy_(out)
-            elif out is not self.shard:
-                self.shard.copy_(out)
+                mean = self.role.read().to(self.bucket.device).add_(out.to(self.dtype))
+            elif out.dtype is not self.dtype or self.bucket.routes.reduces_whole:
+                mean = self._new_mean().copy_(out)
             self._free()
-            self._put_away()
+            self._keep(mean)
             return
         if out is not chunk and out is not self._raw:
             chunk.copy_(out)
-        if not fresh and self.shard is not None:
-            chunk.add_(self.shard)
-        self.shard = None
+        if not fresh and self._aside is not None:
+            chunk.add_(self._aside)
+        self._aside = None
         if not self.bucket.placements.states.is_split and not self.bucket.routes.reduces_whole:
             self.bucket.shard_group.all_gather(self._raw, chunk).wait()
 
     def consume(self) -> None:
         """The update has taken it, before its backward is over: a gradient that comes now is late."""
         self.reduced, self.num_changes = False, 0
-        if self.bucket.placements.gradients.is_split:
-            self.shard = None
+        if self._split:
+            self.role.drop()
 
     def settle(self) -> None:
         """The backward that reduced this bucket is over."""
@@ -264,16 +261,12 @@ class BucketGradients:
             self._cleared.clear()
         self._squares = None
         self._version = self.flat._version
-        if self.bucket.placements.gradients.is_split:
-            if self.bucket.gradients_on_nvme:
-                self.bucket.park.forget(self.bucket.index)
-            if self._goes_to_host:
-                self.shard = None
+        self._aside = None
+        if self._split:
+            self.role.drop(keep_memory=not self.role.leaves_device)
             if self._here:
                 self._free()
             self._forget_strays()
-        else:
-            self.shard = None
 
     def _free(self) -> None:
         if not CAN_REFUSE_STORAGE:
@@ -321,94 +314,55 @@ class BucketGradients:
             "module that was called by itself: call the model as a whole, or checkpoint with use_reentrant=False."
         )
 
-    # The shard in its tier -------------------------------------------------------------------------------------------
+    # The reduced gradient in its tier --------------------------------------------------------------------------------
 
-    def _new_shard(self) -> torch.Tensor:
-        bucket = self.bucket
-        numel = bucket.layout.size // bucket.num_chunks
-        if bucket.gradients_on_nvme and bucket.device.type == "cpu":
-            return bucket.park.empty(numel, self.dtype)
-        return bucket.memory.empty(numel, self.dtype, bucket.device)
+    def _new_mean(self) -> torch.Tensor:
+        """(n,) memory for it."""
+        role = self.role
+        if role.values is not None and not role.leaves_device:
+            return role.values  # that of the step before
+        if role.tier is Tier.NVME and role.device.type == "cpu":
+            return role.buffer(role.numel, self.dtype)
+        return self.bucket.memory.empty(role.numel, self.dtype, role.device)
 
-    @property
-    def parked(self) -> bool:
-        """There is a reduced gradient, and it is on NVMe."""
-        return self.bucket.gradients_on_nvme and self.reduced and self.shard is None
+    def _keep(self, mean: torch.Tensor) -> None:
+        self._note_squares(mean)
+        self.role.put(mean)
 
-    def _put_away(self) -> None:
-        bucket = self.bucket
-        if self.shard is None or not (bucket.gradients_on_nvme or self._goes_to_host):
-            return
-        self._squares = power_of(self.shard) if bucket.keep_norms else None
-        host, pool = self.shard, bucket.scratch.pool
-        if host.device.type != "cpu":
-            buffer = pool.empty(host.numel(), dtype=host.dtype)
-            host = buffer.copy_(host, non_blocking=not bucket.gradients_on_nvme)
-        if bucket.gradients_on_nvme:
-            bucket.park.put(bucket.index, host)
-            self.shard = None
-        else:
-            self.shard = host
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(torch.cuda.current_stream(bucket.device))
-            if pool.owns(host):  # it may be dropped, by zero_grad() or the update, before it has arrived
-                pool.record_event(host, self._arrived)
-
-    def _shard_on_device(self) -> torch.Tensor:
-        return self._shard_kept().to(self.bucket.device)
-
-    def _shard_kept(self) -> torch.Tensor:
-        """The reduced gradient where the update takes it."""
-        if self.shard is None:
-            bucket = self.bucket
-            return bucket.park.get(bucket.index, bucket.layout.size // bucket.num_chunks, self.dtype)
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-        return self.shard
-
-    def begin_read(self, into: torch.Tensor, start: int) -> io.Future:
-        """Begin reading elements [start, start + len) of the reduced gradient from NVMe."""
-        return self.bucket.park.begin(self.bucket.index, into, start)
+    def _note_squares(self, mean: torch.Tensor) -> None:
+        if self.role.leaves_device:
+            self._squares = power_of(mean) if self.bucket.keep_norms else None
 
     # The reduced gradient, chunk by chunk ----------------------------------------------------------------------------
 
     def reduced_chunk(self, index: int) -> torch.Tensor:
         """(n,) the reduced gradient of chunk ``index``; only this rank's own where gradients or states are sharded."""
         bucket = self.bucket
-        rank = bucket.shard_group.rank
-        if bucket.placements.gradients.is_split:
-            if (self.shard is None and not self.parked) or index != rank:
-                raise AssertionError(f"rank {rank}: no reduced gradient of chunk {index} of {bucket.label}.")
-            return self._shard_kept()
+        if self._split:
+            if not self.role.kept or index != bucket.shard_group.rank:
+                raise AssertionError(f"no reduced gradient of chunk {index} of {bucket.label} is on this rank.")
+            return self.role.read()
         low, high = bucket.layout.shard_range(index, bucket.num_chunks)
         return self._raw[low:high]
 
     def reduced_all(self) -> torch.Tensor:
         """(P,) the reduced gradient, where this rank has all of it."""
-        return self.reduced_chunk(0) if self.bucket.placements.gradients.is_split else self._raw
+        return self.role.read() if self._split else self._raw
 
     @property
     def known_squares(self) -> torch.Tensor | None:
         """Σ g² of a shard that has left the device, where that is kept."""
         return self._squares
 
-    def scale_reduced(self, index: int, factor: float) -> None:
-        """Multiply the reduced gradient of chunk ``index``."""
-        parked, self._squares = self.parked, None
-        chunk = self.reduced_chunk(index).mul_(factor)
-        if parked:
-            self.shard = chunk
-            self._put_away()
-
-    def set_reduced(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Put ``values`` in the place of elements [start, start + len) of the reduced gradient of chunk ``index``."""
-        parked, self._squares = self.parked, None
-        chunk = self.reduced_chunk(index)
-        chunk[start : start + values.numel()].copy_(values)
-        if parked:
-            self.shard = chunk
-            self._put_away()
+    @contextlib.contextmanager
+    def edited(self, index: int) -> Iterator[torch.Tensor]:
+        """(n,) the reduced gradient of chunk ``index``, to be written to."""
+        if not self._split:
+            yield self.reduced_chunk(index)
+            return
+        with self.role.borrow() as mean:
+            yield mean
+            self._note_squares(mean)
 
     # What `parameter.grad` is ----------------------------------------------------------------------------------------
 
@@ -433,13 +387,11 @@ class BucketGradients:
         """Where there is no gradient, be a zero one that is reduced."""
         if self.reduced:
             return
-        if self.bucket.placements.gradients.is_split:
-            self.shard = self._new_shard().zero_()
-            self.reduced = True
-            self._put_away()
+        if self._split:
+            self._keep(self._new_mean().zero_())
         else:
             self._raw.zero_()
-            self.reduced = True
+        self.reduced = True
 
     def clear(self, slot: int) -> None:
         """Make the gradient of one parameter zero."""
@@ -448,12 +400,13 @@ class BucketGradients:
         offset, numel = bucket.layout.offsets[slot], bucket.layout.tensors[slot].numel
         if self._here and (self.phase is Phase.ACCUMULATING or self.reduced):
             self._raw[offset : offset + numel].zero_()
-        if (self.shard is not None or self.parked) and self.reduced:
-            low, _ = self._reduced_range()
-            start, stop = max(offset - low, 0), max(offset + numel - low, 0)
-            self.shard = self._shard_on_device()
-            self.shard[start:stop].zero_()
-            self._put_away()
+        low, _ = self._reduced_range()
+        start, stop = max(offset - low, 0), max(offset + numel - low, 0)
+        if self._aside is not None:
+            self._aside[start:stop].zero_()
+        if self.role.kept and self.reduced:
+            with self.edited(bucket.shard_group.rank) as mean:
+                mean[start:stop].zero_()
 
     def _look(self) -> None:
         """The user sees the flat gradient, and may write to it.
@@ -485,12 +438,12 @@ class BucketGradients:
             return
         if isinstance(value, PartitionedGradient) and value.stands_for(self, slot):
             return
-        if self.reduced and not bucket.placements.gradients.is_split and self.phase is Phase.IDLE:
+        if self.reduced and not self._split and self.phase is Phase.IDLE:
             whole = self.visible(slot)
             if whole is not None and not isinstance(whole, PartitionedGradient):
                 whole.copy_(value)
                 return
-        if bucket.placements.gradients.is_split or self.reduced:
+        if self._split or self.reduced:
             raise PartitionedAccessError(
                 f"the gradient of {bucket.called(slot)!r} is partitioned; it cannot be assigned. Use "
                 "zoo.zero.safe_set_full_grad, between backward and step."
@@ -506,7 +459,7 @@ class BucketGradients:
 def powers_of(gradients: Sequence[BucketGradients], index: int, p: float) -> torch.Tensor:
     """(k,) fp64: Σ |g|^p over chunk ``index`` of each, or the largest |g| for p = infinity."""
     found = [g.known_squares if p == 2.0 else None for g in gradients]
-    together = [i for i, g in enumerate(gradients) if found[i] is None and not g.parked] if p == 2.0 else []
+    together = [i for i, g in enumerate(gradients) if found[i] is None and not g.role.is_away] if p == 2.0 else []
     if len({gradients[i].dtype for i in together}) == 1:  # one call of the kernel
         chunks = [gradients[i].reduced_chunk(index) for i in together]
         for i, squares in zip(together, _sums_of_squares(chunks), strict=True):

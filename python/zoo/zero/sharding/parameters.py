@@ -15,7 +15,7 @@ from zoo.comm import Handle, advance
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.sharding.guard import assign_data
 from zoo.zero.sharding.guard import release as release_parameter
-from zoo.zero.sharding.shard import Shard
+from zoo.zero.sharding.roles import ORIGINAL, PARAMETER, RoleBuffer
 
 if TYPE_CHECKING:
     from zoo.zero.sharding.buckets import Bucket
@@ -29,28 +29,26 @@ class BucketParameters:
     Attributes:
         full: (P,) parameters; the model's are views of it. Where the bucket is partitioned its storage is empty between
             ``release`` and ``gather``.
-        shard: (n,) this rank's parameters, wherever and however it keeps them; a view of ``full`` unless partitioned.
-        originals: what this rank keeps of the values that the parameters came with, see ``originals.py``; None where
-            the optimizer has taken them over, or the parameters are as they came.
+        shard: this rank's parameters where they are partitioned, wherever and however it keeps them; a view of ``full``
+            elsewhere.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
         live: ``full`` holds valid parameters.
         coming: a gather is under way.
         hidden: the model's parameters are refused to everybody.
     """
 
-    def __init__(self, bucket: Bucket, source: Shard | None = None) -> None:
+    def __init__(self, bucket: Bucket, source: RoleBuffer | None = None) -> None:
         self.bucket = bucket
         self._routes = bucket.routes
         self._route = self._routes.gather
         self.live, self.coming, self.hidden = True, False, False
         self.secondary: torch.Tensor | None = None
-        self.originals: Shard | None = None
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
         self._reading: tuple[Any, torch.Tensor] | None = None
         self._lay_out(source)
 
-    def _lay_out(self, source: Shard | None) -> None:
+    def _lay_out(self, source: RoleBuffer | None) -> None:
         bucket, spec = self.bucket, self.bucket.spec
         self.full = torch.zeros(bucket.layout.size, dtype=spec.dtype, device=bucket.device)
         self._storage = self.full.untyped_storage()
@@ -68,8 +66,9 @@ class BucketParameters:
             self._routes.axes.world.broadcast(came).wait()
         if came is not self.full:
             self._round(came)
-        low, high = bucket.own_range()
-        self.shard = bucket.new_shard() if bucket.partitioned else Shard.within(self.full[low:high])
+        low, high = bucket.own_range() if bucket.partitioned else bucket.kept_range()
+        self.shard = bucket.new_shard() if bucket.partitioned else RoleBuffer.within(self.full[low:high], low)
+        bucket.roles[PARAMETER] = self.shard
         if source is not None:
             self.shard.take(source)
             self._drop_full()
@@ -81,8 +80,8 @@ class BucketParameters:
         self.full.copy_(came)
         if self.bucket.spec.keeps_originals:
             low, high = self.bucket.kept_range()
-            self.originals = self.bucket.new_originals(high - low, came.dtype)
-            self.originals.set(came[low:high])
+            self.bucket.roles[ORIGINAL] = self.bucket.new_originals()
+            self.bucket.roles[ORIGINAL].set(came[low:high])
 
     @property
     def _label(self) -> str:
@@ -106,7 +105,7 @@ class BucketParameters:
         if shard.pack is not None:
             shard.pack.over(shard.stored()).to(device).start(spare, self._label).wait()
         else:
-            self._routes.gather.start(spare, shard.whole().to(device), self._label).wait()
+            self._routes.gather.start(spare, shard.read().to(device), self._label).wait()
 
     def unshard_now(self, *, exact: bool = False) -> None:
         """Start gathering, on all ranks."""
@@ -119,18 +118,18 @@ class BucketParameters:
             self._handle = self._route.start(self.full, self.shard.values, self._label)
         elif self.shard.packed is not None:
             packed = self.shard.packed.to(self.full.device, non_blocking=True)
-            self.shard.lent()
+            self.shard.copying()
             self._handle = packed.start(self.full, self._label)
         else:
             self._gather_from_tier(self.shard)
         self.coming = True
 
-    def _gather_from_tier(self, shard: Shard) -> None:
+    def _gather_from_tier(self, shard: RoleBuffer) -> None:
         low, high = self.bucket.own_range()
         own = self.full[low:high]
         if shard.values is not None:
             own.copy_(shard.values, non_blocking=True)
-            shard.lent()
+            shard.copying()
             self._handle = self._route.start(self.full, own, self._label)
             return
         # What comes from NVMe is exchanged later: all ranks do that in the same order.
@@ -242,8 +241,8 @@ class BucketParameters:
     def drop(self) -> None:
         """Keep nothing: neither whole nor this rank's shard."""
         self.reshard()
-        self.shard.drop()
-        self.originals = None
+        for role in self.bucket.roles.values():
+            role.drop()
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -274,7 +273,8 @@ class BucketParameters:
             return None
         if not self.bucket.placements.states.is_split:
             return None
-        return self.bucket.shard_group.all_gather(self.full, self.shard.whole(), label=self._label)
+        low, high = self.bucket.own_range()
+        return self.bucket.shard_group.all_gather(self.full, self.full[low:high], label=self._label)
 
     # One parameter, one chunk -----------------------------------------------------------------------------------------
 
@@ -308,17 +308,16 @@ class BucketParameters:
         self._aliases.clear()
 
     def chunk(self, index: int) -> torch.Tensor | None:
-        """(n,) the parameters of chunk ``index``: only this rank's own where they are partitioned, None on NVMe."""
-        group = self.bucket.shard_group
-        if index == self.bucket.place:
+        """(n,) the parameters of chunk ``index``, this rank's own where they are partitioned; None on NVMe."""
+        if self.bucket.partitioned:
             return self.shard.values
-        low, high = self.bucket.layout.shard_range(index, group.size)
+        low, high = self.bucket.layout.shard_range(index, self.bucket.num_chunks)
         return self.full[low:high]
 
     def memory_bytes(self) -> int:
         """Bytes of parameters on this rank now."""
         kept = self.shard.nbytes if self.bucket.partitioned else 0
-        besides = sum(t.nbytes for t in (self.secondary, self.originals) if t is not None)
+        besides = sum(t.nbytes for t in (self.secondary, self.bucket.roles.get(ORIGINAL)) if t is not None)
         return self._storage.nbytes() + kept + besides
 
 

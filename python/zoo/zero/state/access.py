@@ -105,13 +105,8 @@ def _segments(place: _Place) -> Iterator[tuple[Segment, dict[str, Any], int]]:
 
 def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
     if not place.bucket.spec.trainable:
-        originals = place.bucket.parameters.originals
-        if originals is not None:
-            yield place.bucket.kept_range()[0], originals.whole()
-        elif place.everywhere:
-            yield 0, place.bucket.parameters.full
-        else:
-            yield place.bucket.own_range()[0], place.bucket.parameters.shard.whole()
+        role = place.bucket.exact
+        yield role.first, role.read()
         return
     for segment, state, base in _segments(place):
         yield base, segment.value(state)
@@ -492,4 +487,5 @@ def _write_grad(place: _Place, gradients: BucketGradients, first: int, values: t
         begin = place.start + first
         low, high = max(base, begin), min(end, begin + scaled.numel())
         if low < high:
-            gradients.set_reduced(chunk, low - base, scaled[low - begin : high - begin])
+            with gradients.edited(chunk) as mean:
+                mean[low - base : high - base].copy_(scaled[low - begin : high - begin])

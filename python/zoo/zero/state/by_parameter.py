@@ -21,6 +21,7 @@ import torch
 from zoo.comm import Communicator, together
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.dtensors import is_dtensor
+from zoo.zero.sharding.roles import PARAMETER
 from zoo.zero.state.logical import StateSlice, gone_of, runs_of, scalar_states, tensor_states
 from zoo.zero.update.probe import Keeps
 
@@ -109,13 +110,7 @@ def parameter_rows(sharded: ShardedModel, bucket: Bucket, slot: int) -> torch.Te
     first, last = bucket.own_range()
     low, high = max(first, offset), min(last, offset + tensor.numel)
     if low < high:
-        shard = bucket.parameters.shard
-        own = (
-            shard.values[low - first : high - first]
-            if shard.values is not None
-            else shard.load(low - first, high - low)
-        )
-        whole[low - offset : high - offset].copy_(own)
+        whole[low - offset : high - offset].copy_(bucket.roles[PARAMETER].read(low - first, high - low))
     share_range(bucket, whole, offset)
     return rows_of(whole.view(tensor.shape), bucket.shard_group, bucket.device)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.roles import ORIGINAL, PARAMETER, RoleBuffer
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Value
         if parameters.live:
             for offset, part in overlaps(values, bucket.layout.slices(0, bucket.layout.size)):
                 parameters.full[offset : offset + part.numel()].copy_(part)
-        if bucket.partitioned:
-            _write_shard(bucket, values)
-        _write_originals(bucket, values, keep_equal=keep_equal)
+        for name, role in bucket.roles.items():
+            if name == ORIGINAL or (name == PARAMETER and bucket.partitioned):
+                _write(bucket, role, values, keep_equal=keep_equal and name == ORIGINAL)
 
     def change(segment: Segment, state: dict[str, Any]) -> None:
         target = segment.value(state)
@@ -68,25 +69,12 @@ def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Value
         optimizer.updater.edit(trainable, change, precise=not keep_equal)
 
 
-def _write_shard(bucket: Bucket, values: Values) -> None:
-    low, high = bucket.own_range()
-    found = list(overlaps(values, bucket.layout.slices(low, high)))
-    if not found:
-        return
-    with bucket.parameters.shard.edited() as shard:
-        for offset, part in found:
-            shard[offset : offset + part.numel()].copy_(part)
-
-
-def _write_originals(bucket: Bucket, values: Values, *, keep_equal: bool) -> None:
-    """What the parameters came with is no longer what they are."""
-    originals = bucket.parameters.originals
-    found = list(overlaps(values, bucket.layout.slices(*bucket.kept_range())))
-    if originals is None or not found:
-        return
-    with originals.edited() as kept:
-        for offset, part in found:
-            _overwrite(kept[offset : offset + part.numel()], part, bucket, keep_equal=keep_equal)
+def _write(bucket: Bucket, role: RoleBuffer, values: Values, *, keep_equal: bool) -> None:
+    found = list(overlaps(values, bucket.layout.slices(role.first, role.first + role.numel)))
+    if found:
+        with role.borrow() as kept:
+            for offset, part in found:
+                _overwrite(kept[offset : offset + part.numel()], part, bucket, keep_equal=keep_equal)
 
 
 def _overwrite(old: torch.Tensor, value: torch.Tensor, bucket: Bucket, *, keep_equal: bool) -> None:

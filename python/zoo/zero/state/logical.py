@@ -62,15 +62,7 @@ def parameters_of(buckets: Iterable[Bucket]) -> list[Run]:
 
 def _frozen_values(bucket: Bucket, low: int, high: int) -> torch.Tensor | Stored:
     """Elements [low, high) of a frozen bucket, as they came where that is kept."""
-    originals, shard = bucket.parameters.originals, bucket.parameters.shard
-    if originals is not None:
-        first = bucket.kept_range()[0]
-        if originals.values is None:
-            return Stored(originals.load, originals.dtype, low - first, high - low, originals.lender())
-        return originals.values[low - first : high - first]
-    if not bucket.partitioned:
-        return bucket.parameters.full[low:high]
-    return shard.values if shard.values is not None else Stored(shard.load, bucket.spec.dtype, lend=shard.lender())
+    return bucket.exact.source(low - bucket.exact.first, high - low)
 
 
 APART = "apart."
@@ -454,18 +446,14 @@ def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
     handles = []
     for bucket in buckets:
         low, high = bucket.kept_range()
-        parameters, originals = bucket.parameters, bucket.parameters.originals
         with ExitStack() as opened:
-            partitioned, whole = bucket.partitioned, parameters.full
-            places = [opened.enter_context(parameters.shard.edited()) if partitioned else whole[low:high]]
-            if originals is not None:
-                places.append(opened.enter_context(originals.edited()))
+            places = [opened.enter_context(role.borrow()) for role in bucket.roles.values()]
             for piece in runs_of(bucket, bucket.layout.slices(low, high)):
                 value = _known(bucket, piece, read)
                 if value is not None:
                     for place in places:
                         place[piece.offset : piece.offset + piece.length].copy_(value)
-        handles.append(parameters.publish())
+        handles.append(bucket.parameters.publish())
     for handle in handles:
         if handle is not None:
             handle.wait()

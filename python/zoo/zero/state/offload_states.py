@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zoo.zero.sharding.roles import GRADIENT, ORIGINAL, PARAMETER
+
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
@@ -28,14 +30,12 @@ def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[t
         if "optim_states" in include:
             yield from (v for k, v in entries.items() if k != "master" and isinstance(v, torch.Tensor) and v.dim())
     for bucket in optimizer.buckets:
-        parameters, gradients = bucket.parameters, bucket.gradients
-        if "lp_params" in include and bucket.partitioned and parameters.shard.values is not None:
-            parameters.reshard()
-            yield parameters.shard.values
-        if "hp_params" in include and parameters.originals is not None and parameters.originals.values is not None:
-            yield parameters.originals.values
-        if "lp_grads" in include and gradients is not None and gradients.shard is not None:
-            yield gradients.shard
+        named = {PARAMETER: "lp_params", ORIGINAL: "hp_params", GRADIENT: "lp_grads"}
+        for name, role in bucket.roles.items():
+            if named[name] in include and role.values is not None and (name != PARAMETER or bucket.partitioned):
+                if name == PARAMETER:
+                    bucket.parameters.reshard()
+                yield role.values
 
 
 def leaves(tensor: torch.Tensor) -> bool:

@@ -13,10 +13,13 @@ from zoo.comm import Communicator
 from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.families import Family
 from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.originals import Pieces, whole_originals
+from zoo.zero.sharding.roles import ORIGINAL
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
+
+Pieces = Iterable[tuple[int, torch.Tensor]]
+"""Elements that this rank has: where they begin in the bucket's flat buffer, and their values."""
 
 
 def whole_parameters(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,14 +163,36 @@ def whole_values(bucket: Bucket, optimizer: ZeroOptimizer | None, *, trains: boo
     full, spec = bucket.parameters.full, bucket.spec
     if not trains or spec.original is spec.dtype:
         return full
-    return whole_originals(bucket, _exact(bucket, optimizer)) if spec.keeps_originals else full.to(spec.original)
+    return _joined_exact(bucket, _exact(bucket, optimizer)) if spec.keeps_originals else full.to(spec.original)
 
 
 def _exact(bucket: Bucket, optimizer: ZeroOptimizer | None) -> Pieces:
     """This rank's elements of what is more exact than the parameters."""
-    if bucket.parameters.originals is not None:
-        yield bucket.kept_range()[0], bucket.parameters.originals.whole()
+    originals = bucket.roles.get(ORIGINAL)
+    if originals is not None:
+        yield originals.first, originals.read()
     elif optimizer is not None and optimizer.updater.broken is None:  # else what a failed step left is of no one step
         for segment in optimizer.updater.visit([bucket]):
             base = segment.chunk * (bucket.layout.size // bucket.num_chunks) + segment.start
             yield base, segment.value(optimizer.inner.state.get(segment.tensor, {}))
+
+
+def _joined_exact(bucket: Bucket, pieces: Pieces) -> torch.Tensor:
+    """(P,) the values of a bucket whose parameters are whole, in the dtype in which they came. Collective.
+
+    Args:
+        pieces: this rank's, of what is more exact than the parameters. They count where they round to what the
+            parameters are: anything else was written there by somebody, and counts itself.
+    """
+    full, original = bucket.parameters.full, bucket.spec.original
+    out = full.to(original)
+    low, high = bucket.kept_range()
+    for base, values in pieces:
+        start, stop = max(base, low), min(base + values.numel(), high)
+        if start < stop:
+            exact = values[start - base : stop - base].to(out.device)
+            same = exact.to(full.dtype) == full[start:stop]
+            out[start:stop] = torch.where(same, exact, full[start:stop].to(exact.dtype)).to(original)
+    if bucket.placements.states.is_split:
+        bucket.shard_group.all_gather(out, out[low:high], label=f"original values of {bucket.label}").wait()
+    return out

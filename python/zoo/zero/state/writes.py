@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.roles import ORIGINAL
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
@@ -89,7 +90,7 @@ class Writes:
             for slot in changed:
                 bucket.parameters.take_back(slot)
                 self.wrote(bucket, slot)
-            if bucket.spec.trainable or bucket.parameters.originals is not None:
+            if bucket.spec.trainable or ORIGINAL in bucket.roles:
                 changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
         if any(bucket.spec.trainable for bucket in changes):
             try:

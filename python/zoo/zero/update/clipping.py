@@ -195,7 +195,8 @@ class Clipping:
         for gradients in self._gradients:
             if gradients.reduced:  # not dropped since the step
                 for chunk in gradients.bucket.updated_chunks():
-                    gradients.scale_reduced(chunk, factor)
+                    with gradients.edited(chunk) as mean:
+                        mean.mul_(factor)
 
     def forget(self) -> None:
         """The gradients were dropped."""

@@ -22,6 +22,7 @@ from zoo.layout import Slice
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients
+from zoo.zero.sharding.roles import ORIGINAL
 
 CACHED_BYTES = 1 << 19
 """Of a segment that the CPU updates; gradient, states and temporaries come to six times as much. It is small enough for
@@ -132,7 +133,7 @@ class _Maker:
     @cached_property
     def _read(self) -> torch.Tensor:
         """What is not in memory, read once for all segments."""
-        return self._bucket.parameters.shard.whole()
+        return self._bucket.parameters.shard.read()
 
     def segment(self, group: int, start: int, stop: int) -> Segment:
         """Elements [start, stop)."""
@@ -154,7 +155,7 @@ class _Maker:
 
 def original_of(bucket: Bucket, chunk: int, start: int, stop: int) -> torch.Tensor | None:
     """Elements [start, stop) of a chunk as the parameters came, to be the memory of masters; None: not in memory."""
-    originals = bucket.parameters.originals
+    originals = bucket.roles.get(ORIGINAL)
     if originals is None or originals.values is None:
         return None
     base = bucket.layout.shard_range(chunk, bucket.num_chunks)[0] - bucket.kept_range()[0]

@@ -19,6 +19,7 @@ from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.coded import class_of, ordinary
 from zoo.zero.sharding.guard import assign_data, grad_dtype, raw_data, raw_grad, raw_grad_of
+from zoo.zero.sharding.roles import PARAMETER
 from zoo.zero.update.segments import Segment, original_of, updated_dtype
 from zoo.zero.update.whole_tensors import is_part
 
@@ -125,9 +126,7 @@ def _whole(bucket: Bucket, slot: int, *, masters: bool) -> WholeTensor:
     start = offset - chunk * length
     stop, shape = start + layout.numel, tuple(layout.shape)
     parameter: Any = bucket.spec.parameters[slot]
-    values = bucket.parameters.shard.values if bucket.partitioned else bucket.parameters.full
-    if values is None:  # parameters on NVMe: a copy is updated
-        values = bucket.parameters.shard.whole()
+    values = bucket.roles[PARAMETER].read()  # from NVMe a copy, which is updated
     part = values[offset : offset + layout.numel].view(shape)
     dtype, group = updated_dtype(bucket, masters=masters), bucket.spec.groups[slot]
     if are_parameters([bucket], masters=masters):

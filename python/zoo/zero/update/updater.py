@@ -15,6 +15,7 @@ from zoo.zero.offload.config import OffloadOptimizerConfig
 from zoo.zero.offload.errors import OffloadError
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
+from zoo.zero.sharding.roles import ORIGINAL
 from zoo.zero.update.factors import Factors
 from zoo.zero.update.probe import Keeps, counts_calls, kept_of, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, lay_flat, original_of, updated_dtype
@@ -263,10 +264,10 @@ class Updater:
         """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
         if self._stream is None:
             return 0
-        from zoo.zero.offload.gradient_files import GradientPark
+        from zoo.zero.offload.write_behind import WriteBehind
 
         shards = [b.num_gradient_bytes // b.num_chunks for b in self._buckets]
-        return max(self._stream.buffer_bytes(), GradientPark.buffer_bytes(max(shards, default=0)))
+        return max(self._stream.buffer_bytes(), WriteBehind.buffer_bytes(max(shards, default=0)))
 
     def hops(self) -> list[Hop]:
         """What the next step sends inside of its update."""
@@ -294,23 +295,22 @@ class Updater:
     def take_originals(self) -> None:
         """The values that parameters came with become those of the masters, wherever these live; nothing else does."""
         for index, (_, piece) in enumerate(self._pieces):
-            kept = [s for s in piece if s.bucket.parameters.originals is not None and s.bucket.device.type != "meta"]
+            kept = [s for s in piece if ORIGINAL in s.bucket.roles and s.bucket.device.type != "meta"]
             stream = self._stream if any(s.bucket.placements.states.tier is Tier.NVME for s in kept) else None
             with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
                 for segment in kept:
                     self._take_original(segment)
         for bucket in self._buckets:
-            if bucket.parameters.originals is not None:
-                bucket.parameters.originals.drop()
-                bucket.parameters.originals = None
+            if ORIGINAL in bucket.roles:
+                bucket.roles.pop(ORIGINAL).drop()
 
     def _take_original(self, segment: Segment) -> None:
-        bucket, originals = segment.bucket, segment.bucket.parameters.originals
+        bucket, originals = segment.bucket, segment.bucket.roles.get(ORIGINAL)
         found = original_of(bucket, segment.chunk, segment.start, segment.stop)
         if found is None:
             if originals is None:
                 return
-            found = originals.load(segment.start, segment.stop - segment.start)
+            found = originals.read(segment.start, segment.stop - segment.start)
         if segment.tensor.dtype is not bucket.spec.dtype:
             values = segment.values()
             if values.data_ptr() != found.data_ptr():
