@@ -28,6 +28,7 @@ from zoo.zero.sharded import ShardedModel, refuse_copy
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.by_parameter import look
+from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import CHANGES, WRITES, Alike, how_to_be_alike
 from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
@@ -181,7 +182,6 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             sparse_gradients=sparse_gradients, check=check, aio=aio, keep_norms=self.clipping.measures,
             arguments=alike, switch=switch,
         )  # fmt: skip
-        self.sharded.used_by(self)
         try:
             self._adopt(wrapped, tried)
         except BaseException:
@@ -210,7 +210,6 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             everyone=sharded.everyone, unsplit=self._is_unsplit(tried), objects=tried.objects,
             instance=wrapped.instance, asked=tried.asked,
         )  # fmt: skip
-        sharded.hand_over(self._updater)
         self._in_backward = (
             UpdateInBackward(self._updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
@@ -220,6 +219,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late
         self.inner = self._updater.inner
+        self.states = OptimizerStates(self)
         self.seal(wrapped.groups, self.inner, self._look_at_states)
         wrapped.taken_over_by(self)
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
@@ -495,7 +495,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         Raises:
             RuntimeError: something that was written is lost.
         """
-        self.sharded.writes.take(self)
+        self.sharded.writes.take()
 
     def _has_gradients(self) -> bool:
         """There is something to step with; what was dropped one by one counts as zero then."""

@@ -50,18 +50,15 @@ from zoo.zero.sharding.guard import release as release_parameter
 from zoo.zero.sharding.members import Members
 from zoo.zero.sharding.memory import StepMemory
 from zoo.zero.sharding.module_buffers import ModuleBuffers
-from zoo.zero.sharding.roles import ORIGINAL
 from zoo.zero.state.writes import Writes
 
 if TYPE_CHECKING:
     from zoo.plan import Actions
     from zoo.zero.collectives.compressed import Switch
     from zoo.zero.offload.scratch import Scratch
-    from zoo.zero.optimizer import ZeroOptimizer
     from zoo.zero.runtime.divergent import Meeting
     from zoo.zero.runtime.window import Window
     from zoo.zero.state.whole import WholeModel
-    from zoo.zero.update.updater import Updater
 
 
 def refuse_copy(what: object) -> NoReturn:
@@ -169,7 +166,6 @@ class ShardedModel:
         if self.comm.backend in ("gloo", "nccl"):
             report_uncaught()  # what ends one rank is told to those that wait for it
         self.closed, self.switch = False, switch
-        self._user: weakref.ref[ZeroOptimizer] | None = None
         self.buckets: list[Bucket] = []
         self._to_give: list[Bucket] | None = None  # while it is being closed
         self.scratch: Scratch | None = None
@@ -300,51 +296,7 @@ class ShardedModel:
         gathers = any(bucket.partitioned for bucket in self.buckets)
         return {key: size // itemsize if gathers else 0 for key, size in sizes.items()}
 
-    # Who uses it -----------------------------------------------------------------------------------------------------
-
-    @property
-    def optimizer(self) -> ZeroOptimizer:
-        """The optimizer that trains it.
-
-        Raises:
-            ValueError: there is none.
-        """
-        found = self.user
-        if found is None:
-            raise ValueError(
-                "this model is split over ranks without an optimizer, so that there are no optimizer states and no "
-                "fp32 values beside the parameters. Read those by whole_parameters() or inside of `with "
-                "GatheredParameters(...)`, write them inside of that (modifier_rank=) or by parameter.data = value; to "
-                "train it close() it and construct a ZeRO optimizer."
-            )
-        return found
-
-    @property
-    def user(self) -> ZeroOptimizer | None:
-        """The optimizer that trains it, None if there has never been one.
-
-        Raises:
-            ValueError: it is gone.
-        """
-        found = self._user() if self._user is not None else None
-        if found is None and self._user is not None:
-            raise ValueError(
-                "the optimizer of this model does not exist any more: the model runs, and keeps the values that it "
-                "has. Keep the optimizer as long as its model, or close() it before it goes."
-            )
-        return found
-
-    def used_by(self, optimizer: ZeroOptimizer) -> None:
-        """``optimizer`` trains it from now on."""
-        self._user = weakref.ref(optimizer)
-
-    def hand_over(self, updater: Updater) -> None:
-        """The masters of ``updater`` become what the parameters came with; nothing else keeps that any more."""
-        updater.take_originals()
-        shelves: dict[int, Any] = {id(f): f for b in self.trainable if (f := b.stores.get(ORIGINAL)) is not None}
-        for shelf in shelves.values():
-            if self.scratch is not None:
-                self.scratch.drop(shelf)
+    # Values ----------------------------------------------------------------------------------------------------------
 
     @property
     def trainable(self) -> list[Bucket]:
@@ -358,9 +310,10 @@ class ShardedModel:
         """
         from zoo.zero.state.editing import write_values
 
-        user = self.user
+        if bucket.states is not None and bucket.spec.trainable:
+            bucket.states.check_writable()
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
-        write_values(user, {bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
+        write_values({bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
         self.writes.wrote(bucket, slot, value)
 
     def rows(self, bucket: Bucket, slot: int) -> torch.Tensor:
@@ -396,8 +349,8 @@ class ShardedModel:
 
     def hold(self, bucket: Bucket, *, writes: bool) -> tuple[bool, bool]:
         """See :class:`~zoo.zero.state.gathered.Owner`; what is held is exact in any case."""
-        if writes and bucket.spec.trainable and (user := self.user) is not None:
-            user.updater.check_writable()
+        if writes and bucket.spec.trainable and bucket.states is not None:
+            bucket.states.check_writable()
         return self.runtime.hold(bucket)
 
     def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:
@@ -643,7 +596,7 @@ class ShardedModel:
         while buckets:
             bucket = buckets[0]
             bucket.parameters.wait(exact=True)
-            whole = whole_values(bucket, self._user() if self._user is not None else None, trains=self._trains)
+            whole = whole_values(bucket, trains=self._trains)
             for parameter, value in zip(bucket.spec.parameters, bucket.views(whole), strict=True):
                 release_parameter(parameter)
                 parameter.data = value.clone()

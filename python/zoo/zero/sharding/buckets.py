@@ -27,7 +27,7 @@ from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import Guard, cannot_convert
 from zoo.zero.sharding.memory import Memory
 from zoo.zero.sharding.parameters import BucketParameters
-from zoo.zero.sharding.roles import GRADIENT, ORIGINAL, PARAMETER, RoleBuffer, Store
+from zoo.zero.sharding.roles import GRADIENT, ORIGINAL, PARAMETER, RoleBuffer, States, Store
 
 if TYPE_CHECKING:
     from zoo.zero.offload.scratch import Scratch
@@ -50,6 +50,7 @@ class Bucket:
         layout: where each parameter lies in the flat buffer.
         roles: what this rank keeps of it, by role: "parameter", "original" and "gradient" where there is one.
         scratch: buffers of offloaded state; None without.
+        states: the roles that an optimizer keeps of it; None without one.
         stores: by role, the file of those that may live on NVMe; the region is the index.
         keep_norms: the norm of a gradient is kept when the gradient leaves the device.
         device: of the flat buffers.
@@ -80,6 +81,7 @@ class Bucket:
         self.shard_group, self.place, self.memory = routes.axes.shard, routes.axes.place, memory
         self.scratch, self.stores, self.keep_norms = scratch, stores or {}, keep_norms
         self.roles: dict[str, RoleBuffer] = {}
+        self.states: States | None = None
         self.layout = layout_of(spec, self.shard_group.size)
         self._slots = {name: slot for slot, name in enumerate(spec.names)}
         self.device = spec.parameters[0].device
@@ -238,6 +240,14 @@ class Bucket:
     def exact(self) -> RoleBuffer:
         """The role with the values of the parameters as exact as they are kept without an optimizer."""
         return self.roles.get(ORIGINAL) or self.roles[PARAMETER]
+
+    def values(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's exact values, piece by piece: where it begins in the flat buffer, and elements. Go to the end."""
+        if self.states is not None and self.spec.trainable:
+            for first, roles in self.states.read(self):
+                yield first, roles[PARAMETER]
+        else:
+            yield self.exact.first, self.exact.read()
 
     def new_shard(self) -> RoleBuffer:
         """For this rank's part of partitioned parameters."""

@@ -13,7 +13,7 @@ Legend: n elements of this rank, those from ``first`` on of the bucket's flat bu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -47,6 +47,35 @@ class Store(Protocol):
 
     def drop(self, region: int) -> None:
         """What a region holds is needed no longer."""
+
+
+class States(Protocol):
+    """The roles of buckets that a user of them keeps: an optimizer its masters, moments and errors.
+
+    ``read`` and ``edit`` go over the roles by name, where "parameter" are the exact values.
+    """
+
+    @property
+    def are_whole(self) -> bool:
+        """They exist, and are all of one step."""
+
+    @property
+    def that_follow(self) -> Collection[str]:
+        """The roles that take new values of the parameters too."""
+
+    def read(self, bucket: Any) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Where a piece of a bucket begins in its flat buffer, and by role its elements. Go to the end."""
+
+    def edit(
+        self, buckets: Collection[Any], change: Callable[[Any, dict[str, torch.Tensor]], None], *, precise: bool = False
+    ) -> None:
+        """Let ``change`` write to the roles of each piece, which has ``bucket`` and ``slices()``."""
+
+    def check_writable(self) -> None:
+        """Raise RuntimeError where each rank has parameters of its own now."""
+
+    def refuse_writes(self, why: str) -> None:
+        """The same; nothing goes on then until a state is loaded."""
 
 
 class RoleBuffer:

@@ -23,14 +23,15 @@ from zoo.comm import together
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.gradients import BucketGradients
 from zoo.zero.sharding.guard import ShardedParameter
+from zoo.zero.sharding.roles import PARAMETER
 from zoo.zero.state.editing import Values, overlaps, write_values
-from zoo.zero.state.gathered import owner_of
 from zoo.zero.state.logical import scalar_states, tensor_states
 from zoo.zero.state.whole import share_range
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.state.optimizer_states import OptimizerStates
 
 Pieces = Iterable[tuple[int, torch.Tensor]]
 """Elements that this rank has: where they begin in the bucket's flat buffer, and their values."""
@@ -40,12 +41,16 @@ Pieces = Iterable[tuple[int, torch.Tensor]]
 class _Place:
     """Where a parameter is: elements [start, stop) of a bucket's flat buffer."""
 
-    optimizer: ZeroOptimizer
+    states: OptimizerStates
     bucket: Bucket
     slot: int
     shape: torch.Size
     start: int
     stop: int
+
+    @property
+    def optimizer(self) -> ZeroOptimizer:
+        return self.states.optimizer
 
     @property
     def key(self) -> str:
@@ -88,35 +93,24 @@ def _find(param: Any) -> _Place:
         )
     slot = param._zoo_slot
     tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
-    model: Any = owner_of(bucket)
-    return _Place(model.optimizer, bucket, slot, torch.Size(tensor.shape), offset, offset + tensor.numel)
+    states: Any = bucket.states
+    if states is None:
+        raise ValueError(
+            "this model is split over ranks without an optimizer, so that there are no optimizer states and no "
+            "fp32 values beside the parameters. Read those by whole_parameters() or inside of `with "
+            "GatheredParameters(...)`, write them inside of that (modifier_rank=) or by parameter.data = value; to "
+            "train it close() it and construct a ZeRO optimizer."
+        )
+    return _Place(states, bucket, slot, torch.Size(tensor.shape), offset, offset + tensor.numel)
 
 
 # What this rank has ----------------------------------------------------------------------------------------------
 
 
-def _segments(place: _Place) -> Iterator[tuple[Segment, dict[str, Any], int]]:
-    # Consumed to the end by everyone: a piece from NVMe is put away afterwards.
-    optimizer, bucket = place.optimizer, place.bucket
-    for segment in optimizer.updater.visit([bucket]):
-        base = segment.chunk * (bucket.layout.size // bucket.num_chunks) + segment.start
-        yield segment, optimizer.inner.state.get(segment.tensor, {}), base
-
-
-def _value_pieces(place: _Place) -> Iterator[tuple[int, torch.Tensor]]:
-    if not place.bucket.spec.trainable:
-        role = place.bucket.exact
-        yield role.first, role.read()
-        return
-    for segment, state, base in _segments(place):
-        yield base, segment.value(state)
-
-
-def _state_pieces(place: _Place, key: str) -> Iterator[tuple[int, torch.Tensor]]:
-    for segment, state, base in _segments(place):
-        found = tensor_states(state, segment).get(key)
-        if found is not None:
-            yield base, found
+def _state_pieces(place: _Place, key: str) -> Pieces:
+    for first, roles in place.states.read(place.bucket) if place.bucket.spec.trainable else ():
+        if key in roles and key != PARAMETER:
+            yield first, roles[key]
 
 
 def _reduced_gradients(place: _Place) -> BucketGradients | None:
@@ -176,7 +170,7 @@ def _kept(place: _Place) -> dict[str, Any]:
     numbers: dict[str, float] = {}
     if place.bucket.spec.trainable:
         group = place.bucket.spec.groups[place.slot]
-        for segment, state, _ in _segments(place):
+        for segment, state in place.states.segments(place.bucket):
             if segment.group == group and not tensors and not numbers:
                 tensors = {k: str(v.dtype).removeprefix("torch.") for k, v in tensor_states(state, segment).items()}
                 numbers = scalar_states(state, segment)
@@ -216,7 +210,7 @@ def _check_key(place: _Place, kept: Mapping[str, Any], key: str) -> bool:
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """A copy of the whole fp32 value, in the parameter's shape. Collective."""
     place = _find(param)
-    return _full(place, _value_pieces(place), place.dtype)
+    return _full(place, place.bucket.values(), place.dtype)
 
 
 @torch.no_grad()
@@ -249,7 +243,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """A flat copy of this rank's elements of the fp32 value."""
     place = _find(param)
-    return _local(place, _value_pieces(place), place.dtype)
+    return _local(place, place.bucket.values(), place.dtype)
 
 
 @torch.no_grad()
@@ -305,7 +299,7 @@ def get_full_fp32_params(params: Iterable[nn.Parameter]) -> Iterator[tuple[str, 
 
     Collective: every rank consumes it to the end.
     """
-    return _bulk(params, lambda place: (_value_pieces(place), place.dtype))
+    return _bulk(params, lambda place: (place.bucket.values(), place.dtype))
 
 
 @torch.no_grad()
@@ -417,7 +411,7 @@ def _write_param(place: _Place, values: tuple[int, torch.Tensor]) -> None:
     place.optimizer.runtime.updated()
     if bucket.partitioned:
         place.optimizer.runtime.residency.forget(bucket)
-    write_values(place.optimizer, {bucket: {place.key: values}}, keep_equal=False)
+    write_values({bucket: {place.key: values}}, keep_equal=False)
 
 
 @torch.no_grad()
@@ -449,11 +443,11 @@ def _check_settable(place: _Place, kept: Mapping[str, Any], key: str) -> None:
 def _write_state(place: _Place, values: tuple[int, torch.Tensor], key: str) -> None:
     given: Values = {place.key: values}
 
-    def change(segment: Segment, state: dict[str, Any]) -> None:
+    def change(segment: Segment, roles: dict[str, torch.Tensor]) -> None:
         for offset, part in overlaps(given, segment.slices()):
-            tensor_states(state, segment)[key][offset : offset + part.numel()].copy_(part)
+            roles[key][offset : offset + part.numel()].copy_(part)
 
-    place.optimizer.updater.edit([place.bucket], change)
+    place.states.edit([place.bucket], change)
 
 
 @torch.no_grad()

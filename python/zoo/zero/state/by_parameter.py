@@ -22,7 +22,7 @@ from zoo.comm import Communicator, together
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.dtensors import is_dtensor
 from zoo.zero.sharding.roles import PARAMETER
-from zoo.zero.state.logical import StateSlice, gone_of, runs_of, scalar_states, tensor_states
+from zoo.zero.state.logical import StateSlice, gone_of, runs_of, scalar_states
 from zoo.zero.update.probe import Keeps
 
 if TYPE_CHECKING:
@@ -222,13 +222,11 @@ def _own_states(
     low, high = bucket.kept_range()
     own = {role: torch.zeros(high - low, dtype=dtype, device=bucket.device) for role, dtype in roles.items()}
     device = bucket.device
-    for segment in optimizer.updater.visit([bucket]):
-        state = optimizer.inner.state.get(segment.tensor, {})
-        device = segment.tensor.device
-        first = segment.chunk * (bucket.layout.size // bucket.num_chunks) + segment.start - low
-        for role, value in {**tensor_states(state, segment), MASTER: segment.value(state)}.items():
+    for first, found in optimizer.states.read(bucket):
+        device = found[PARAMETER].device
+        for role, value in {**found, MASTER: found[PARAMETER]}.items():
             if role in own:
-                own[role][first : first + value.numel()].copy_(value)
+                own[role][first - low : first - low + value.numel()].copy_(value)
     return own, device
 
 

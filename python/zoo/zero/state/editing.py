@@ -13,10 +13,8 @@ import torch
 
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.roles import ORIGINAL, PARAMETER, RoleBuffer
-from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
     from zoo.zero.sharded import ShardedModel
 
 Values = Mapping[str, tuple[int, torch.Tensor]]
@@ -35,17 +33,17 @@ def overlaps(values: Values, pieces: Any) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 @torch.no_grad()
-def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
-    """Give parameters new values, on this rank.
+def write_values(changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
+    """Give parameters new values, on this rank: in every role that has them.
 
     Args:
-        optimizer: which may have fp32 values of them; None without one.
         changes: for each bucket the values by name. Whole parameters must be given where copies are whole.
-        keep_equal: an fp32 value stays where it rounds to the value given: what nobody changed keeps its precision.
+        keep_equal: an exact value stays where it rounds to the value given: what nobody changed keeps its precision.
     """
-    trainable = [bucket for bucket in changes if bucket.spec.trainable]
-    if trainable and optimizer is not None:
-        optimizer.updater.check_writable()
+    kept = [bucket for bucket in changes if bucket.spec.trainable and bucket.states is not None]
+    states = kept[0].states if kept else None
+    if states is not None:
+        states.check_writable()
     for bucket, values in changes.items():
         parameters = bucket.parameters
         parameters.drop_secondary()
@@ -55,18 +53,19 @@ def write_values(optimizer: ZeroOptimizer | None, changes: Mapping[Bucket, Value
         for name, role in bucket.roles.items():
             if name == ORIGINAL or (name == PARAMETER and bucket.partitioned):
                 _write(bucket, role, values, keep_equal=keep_equal and name == ORIGINAL)
+    if states is None:
+        return
+    follow = states.that_follow
 
-    def change(segment: Segment, state: dict[str, Any]) -> None:
-        target = segment.value(state)
-        for offset, part in overlaps(changes[segment.bucket], segment.slices()):
+    def change(piece: Any, roles: dict[str, torch.Tensor]) -> None:
+        value = roles[PARAMETER]
+        for offset, part in overlaps(changes[piece.bucket], piece.slices()):
             place = slice(offset, offset + part.numel())
-            _overwrite(target[place], part, segment.bucket, keep_equal=keep_equal)
-            for name in follows & state.keys():
-                state[name][place].copy_(target[place])
+            _overwrite(value[place], part, piece.bucket, keep_equal=keep_equal)
+            for name in roles.keys() & follow:
+                roles[name][place].copy_(value[place])
 
-    follows = set(getattr(optimizer.inner, "follows", ())) if optimizer is not None else set[str]()
-    if trainable and optimizer is not None:
-        optimizer.updater.edit(trainable, change, precise=not keep_equal)
+    states.edit(kept, change, precise=not keep_equal)
 
 
 def _write(bucket: Bucket, role: RoleBuffer, values: Values, *, keep_equal: bool) -> None:
@@ -89,8 +88,10 @@ def publish(
     model: ShardedModel, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
 ) -> None:  # fmt: skip
     """See :meth:`zoo.zero.state.gathered.Owner.publish`."""
-    user = model.user  # before anything changes
     changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
+    for bucket in slots:  # before anything changes
+        if bucket.states is not None and bucket.spec.trainable:
+            bucket.states.check_writable()
     for bucket, chosen in slots.items():
         if not bucket.parameters.live:
             raise RuntimeError(
@@ -106,7 +107,7 @@ def publish(
         if _wrote(bucket, rank, seen[bucket]):
             model.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
         model.runtime.note(bucket)
-    write_values(user, changes, keep_equal=True)
+    write_values(changes, keep_equal=True)
 
 
 def _wrote(bucket: Bucket, rank: int, seen: Sequence[int]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,6 @@ from zoo.zero.placement.axes import Axes
 from zoo.zero.placement.families import Family
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.roles import ORIGINAL
-
-if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
 
 Pieces = Iterable[tuple[int, torch.Tensor]]
 """Elements that this rank has: where they begin in the bucket's flat buffer, and their values."""
@@ -154,27 +150,22 @@ def _joined(tensor: torch.Tensor, pieces: list[_Piece], parts: Communicator) -> 
     yield from found.items()
 
 
-def whole_values(bucket: Bucket, optimizer: ZeroOptimizer | None, *, trains: bool) -> torch.Tensor:
+def whole_values(bucket: Bucket, *, trains: bool) -> torch.Tensor:
     """(P,) what a bucket's parameters are when the model is given back; they are whole now. Collective.
 
-    In the dtype in which they came, and as exact as they are kept: from the masters of ``optimizer``, or from what
+    In the dtype in which they came, and as exact as they are kept: from the masters of the optimizer, or from what
     frozen parameters came with. Where nothing was trained they stay in the dtype that computes.
     """
     full, spec = bucket.parameters.full, bucket.spec
     if not trains or spec.original is spec.dtype:
         return full
-    return _joined_exact(bucket, _exact(bucket, optimizer)) if spec.keeps_originals else full.to(spec.original)
+    return _joined_exact(bucket, _exact(bucket)) if spec.keeps_originals else full.to(spec.original)
 
 
-def _exact(bucket: Bucket, optimizer: ZeroOptimizer | None) -> Pieces:
+def _exact(bucket: Bucket) -> Pieces:
     """This rank's elements of what is more exact than the parameters."""
-    originals = bucket.roles.get(ORIGINAL)
-    if originals is not None:
-        yield originals.first, originals.read()
-    elif optimizer is not None and optimizer.updater.broken is None:  # else what a failed step left is of no one step
-        for segment in optimizer.updater.visit([bucket]):
-            base = segment.chunk * (bucket.layout.size // bucket.num_chunks) + segment.start
-            yield base, segment.value(optimizer.inner.state.get(segment.tensor, {}))
+    if ORIGINAL in bucket.roles or (bucket.states is not None and bucket.states.are_whole):
+        yield from bucket.values()  # what a failed step left is of no one step
 
 
 def _joined_exact(bucket: Bucket, pieces: Pieces) -> torch.Tensor:

@@ -9,16 +9,12 @@ the parameters' version counters, which the runtime itself touches in updates on
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
 
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.roles import ORIGINAL
-
-if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
 
 
 class Writes:
@@ -68,8 +64,8 @@ class Writes:
         found = [*whole, *self._given.values()]
         return torch.stack(found).sum().remainder(2**48).double() if found else 0.0
 
-    def take(self, optimizer: ZeroOptimizer) -> None:
-        """Bring what was written to where the optimizer keeps it. Every rank writes the same and calls this.
+    def take(self) -> None:
+        """Bring what was written to where it is kept. Every rank writes the same and calls this.
 
         Raises:
             RuntimeError: something was written to a parameter that was whole only for the moment, or while each rank
@@ -92,14 +88,11 @@ class Writes:
                 self.wrote(bucket, slot)
             if bucket.spec.trainable or ORIGINAL in bucket.roles:
                 changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
-        if any(bucket.spec.trainable for bucket in changes):
-            try:
-                optimizer.updater.check_writable()
-            except RuntimeError:
-                optimizer.updater.give_up("parameters were written to while each rank had its own")
-                raise
+        for states in [bucket.states for bucket in changes if bucket.spec.trainable][:1]:
+            if states is not None:
+                states.refuse_writes("parameters were written to while each rank had its own")
         if changes:
-            write_values(optimizer, changes, keep_equal=True)
+            write_values(changes, keep_equal=True)
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost[:5])} was written to in place while it was gathered for its module, and the change "

@@ -50,6 +50,11 @@ class Segment:
     loaded_gradient: torch.Tensor | None = None
 
     @property
+    def first(self) -> int:
+        """Where it begins in the flat buffer of the bucket."""
+        return self.chunk * (self.bucket.layout.size // self.bucket.num_chunks) + self.start
+
+    @property
     def gradients(self) -> BucketGradients:
         """Those of the bucket: only trainable ones have segments."""
         if self.bucket.gradients is None:
@@ -80,8 +85,7 @@ class Segment:
 
     def slices(self) -> list[Slice]:
         """The pieces of logical tensors in this segment, with offsets into it."""
-        base = self.chunk * (self.bucket.layout.size // self.bucket.num_chunks)
-        return self.bucket.layout.slices(base + self.start, base + self.stop)
+        return self.bucket.layout.slices(self.first, self.first + self.stop - self.start)
 
 
 def lay_flat(state: dict[str, Any]) -> None:
