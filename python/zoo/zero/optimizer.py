@@ -18,8 +18,8 @@ from zoo import io
 from zoo.comm import CollectiveMismatchError, Communicator
 from zoo.zero.config import ZeroConfig
 from zoo.zero.inspection import Inspection
-from zoo.zero.options.agreement import of_groups
-from zoo.zero.options.arguments import Wrapped, check_kinds, find_optimizer, resolve_config, resolve_optimizer
+from zoo.zero.options.agreement import check_kinds, of_groups
+from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config, resolve_optimizer
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.placement.units import UnitChoice, check_parameters
 from zoo.zero.runtime.hooks import Runtime

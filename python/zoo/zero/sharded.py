@@ -318,10 +318,11 @@ class ShardedModel:
 
     def rows(self, bucket: Bucket, slot: int) -> torch.Tensor:
         """This rank's rows of a partitioned parameter, as a DTensor. Collective."""
-        from zoo.zero.state.by_parameter import parameter_rows
+        from zoo.zero.sharding.rows import parameter_rows
 
         self._check_open()
-        return parameter_rows(self, bucket, slot)
+        self.settle()
+        return parameter_rows(bucket, slot)
 
     def on_any_layer(self, here: bool, device: torch.device | None = None) -> bool:
         """Whether ``here`` is true on this rank or on one that has other layers. Collective over those."""

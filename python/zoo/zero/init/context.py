@@ -26,7 +26,7 @@ from zoo.zero.init.sharing import Sharing
 from zoo.zero.offload.config import OffloadParamConfig
 from zoo.zero.offload.scratch import Scratch, handle_of
 from zoo.zero.offload.tiers import Tier
-from zoo.zero.options.arguments import check_kinds
+from zoo.zero.options.agreement import check_kinds
 from zoo.zero.placement.placements import by_stage, on_tiers
 
 _log = logging.getLogger("zoo.zero.init")

@@ -22,31 +22,10 @@ from zoo.zero.update import instances
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
-_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("zoo.zero")
 
 KEYS = frozenset(fields_by_key(ZeroConfig)) | frozenset(fates_of(ZeroConfig))
 """Every name of an option of ``zero_optimization`` itself."""
-
-
-def check_kinds(group: Any, reduce_dtype: Any, accumulate_dtype: Any = None, *, name: str = "group") -> None:
-    """Raise ValueError for arguments that cannot be what they should be; ``name``: what the group is called."""
-    numbers = isinstance(group, (int, float, str, list, tuple, dict, set, range))
-    if numbers and group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"{name}={group!r} is a {type(group).__name__}; allowed are a process group (torch.distributed.new_group "
-            "makes one of a list of ranks), a DeviceMesh, a zoo.comm.Communicator, or None for all ranks."
-        )
-    allowed = ", ".join(map(str, _SUMMED))
-    if reduce_dtype not in (None, *_SUMMED):
-        raise ValueError(
-            f"reduce_dtype={reduce_dtype!r}; gradients are sent and added in one of {allowed}, or None for their own."
-        )
-    if accumulate_dtype not in (None, *_SUMMED):
-        raise ValueError(
-            f"accumulate_dtype={accumulate_dtype!r}; the gradients of several backwards are added up in one of "
-            f"{allowed}, or None for the parameters' own."
-        )
 
 
 def resolve_config(

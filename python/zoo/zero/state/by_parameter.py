@@ -14,24 +14,22 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from zoo.comm import Communicator, together
+from zoo.comm import together
 from zoo.zero.sharding.buckets import Bucket
 from zoo.zero.sharding.dtensors import is_dtensor
 from zoo.zero.sharding.roles import PARAMETER
+from zoo.zero.sharding.rows import rows_of
 from zoo.zero.state.logical import StateSlice, gone_of, runs_of, scalar_states
 from zoo.zero.update.probe import Keeps
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
-    from zoo.zero.sharded import ShardedModel
 
 MASTER = "master"
 OF_SCHEDULES = "initial_lr"  # which any group may have
-_MESHES: WeakKeyDictionary[Communicator, Any] = WeakKeyDictionary()
 
 
 class RankState(dict[str, Any]):
@@ -68,51 +66,6 @@ def is_by_parameter(state: Any) -> bool:
 
 
 # What is handed out ---------------------------------------------------------------------------------------------------
-
-
-def mesh_of(comm: Communicator, device_type: str) -> Any:
-    """The ranks of ``comm`` as a DeviceMesh of one axis, over the same process group."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if comm not in _MESHES:
-        group: Any = comm.group if comm.group is not None else torch.distributed.group.WORLD
-        _MESHES[comm] = DeviceMesh.from_group(group, device_type)
-    return _MESHES[comm]
-
-
-def rows_of(whole: torch.Tensor, comm: Communicator | None, device: torch.device) -> torch.Tensor:
-    """A copy of this rank's rows of ``whole``, as a DTensor over ``comm``; of what has no rows to split all of it.
-
-    Args:
-        comm: None for all of it.
-        device: of the copy.
-    """
-    if comm is None or comm.size == 1 or not whole.numel() or not whole.dim():
-        return whole.to(device, copy=True)
-    from torch.distributed.tensor import DTensor, Shard
-
-    each = -(-whole.shape[0] // comm.size)
-    local = whole[comm.rank * each : (comm.rank + 1) * each].to(device, copy=True)
-    made: torch.Tensor = DTensor.from_local(
-        local, mesh_of(comm, whole.device.type), [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    return made
-
-
-@torch.no_grad()
-def parameter_rows(sharded: ShardedModel, bucket: Bucket, slot: int) -> torch.Tensor:
-    """This rank's rows of a partitioned parameter; what is gathered meanwhile is this one. Collective."""
-    from zoo.zero.state.whole import share_range
-
-    tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
-    sharded.settle()
-    whole = torch.empty(tensor.numel, dtype=bucket.spec.dtype, device=bucket.device)
-    first, last = bucket.own_range()
-    low, high = max(first, offset), min(last, offset + tensor.numel)
-    if low < high:
-        whole[low - offset : high - offset].copy_(bucket.roles[PARAMETER].read(low - first, high - low))
-    share_range(bucket, whole, offset)
-    return rows_of(whole.view(tensor.shape), bucket.shard_group, bucket.device)
 
 
 def members(optimizer: ZeroOptimizer) -> Iterator[tuple[int, Any, Bucket, int]]:

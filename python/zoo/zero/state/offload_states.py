@@ -21,14 +21,9 @@ one is its own master); reduced gradients."""
 def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[torch.Tensor]:
     """The tensors on the device that ``include`` names; what lives in another tier is elsewhere already."""
     for segment in optimizer.updater.segments:
-        entries = optimizer.inner.state.get(segment.tensor, {})
-        if "hp_params" in include:
-            if segment.target is not None:
-                yield segment.tensor
-            if "master" in entries:
-                yield entries["master"]
-        if "optim_states" in include:
-            yield from (v for k, v in entries.items() if k != "master" and isinstance(v, torch.Tensor) and v.dim())
+        for name, tensor in optimizer.updater.in_memory(segment).items():
+            if tensor.dim() and ("hp_params" if name in ("", "master") else "optim_states") in include:
+                yield tensor
     for bucket in optimizer.buckets:
         named = {PARAMETER: "lp_params", ORIGINAL: "hp_params", GRADIENT: "lp_grads"}
         for name, role in bucket.roles.items():
@@ -82,8 +77,6 @@ class StatesAway:
             raise AssertionError("states of an optimizer that does not exist any more.")
         self.include += named
         for tensor in tensors_of(optimizer, named):
-            if tensor.numel() > 1 and tensor.dim() == 1 and tensor.stride(0) == 0:
-                continue  # on NVMe
             self._away.append((tensor, tensor.device))
             if leaves(tensor):
                 self._left = True

@@ -177,13 +177,6 @@ def absent(tensor: torch.Tensor) -> torch.Tensor:
     return absent_of(tensor.numel(), tensor.dtype)
 
 
-def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether it is one of :func:`absent`; of a single element that is NaN nobody can tell, and it counts as one."""
-    if tensor.numel() > 1:
-        return tensor.stride(0) == 0
-    return bool(tensor.isnan().all())
-
-
 def _group_ranges(bucket: Bucket) -> Iterable[tuple[int, int, int]]:
     # Buckets hold their parameters ordered by group; padding goes with the group before it.
     groups, offsets = bucket.spec.groups, bucket.layout.offsets

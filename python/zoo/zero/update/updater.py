@@ -25,9 +25,9 @@ from zoo.zero.update.whole_tensors import BucketParts
 if TYPE_CHECKING:
     from zoo.zero.collectives.compressed import Switch
     from zoo.zero.offload.scratch import Scratch
-    from zoo.zero.offload.stream import StateStream
     from zoo.zero.update.instances import Follows
     from zoo.zero.update.meetings import Meetings
+    from zoo.zero.update.stream import StateStream
 
 DEPTH_IN_BACKWARD = 3
 """Pieces that are read ahead, and written behind, in backward: so much has the device to do between two units."""
@@ -114,7 +114,7 @@ class Updater:
             self.decide([dict(group) for group in groups])
         streams = False
         if scratch is not None:
-            from zoo.zero.offload.stream import StateStream, needs_stream
+            from zoo.zero.update.stream import StateStream, needs_stream
 
             streams = needs_stream(buckets)
         copies = multiplies and not self._scales
@@ -647,10 +647,14 @@ class Updater:
 
     def state_bytes(self) -> int:
         """Bytes of masters and optimizer states in this rank's memory."""
-        tensors = [s.tensor for s in self.segments if s.target is not None]
-        for state in self.inner.state.values():
-            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
-        return sum(t.nbytes for t in tensors if t.dim() != 1 or t.numel() < 2 or t.stride(0) != 0)
+        return sum(t.nbytes for segment in self.segments for t in self.in_memory(segment).values())
+
+    def in_memory(self, segment: Segment) -> dict[str, torch.Tensor]:
+        """The states of a segment that are in memory between updates, by name; "" is a master that is its parameter."""
+        away = self._stream.away(segment) if self._stream is not None else ()
+        found: dict[str, Any] = {"": segment.tensor} if segment.target is not None else {}
+        found |= self.inner.state.get(segment.tensor, {})
+        return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and k not in away}
 
     def forecast_bytes(self) -> dict[Tier, int]:
         """What masters and optimizer states will take after the first step, by tier."""

@@ -9,7 +9,7 @@ stay and nothing holds memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from zoo.layout import Stored
 from zoo.zero.offload.scratch import Scratch, round_up
 from zoo.zero.offload.tiers import Tier
 from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.update.segments import Segment, absent, is_absent
+from zoo.zero.update.segments import Segment, absent
 
 ALIGN = 64  # of a section within a record, as vector loads like it
 
@@ -262,8 +262,7 @@ class StateStream:
             return here[start : start + length]
 
         # A master that is in memory is more than the parameters; where none exists yet, they are all there is.
-        value = segment.value(self._entries.get(segment.tensor, {}))
-        if is_absent(value) and (bucket.parameters_on_nvme or here is not None):
+        if not self._value_is_here(record):
             lend = bucket.parameters.shard.lender(segment.start) if bucket.parameters_on_nvme else None
             found["parameter"] = Stored(load, bucket.spec.dtype, lend=lend, in_memory=not bucket.parameters_on_nvme)
         for name in record.written:
@@ -272,6 +271,16 @@ class StateStream:
             lend = self._shelf.lender(record.region, begin) if self._shelf is not None else None
             found[role] = Stored(partial(self._load, record, name), dtype, lend=lend)
         return found
+
+    def away(self, segment: Segment) -> Collection[str]:
+        """The states of a segment that are not in memory between updates; "" for a master that is its parameter."""
+        return self._record_of[segment].sections.keys()
+
+    def _value_is_here(self, record: Record) -> bool:
+        segment, away = record.segment, record.sections
+        if "master" in self._entries.get(segment.tensor, {}):
+            return "master" not in away
+        return "" not in away if segment.target is not None else not segment.bucket.parameters_on_nvme
 
     def _load(self, record: Record, name: str, start: int, length: int) -> torch.Tensor:
         begin, dtype = record.sections[name]
