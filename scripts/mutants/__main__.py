@@ -40,7 +40,7 @@ from tests import processes  # noqa: E402
 
 HOME = ROOT / "build" / "mutants"
 TRIAL = Path(__file__).with_name("trial.py")
-MODULES = ["zoo.zero", "zoo.comm", "zoo.layout", "zoo.checkpointing"]
+MODULES = ["zoo.zero", "zoo.shard", "zoo.comm", "zoo.layout", "zoo.checkpointing"]
 NO_TEST_FAILS, KILLED, NO_TEST, SLOW = "survived", "killed", "no test executes it", "killed by the time limit"
 SURVIVED = (NO_TEST_FAILS, NO_TEST)
 

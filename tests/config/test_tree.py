@@ -150,7 +150,7 @@ config = load({"train_batch_size": 4, "seed": 3, "bf16": {"enabled": True}, "gra
                "wall_clock_breakdown": True, "flops_profiler": {"enabled": False}, "comms_logger": {"enabled": True}},
               world_size=2)
 heavy = ("torch", "numpy", "yaml")
-ours = ("zoo.zero", "zoo.train", "zoo.io", "zoo.engine", "zoo.monitor", "zoo.optim", "zoo.data_efficiency")
+ours = ("zoo.zero", "zoo.shard", "zoo.train", "zoo.io", "zoo.engine", "zoo.monitor", "zoo.optim", "zoo.data_efficiency")
 loaded = sorted(name for name in sys.modules if name in heavy or name.startswith(ours))
 assert not loaded, loaded
 try:
@@ -159,7 +159,7 @@ except ValueError as error:
     assert "did you mean 'zero_optimization'?" in str(error), error
 assert "torch" not in sys.modules
 assert config.zero_optimization.stage == 0
-assert "zoo.zero" in sys.modules and "zoo.train" not in sys.modules
+assert "zoo.shard" in sys.modules and "zoo.train" not in sys.modules
 """
 
 

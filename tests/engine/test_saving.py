@@ -20,7 +20,7 @@ from zoo import sim
 from zoo.checkpointing import CheckpointError, TensorFile
 from zoo.comm import CollectiveMismatchError
 from zoo.engine import Engine, initialize
-from zoo.zero.sharding.parameters import BucketParameters
+from zoo.shard.parameters import BucketParameters
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 

@@ -202,11 +202,12 @@ AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
     "python/zoo/optim/README.md": _optim,
     "python/zoo/registry/README.md": _registry,
     "python/zoo/zero/README.md": _zero,
-    "python/zoo/zero/init/README.md": _init,
+    "python/zoo/shard/README.md": _zero,
+    "python/zoo/shard/init/README.md": _init,
 }
 """For each page the names that a reader has before an example; called on each rank, in an empty folder."""
 
-APART = {"README.md", "moe/README.md", "python/zoo/zero/README.md"}
+APART = {"README.md", "moe/README.md", "python/zoo/shard/README.md", "python/zoo/zero/README.md"}
 """Pages whose examples stand each for itself, with the imports of those before; elsewhere one goes on from another."""
 
 RANKS = {
@@ -215,7 +216,8 @@ RANKS = {
     "python/zoo/comm/README.md": 2,
     "python/zoo/nn/README.md": 2,
     "python/zoo/zero/README.md": 2,
-    "python/zoo/zero/init/README.md": 2,
+    "python/zoo/shard/README.md": 2,
+    "python/zoo/shard/init/README.md": 2,
 }
 """Simulated ranks; one elsewhere. Eight for an example with a mesh of eight."""
 

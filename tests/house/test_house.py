@@ -110,7 +110,8 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
         path.write_text(text)
     code = "from importlinter.cli import lint_imports_command as run; run()"
     command = [sys.executable, "-c", code, "--no-cache", "--config", str(ROOT / ".importlinter")]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+    paths = [tmp_path, *(ROOT / folder for folder in ("python", "cuda", "moe", "compression"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "200"}
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
     for importer, imported in (("layout", "zoo.io"), ("profiling", "zoo.autotuning"), ("autotuning", "zoo.moe")):

@@ -32,9 +32,9 @@ from zoo.io import (
     gds,
     notices,
 )
-from zoo.zero.offload.scratch import Scratch
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.roles import RoleBuffer
+from zoo.shard.offload.scratch import Scratch
+from zoo.shard.offload.tiers import Tier
+from zoo.shard.roles import RoleBuffer
 
 
 @pytest.fixture(scope="session")

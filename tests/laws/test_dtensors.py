@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from zoo import sim
+from zoo.shard.dtensors import HoldsDTensors
 from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer, safe_get_full_fp32_param
-from zoo.zero.sharding.dtensors import HoldsDTensors
 
 AXES = ("data", "tensor")
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.layout import declare_partial, declare_split
+from zoo.shard.placement.families import make_families
 from zoo.zero import ZeroConfig, ZeroOptimizer, safe_get_full_fp32_param
-from zoo.zero.placement.families import make_families
 
 Ranks = tuple[int, ...]
 

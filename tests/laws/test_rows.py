@@ -18,10 +18,10 @@ from torch import nn
 import zoo.optim
 from zoo import sim
 from zoo.comm import Communicator
+from zoo.shard.collectives.routes import FlatReduce
+from zoo.shard.collectives.rows import RowReduce
+from zoo.shard.placement.axes import make_axes
 from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer, safe_get_full_grad
-from zoo.zero.collectives.routes import FlatReduce
-from zoo.zero.collectives.rows import RowReduce
-from zoo.zero.placement.axes import make_axes
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 USUAL: dict[str, Any] = {"rows": 40, "width": 3, "share": 0.1, "semantics": "gloo"}

@@ -14,8 +14,8 @@ from torch import nn
 
 from zoo import sim
 from zoo.nn import TiledLinear, UnitList
+from zoo.shard.placement.units import find_units
 from zoo.zero import Init, Stage3Optimizer, ZeroOptimizer
-from zoo.zero.placement.units import find_units
 
 
 class Block(nn.Module):

@@ -13,7 +13,8 @@ from zoo import sim
 from zoo.comm import CollectiveMismatchError
 from zoo.kernels import loading
 from zoo.kernels.building import BuildError
-from zoo.zero.options import kernels
+from zoo.shard import agreement
+from zoo.shard.agreement import KernelUse
 
 
 @pytest.fixture(autouse=True)
@@ -22,22 +23,22 @@ def mode_of_before() -> Iterator[None]:
         yield
 
 
-def rank_of_here(monkeypatch: pytest.MonkeyPatch, states: list[kernels.State]) -> None:
+def rank_of_here(monkeypatch: pytest.MonkeyPatch, states: list[KernelUse]) -> None:
     """Simulated ranks share one library; each gets the state of a process of its own."""
-    monkeypatch.setattr(kernels, "state", lambda device: states[torch.distributed.get_rank()])
+    monkeypatch.setattr(agreement, "kernels_of", lambda device: states[torch.distributed.get_rank()])
 
 
-HAS = kernels.State(usable=True)
-LACKS = kernels.State(usable=False, why="there is no C++ compiler")
-ASKED = kernels.State(usable=False, why="ZOO_KERNELS=reference")
-FAILS = kernels.State(usable=False, why="ZOO_KERNELS=native, but g++ failed", required=True)
-DEMANDS = kernels.State(usable=True, required=True)
+HAS = KernelUse(usable=True)
+LACKS = KernelUse(usable=False, why="there is no C++ compiler")
+ASKED = KernelUse(usable=False, why="ZOO_KERNELS=reference")
+FAILS = KernelUse(usable=False, why="ZOO_KERNELS=native, but g++ failed", required=True)
+DEMANDS = KernelUse(usable=True, required=True)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("states", [[HAS, LACKS, HAS], [ASKED, HAS, HAS]])
 def test_where_some_ranks_lack_them_no_rank_uses_them(
-    stage: int, states: list[kernels.State], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: int, states: list[KernelUse], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank_of_here(monkeypatch, states)
     modes = [""] * 3
@@ -61,7 +62,7 @@ def test_where_some_ranks_lack_them_no_rank_uses_them(
 
 @pytest.mark.parametrize("states", [[HAS, FAILS], [FAILS, LACKS], [FAILS, FAILS], [DEMANDS, LACKS]])
 def test_where_some_rank_demands_them_all_ranks_are_refused(
-    states: list[kernels.State], monkeypatch: pytest.MonkeyPatch
+    states: list[KernelUse], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank_of_here(monkeypatch, states)
 
@@ -79,7 +80,7 @@ def test_where_some_rank_demands_them_all_ranks_are_refused(
 
 @pytest.mark.parametrize("states", [[HAS, HAS], [LACKS, LACKS], [ASKED, LACKS], [DEMANDS, HAS]])
 def test_where_all_ranks_are_alike_nothing_changes(
-    states: list[kernels.State], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    states: list[KernelUse], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank_of_here(monkeypatch, states)
 
@@ -107,11 +108,11 @@ def test_other_arguments_that_differ_are_still_named(monkeypatch: pytest.MonkeyP
 def test_the_state_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     with loading.use_mode("reference"):
-        assert kernels.state(cpu) == ASKED
+        assert agreement.kernels_of(cpu) == ASKED
     monkeypatch.setattr(loading, "_library", None)
     monkeypatch.setattr(loading, "_why_not", "there is no C++ compiler")
-    assert kernels.state(cpu) == LACKS
+    assert agreement.kernels_of(cpu) == LACKS
     with loading.use_mode("native"):
-        assert kernels.state(cpu) == kernels.State(
+        assert agreement.kernels_of(cpu) == KernelUse(
             usable=False, why="ZOO_KERNELS=native, but there is no C++ compiler", required=True
         )

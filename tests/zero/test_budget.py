@@ -17,8 +17,8 @@ from torch import nn
 from zoo import sim
 from zoo.comm import CollectiveMismatchError, Communicator
 from zoo.io import Handle
+from zoo.shard.offload import OffloadError, budget
 from zoo.zero import DryRun, Stage3Optimizer, ZeroConfig
-from zoo.zero.offload import OffloadError, budget
 
 BOUNCE = 2 << 20
 """What the handle of a rank with files may take besides: two blocks for its thread."""

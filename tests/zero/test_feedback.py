@@ -13,8 +13,8 @@ from tests.zero.saved import collect, whole
 from torch import nn
 
 from zoo import sim
+from zoo.shard.collectives.feedback import Lossy
 from zoo.zero import Stage3Optimizer, ZeroOptimizer
-from zoo.zero.collectives.feedback import Lossy
 
 OPTIONS = {"zero_quantized_gradients": True, "quantized_gradients_feedback": True, "param_persistence_threshold": 0}
 

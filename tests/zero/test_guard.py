@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zoo import sim
+from zoo.shard.guard import CAN_REFUSE_STORAGE
 from zoo.zero import (
     GatheredParameters,
     Init,
@@ -21,7 +22,6 @@ from zoo.zero import (
     Stage2Optimizer,
     Stage3Optimizer,
 )
-from zoo.zero.sharding.guard import CAN_REFUSE_STORAGE
 
 
 def small() -> nn.Sequential:

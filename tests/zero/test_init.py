@@ -19,8 +19,8 @@ from torch import nn
 from zoo import sim
 from zoo.comm import CollectiveMismatchError
 from zoo.io import AioConfig
+from zoo.shard.guard import CAN_REFUSE_STORAGE
 from zoo.zero import Init, PartitionedAccessError, Stage3Optimizer, ZeroConfig, ZeroOptimizer
-from zoo.zero.sharding.guard import CAN_REFUSE_STORAGE
 
 
 def whole(model: nn.Module, stage: int = 3, **options: Any) -> dict[str, torch.Tensor]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from zoo.io import BufferPool, Handle
-from zoo.zero.offload.scratch import Scratch
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.roles import RoleBuffer
+from zoo.shard.offload.scratch import Scratch
+from zoo.shard.offload.tiers import Tier
+from zoo.shard.roles import RoleBuffer
 
 MADE: list[Event] = []
 

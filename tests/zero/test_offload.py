@@ -20,8 +20,8 @@ from zoo import sim
 from zoo.checkpointing import load, save
 from zoo.io import Handle, Mock, TransferError, UnavailableError
 from zoo.optim import AdamW
+from zoo.shard.offload import OffloadError
 from zoo.zero import DryRun, GatheredParameters, Stage3Optimizer, ZeroOptimizer, get_full_fp32_params
-from zoo.zero.offload import OffloadError
 
 TIERS = ["none", "cpu", "nvme"]
 

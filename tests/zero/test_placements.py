@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zoo import sim
+from zoo.shard.offload import Tier
+from zoo.shard.placement.placements import Placements
 from zoo.zero import ShardedModel, ZeroConfig
-from zoo.zero.offload import Tier
-from zoo.zero.placement.placements import Placements
 
 
 def placed(**given: Any) -> list[Placements]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zoo import sim
+from zoo.shard.runtime import publishing
 from zoo.zero import ZeroOptimizer
-from zoo.zero.runtime import publishing
 
 
 def trained(rank: int) -> tuple[list[torch.Tensor], int, int]:

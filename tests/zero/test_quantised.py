@@ -16,6 +16,10 @@ from torch import nn
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.io import Handle, Mock
+from zoo.shard.collectives.quantised import QuantisedGather, QuantisedReduce
+from zoo.shard.collectives.routes import FlatGather
+from zoo.shard.offload import OffloadError
+from zoo.shard.placement.axes import make_axes
 from zoo.zero import (
     GatheredParameters,
     Init,
@@ -25,10 +29,6 @@ from zoo.zero import (
     collectives,
     safe_get_local_fp32_param,
 )
-from zoo.zero.collectives.quantised import QuantisedGather, QuantisedReduce
-from zoo.zero.collectives.routes import FlatGather
-from zoo.zero.offload import OffloadError
-from zoo.zero.placement.axes import make_axes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -265,7 +265,7 @@ def test_without_the_kernels_a_sentence_says_what_is_missing(monkeypatch: pytest
     for name in [name for name in sys.modules if name.split(".")[:2] == ["zoo", "kernels"]]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "zoo.kernels", None)
-    monkeypatch.delitem(sys.modules, "zoo.zero.collectives.quantised", raising=False)
+    monkeypatch.delitem(sys.modules, "zoo.shard.collectives.quantised", raising=False)
     monkeypatch.delattr(collectives, "quantised", raising=False)
     with pytest.raises(ImportError, match=r"zero_quantized_weights.*zoo-kernels, which is not installed"):
         ZeroOptimizer(nn.Linear(4, 4), stage=3, zero_quantized_weights=True, optimizer=torch.optim.SGD, lr=0.1)

@@ -13,8 +13,8 @@ from tests.zero.blocks import STAGES, Blocks, build, one_step
 from torch import nn
 
 from zoo import sim
+from zoo.shard.roles import RoleBuffer
 from zoo.zero import ZeroOptimizer
-from zoo.zero.sharding.roles import RoleBuffer
 from zoo.zero.update import segments
 
 ADAMW = {"optimizer": torch.optim.AdamW, "reduce_bucket_size": 10**6}

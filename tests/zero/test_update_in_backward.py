@@ -14,8 +14,8 @@ from torch import nn
 
 from zoo import sim
 from zoo.optim import AdamW, Lamb
+from zoo.shard.offload import OffloadError
 from zoo.zero import DryRun, ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
-from zoo.zero.offload import OffloadError
 
 
 def build(stage: int = 3, **options: Any) -> tuple[nn.Sequential, ZeroOptimizer]:

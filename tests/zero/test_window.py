@@ -16,8 +16,8 @@ from tests.zero.micro_batches import WIDTH, Case, Model, build, cases, data, dri
 from torch import nn
 
 from zoo import sim
+from zoo.shard.runtime.window import Window
 from zoo.zero import ShardedModel, ZeroOptimizer
-from zoo.zero.runtime.window import Window
 
 
 @given(cases())

@@ -11,8 +11,8 @@ from tests.zero.micro_batches import Case, Model, data
 from torch import nn
 
 from zoo import sim
+from zoo.shard.runtime.window import Window
 from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer
-from zoo.zero.runtime.window import Window
 
 # Misuse --------------------------------------------------------------------------------------------------------------
 

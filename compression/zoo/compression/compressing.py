@@ -102,7 +102,7 @@ def _fixed(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
             for module, weight, transforms in _by_weight(model)
         ]
     except RuntimeError as error:
-        from zoo.zero import PartitionedAccessError
+        from zoo.shard import PartitionedAccessError
 
         if not isinstance(error, PartitionedAccessError):
             raise

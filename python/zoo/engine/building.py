@@ -14,7 +14,8 @@ from zoo.config import Config
 from zoo.layout import axes_of
 from zoo.parts import Environment
 from zoo.registry import Registry
-from zoo.zero import LossScaler, ShardedModel, ZeroOptimizer
+from zoo.shard import ShardedModel
+from zoo.zero import LossScaler, ZeroOptimizer
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

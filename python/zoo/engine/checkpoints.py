@@ -15,7 +15,8 @@ from torch import nn
 from zoo import checkpointing
 from zoo.comm import Communicator
 from zoo.engine.whole import CustomLoad, WholeStates, check_place, joined, load_custom
-from zoo.zero import ShardedModel, ZeroOptimizer
+from zoo.shard import ShardedModel
+from zoo.zero import ZeroOptimizer
 from zoo.zero.state.logical import fill_frozen, slices_of
 
 if TYPE_CHECKING:

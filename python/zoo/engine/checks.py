@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from zoo.engine.engine import Engine
     from zoo.engine.partial import Wanted
     from zoo.engine.reads import AnyCheckpoint
-    from zoo.zero import ShardedModel, ZeroOptimizer
+    from zoo.shard import ShardedModel
+    from zoo.zero import ZeroOptimizer
 
 PARAMETER = "parameter"
 _OF_RANKS = ("feedback.", "owed", "apart.")

@@ -22,8 +22,9 @@ from zoo.engine.plain import check_arguments, kind_of, scaled_loss
 from zoo.engine.records import Records
 from zoo.parts import Clock, Runner
 from zoo.registry import Registry
-from zoo.zero import ShardedModel, ZeroOptimizer
-from zoo.zero.runtime.backward import multiplied
+from zoo.shard import ShardedModel
+from zoo.shard.runtime.backward import multiplied
+from zoo.zero import ZeroOptimizer
 
 if TYPE_CHECKING:
     from zoo.monitor import Feed

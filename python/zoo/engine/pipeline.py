@@ -10,7 +10,8 @@ import torch
 
 from zoo.engine.batches import evaluating
 from zoo.engine.engine import Engine
-from zoo.zero import Drive, Forecast
+from zoo.shard import Drive
+from zoo.zero import Forecast
 
 if TYPE_CHECKING:
     from zoo.pipe.runtime.runner import PipelineRunner

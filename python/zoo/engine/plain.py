@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import failures
-from zoo.zero.runtime.backward import note_multiplied
+from zoo.shard.runtime.backward import note_multiplied
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine

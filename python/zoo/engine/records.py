@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from zoo.engine.attachments import Parts
     from zoo.engine.timing import Stopwatch
     from zoo.monitor import Feed
-    from zoo.zero import ShardedModel, ZeroOptimizer
+    from zoo.shard import ShardedModel
+    from zoo.zero import ZeroOptimizer
     from zoo.zero.update.outcome import Outcome
 
 _log = logging.getLogger("zoo.engine")

@@ -15,7 +15,7 @@ from zoo import checkpointing
 from zoo.checkpointing import foreign
 from zoo.engine.state import whole_buffers
 from zoo.engine.whole import check_place
-from zoo.zero import ShardedModel
+from zoo.shard import ShardedModel
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)

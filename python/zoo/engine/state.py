@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zoo.engine.engine import Engine
     from zoo.engine.partial import Wanted
     from zoo.engine.reads import AnyCheckpoint, Reads
-    from zoo.zero import ShardedModel
+    from zoo.shard import ShardedModel
 
 BUFFER = "buffer"
 BUFFER_OF_RANK = "buffer|"

@@ -17,7 +17,7 @@ from torch import nn
 from zoo import checkpointing
 from zoo.comm import Communicator
 from zoo.layout import logical_name
-from zoo.zero import ShardedModel
+from zoo.shard import ShardedModel
 
 if TYPE_CHECKING:
     from zoo.checkpointing import foreign
@@ -47,7 +47,7 @@ def load_custom(
             RankFailedError. Parameters are as they were then.
     """
     from zoo.engine.state import BUFFER_OF_RANK
-    from zoo.zero import GatheredParameters
+    from zoo.shard import GatheredParameters
 
     source = {n: reads.tensor(n, r) for n, roles in found.roles.items() for r in roles if r in ("parameter", "buffer")}
     tied: Mapping[str, str] = found.meta.get("model", {}).get("tied", {})

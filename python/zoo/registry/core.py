@@ -50,7 +50,7 @@ CORE: dict[str, dict[str, str]] = {
         "tensorboard": "zoo.monitor.tensorboard:TensorBoardSection",
         "train": "zoo.train.config:TrainConfig",
         "wandb": "zoo.monitor.wandb:WandbSection",
-        "zero_optimization": "zoo.zero.config:ZeroConfig",
+        "zero_optimization": "zoo.shard.config:ZeroConfig",
     },
     "engine": {
         "pipeline": "zoo.engine.pipeline:PipelineEngine",
@@ -91,7 +91,7 @@ CORE: dict[str, dict[str, str]] = {
         "ZeroOneAdam": "zoo.optim.by_name:ZeroOneAdam",
     },
     "parameter_gatherer": {
-        "zero": "zoo.zero.state.gathered:GatheredParameters",
+        "zero": "zoo.shard.values.gathered:GatheredParameters",
     },
     "pipe_schedule": {
         "1f1b": "zoo.pipe.schedules.one_f_one_b:OneFOneB",

@@ -14,7 +14,7 @@ from torch import nn
 
 from zoo.engine import Engine
 from zoo.parts import own_hook
-from zoo.zero.runtime.outputs import tensors_in
+from zoo.shard.runtime.outputs import tensors_in
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import torch
 from zoo.config import Config
 from zoo.engine.building import build_optimizer, compute_dtype
 from zoo.registry import DEFAULT, Registry
+from zoo.shard import DryRun
 from zoo.train.task import Task
-from zoo.zero import DryRun, Forecast
+from zoo.zero import Forecast
 
 
 def forecast(

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zoo.zero.collectives.routes import Hop
-from zoo.zero.config import ZeroConfig
-from zoo.zero.sharding.gradients import Phase
+from zoo.shard.collectives.routes import Hop
+from zoo.shard.config import ZeroConfig
+from zoo.shard.gradients import Phase
 
 if TYPE_CHECKING:
-    from zoo.zero.collectives.feedback import Feedback
+    from zoo.shard.buckets import Bucket
+    from zoo.shard.collectives.feedback import Feedback
+    from zoo.shard.gradients import BucketGradients
+    from zoo.shard.runtime.hooks import Runtime
+    from zoo.shard.runtime.planning import Drive
+    from zoo.shard.sharded import ShardedModel
     from zoo.zero.forecast.costs import Forecast
-    from zoo.zero.runtime.hooks import Runtime
-    from zoo.zero.runtime.planning import Drive
-    from zoo.zero.sharded import ShardedModel
-    from zoo.zero.sharding.buckets import Bucket
-    from zoo.zero.sharding.gradients import BucketGradients
     from zoo.zero.update.alike import Alike
     from zoo.zero.update.clipping import Clipping
     from zoo.zero.update.loss_scaler import LossScaler
@@ -126,7 +126,7 @@ class Inspection:
         """Full copies of all parameters by name, on the CPU of every rank. Collective; gathers bucket by bucket.
 
         Of tensors that are split along further mesh axes (experts, tensor-parallel layers) they are the whole ones, by
-        their names in the whole model: see :meth:`~zoo.zero.sharded.ShardedModel.whole_model`. Along ``layer_axes``
+        their names in the whole model: see :meth:`~zoo.shard.sharded.ShardedModel.whole_model`. Along ``layer_axes``
         each rank has those of its own layers.
         """
         if all(axes.parts is None for axes in self.sharded.families.values()):

@@ -16,17 +16,17 @@ from torch import nn
 
 from zoo import io
 from zoo.comm import CollectiveMismatchError, Communicator
-from zoo.zero.config import ZeroConfig
+from zoo.shard.agreement import check_kinds, of_groups
+from zoo.shard.buckets import Bucket
+from zoo.shard.config import ZeroConfig
+from zoo.shard.gradients import BucketGradients, Phase
+from zoo.shard.placement.units import UnitChoice, check_parameters
+from zoo.shard.runtime.hooks import Runtime
+from zoo.shard.runtime.publishing import publish
+from zoo.shard.sharded import ShardedModel, refuse_copy
 from zoo.zero.inspection import Inspection
-from zoo.zero.options.agreement import check_kinds, of_groups
 from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config, resolve_optimizer
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
-from zoo.zero.placement.units import UnitChoice, check_parameters
-from zoo.zero.runtime.hooks import Runtime
-from zoo.zero.runtime.publishing import publish
-from zoo.zero.sharded import ShardedModel, refuse_copy
-from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.gradients import BucketGradients, Phase
 from zoo.zero.state.by_parameter import look
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
@@ -82,7 +82,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         params: parameters, (name, parameter) pairs, or groups of them, as for ``torch.optim``; by default one group of
             all trainable parameters.
         units: which modules are gathered as one (classes, modules, or a predicate); see
-            :func:`~zoo.zero.placement.units.find_units`.
+            :func:`~zoo.shard.placement.units.find_units`.
         clip_norm: clip the global gradient norm to this before each step; 0 for no clipping, ``math.inf`` to have
             ``grad_norm`` without clipping.
         loss_scale: for fp16: "dynamic", a number, or a :class:`~zoo.zero.LossScaler`. Use :meth:`backward` then.
@@ -490,7 +490,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             raise ValueError("this optimizer was closed: the model is an ordinary one again. Construct a new one.")
 
     def take_writes(self) -> None:
-        """Take over what was written into parameters; see :mod:`zoo.zero.state.writes`.
+        """Take over what was written into parameters; see :mod:`zoo.shard.values.writes`.
 
         Raises:
             RuntimeError: something that was written is lost.
@@ -631,7 +631,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
 
-        See :meth:`~zoo.zero.sharded.ShardedModel.close` for what it is with ``param_dtype``. The memory of buffers and
+        See :meth:`~zoo.shard.sharded.ShardedModel.close` for what it is with ``param_dtype``. The memory of buffers and
         states is free when the optimizer is dropped.
         """
         self.read_outcome()

@@ -24,7 +24,7 @@ from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.lifetimes import freeze, keep, thaw
 from zoo.deepspeed.adapters.optimizer import BasicOptimizer, OptimizerView
 from zoo.engine import initialize as _initialize
-from zoo.zero.sharding.guard import ShardedParameter
+from zoo.shard.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
 _MADE: WeakValueDictionary[int, DeepSpeedEngine] = WeakValueDictionary()
@@ -273,7 +273,7 @@ def _end_earlier(model: nn.Module) -> None:
 
 def _owner(parameter: ShardedParameter) -> Any:
     """What shards it; None where that is ``Init`` alone, or gone."""
-    from zoo.zero.init.parts import Part
+    from zoo.shard.init.parts import Part
 
     bucket = parameter._zoo_bucket
     return bucket.owner() if bucket is not None and not isinstance(bucket, Part) and bucket.owner else None

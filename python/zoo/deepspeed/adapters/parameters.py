@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.zero import GatheredParameters as _Gathered
-from zoo.zero import PartitionedAccessError
-from zoo.zero import register_external_parameter as _register
-from zoo.zero import unregister_external_parameter as _unregister
-from zoo.zero.sharding.guard import ShardedParameter
+from zoo.shard import GatheredParameters as _Gathered
+from zoo.shard import PartitionedAccessError
+from zoo.shard import register_external_parameter as _register
+from zoo.shard import unregister_external_parameter as _unregister
+from zoo.shard.guard import ShardedParameter
 
 ZeRORuntimeException = PartitionedAccessError
 """What touching a partitioned parameter raises."""
@@ -45,7 +45,7 @@ _NUMBERS = itertools.count()
 
 
 def _is_stage3(parameter: Any) -> bool:
-    from zoo.zero.init.parts import Part
+    from zoo.shard.init.parts import Part
 
     bucket = parameter._zoo_bucket
     if isinstance(bucket, Part):

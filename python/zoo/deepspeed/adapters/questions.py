@@ -13,7 +13,7 @@ from zoo.config.section import is_own
 from zoo.deepspeed.adapters.questions_of_features import QuestionsOfFeatures
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
-from zoo.zero.config import ZeroConfig
+from zoo.shard.config import ZeroConfig
 
 _log = logging.getLogger("zoo.deepspeed")
 _told: set[tuple[str, str]] = set()

@@ -25,8 +25,8 @@ from pydantic import (
 from zoo.config import ConfigError, Section
 from zoo.config.core import Bf16, Fp16
 from zoo.config.section import Documented, documented_default, is_own
-from zoo.zero.config import ZeroConfig
-from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
+from zoo.shard.config import ZeroConfig
+from zoo.shard.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"
 CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"

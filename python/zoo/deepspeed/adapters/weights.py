@@ -19,8 +19,8 @@ from zoo.checkpointing.listing import listing
 from zoo.checkpointing.zero_to_fp32 import bytes_of, state_dict_of, tensors_of, write_model
 from zoo.comm import Communicator
 from zoo.deepspeed.adapters.logs import logger
-from zoo.zero import ShardedModel
-from zoo.zero.state.gathered import owner_of
+from zoo.shard import ShardedModel
+from zoo.shard.values.gathered import owner_of
 
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,

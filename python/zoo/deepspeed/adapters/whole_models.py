@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zoo.deepspeed.adapters.zero_init import Init
-from zoo.zero import GatheredParameters
+from zoo.shard import GatheredParameters
 
 
 class MiCS_Init(Init):

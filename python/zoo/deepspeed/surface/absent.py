@@ -84,7 +84,7 @@ ABSENT: Mapping[str, str] = {
     "runtime.hybrid_engine": _ROLLOUT,
     "runtime.rollout": _ROLLOUT,
     "runtime.superoffload": "SuperOffload is not there; offload_optimizer is.",
-    "runtime.swap_tensor": "parameters and states go to NVMe by zoo.zero.offload, in pieces of any size.",
+    "runtime.swap_tensor": "parameters and states go to NVMe by zoo.shard.offload, in pieces of any size.",
     "runtime.tensor_parallel": _TENSOR_PARALLEL,
     "runtime.zenflow": _ZENFLOW,
     "runtime.zero.parameter_offload": _INTERNAL,

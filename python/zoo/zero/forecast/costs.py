@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from zoo.zero.collectives.routes import Hop
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.runtime.planning import Plan
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
+from zoo.shard.collectives.routes import Hop
+from zoo.shard.offload.tiers import Tier
+from zoo.shard.runtime.planning import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
+from zoo.shard.offload.tiers import Tier
 
 if TYPE_CHECKING:
     from zoo.zero.update.updater import Updater

@@ -15,7 +15,7 @@ from torch import nn
 from zoo.config.fates import fates_of, of_today
 from zoo.config.section import fields_by_key
 from zoo.registry import ByKeywords, config_class, known_keys, make_config, near
-from zoo.zero.config import ZeroConfig
+from zoo.shard.config import ZeroConfig
 from zoo.zero.options.keywords import OptimizerArguments
 from zoo.zero.update import instances
 

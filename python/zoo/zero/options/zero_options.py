@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
-from zoo.zero.offload.config import OffloadOptimizerConfig, OffloadParamConfig
+from zoo.shard.offload.config import OffloadOptimizerConfig, OffloadParamConfig
 
 
 class ZeroOptions(TypedDict, total=False):

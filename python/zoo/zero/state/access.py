@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from zoo.comm import together
-from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.gradients import BucketGradients
-from zoo.zero.sharding.guard import ShardedParameter
-from zoo.zero.sharding.roles import PARAMETER
-from zoo.zero.state.editing import Values, overlaps, write_values
+from zoo.shard.buckets import Bucket
+from zoo.shard.gradients import BucketGradients
+from zoo.shard.guard import ShardedParameter
+from zoo.shard.roles import PARAMETER
+from zoo.shard.values.editing import Values, overlaps, write_values
+from zoo.shard.values.whole import share_range
 from zoo.zero.state.logical import scalar_states, tensor_states
-from zoo.zero.state.whole import share_range
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:

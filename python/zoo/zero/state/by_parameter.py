@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import together
-from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.dtensors import is_dtensor
-from zoo.zero.sharding.roles import PARAMETER
-from zoo.zero.sharding.rows import rows_of
+from zoo.shard.buckets import Bucket
+from zoo.shard.dtensors import is_dtensor, rows_of
+from zoo.shard.roles import PARAMETER
 from zoo.zero.state.logical import StateSlice, gone_of, runs_of, scalar_states
 from zoo.zero.update.probe import Keeps
 

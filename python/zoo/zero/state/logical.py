@@ -15,7 +15,7 @@ import torch
 
 from zoo.layout import Box, Slice, Stored
 from zoo.layout import StateSlice as StateSlice
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
 from zoo.zero.update.segments import Segment
 
 Reader = Callable[[str, str, Any, int], torch.Tensor]

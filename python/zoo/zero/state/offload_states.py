@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zoo.zero.sharding.roles import GRADIENT, ORIGINAL, PARAMETER
+from zoo.shard.roles import GRADIENT, ORIGINAL, PARAMETER
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.roles import ORIGINAL, PARAMETER
+from zoo.shard.buckets import Bucket
+from zoo.shard.roles import ORIGINAL, PARAMETER
 from zoo.zero.state.logical import tensor_states
 from zoo.zero.update.segments import Segment
 

@@ -15,7 +15,7 @@ import torch
 
 from zoo.comm import together
 from zoo.layout import Box
-from zoo.zero.sharding.guard import called_by
+from zoo.shard.guard import called_by
 from zoo.zero.state.by_parameter import (
     Given,
     RankState,

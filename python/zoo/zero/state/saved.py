@@ -10,15 +10,15 @@ import torch
 
 import zoo.zero.state.logical as state_io
 from zoo.comm import Communicator
-from zoo.zero.config import ZeroConfig
+from zoo.shard.config import ZeroConfig
 from zoo.zero.state.by_parameter import begun_scalars, begun_slices, named_groups
 
 if TYPE_CHECKING:
-    from zoo.zero.collectives.feedback import Feedback
+    from zoo.shard.buckets import Bucket
+    from zoo.shard.collectives.feedback import Feedback
+    from zoo.shard.runtime.hooks import Runtime
+    from zoo.shard.sharded import ShardedModel
     from zoo.zero.optimizer import ZeroOptimizer
-    from zoo.zero.runtime.hooks import Runtime
-    from zoo.zero.sharded import ShardedModel
-    from zoo.zero.sharding.buckets import Bucket
     from zoo.zero.update.in_backward import UpdateInBackward
     from zoo.zero.update.loss_scaler import LossScaler
     from zoo.zero.update.segments import Segment

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zoo.zero.options.agreement import described
+from zoo.shard.agreement import described
 
 CHANGES = "changes of reduced gradients since they were dropped"
 """How often any was reduced or cleared: ranks that step with others' sums, or with none, have another number."""

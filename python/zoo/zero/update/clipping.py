@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from zoo.comm import Communicator
-from zoo.zero.sharding.gradients import BucketGradients
+from zoo.shard.gradients import BucketGradients
 from zoo.zero.update.factors import Factors
 from zoo.zero.update.loss_scaler import LossScaler
 from zoo.zero.update.norms import Tally, are_wide, global_norm

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
 from zoo.zero.update.factors import UNCHANGED
 from zoo.zero.update.updater import Updater
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zoo.comm import Communicator
-from zoo.zero.collectives.compressed import Switch
-from zoo.zero.collectives.routes import Hop
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
+from zoo.shard.collectives.compressed import Switch
+from zoo.shard.collectives.routes import Hop
 from zoo.zero.update.peers import sent_by_peers
 from zoo.zero.update.segments import Segment
 

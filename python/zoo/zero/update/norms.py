@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from zoo.comm import Communicator
-from zoo.zero.placement.axes import Axes
-from zoo.zero.sharding.gradients import BucketGradients, powers_of
+from zoo.shard.gradients import BucketGradients, powers_of
+from zoo.shard.placement.axes import Axes
 
 
 def global_norm(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from zoo.comm import Communicator, Handle, Then, advance
-from zoo.zero.collectives.compressed import CompressedLeg, CompressedMean, Switch
-from zoo.zero.collectives.routes import Hop
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
+from zoo.shard.collectives.compressed import CompressedLeg, CompressedMean, Switch
+from zoo.shard.collectives.routes import Hop
+from zoo.shard.offload.tiers import Tier
 from zoo.zero.update.segments import Segment
 from zoo.zero.update.whole_tensors import BucketParts
 
@@ -76,7 +76,7 @@ class BucketPeers(BucketParts):
     """The ``peers=`` (``zoo.optim.synced``) of an optimizer, and its ``parts=`` where it needs these.
 
     Calls are about the buckets of the current piece, which are the same on every rank. Each bucket has a mean of its
-    own, with its errors. A bucket whose gradients come as means anyway (:func:`~zoo.zero.collectives.compressed.
+    own, with its errors. A bucket whose gradients come as means anyway (:func:`~zoo.shard.collectives.compressed.
     left_to_the_optimizer`) has none: all ranks that have its elements make the same of them.
 
     Args:

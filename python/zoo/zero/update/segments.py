@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 
 from zoo.layout import Slice
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.gradients import BucketGradients
-from zoo.zero.sharding.roles import ORIGINAL
+from zoo.shard.buckets import Bucket
+from zoo.shard.gradients import BucketGradients
+from zoo.shard.offload.tiers import Tier
+from zoo.shard.roles import ORIGINAL
 
 CACHED_BYTES = 1 << 19
 """Of a segment that the CPU updates; gradient, states and temporaries come to six times as much. It is small enough for

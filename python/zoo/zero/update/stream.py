@@ -20,9 +20,9 @@ import torch
 
 from zoo import io
 from zoo.layout import Stored
-from zoo.zero.offload.scratch import Scratch, round_up
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
+from zoo.shard.offload.scratch import Scratch, round_up
+from zoo.shard.offload.tiers import Tier
 from zoo.zero.update.segments import Segment, absent
 
 ALIGN = 64  # of a section within a record, as vector loads like it

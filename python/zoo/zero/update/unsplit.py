@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.coded import class_of, ordinary
-from zoo.zero.sharding.guard import assign_data, grad_dtype, raw_data, raw_grad, raw_grad_of
-from zoo.zero.sharding.roles import PARAMETER
+from zoo.shard.buckets import Bucket
+from zoo.shard.coded import class_of, ordinary
+from zoo.shard.guard import assign_data, grad_dtype, raw_data, raw_grad, raw_grad_of
+from zoo.shard.offload.tiers import Tier
+from zoo.shard.roles import PARAMETER
 from zoo.zero.update.segments import Segment, original_of, updated_dtype
 from zoo.zero.update.whole_tensors import is_part
 

@@ -10,21 +10,20 @@ import torch
 
 from zoo.comm import Communicator
 from zoo.layout import Stored
-from zoo.zero.collectives.routes import Hop
-from zoo.zero.offload.config import OffloadOptimizerConfig
-from zoo.zero.offload.errors import OffloadError
-from zoo.zero.offload.tiers import Tier
-from zoo.zero.sharding.buckets import Bucket
-from zoo.zero.sharding.roles import ORIGINAL
+from zoo.shard.buckets import Bucket
+from zoo.shard.collectives.routes import Hop
+from zoo.shard.offload.config import OffloadOptimizerConfig
+from zoo.shard.offload.tiers import OffloadError, Tier
+from zoo.shard.roles import ORIGINAL
 from zoo.zero.update.factors import Factors
+from zoo.zero.update.outcome import SkipsOnDevice
 from zoo.zero.update.probe import Keeps, counts_calls, kept_of, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, lay_flat, original_of, updated_dtype
-from zoo.zero.update.skipping import SkipsOnDevice
 from zoo.zero.update.whole_tensors import BucketParts
 
 if TYPE_CHECKING:
-    from zoo.zero.collectives.compressed import Switch
-    from zoo.zero.offload.scratch import Scratch
+    from zoo.shard.collectives.compressed import Switch
+    from zoo.shard.offload.scratch import Scratch
     from zoo.zero.update.instances import Follows
     from zoo.zero.update.meetings import Meetings
     from zoo.zero.update.stream import StateStream
@@ -264,7 +263,7 @@ class Updater:
         """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
         if self._stream is None:
             return 0
-        from zoo.zero.offload.write_behind import WriteBehind
+        from zoo.shard.offload.write_behind import WriteBehind
 
         shards = [b.num_gradient_bytes // b.num_chunks for b in self._buckets]
         return max(self._stream.buffer_bytes(), WriteBehind.buffer_bytes(max(shards, default=0)))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from zoo.layout import Split, split_of
-from zoo.zero.collectives.routes import Hop
-from zoo.zero.placement.axes import Axes
-from zoo.zero.sharding.buckets import Bucket
+from zoo.shard.buckets import Bucket
+from zoo.shard.collectives.routes import Hop
+from zoo.shard.placement.axes import Axes
 from zoo.zero.update.segments import Segment
 
 

@@ -1,0 +1,176 @@
+"""What ranks settle when they construct: the kinds of arguments, what all give alike, and whether all have kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from zoo.comm import CollectiveMismatchError, Communicator
+
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_log = logging.getLogger("zoo.zero")
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum, PurePath, BaseModel)
+
+
+def check_kinds(group: Any, reduce_dtype: Any, accumulate_dtype: Any = None, *, name: str = "group") -> None:
+    """Raise ValueError for arguments that cannot be what they should be; ``name``: what the group is called."""
+    numbers = isinstance(group, (int, float, str, list, tuple, dict, set, range))
+    if numbers and group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{name}={group!r} is a {type(group).__name__}; allowed are a process group (torch.distributed.new_group "
+            "makes one of a list of ranks), a DeviceMesh, a zoo.comm.Communicator, or None for all ranks."
+        )
+    allowed = ", ".join(map(str, _SUMMED))
+    if reduce_dtype not in (None, *_SUMMED):
+        raise ValueError(
+            f"reduce_dtype={reduce_dtype!r}; gradients are sent and added in one of {allowed}, or None for their own."
+        )
+    if accumulate_dtype not in (None, *_SUMMED):
+        raise ValueError(
+            f"accumulate_dtype={accumulate_dtype!r}; the gradients of several backwards are added up in one of "
+            f"{allowed}, or None for the parameters' own."
+        )
+
+
+def described(value: Any) -> str:
+    """What can be compared between processes: values of numbers, texts and lists of them, of others the class."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.numel() == 1 and not value.is_meta else f"tensor of {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(described, value))})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__ + described({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    return type(value).__name__
+
+
+def of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options of parameter groups, by name; of several groups with the number of each."""
+    several = len(groups) > 1
+    return {
+        f"{key} of group {i}" if several else key: value
+        for i, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def agree(comm: Communicator, layout: str, arguments: Mapping[str, Any], device: torch.device) -> None:
+    """Compare the layout of the model and the arguments of all ranks: one all-gather of 8 bytes.
+
+    Raises:
+        CollectiveMismatchError: they differ; on all ranks, with what differs.
+    """
+    mine = {"the parameters and their groups": layout} | {k: described(v) for k, v in arguments.items()}
+    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
+    try:
+        comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
+    except CollectiveMismatchError as error:
+        everyone: list[Any] = [None] * comm.size  # all ranks have seen it
+        # Not by the communicator, whose check may be what differs.
+        dist.all_gather_object(everyone, mine, group=comm.group)
+        names = dict.fromkeys(name for given in everyone for name in given)
+        differing = [name for name in names if len({given.get(name) for given in everyone}) > 1]
+        told = "; ".join(_told(name, [given.get(name) for given in everyone]) for name in differing[:5])
+        raise CollectiveMismatchError(f"the ranks construct a ZeRO optimizer in different ways: {told}.") from error
+
+
+def _told(name: str, values: Sequence[str | None]) -> str:
+    by_value: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(rank)
+    parts = [
+        f"{'not given' if value is None else value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        for value, ranks in by_value.items()
+    ]
+    return f"{name}: {', '.join(parts)}"
+
+
+# Compiled kernels are settled before the first step needs them. A rank without them would compute the same numbers in
+# plain torch, but every step of the job would last as long as its own; and where it must not, it would fail in the
+# middle of a step that other ranks wait in.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelUse:
+    """Of one rank: whether it can use compiled kernels, why not, and whether it must (``ZOO_KERNELS=native``)."""
+
+    usable: bool
+    why: str = ""
+    required: bool = False
+
+
+def kernels_of(device: torch.device) -> KernelUse:
+    """That of this process, for tensors on ``device``; builds and loads the library.
+
+    Raises:
+        ValueError: ``ZOO_KERNELS`` is something else than auto, native or reference.
+    """
+    try:
+        from zoo.kernels import loading
+        from zoo.kernels.building import BuildError
+    except ImportError:
+        return KernelUse(usable=False, why="zoo-kernels is not installed")
+    required = loading.mode() == "native"
+    try:
+        usable = loading.native_cuda() if device.type == "cuda" else loading.native()
+    except BuildError as error:
+        return KernelUse(usable=False, why=str(error), required=True)
+    if usable:
+        return KernelUse(usable=True, required=required)
+    why = loading.why_not() or (loading.why_not_cuda() if device.type == "cuda" else None)
+    return KernelUse(usable=False, why="ZOO_KERNELS=reference" if loading.mode() == "reference" else why or "")
+
+
+def agree_on_kernels(comm: Communicator, device: torch.device) -> None:
+    """Where some ranks cannot use compiled kernels none does: one all-gather of 8 bytes. Says so on the first rank.
+
+    Raises:
+        BuildError: some ranks cannot, and ``ZOO_KERNELS=native`` on some rank; on all ranks, with the reasons.
+    """
+    if device.type not in ("cpu", "cuda") or comm.backend == "dry" or comm.size == 1:
+        return
+    mine = kernels_of(device)
+    try:
+        comm.agree("compiled kernels:", "usable" if mine.usable else f"lacking, required: {mine.required}", device)
+        if mine.usable or not mine.required:
+            return
+    except CollectiveMismatchError:
+        pass  # on all ranks
+    everyone = [mine] * comm.size
+    dist.all_gather_object(everyone, mine, group=comm.group)  # not by the communicator, whose check would count it
+    _settle(everyone, first=comm.rank == 0)
+
+
+def _settle(everyone: list[KernelUse], *, first: bool) -> None:
+    from zoo.kernels import loading
+    from zoo.kernels.building import BuildError
+
+    why = "; ".join(f"rank {rank}: {each.why}" for rank, each in enumerate(everyone) if not each.usable)
+    demanding = [str(rank) for rank, each in enumerate(everyone) if each.required]
+    if demanding:
+        raise BuildError(
+            f"ZOO_KERNELS=native on rank{'s' * (len(demanding) > 1)} {', '.join(demanding)}, and some ranks cannot use "
+            f"compiled kernels; repair that, or start all ranks with ZOO_KERNELS=auto: {why}"
+        )
+    loading.set_mode("reference")
+    if first:
+        _log.warning(
+            "all ranks run the references in plain torch, which are slower, because some cannot use compiled kernels: "
+            "%s",
+            why,
+        )

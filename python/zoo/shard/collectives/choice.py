@@ -1,0 +1,110 @@
+"""From the options to the routes of each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zoo.shard.collectives.routes import Routes, plain_routes
+from zoo.shard.placement.axes import Axes
+from zoo.shard.placement.packing import BucketSpec, layout_of
+from zoo.shard.placement.placements import Placements
+
+if TYPE_CHECKING:
+    from zoo.shard.collectives.compressed import Switch
+    from zoo.shard.config import ZeroConfig
+
+
+def choose_routes(
+    plan: Sequence[BucketSpec], placements: Sequence[Placements], axes: Mapping[tuple[str, ...], Axes],
+    config: ZeroConfig, reduce_dtype: torch.dtype | None, predivide: float = 1.0, switch: Switch | None = None,
+) -> list[Routes]:  # fmt: skip
+    """How each bucket travels. Sets the ``group_size`` of those of which something is quantised.
+
+    ``switch``: whether gradients are left to an optimizer that brings ranks together by itself; None: they never are.
+
+    Raises:
+        ImportError: something is to be quantised and zoo-kernels is not installed.
+        ValueError: options that exclude each other.
+        NotImplementedError: for a dtype that cannot be quantised.
+    """
+    if predivide != 1.0 and config.zero_quantized_gradients:
+        raise ValueError(
+            f"predivide={predivide} with zero_quantized_gradients: quantised gradients have scales and overflow "
+            "nowhere. Leave one of the two out."
+        )
+    staged = config.mics_hierarchical_params_gather
+    every = {key: plain_routes(of, two_stages=staged, predivide=predivide) for key, of in axes.items()}
+    found = _choose(plan, placements, every, config, reduce_dtype)
+    if switch is not None:
+        from zoo.shard.collectives.compressed import left_to_the_optimizer  # the only part that needs a codec
+
+        return [
+            left_to_the_optimizer(route, spec, placed, switch, predivide) if spec.trainable else route
+            for route, spec, placed in zip(found, plan, placements, strict=True)
+        ]
+    return [
+        with_rows(route, spec, placed, predivide) if spec.row and route.axes.shard.size > 1 else route
+        for route, spec, placed in zip(found, plan, placements, strict=True)
+    ]
+
+
+def cannot_be_left(plan: Sequence[BucketSpec], config: ZeroConfig) -> NotImplementedError | None:
+    """What is wrong with leaving gradients to an optimizer that brings ranks together by itself; None for nothing."""
+    other = "zero_quantized_gradients" if config.zero_quantized_gradients else ""
+    other = "sparse_gradients" if any(spec.row for spec in plan) else other
+    if not other:
+        return None
+    return NotImplementedError(
+        f"{other} with an optimizer that compresses what ranks tell each other: both change how gradients travel. "
+        "Leave one of the two out."
+    )
+
+
+def with_rows(routes: Routes, spec: BucketSpec, placed: Placements, predivide: float) -> Routes:
+    """The gradient of the table ``spec`` travels as rows, where these are few."""
+    from zoo.shard.collectives.rows import RowReduce
+
+    whole = not placed.gradients.is_split and not placed.states.is_split
+    rows, width = spec.parameters[0].shape
+    reduce = RowReduce(routes.reduce, routes.axes, (rows, width), whole=whole, predivide=predivide)
+    return dataclasses.replace(routes, reduce=reduce, reduces_whole=whole)
+
+
+def _choose(
+    plan: Sequence[BucketSpec], placements: Sequence[Placements], every: Mapping[tuple[str, ...], Routes],
+    config: ZeroConfig, reduce_dtype: torch.dtype | None,
+) -> list[Routes]:  # fmt: skip
+    if not (
+        config.zero_quantized_weights or config.zero_quantized_gradients or config.zero_quantized_nontrainable_weights
+    ):
+        return [every[spec.axes] for spec in plan]
+    from zoo.shard.collectives import quantised  # the only part that needs zoo-kernels
+
+    found = []
+    for spec, placed in zip(plan, placements, strict=True):
+        plain = every[spec.axes]
+        weights = config.zero_quantized_weights and not spec.coded
+        stored = placed.parameters.packed
+        gradients = config.zero_quantized_gradients and spec.trainable
+        if not placed.parameters.is_split or not (weights or stored or gradients):
+            found.append(plain)
+            continue
+        quantised.check_dtypes(spec.names, spec.dtype, (reduce_dtype or spec.accumulate) if gradients else None)
+        num_chunks = plain.axes.shard.size
+        spec.group_size = quantised.group_size_of(layout_of(spec, num_chunks).size // num_chunks)
+        bits = config.quantized_gradients_bits if gradients else None
+        found.append(
+            quantised.quantised_routes(
+                plain,
+                spec.group_size,
+                weights=weights,
+                stored=stored,
+                gradient_bits=bits,
+                feedback=config.quantized_gradients_feedback,
+            )
+        )
+    return found

@@ -1,0 +1,301 @@
+"""Reductions for optimizers that bring ranks together by themselves, and what they do not manage to say.
+
+An optimizer that compresses its momentum (``zoo.optim.OnebitAdam``) needs, in most steps, gradients that are *not*
+means over the ranks at which its states are repeated: all N ranks at stage 0, the N/p replicas of a shard group with
+MiCS or HSDP. :class:`Own` is the reduction that stops there; :class:`Switched` chooses, backward by backward, between
+it and the ordinary one. The mean of what the optimizer makes of its gradient is a :class:`CompressedMean`, one for each
+bucket, with the errors of :mod:`zoo.comm.compression.errors`.
+
+At pure stages 1 to 3 every element of the state has one owner: nothing is repeated, and what the owner sends back are
+parameters. There the gradient itself goes to its owner compressed (:class:`CompressedLeg`), with an error at each rank.
+
+Legend: P elements of a bucket, n those of a chunk; R ranks at which the states of an element are repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from zoo.comm import Communicator, Handle, Then
+from zoo.comm.compression import Codec, ReduceLeg, TwoStep
+from zoo.comm.handles import DONE
+from zoo.layout import FlatLayout
+from zoo.shard.collectives.feedback import Feedback, GradientFeedback, Range
+from zoo.shard.collectives.routes import FlatReduce, Hop, Reduce, Routes
+from zoo.shard.collectives.used import Used
+from zoo.shard.placement.packing import BucketSpec, layout_of
+from zoo.shard.placement.placements import Placements
+
+if TYPE_CHECKING:
+    from zoo.shard.buckets import Bucket
+    from zoo.shard.placement.axes import Axes
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Switch:
+    """Whether the gradients of the next step stay each rank's own. It says the same on all ranks.
+
+    Attributes:
+        own: they do.
+        left: of the gradients that there are some have stayed so.
+        codec: what compresses.
+        unit: an error of a gradient that much smaller is one of what the optimizer compresses: 1 - β1 of a momentum.
+    """
+
+    codec: Codec
+    unit: float = 1.0
+    own: bool = False
+    left: bool = False
+
+    def decide(self, *, own: bool, afresh: bool) -> None:
+        """What the next reductions do; ``afresh``: there are no gradients yet."""
+        self.own, self.left = own, self.left and not afresh
+
+
+class Own:
+    """The gradient of this rank, or of its shard group, times R over the number of losses: means over R are means."""
+
+    def __init__(self, inner: Reduce | None, scale: float) -> None:
+        self._inner, self._scale = inner, scale
+
+    def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`."""
+        if self._inner is not None:
+            return self._inner.start(full, out, label)
+        if self._scale != 1.0:
+            out.mul_(self._scale)
+        return DONE
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`."""
+        return self._inner.hops(numel, itemsize) if self._inner is not None else []
+
+
+class WholeReduce:
+    """The mean of all P elements on every rank, with the bits of a reduction to owners and a gather."""
+
+    def __init__(self, inner: Reduce, comm: Communicator) -> None:
+        self._inner, self._comm = inner, comm
+
+    def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`; ``out`` is ``full``."""
+        n = full.numel() // self._comm.size
+        chunk = full[self._comm.rank * n : (self._comm.rank + 1) * n]
+        return Then([self._inner.start(full, chunk, label)], lambda: self._comm.all_gather(full, chunk, label=label))
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`."""
+        return [*self._inner.hops(numel, itemsize), Hop("all_gather", self._comm, numel * itemsize)]
+
+
+class Switched:
+    """One of two reductions, as the switch says."""
+
+    def __init__(self, switch: Switch, mean: Reduce, own: Reduce) -> None:
+        self._switch, self.mean, self.own = switch, mean, own
+
+    @property
+    def _now(self) -> Reduce:
+        return self.own if self._switch.own else self.mean
+
+    def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`."""
+        self._switch.left |= self._switch.own
+        return self._now.start(full, out, label)
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`: those of the next step."""
+        return self._now.hops(numel, itemsize)
+
+
+class CompressedMean:
+    """The mean over R ranks of the parameters in [start, stop) of a bucket, compressed both ways.
+
+    Errors are those of :mod:`zoo.comm.compression.errors`, without a loss scale; see
+    :class:`~zoo.shard.collectives.feedback.Feedback`. Padding is not sent: it would be part of the scale of its group.
+
+    Attributes:
+        used: the elements that it is the mean of.
+    """
+
+    has_loss_scale: ClassVar[bool] = False
+
+    def __init__(self, comm: Communicator, codec: Codec, used: Used) -> None:
+        self.unit, self.comm, self.used = 1.0, comm, used
+        self._two_step = TwoStep(comm, codec, used.numel)
+
+    @property
+    def _mine(self) -> slice:
+        """The used elements of which this rank is the server."""
+        return self._two_step.reduce.where(self.comm.rank)
+
+    @property
+    def error(self) -> Tensor | None:
+        """The worker error, as elements of the bucket."""
+        value = self._two_step.worker.value
+        return None if value is None else self.used.expanded(value, 0)
+
+    @error.setter
+    def error(self, value: Tensor | None) -> None:
+        self._two_step.worker.value = None if value is None else self.used.packed(value, 0, self.used.numel)
+
+    @property
+    def owed(self) -> Tensor | None:
+        """The server error, as elements of the bucket."""
+        value = self._two_step.server.value
+        return None if value is None else self.used.expanded(value, self._mine.start)
+
+    @owed.setter
+    def owed(self, value: Tensor | None) -> None:
+        mine = self._mine
+        self._two_step.server.value = None if value is None else self.used.packed(value, mine.start, mine.stop)
+
+    def error_range(self, bucket: Bucket) -> Range:
+        """What the R ranks have alike."""
+        return self.used.range_of(0, self.used.numel)
+
+    def owed_range(self, bucket: Bucket) -> Range:
+        """The chunk of which this rank is the server."""
+        return self.used.range_of(self._mine.start, self._mine.stop)
+
+    def peers(self, axes: Axes) -> Communicator:
+        """The R ranks."""
+        return self.comm
+
+    def pays(self, axes: Axes) -> bool:
+        """Each server has a chunk of its own."""
+        return True
+
+    def divisor(self, num_losses: int, num_ranks: int) -> int:
+        """The mean is over ranks."""
+        return num_ranks
+
+    def start(self, x: Tensor, out: Tensor, label: str) -> Handle:
+        """``out`` ← what all ranks see of the mean; of the used elements."""
+        return self._two_step.start(x, out, label)
+
+    def hops(self) -> list[Hop]:
+        """The collectives of a mean."""
+        size = self.comm.size * self._two_step.reduce.slot_bytes
+        return [Hop("all_to_all", self.comm, size), Hop("all_gather", self.comm, size)] if size else []
+
+    def commit(self) -> None:
+        """See :class:`Feedback`."""
+        self._two_step.commit()
+
+    def roll_back(self) -> None:
+        """See :class:`Feedback`."""
+        self._two_step.roll_back()
+
+    def forget(self) -> None:
+        """See :class:`Feedback`."""
+        self.roll_back()
+        self.error = self.owed = None
+
+    def memory_bytes(self) -> int:
+        """See :class:`Feedback`."""
+        return self._two_step.memory_bytes()
+
+
+class CompressedLeg(GradientFeedback):
+    """Gradients to their owners among the p ranks of a shard group, compressed; the way back is not."""
+
+    def __init__(self, axes: Axes, switch: Switch, layout: FlatLayout) -> None:
+        super().__init__(switch.unit)
+        size, self._layout = axes.shard.size, layout
+        self._leg = ReduceLeg(axes.shard, switch.codec, layout.size, chunk=layout.size // size)
+        self._scale = size / axes.num_losses
+
+    @property
+    def error(self) -> Tensor | None:
+        """(P,) of this rank."""
+        return self._leg.worker.value
+
+    @error.setter
+    def error(self, value: Tensor | None) -> None:
+        self._leg.worker.value = value
+
+    def divisor(self, num_losses: int, num_ranks: int) -> int:
+        """As that of a :class:`CompressedMean`."""
+        return num_ranks
+
+    def start(self, full: Tensor, out: Tensor, label: str) -> Handle:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`."""
+        given = full if self._scale == 1.0 else full.float() * self._scale
+        mean = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+        handle = self._paying(self._leg.start(given, mean, label), mean)
+
+        def hand_over() -> None:
+            out.copy_(mean)
+
+        return Then([handle], hand_over)
+
+    def hops(self, numel: int, itemsize: int) -> list[Hop]:
+        """See :class:`~zoo.shard.collectives.routes.Reduce`."""
+        comm = self._leg.comm
+        return [Hop("all_to_all", comm, comm.size * self._leg.slot_bytes)]
+
+    def commit(self) -> None:
+        """See :class:`Feedback`."""
+        super().commit()
+        self._leg.commit()
+        _forget_padding(self._layout, self.error, 0)
+
+    def roll_back(self) -> None:
+        """See :class:`Feedback`."""
+        super().roll_back()
+        self._leg.roll_back()
+
+    def forget(self) -> None:
+        """See :class:`Feedback`."""
+        self.roll_back()
+        self.error = self.owed = None
+
+    def memory_bytes(self) -> int:
+        """See :class:`Feedback`."""
+        return self._leg.memory_bytes() + (self.owed.nbytes if self.owed is not None else 0)
+
+
+def _forget_padding(layout: FlatLayout, error: Tensor | None, start: int) -> None:
+    """A checkpoint does not have what lies between parameters, and the scales of groups feel it."""
+    if error is None:
+        return
+    at = 0
+    for piece in layout.slices(start, start + error.numel()):
+        error[at : piece.offset] = 0
+        at = piece.offset + piece.length
+    error[at:] = 0
+
+
+def left_to_the_optimizer(
+    routes: Routes, spec: BucketSpec, placed: Placements, switch: Switch, predivide: float
+) -> Routes:  # fmt: skip
+    """Routes whose reduction the switch stops where the states are repeated.
+
+    Parameters that ranks with other layers have too keep the ordinary one: they have no order in common in which all of
+    their ranks could meet inside of an update.
+    """
+    axes = routes.axes
+    if axes.world.size == 1 or axes.spans_layers:
+        return routes
+    layout = layout_of(spec, axes.shard.size)
+    feedback: Feedback
+    if not placed.states.is_split:
+        mean: Reduce = WholeReduce(routes.reduce, axes.shard)
+        own: Reduce = Own(None, axes.world.size / axes.num_losses)
+        feedback = CompressedMean(axes.world, switch.codec, Used(layout, 0, layout.size))
+    elif axes.replicas.size > 1:
+        mean, own = routes.reduce, Own(FlatReduce(axes.shard, axes.num_losses // axes.replicas.size, predivide), 1.0)
+        used = Used(layout, *layout.shard_range(axes.place, axes.shard.size))
+        feedback = CompressedMean(axes.replicas, switch.codec, used)
+    else:
+        mean = routes.reduce
+        own = feedback = CompressedLeg(axes, switch, layout)
+    whole = not placed.states.is_split
+    reduce = Switched(switch, mean, own)
+    return replace(routes, reduce=reduce, feedback=feedback, reduces_whole=whole, switch=switch)

@@ -1,0 +1,114 @@
+"""Construction without memory: a plan for any number of ranks, on one process, of a model without values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.comm import CommsLog, Communicator, Handle
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class DryRun(Communicator):
+    """Stands for rank ``rank`` of ``size``: its collectives are counted and move nothing.
+
+    Given as ``group=`` to a ZeRO optimizer together with a model on the meta device, it makes an optimizer that cannot
+    train, but whose :meth:`~zoo.zero.ZeroOptimizer.forecast` is that of the real one on devices of ``device_type``.
+    """
+
+    def __init__(self, size: int, rank: int = 0, *, device_type: str = "cpu") -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"DryRun got size={size}, rank={rank}; needed is 0 <= rank < size.")
+        self.group, self.check, self.log = None, False, CommsLog()
+        self.rank, self.size, self.backend, self.device_type = rank, size, "dry", device_type
+        self._ranks = list(range(size))
+        self._begin(owns=False)
+        self.know_nodes(None)
+
+    def partition(self, groups: Sequence[Sequence[int]], *, name: str) -> DryRun:
+        """As :meth:`zoo.comm.Communicator.partition`."""
+        mine = next(list(group) for group in groups if self.rank in group)
+        found = DryRun(len(mine), mine.index(self.rank), device_type=self.device_type)
+        found.log = self.log
+        if self.nodes is not None:
+            found.know_nodes([self.nodes[m] for m in mine])
+        return found
+
+    def share_memory(self) -> bool:
+        """There is none."""
+        return False
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Handle:
+        """Nothing is gathered."""
+        return _Done()
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Nothing is reduced."""
+        return _Done()
+
+    def all_to_all(self, out: torch.Tensor, given: torch.Tensor, *, label: str = "") -> Handle:
+        """Nothing is exchanged."""
+        return _Done()
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
+        """Nothing is reduced."""
+        return _Done()
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
+        """Nothing is sent."""
+        return _Done()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """All ranks say the same."""
+        return [value] * self.size
+
+    def agree(self, what: str, value: str, device: torch.device | None = None) -> None:
+        """There is nobody to disagree."""
+
+
+class DryShelf:
+    """The size of a file that is not made."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        from zoo.shard.offload.scratch import round_up
+
+        self.num_bytes = sum(map(round_up, sizes))
+
+    def drop(self, region: int) -> None:
+        """There is nothing in it."""
+
+
+class DryScratch:
+    """Files that are not made, buffers that are not allocated."""
+
+    def __init__(self) -> None:
+        self._shelves: list[DryShelf] = []
+        self.needed_bytes = 0
+
+    def shelf(self, folder: Path | None, name: str, sizes: list[int]) -> Any:
+        """Remembers the size."""
+        made = DryShelf(sizes)
+        self._shelves.append(made)
+        return made
+
+    def drop(self, shelf: Any) -> None:
+        """Forgets the size."""
+        self._shelves.remove(shelf)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Remembers the need."""
+        self.needed_bytes = num_bytes
+
+    def nvme_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(shelf.num_bytes for shelf in self._shelves)
+
+    def close(self) -> None:
+        """Nothing is open."""

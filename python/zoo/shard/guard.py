@@ -1,0 +1,591 @@
+"""What a model's parameters become under a ZeRO optimizer, and how touching one at the wrong time is caught.
+
+Every bucket has a subclass of ``nn.Parameter`` of its own, and its parameters become instances of it (the objects stay
+the same). Two things hang on the class, so that they cost the same for one parameter as for a thousand:
+
+* ``grad`` is a property: the gradient lives in the bucket's flat buffer, and ``p.grad = None`` empties it there;
+* while no unit that owns them runs, ``__torch_function__`` refuses every operation except reading metadata, by name.
+
+Tensors made from a parameter earlier (a transpose kept by the user) share its storage; the storage itself is then told
+to refuse access. Without either, reading freed storage would end the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from zoo.shard.coded import class_of, ordinary, shown
+from zoo.shard.dtensors import is_dtensor
+from zoo.shard.valueless import MAKES, UNREAD, VIEWS, look_at
+
+if TYPE_CHECKING:
+    from zoo.shard.buckets import Bucket
+
+
+class PartitionedAccessError(RuntimeError, ValueError):
+    """A parameter or gradient was touched while only a shard of it is on this rank."""
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+_SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_CLEAR_ERROR = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+# Newer torch can make a storage refuse access, and take that back.
+CAN_REFUSE_STORAGE = _SET_ERROR is not None and _CLEAR_ERROR is not None
+_GRAD: Any = torch.Tensor.grad  # the C level attributes beneath the properties
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_DATA: Any = torch.Tensor.data
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+SAVES = nn.Module._save_to_state_dict.__code__
+_LOADS = nn.Module._load_from_state_dict.__code__
+TORCH_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+_READ_NAMES = ("transformers.",)
+_PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+
+CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
+)
+_CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
+# A gradient may be asked for, and modules compare types before they assign `data`.
+_PASS = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch._has_compatible_shallow_copy_type}
+)
+# What a gradient without values takes besides.
+_OF_GRADIENTS = frozenset({torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type})
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter that lives in a bucket: under a ZeRO optimizer or, before that, of ``Init``."""
+
+    _zoo_bucket: Any
+    _zoo_name: str
+    _zoo_slot: int
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = ordinary(self, torch.clone(self.detach()))
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    seen = look_at(func, args, kwargs or {})
+    if seen is not UNREAD:
+        return seen
+    if func in CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
+        return args[0]
+    if func in _PASS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    touched = sharded_in((args, kwargs or {}))
+    hidden = {p._zoo_bucket: p for p in touched if p._zoo_bucket.parameters.hidden}
+    # In a forward the running unit takes them as its own, all in the same order on every rank.
+    in_order = sorted(hidden.items(), key=lambda item: item[0].index)
+    if hidden and all(bucket.take_external(p._zoo_slot) for bucket, p in in_order):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    if func in VIEWS and len(touched) == 1:
+        return PartitionedValues.of(touched[0], partial(_refuse_touched, touched))
+    return _refuse_touched(touched, func)
+
+
+def _refuse_touched(touched: Sequence[ShardedParameter], func: Any) -> NoReturn:
+    names = sorted({p._zoo_bucket.called(p._zoo_slot) for p in touched})
+    raise PartitionedAccessError(
+        f"{getattr(func, '__name__', func)} touched {', '.join(map(repr, names)) or 'a parameter'} outside of its "
+        "unit's forward and backward: at ZeRO stage 3 only a shard of it is on this rank then. Use it inside the "
+        "forward of the module that owns it, or of a unit that contains all its uses (units=...), or keep it whole "
+        "(param_persistence_threshold), or say who uses it (register_external_parameter), or read it inside `with "
+        "GatheredParameters(...):`; its rows for a state_dict come from get_model_state_dict() of "
+        f"{TORCH_FUNCTIONS}, which all ranks call."
+        f"{_CONVERT_FIRST if func in CONVERSIONS else ''}{_of_parametrisation()}"
+    )
+
+
+def _of_parametrisation() -> str:
+    """What to say besides where a model is being parametrised."""
+    if called_by(*_PARAMETRISE):
+        return " Parametrise a model before the optimizer is constructed, or close() it first."
+    return ""
+
+
+def called_by(*modules: str) -> bool:
+    """Whether code of a module whose name begins so has led here."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(modules):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``model.to(...)`` and its like, to what the tensor is already; the order of its memory stays in any case."""
+    tensor, *rest = args
+    rest = [torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t for t in rest]
+    shape = (0,) * max(tensor.dim(), 1)  # some memory formats want a number of dims
+    meant = func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
+    same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
+    return same and not kwargs.get("copy")
+
+
+def nothing_of(parameter: Any) -> torch.Tensor | None:
+    """What a ``state_dict()`` holds of a parameter of which only a shard is here, where it is asked for its names.
+
+    transformers does so at stage 3 before it loads weights, and on ranks that do not save. It gets a tensor without
+    memory (of the device "meta"), of which nothing can be computed or written; None for anybody else, unless the
+    bucket is ``quiet``.
+
+    Raises:
+        PartitionedAccessError: the values would be written (``save_pretrained``), see :func:`_refuse_saving`.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or frame.f_code is not SAVES:
+        return None
+    if not getattr(parameter._zoo_bucket, "quiet", False):
+        while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+            frame = frame.f_back
+        if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_READ_NAMES):
+            return None
+    _refuse_saving(parameter, frame)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def _refuse_saving(parameter: Any, frame: FrameType | None) -> None:
+    """Refuse ``save_pretrained()`` without ``state_dict=`` (transformers, PEFT, diffusers), on the rank that writes.
+
+    On the others too, unless all ranks have read the whole model since the latest update: then the one that writes may
+    have been given the values.
+    """
+    while frame is not None and frame.f_code.co_name != "save_pretrained":
+        frame = frame.f_back
+    bucket = parameter._zoo_bucket
+    if frame is None or not (frame.f_locals.get("is_main_process", True) or not bucket.read_whole):
+        return
+    raise PartitionedAccessError(
+        f"save_pretrained() without state_dict= at ZeRO stage 3: of {bucket.called(parameter._zoo_slot)!r} this rank "
+        "holds a shard, and what is written has to be whole. All ranks call model.save_pretrained(folder, "
+        "is_main_process=rank == 0, state_dict=...) with engine.module_state_dict(), which is a collective "
+        "(accelerator.get_state_dict(model) under Accelerate); or save inside `with GatheredParameters("
+        "list(model.parameters())):`; or use engine.save_16bit_model()."
+    )
+
+
+def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:
+    """Why a parameter does not take a tensor of another dtype or device."""
+    return (
+        f"parameter {name!r} is {parameter.dtype} on {parameter.device}, and was given {value.dtype} on {value.device}:"
+        " under a ZeRO optimizer parameters lie in flat buffers, whose dtype and device stay. Convert the model before "
+        "the optimizer is constructed, or close() it first."
+    )
+
+
+def sharded_in(value: Any) -> list[ShardedParameter]:
+    """The parameters of buckets in nested arguments."""
+    return [tensor for tensor in _flat_tensors(value) if isinstance(tensor, ShardedParameter)]
+
+
+class PartitionedValues(torch.Tensor):
+    """What ``parameter.data`` and ``parameter.detach()`` are where this rank holds a shard: the shape, dtype and device
+    of the parameter, and no values. What reads or writes them is a :class:`PartitionedAccessError`."""
+
+    @staticmethod
+    def of(parameter: ShardedParameter, refuse: Callable[[Any], NoReturn]) -> PartitionedValues:
+        """Those of one parameter; ``refuse(func)`` says what keeps a function from its values."""
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            PartitionedValues, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made._zoo_parameter, made._zoo_refuse = parameter, refuse
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads metadata, converts to the same; refuses the rest."""
+        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        if func in MAKES and args and args[0] is found:
+            args = (found._zoo_parameter, *args[1:])
+        seen = look_at(func, args, kwargs or {})
+        if seen is not UNREAD:
+            return seen
+        if func in VIEWS and args[0] is found:
+            return found
+        if func in CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
+            return found
+        return found._zoo_refuse(func)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What gets past the above has no values to work on."""
+        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        return found._zoo_refuse(func)
+
+
+class PartitionedGradient(torch.Tensor):
+    """What ``parameter.grad`` is where this rank holds a shard of the mean: it has a shape and a dtype, and no values.
+
+    It can be dropped, zeroed, converted to what it is already (as ``model.to(...)`` does) and asked what it looks like;
+    everything else is a :class:`PartitionedAccessError`.
+    """
+
+    @staticmethod
+    def of(gradients: Any, slot: int) -> PartitionedGradient:
+        """The gradient of parameter ``slot`` of a bucket."""
+        bucket = gradients.bucket
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            PartitionedGradient, bucket.layout.tensors[slot].shape, dtype=gradients.dtype, device=bucket.device
+        )
+        made._zoo_gradients, made._zoo_slot = gradients, slot
+        return made  # type: ignore[no-any-return]
+
+    def stands_for(self, gradients: Any, slot: int) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return self._zoo_gradients is gradients and self._zoo_slot == slot  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads metadata, zeroes, converts to the same; refuses the rest."""
+        seen = look_at(func, args, kwargs or {})
+        if seen is not UNREAD:
+            return seen
+        if func in _OF_GRADIENTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        if func is torch.Tensor.zero_:
+            found._zoo_gradients.clear(found._zoo_slot)
+            return found
+        if func in (_DATA.__get__, torch.Tensor.detach) and args[0] is found:
+            return found
+        if func == _DATA.__set__ and args[0] is found and isinstance(args[1], cls) and found.same_as(args[1]):
+            return None
+        if func in CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
+            return found
+        return found.refuse(func)
+
+    def same_as(self, other: PartitionedGradient) -> bool:
+        """Whether both are the gradient of one parameter."""
+        return other.stands_for(self._zoo_gradients, self._zoo_slot)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What gets past the above has no values to work on."""
+        found = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
+        return found.refuse(func)
+
+    def refuse(self, func: Any) -> NoReturn:
+        """Say what was touched, and what to do instead."""
+        found: Any = self
+        name, touched = found._zoo_gradients.bucket.called(found._zoo_slot), getattr(func, "__name__", str(func))
+        scaler = "In the place of torch's GradScaler give loss_scale= to the optimizer. " if "_amp_" in touched else ""
+        raise PartitionedAccessError(
+            f"{touched} touched the gradient of {name!r}, which is partitioned: this rank holds a shard of the mean. "
+            f"{scaler}Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "
+            "zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
+        )
+
+
+class WholeGradient(torch.Tensor):
+    """What ``parameter.grad`` is where it is whole: a view of the flat buffer, which ``.data = value`` writes to.
+
+    As torch has it, that would move this one view to other memory, and the optimizer would see nothing of it.
+    """
+
+    __torch_function__: Any = _DISABLED  # what is computed with it is a plain tensor
+
+    @staticmethod
+    def of(view: torch.Tensor, bucket: Bucket, slot: int) -> WholeGradient:
+        """``view``, of the gradient of a parameter of ``bucket``."""
+        made: Any = view.as_subclass(WholeGradient)
+        made._zoo_place = bucket, slot
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        mine, given = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
+        if mine != given:
+            bucket, slot = self._zoo_place  # type: ignore[attr-defined]
+            raise ValueError(
+                f"the gradient of {bucket.called(slot)!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was "
+                f"given {given[0]}, {given[1]}, on {given[2]}: it lies in a flat buffer, where these stay."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor of its own."""
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor."""
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _flat_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [t for item in value for t in _flat_tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _name(parameter: Any) -> str:
+    name: str = type(parameter)._zoo_bucket.called(parameter._zoo_slot)
+    return name
+
+
+def _get_grad(self: Any) -> torch.Tensor | None:
+    bucket = type(self)._zoo_bucket
+    if bucket.gradients is None:
+        return None
+    found = bucket.gradients.visible(self._zoo_slot)
+    return None if bucket.quiet and isinstance(found, PartitionedGradient) else found
+
+
+def _set_grad(self: Any, value: torch.Tensor | None) -> None:
+    gradients = type(self)._zoo_bucket.gradients
+    if gradients is not None:
+        gradients.assign(self._zoo_slot, value)
+    elif value is not None:
+        raise ValueError(f"{_name(self)!r} was frozen when the optimizer was constructed; it takes no gradient.")
+
+
+def _get_data(self: Any) -> torch.Tensor:
+    alias = _DATA.__get__(self)
+    if isinstance(alias, PartitionedValues):
+        return alias
+    # As torch's, it shares no version counter with the parameter; but one with all others of this parameter, so that
+    # writes through it are seen.
+    return type(self)._zoo_bucket.parameters.alias(self._zoo_slot, alias)  # type: ignore[no-any-return]
+
+
+def _set_data(self: Any, value: torch.Tensor) -> None:
+    type(self)._zoo_bucket.assign(self._zoo_slot, self, value)
+
+
+def _get_requires_grad(self: Any) -> bool:
+    return _REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+
+
+def _set_requires_grad(self: Any, value: bool) -> None:
+    # Freezing for a while is fine: the gradient of these steps is zero. The other way round there is no place for one.
+    if value and not type(self)._zoo_bucket.spec.trainable:
+        raise ValueError(
+            f"parameter {_name(self)!r} was frozen when the ZeRO optimizer was constructed and has no place for a "
+            "gradient. Set requires_grad before constructing the optimizer, or close() it and construct a new one."
+        )
+    _REQUIRES_GRAD.__set__(self, value)
+
+
+def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    _set_requires_grad(self, requires_grad)
+    return self
+
+
+def _detach(self: Any) -> torch.Tensor:
+    # `nn.Parameter(parameter)` asks for it first: there would be two parameters of one memory.
+    if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _NEW_PARAMETER:
+        raise ValueError(
+            f"nn.Parameter(...) of {_name(self)!r} would be a second parameter in its memory, which the ZeRO "
+            "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
+            "parametrisation such as weight_norm) has to come before the optimizer is constructed."
+        )
+    if sys._getframe(1).f_code is SAVES and _split_for_torch(self):
+        bucket = type(self)._zoo_bucket
+        return bucket.owner().rows(bucket, self._zoo_slot)  # type: ignore[no-any-return]
+    if type(self)._zoo_bucket.parameters.hidden and not torch.compiler.is_compiling():
+        nothing = nothing_of(self)
+        if nothing is not None:
+            return nothing
+        if sys._getframe(1).f_code is SAVES:
+            values = torch.Tensor.detach(self)  # a unit that runs gathers it
+            return _refuse_touched([self], torch.Tensor.detach) if isinstance(values, PartitionedValues) else values
+    return torch.Tensor.detach(self)
+
+
+def _copy_(self: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    # What set_model_state_dict() gives may be split, and so may be the parameter; every rank is here.
+    if source is self or sys._getframe(1).f_code is not _LOADS or not called_by(TORCH_FUNCTIONS):
+        return self if source is self else torch.Tensor.copy_(self, source, non_blocking)
+    given: Any = source
+    whole = given.full_tensor() if is_dtensor(given) else given
+    if not _split_for_torch(self):
+        return torch.Tensor.copy_(self, whole, non_blocking)
+    bucket = type(self)._zoo_bucket
+    # Torch sets the states first: masters that round to what is given here stay.
+    bucket.owner().change(bucket, self._zoo_slot, whole.to(self.device, self.dtype), keep_equal=True)
+    return self
+
+
+def _split_for_torch(parameter: Any) -> bool:
+    """Whether a function of torch's that all ranks call asks for a parameter of which only a shard is here."""
+    bucket = type(parameter)._zoo_bucket
+    if torch.compiler.is_compiling() or not bucket.parameters.hidden or bucket.spec.axes or bucket.owner is None:
+        return False
+    return hasattr(bucket.owner(), "rows") and called_by(TORCH_FUNCTIONS)
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
+    # A copy (an averaged model, say) is a parameter of its own: it belongs to no bucket.
+    copy = memo.get(id(self))
+    if copy is None:
+        copy = memo[id(self)] = ordinary(self, torch.clone(self.detach()), memo)
+    return copy
+
+
+def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # In the place of what another class does: codes are converted, or packed anew, outside of a bucket only.
+    if _changes_nothing(torch.Tensor.to, (self, *args), kwargs):
+        return self
+    raise ValueError(
+        f"parameter {_name(self)!r}, a {class_of(self).__name__}, would go to {(*args, *kwargs.values())!r}: it "
+        f"lies in a flat buffer, whose dtype and device stay.{_CONVERT_FIRST}"
+    )
+
+
+_REFUSE: Any = classmethod(_refuse)
+
+
+class Guard:
+    """Makes one bucket's parameters instances of a class of their own, and opens and closes that class."""
+
+    def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: Callable[[], str]) -> None:
+        self._shown: Any = _DISABLED  # what the class does to functions of torch while its parameters are whole
+        self._class = self.class_for(bucket)
+        self._address = storage._cdata
+        self._message = message
+
+    def class_for(self, bucket: Bucket) -> Any:
+        """The class of the bucket's parameters."""
+        body = {
+            "_zoo_bucket": bucket,
+            "grad": property(_get_grad, _set_grad, lambda self: _set_grad(self, None)),
+            "requires_grad": property(_get_requires_grad, _set_requires_grad),
+            "requires_grad_": _requires_grad_,
+            "data": property(_get_data, _set_data),
+            "__torch_function__": _DISABLED,
+            "detach": _detach,
+            "copy_": _copy_,
+            "__deepcopy__": _deepcopy,
+        }
+        cls = bucket.spec.cls
+        if cls is nn.Parameter:
+            return type("ZeroParameter", (ShardedParameter,), body)
+        self._shown = shown(cls)
+        body |= {"_zoo_coded": cls, "__torch_function__": self._shown, "to": _stay}
+        return type(f"Zero{cls.__name__}", (ShardedParameter, cls), body)
+
+    def adopt(self, parameter: nn.Parameter, name: str, slot: int) -> None:
+        """Make ``parameter`` an instance of the bucket's class."""
+        parameter.__class__ = self._class
+        parameter._zoo_name = name  # type: ignore[attr-defined]
+        parameter._zoo_slot = slot  # type: ignore[attr-defined]
+
+    def hide(self) -> None:
+        """No unit that owns the parameters is running: refuse them. Their memory may still be there."""
+        self._class.__torch_function__ = _REFUSE
+
+    def show(self) -> None:
+        """A unit that owns the parameters runs."""
+        self._class.__torch_function__ = self._shown
+
+    def moved(self, storage: torch.UntypedStorage) -> None:
+        """Their memory is another one now."""
+        self._address = storage._cdata
+
+    def close(self) -> None:
+        """The memory is gone: refuse everything that shares it."""
+        refuse_storage(self._address, self._message())
+
+    def open(self) -> None:
+        """There is memory again."""
+        allow_storage(self._address)
+
+
+def release(parameter: Any) -> None:
+    """Make an adopted parameter an ordinary ``nn.Parameter`` again, without a gradient."""
+    parameter.__class__ = class_of(parameter)
+    del parameter._zoo_name, parameter._zoo_slot
+    parameter.__dict__.pop("_zoo_bucket", None)
+    parameter.grad = None
+    if parameter.grad_dtype is not parameter.dtype:
+        parameter.grad_dtype = parameter.dtype
+
+
+class _LeadTo(torch.autograd.Function):
+    """A graph of one node that leads to all of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("nobody goes back through this.")
+
+
+def accumulators(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """The autograd nodes that add to the gradients of those of ``parameters`` that require one."""
+    with torch.enable_grad():
+        led = _LeadTo.apply(*parameters)
+    # torch 2.11 tells what a node leads to only while there is a tensor that came from it.
+    return [node for node, _ in led.grad_fn.next_functions if node is not None] if led.grad_fn is not None else []
+
+
+def assign_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """What ``parameter.data = value`` does in torch."""
+    _DATA.__set__(parameter, value)
+
+
+def raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Set the gradient that autograd accumulates into."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, value)
+
+
+def grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Set the dtype that a gradient is converted to before autograd accumulates it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad_dtype = dtype
+
+
+def raw_grad_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd accumulates into."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def has_raw_grad(parameter: nn.Parameter) -> bool:
+    """Whether autograd would accumulate into something, or has just made it."""
+    return raw_grad_of(parameter) is not None
+
+
+def raw_data(parameter: nn.Parameter) -> torch.Tensor:
+    """What ``parameter.data`` is in torch."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _DATA.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def refuse_storage(address: int, message: str) -> None:
+    """Make every access to this storage's data raise ``message`` (where torch offers it)."""
+    if _SET_ERROR is not None and _CLEAR_ERROR is not None:
+        _SET_ERROR(address, message)
+
+
+def allow_storage(address: int) -> None:
+    """Undo :func:`refuse_storage`."""
+    if _CLEAR_ERROR is not None:
+        _CLEAR_ERROR(address)

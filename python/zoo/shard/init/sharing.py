@@ -1,0 +1,188 @@
+"""Where the parts of an Init live and how they travel: placements, routes and stores of buckets of one parameter.
+
+Legend: see ``placement/axes.py``; n elements of a part, G elements that share a scale (``collectives/quantised.py``).
+
+n = ceil(numel / p), rounded up to whole groups where something is quantised and else to 64 elements: so it does not
+depend on the dtype, and a rank converts what it has without asking others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator, Recovery
+from zoo.shard.collectives.routes import Packer, Routes, plain_routes
+from zoo.shard.init.keeping import Files, Swapped
+from zoo.shard.memory import Memory
+from zoo.shard.offload.scratch import Scratch
+from zoo.shard.offload.tiers import Tier
+from zoo.shard.placement.axes import Axes
+from zoo.shard.placement.packing import BucketSpec, layout_of
+from zoo.shard.placement.placements import Placements
+from zoo.shard.roles import RoleBuffer
+
+if TYPE_CHECKING:
+    from zoo.shard.init.parts import Part
+
+_UNIT = 64  # elements: a cache line of the smallest dtype, and whole units of the quantisation kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What the parts of one Init have in common.
+
+    Attributes:
+        axes: all ranks, those that split a value, and which chunk each of them keeps.
+        placements: of every part.
+        scratch: buffers of host memory, None where parts stay on the device.
+        store: where they are on NVMe.
+        quantised_reads: what is gathered to be read travels as int8.
+        quantised_frozen: what does not require a gradient is kept as int8.
+    """
+
+    axes: Axes
+    placements: Placements
+    scratch: Scratch | None = None
+    store: Files | Swapped | None = None
+    quantised_reads: bool = False
+    quantised_frozen: bool = False
+    memory: Memory = field(default_factory=Memory)
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks that share the model."""
+        return self.axes.world
+
+    # To ``GatheredParameters`` it is what its parts belong to.
+
+    @cached_property
+    def _recovery(self) -> Recovery | None:
+        return Recovery(self.comm) if self.comm.size > 1 else None
+
+    def settle(self) -> None:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        if self._recovery is not None:
+            self._recovery.settle()
+
+    def failed_anywhere(self, error: BaseException | None) -> str:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        device = torch.device("cuda" if "nccl" in self.comm.backend else "cpu")
+        return self._recovery.agree_on(error, device) if self._recovery is not None else ""
+
+    def hold(self, part: Part, *, writes: bool) -> bool:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        from zoo.shard.init.session import current
+
+        session = current()
+        if writes and session is not None and session.uses(part):
+            session.settle()  # what initialisers wrote is kept, whatever becomes of what is written now
+        part.active += 1
+        part.make_whole(exact=writes)
+        part.writers += writes
+        return writes
+
+    def let_go(self, part: Part, held: bool, *, forget: bool) -> None:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        from zoo.shard.init.session import current
+
+        session = current()
+        part.active -= 1
+        part.writers -= held
+        if part.active:
+            return
+        if forget and session is not None:
+            session.forget(part)
+        if session is None or not session.uses(part):
+            part.drop_whole()
+
+    def noted(self, part: Part) -> list[int]:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        return [part.version]
+
+    def publish(self, slots: Mapping[Part, Sequence[int]], rank: int, seen: Mapping[Part, Sequence[int]]) -> None:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        for part in slots:
+            part.store(rank)
+
+    # How a part is made.
+
+    @cached_property
+    def _plain(self) -> Routes:
+        return plain_routes(self.axes)
+
+    def spec_of(self, parameter: nn.Parameter, name: str, dtype: torch.dtype, group_size: int = 0) -> BucketSpec:
+        """The plan of a bucket of one parameter; ``group_size``: G of an earlier one, whose layout it keeps.
+
+        Raises:
+            NotImplementedError: a floating-point dtype that cannot be quantised, where that is asked for.
+        """
+        parameters = _Weakly(parameter)
+        spec = BucketSpec(dtype, False, False, [name], parameters, [0], [name])  # type: ignore[arg-type]
+        spec.group_size = group_size or _UNIT
+        if not group_size and self._quantises and dtype.is_floating_point:
+            from zoo.shard.collectives import quantised  # the only part that needs zoo-kernels
+
+            quantised.check_dtypes([name], dtype)
+            length = layout_of(spec, self.axes.shard.size).size // self.axes.shard.size
+            spec.group_size = quantised.group_size_of(length)
+        return spec
+
+    @property
+    def _quantises(self) -> bool:
+        return self.quantised_reads or self.quantised_frozen
+
+    def routes_of(self, spec: BucketSpec) -> Routes:
+        """How it travels."""
+        plain = self._plain
+        if not self.quantised_reads or not _can_be_quantised(spec.dtype):
+            return plain
+        from zoo.shard.collectives.quantised import quantised_routes
+
+        return quantised_routes(plain, spec.group_size, weights=True, stored=False, gradient_bits=None)
+
+    def packer_of(self, spec: BucketSpec, *, frozen: bool) -> Packer | None:
+        """What keeps it as int8; None: it is kept as it is."""
+        if not (frozen and self.quantised_frozen and _can_be_quantised(spec.dtype)):
+            return None
+        from zoo.shard.collectives import quantised
+
+        return quantised.Packer(self._plain.exact, spec.group_size)
+
+    def new_shard(self, spec: BucketSpec, numel: int, device: torch.device, *, frozen: bool) -> RoleBuffer:
+        """For n = ``numel`` elements of a rank."""
+        tier = self.placements.parameters.tier if numel else Tier.DEVICE
+        region = 0
+        if tier is Tier.NVME and self.store is not None:
+            region = self.store.add(numel * spec.dtype.itemsize)
+        scratch = None if tier is Tier.NVME else self.scratch  # a pool would be kept for one part at a time
+        return RoleBuffer(
+            numel, spec.dtype, device, tier=tier, pack=self.packer_of(spec, frozen=frozen), scratch=scratch,
+            store=self.store, region=region,
+        )  # fmt: skip
+
+
+def _can_be_quantised(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 8  # fp64 travels as it is
+
+
+class _Weakly:
+    """A list of one parameter that does not keep it: what is dropped while a model is built is freed at once."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __getitem__(self, index: int) -> nn.Parameter:
+        found = self._parameter() if index == 0 else None
+        if found is None:
+            raise IndexError("there is no such parameter (any more).")
+        return found
+
+    def __len__(self) -> int:
+        return 1

@@ -1,0 +1,80 @@
+"""Memory of what comes and goes in every step: gathered parameters, and gradients from backward to the update.
+
+torch's allocator on the CPU asks the system for each large block anew, and every page of it is a fault that clears the
+page. Measured on a GPT of 38 M parameters in bf16 at stage 3: 26,000 to 60,000 faults a step, 15 to 35 % of its time.
+A pool keeps what was freed for the next bucket, on huge pages where there are some, and starts a buffer at a page,
+where a device reaches it without a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from zoo import io
+from zoo.shard.offload.heap import large_blocks_are_mapped, reuse_large_blocks
+
+THRESHOLD_BYTES = 1 << 20
+"""Smaller blocks come from torch's allocator, which keeps them itself."""
+
+REGION_BYTES = 16 << 20
+
+_log = logging.getLogger("zoo.zero")
+
+
+class Memory:
+    """Memory from torch's allocator: what is freed goes back to it."""
+
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give an empty ``storage`` this many bytes of arbitrary content; ``storage.resize_(0)`` gives them back."""
+        storage.resize_(num_bytes)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor of arbitrary content."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+class StepMemory(Memory):
+    """Memory for the buffers of one rank; on other devices than the CPU torch's allocator keeps blocks itself."""
+
+    def __init__(self) -> None:
+        self._pool: io.BufferPool | None = None
+
+    def begin(self) -> None:
+        """The buckets are made: steps come now, and free nothing large between small objects that stay."""
+        if large_blocks_are_mapped() and lends():
+            reuse_large_blocks()  # building the model wanted otherwise
+
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """See :class:`Memory`."""
+        if num_bytes < THRESHOLD_BYTES or storage.device.type != "cpu" or not lends():
+            storage.resize_(num_bytes)
+            return
+        from zoo.kernels.storage import lend
+
+        if not lend(storage, self._take(num_bytes, torch.uint8).untyped_storage()):
+            raise AssertionError("a storage of the CPU did not take memory.")
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :class:`Memory`."""
+        if numel * dtype.itemsize < THRESHOLD_BYTES or device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self._take(numel, dtype)
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._pool is None:
+            self._pool = io.BufferPool(1 << 46, pinned=False, region_bytes=REGION_BYTES)
+        return self._pool.empty(numel, dtype=dtype)
+
+
+@functools.cache
+def lends() -> bool:
+    """Whether storages can be lent memory here, which needs the native library of zoo-kernels; says once if not."""
+    try:
+        from zoo.kernels import loading
+    except ImportError:
+        _log.info("zoo-kernels is not installed: large buffers on the CPU are taken from the system in every step")
+        return False
+    return loading.native()

@@ -1,0 +1,19 @@
+from .config import (
+    OffloadOptimizerConfig as OffloadOptimizerConfig,
+)
+from .config import (
+    OffloadParamConfig as OffloadParamConfig,
+)
+from .scratch import (
+    Scratch as Scratch,
+)
+from .scratch import (
+    Shelf as Shelf,
+)
+from .tiers import OffloadError as OffloadError
+from .tiers import (
+    Tier as Tier,
+)
+from .tiers import (
+    plan_tiers as plan_tiers,
+)

@@ -1,0 +1,283 @@
+"""A rank's scratch space on NVMe: files without names, cut into regions."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from zoo import io
+from zoo.shard.memory import lends
+from zoo.shard.offload.heap import map_large_blocks
+from zoo.shard.offload.tiers import OffloadError
+
+if TYPE_CHECKING:
+    from zoo.shard.offload.budget import HostBudget
+
+
+PAGE = 4096
+_TOLD_AFTER_S = 0.1
+_log = logging.getLogger("zoo.zero")
+
+
+def round_up(num_bytes: int) -> int:
+    """To whole pages: what a device reaches without a copy."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+class Lease:
+    """A region that keeps its content until :meth:`release`: whoever wants to write to it waits. For any thread."""
+
+    def __init__(self, shelf: Shelf, region: int, offset: int) -> None:
+        self._shelf, self._region, self._offset = shelf, region, offset
+        self._held = True
+
+    def read(self, memory: torch.Tensor, offset: int) -> None:
+        """Fill ``memory``, bytes, from byte ``offset`` of what was lent."""
+        self._shelf.read_lent(self._region, memory, self._offset + offset)
+
+    def release(self) -> None:
+        """It may be written to again. A second time has no effect."""
+        if self._held:
+            self._held = False
+            self._shelf.take_back(self._region)
+
+
+class Shelf:
+    """A file of a known size, cut into regions that are read and written as tensors.
+
+    The file has no name any more once it is open: its space is free again when the process ends, however that happens.
+    A device may answer in any order; a region is not read while something of it is being written, and not written to
+    while it is lent, to a checkpoint that another thread writes.
+    """
+
+    def __init__(self, handle: io.Handle, folder: Path, name: str, sizes: list[int]) -> None:
+        self._handle, self.what = handle, name
+        self.read_bytes = self.written_bytes = 0  # since it was made
+        # Writes that nobody has waited for yet, or that failed, and their regions.
+        self._writing: dict[io.Future, int] = {}
+        self._lent: dict[int, int] = {}  # leases by region
+        self._returned = threading.Condition()
+        self.offsets, end = [], 0
+        for size in sizes:
+            self.offsets.append(end)
+            end += round_up(size)
+        self.num_bytes = end
+        path = folder / f"zoo-{name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._where = f"{name} in {str(folder)!r}"
+        try:
+            _allocate(path, end)
+            self._writer = handle.open(path, "w")
+            self._reader = handle.open(path, "r")
+        except (OSError, RuntimeError) as error:
+            raise OffloadError(_why(error, name, folder, end)) from error
+        finally:
+            path.unlink(missing_ok=True)
+
+    @property
+    def gds(self) -> bool:
+        """Whether tensors of a GPU may be read and written."""
+        return self._handle.gds
+
+    def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> io.Future:
+        """Begin filling ``tensor`` from byte ``offset`` of a region; ``urgent``: before what waits at the device."""
+        for future in self._writes_to(region):
+            self.finish(future)
+        self.read_bytes += tensor.nbytes
+        return self._handle.async_pread(tensor, self._reader, self.offsets[region] + offset, urgent=urgent)
+
+    def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> io.Future:
+        """Begin writing ``tensor`` at byte ``offset`` of a region; ``urgent``: all writes to a region are, or none."""
+        self._wait_for_leases(region)
+        self.written_bytes += tensor.nbytes
+        future = self._handle.async_pwrite(tensor, self._writer, self.offsets[region] + offset, urgent=urgent)
+        for older in self._writes_to(region):
+            if older.done():  # whether it failed is known to who waits for it
+                del self._writing[older]
+        self._writing[future] = region
+        return future
+
+    # Lent to another thread ------------------------------------------------------------------------------------------
+
+    def lend(self, region: int, offset: int = 0) -> Lease:
+        """From byte ``offset`` on, as it is now; writes that are under way are finished first."""
+        for future in self._writes_to(region):
+            self.finish(future)
+        with self._returned:
+            self._lent[region] = self._lent.get(region, 0) + 1
+        return Lease(self, region, offset)
+
+    def lender(self, region: int, first: int) -> Callable[[int], Lease]:
+        """What lends the region from a byte on, counted from byte ``first`` of it."""
+        return lambda offset: self.lend(region, first + offset)
+
+    def read_lent(self, region: int, memory: torch.Tensor, offset: int) -> None:
+        """See :meth:`Lease.read`."""
+        try:
+            self._handle.async_pread(memory, self._reader, self.offsets[region] + offset).wait()
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise OffloadError(f"offloaded state cannot be read for a checkpoint: {self._where}: {error}") from error
+
+    def take_back(self, region: int) -> None:
+        """See :meth:`Lease.release`."""
+        with self._returned:
+            self._lent[region] -= 1
+            if not self._lent[region]:
+                del self._lent[region]
+                self._returned.notify_all()
+
+    def _wait_for_leases(self, region: int | None = None) -> None:
+        """Until a region, or none, is lent."""
+        if not self._lent:
+            return
+        began = time.perf_counter()
+        with self._returned:
+            self._returned.wait_for(lambda: not (self._lent if region is None else region in self._lent))
+        waited = time.perf_counter() - began
+        if waited > _TOLD_AFTER_S:
+            _log.info("%s have waited %.1f s for a checkpoint that was being written", self.what, waited)
+
+    def _writes_to(self, region: int) -> list[io.Future]:
+        return [future for future, where in self._writing.items() if where == region]
+
+    def drop(self, region: int) -> None:
+        """What a region holds is needed no longer. Its space is free when the file is closed."""
+
+    def forget(self) -> None:
+        """What was written is of no use any more, nor whether it got there."""
+        self._writing.clear()
+
+    def finish(self, future: io.Future) -> None:
+        """Wait for an operation; a failure names what it was about."""
+        try:
+            future.wait()
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise OffloadError(
+                f"offloaded state was lost: {self._where}: {error}. Free or replace the device and continue from the "
+                "last checkpoint (load_state)."
+            ) from error
+        self._writing.pop(future, None)
+
+    def close(self) -> None:
+        """Give the space back."""
+        self._wait_for_leases()
+        self._writer.close()
+        self._reader.close()
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _why(error: OSError | RuntimeError, name: str, folder: Path, num_bytes: int) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    less = "use more ranks, or offload less (ratio, max_in_cpu)."
+    if number == errno.ENOSPC:
+        free = shutil.disk_usage(folder).free
+        return (
+            f"nvme_path={str(folder)!r} has {free:,} bytes free, and {name} of this rank take {num_bytes:,}. Free "
+            f"space, choose another nvme_path, {less}"
+        )
+    if number in (errno.EDQUOT, errno.EFBIG):
+        limit = (
+            "quota of this user" if number == errno.EDQUOT else "limit of a file's size (ulimit -f, or the device's)"
+        )
+        return (
+            f"nvme_path={str(folder)!r}: {name} of this rank take {num_bytes:,} bytes, more than the {limit} allows. "
+            f"Raise it, choose another nvme_path, {less}"
+        )
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"nvme_path={str(folder)!r} cannot be written to ({os.strerror(number)}); choose a directory that can."
+    return f"nvme_path={str(folder)!r} cannot be used for {name}: {error}"
+
+
+def handle_of(aio: io.AioConfig | io.Handle | None, **options: Any) -> tuple[io.Handle, bool]:
+    """The engine that a user gave, or a new one of these settings and options; and whether it is ours to close."""
+    if isinstance(aio, io.Handle):
+        return aio, False
+    return io.Handle.from_config(aio or io.AioConfig(), **options), True
+
+
+class Scratch:
+    """The engine, the buffers and the folders of one rank's offloaded state.
+
+    Under a cap memory is scarce, and where gathered parameters and gradients do not come from a pool they tear the heap
+    to pieces: large blocks of the process then go back to the system when they are freed (heap.py).
+
+    Args:
+        budget: the account of this node's host memory; None for no cap.
+        handle: the engine; it is closed with the rest if it is ``owned``.
+    """
+
+    def __init__(
+        self, handle: io.Handle, *, owned: bool, budget: HostBudget | None = None, pinned: bool = False
+    ) -> None:
+        if budget is not None or not lends():
+            map_large_blocks()
+        self._budget = budget
+        kind: Literal["auto", False] = "auto" if pinned else False
+        if budget is None:
+            self.pool = io.BufferPool(1 << 46, pinned=kind)
+        else:
+            self.pool = io.BufferPool(
+                budget.capacity_bytes, pinned=kind, region_bytes=budget.region_bytes, ledger=budget.ledger
+            )
+        self.handle, self._owned = handle, owned
+        self._shelves: list[Shelf] = []
+
+    def shelf(self, folder: Path | None, name: str, sizes: list[int]) -> Shelf:
+        """A new file in ``folder`` with a region of each of these sizes in bytes."""
+        if folder is None:
+            raise ValueError(f'offloading to "nvme" needs nvme_path: a directory on the device, for {name}.')
+        if not folder.is_dir():
+            kind = "is not a directory" if folder.exists() else "does not exist"
+            raise OffloadError(f"nvme_path={str(folder)!r} {kind}; make it, or name a directory on the device.")
+        made = Shelf(self.handle, folder, name, sizes)
+        self._shelves.append(made)
+        return made
+
+    def drop(self, shelf: Shelf) -> None:
+        """A file is needed no longer: its space is free."""
+        self._shelves.remove(shelf)
+        shelf.close()
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise OffloadError unless buffers of so many bytes, and what other ranks ask for, fit under each node's cap.
+
+        Collective if there is a cap: all ranks raise or none. What is not in use goes back to the account first; then
+        ranks that share a cap set so much aside, and none of them depends on what the others take later.
+        """
+        if self._budget is not None:
+            self.pool.trim()
+            self._budget.check(self.pool.stats().in_use_bytes, num_bytes)
+            self._budget.set_aside(self.pool, num_bytes)
+
+    def nvme_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(shelf.num_bytes for shelf in self._shelves)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes read and written so far."""
+        return sum(s.read_bytes for s in self._shelves), sum(s.written_bytes for s in self._shelves)
+
+    def close(self) -> None:
+        """Give files and threads back."""
+        for shelf in self._shelves:
+            shelf.close()
+        self._shelves.clear()
+        if self._owned and not self.handle.closed:
+            self.handle.close()

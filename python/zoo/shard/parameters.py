@@ -1,0 +1,333 @@
+"""The parameters of one bucket: whole while they are used, this rank's shard in its tier in between.
+
+Legend: see ``buckets.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zoo.comm import Handle, advance
+from zoo.shard.guard import assign_data
+from zoo.shard.guard import release as release_parameter
+from zoo.shard.offload.tiers import OffloadError
+from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
+
+if TYPE_CHECKING:
+    from zoo.shard.buckets import Bucket
+
+_VERSION: Any = attrgetter("_version")
+
+
+class BucketParameters:
+    """The buffers of a bucket's parameters on this rank.
+
+    Attributes:
+        full: (P,) parameters; the model's are views of it. Where the bucket is partitioned its storage is empty between
+            ``release`` and ``gather``.
+        shard: this rank's parameters where they are partitioned, wherever and however it keeps them; a view of ``full``
+            elsewhere.
+        secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
+        live: ``full`` holds valid parameters.
+        coming: a gather is under way.
+        hidden: the model's parameters are refused to everybody.
+    """
+
+    def __init__(self, bucket: Bucket, source: RoleBuffer | None = None) -> None:
+        self.bucket = bucket
+        self._routes = bucket.routes
+        self._route = self._routes.gather
+        self.live, self.coming, self.hidden = True, False, False
+        self.secondary: torch.Tensor | None = None
+        self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
+        self._handle: Handle | None = None
+        self._reading: tuple[Any, torch.Tensor] | None = None
+        self._lay_out(source)
+
+    def _lay_out(self, source: RoleBuffer | None) -> None:
+        bucket, spec = self.bucket, self.bucket.spec
+        self.full = torch.zeros(bucket.layout.size, dtype=spec.dtype, device=bucket.device)
+        self._storage = self.full.untyped_storage()
+        self._guard = bucket.new_guard(self._storage)
+        # Values are brought together in the dtype in which they came, and rounded then.
+        came = self.full if spec.original is spec.dtype else torch.zeros_like(self.full, dtype=spec.original)
+        members = zip(spec.names, spec.parameters, bucket.views(self.full), bucket.views(came), strict=True)
+        for slot, (name, parameter, view, before) in enumerate(members):
+            if source is None:
+                fill_from(before, parameter)
+            parameter.data = view
+            parameter.grad = None
+            self._guard.adopt(parameter, name, slot)
+        if source is None:
+            self._routes.axes.world.broadcast(came).wait()
+        if came is not self.full:
+            self._round(came)
+        low, high = bucket.own_range() if bucket.partitioned else bucket.kept_range()
+        self.shard = bucket.new_shard() if bucket.partitioned else RoleBuffer.within(self.full[low:high], low)
+        bucket.roles[PARAMETER] = self.shard
+        if source is not None:
+            self.shard.take(source)
+            self._drop_full()
+        elif bucket.partitioned:
+            self.shard.set(self.full[low:high])
+            self.reshard()
+
+    def _round(self, came: torch.Tensor) -> None:
+        self.full.copy_(came)
+        if self.bucket.spec.keeps_originals:
+            low, high = self.bucket.kept_range()
+            self.bucket.roles[ORIGINAL] = self.bucket.new_originals()
+            self.bucket.roles[ORIGINAL].set(came[low:high])
+
+    @property
+    def _label(self) -> str:
+        return f"parameters of {self.bucket.label}"
+
+    # Whole -----------------------------------------------------------------------------------------------------------
+
+    def unshard(self, *, exact: bool = False) -> None:
+        """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
+        if self.live or self.coming:
+            return
+        if self.bucket.meeting is not None and not exact:
+            self.bucket.meeting.unshard(self.bucket)
+        else:
+            self.unshard_now(exact=exact)
+
+    def give(self) -> None:
+        """Take part in a gather of which this rank needs nothing: it has the parameters."""
+        shard, device = self.shard, self.full.device
+        spare = self.bucket.memory.empty(self.full.numel(), self.full.dtype, device)
+        if shard.pack is not None:
+            shard.pack.over(shard.stored()).to(device).start(spare, self._label).wait()
+        else:
+            self._routes.gather.start(spare, shard.read().to(device), self._label).wait()
+
+    def unshard_now(self, *, exact: bool = False) -> None:
+        """Start gathering, on all ranks."""
+        self._route = self._routes.exact if exact else self._routes.gather
+        self._guard.open()
+        self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
+        if self.secondary is not None and self._routes.secondary is not None and not (exact and self.rounds):
+            self._handle = self._routes.secondary.start(self.full, self.secondary, self._label)
+        elif self.shard.values is not None and self.shard.values.device == self.full.device:
+            self._handle = self._route.start(self.full, self.shard.values, self._label)
+        elif self.shard.packed is not None:
+            packed = self.shard.packed.to(self.full.device, non_blocking=True)
+            self.shard.copying()
+            self._handle = packed.start(self.full, self._label)
+        else:
+            self._gather_from_tier(self.shard)
+        self.coming = True
+
+    def _gather_from_tier(self, shard: RoleBuffer) -> None:
+        low, high = self.bucket.own_range()
+        own = self.full[low:high]
+        if shard.values is not None:
+            own.copy_(shard.values, non_blocking=True)
+            shard.copying()
+            self._handle = self._route.start(self.full, own, self._label)
+            return
+        # What comes from NVMe is exchanged later: all ranks do that in the same order.
+        into = own if shard.pack is None else own.view(torch.uint8)[: shard.stored_nbytes]
+        if own.device.type != "cpu" and not shard.reaches(own.device):
+            into = shard.buffer(into.numel(), into.dtype)
+        try:
+            self._reading = (shard.begin_read(into, urgent=True), into)
+        except OffloadError:
+            self._drop_full()
+            raise
+
+    @property
+    def rounds(self) -> bool:
+        """What is gathered is not exactly what the ranks keep."""
+        return self._routes.exact is not self._routes.gather
+
+    def wait(self, *, exact: bool = False) -> None:
+        """Gather if needed, and wait until the parameters are whole.
+
+        ``exact``: as the ranks keep them, also where gathering rounds; but what a running forward uses stays.
+        """
+        if exact and self.rounds and not self.bucket.active and self._route is not self._routes.exact:
+            self.reshard()
+        if not self.live:
+            if not self.coming:
+                self.unshard(exact=exact)
+            self.finish_unshard()
+        if self.hidden:
+            self.hidden = False
+            self._guard.show()
+
+    def hide(self) -> None:
+        """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
+        if not self.hidden:
+            self._guard.hide()
+            self.hidden = True
+
+    def advance(self) -> None:
+        """A gather that has two stages, and has been under way for a while, goes on to the second."""
+        if self._reading is not None:
+            self._exchange()
+        else:
+            advance(self._handle)
+
+    def _exchange(self) -> None:
+        """What was read from NVMe goes to all ranks."""
+        if self._reading is None:
+            return
+        (future, read), self._reading = self._reading, None
+        try:
+            self.shard.finish(future)
+        except OffloadError:
+            self.coming = False
+            self._drop_full()  # nothing of it is valid
+            raise
+        if self.shard.pack is not None:
+            # It may lie in the memory that is gathered into: that is written when what was sent has arrived.
+            self._handle = self.shard.pack.over(read).to(self.full.device).start(self.full, self._label)
+            return
+        low, high = self.bucket.own_range()
+        own = self.full[low:high]
+        if read.device != own.device:
+            own.copy_(read)
+        self._handle = self._route.start(self.full, own, self._label)
+
+    def finish_unshard(self) -> None:
+        """Wait for a gather that is under way."""
+        if self._reading is not None:
+            self._exchange()
+        handle, self._handle, self.coming = self._handle, None, False
+        if handle is not None:
+            handle.wait()
+        self.live = True
+
+    def reshard(self, *, again: bool = False) -> None:
+        """Free the gathered parameters; this rank keeps its shard.
+
+        ``again``: a backward will gather them once more; with hpZ this rank keeps a part of them until then.
+        """
+        if not self.bucket.partitioned:
+            return
+        if self.coming:
+            self.finish_unshard()
+        if self.live:
+            kept = self.bucket.placements.secondary
+            group = kept.split if kept is not None else None
+            if again and group is not None and self.secondary is None:
+                low, high = self.bucket.layout.shard_range(group.rank, group.size)
+                self.secondary = self.full[low:high].clone()
+            self._drop_full()
+
+    def drop_secondary(self) -> None:
+        """Forget what was kept for backward: it is over, or an update made it stale."""
+        self.secondary = None
+
+    def _drop_full(self) -> None:
+        try:
+            self._storage.resize_(0)
+        except RuntimeError:
+            if self._storage.resizable():
+                raise
+            self.renew()  # NumPy has had it, and may have it still
+            self._storage.resize_(0)
+        self._guard.close()
+        self.live = False
+        self.hide()
+
+    def drop(self) -> None:
+        """Keep nothing: neither whole nor this rank's shard."""
+        self.reshard()
+        for role in self.bucket.roles.values():
+            role.drop()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Give the parameters of a partitioned bucket other memory with the same values; whoever has tensors of the old
+        one keeps that."""
+        before, self.full = self.full, torch.empty_like(self.full)
+        self.full.copy_(before)
+        self._storage = self.full.untyped_storage()
+        self._guard.moved(self._storage)
+        self.forget_aliases()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(self.bucket.spec.parameters, self.bucket.views(self.full), strict=True):
+                assign_data(parameter, view)
+
+    def taken(self) -> int:
+        """How much has this memory, apart from what ``parameter.data`` is remembered by: more than before, and somebody
+        has taken a tensor of it."""
+        return self.shared_by() - len(self._aliases)
+
+    def shared_by(self) -> int:
+        """How many tensors and storages of Python there are with the memory of ``full``."""
+        return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
+
+    def publish(self) -> Handle | None:
+        """After an update of this rank's shard: bring it to everyone who keeps the parameters whole."""
+        if self.bucket.partitioned:
+            self.reshard()
+            return None
+        if not self.bucket.placements.states.is_split:
+            return None
+        low, high = self.bucket.own_range()
+        return self.bucket.shard_group.all_gather(self.full, self.full[low:high], label=self._label)
+
+    # One parameter, one chunk -----------------------------------------------------------------------------------------
+
+    def flat_of(self, slot: int) -> torch.Tensor:
+        """(numel,) one parameter's part of ``full``, behind the version counter of the runtime."""
+        offset = self.bucket.layout.offsets[slot]
+        return self.full[offset : offset + self.bucket.layout.tensors[slot].numel]
+
+    def versions(self) -> list[int]:
+        """How often each parameter was written to in place, by anybody but the runtime."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = list(map(_VERSION, self.bucket.spec.parameters))
+        for slot, alias in self._aliases.items():
+            found[slot] += alias._version
+        return found
+
+    def take_back(self, slot: int) -> None:
+        """If a parameter was given other memory (``set_``), bring its values to ``full``, and make it a view again."""
+        parameter, own = self.bucket.spec.parameters[slot], self.flat_of(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.data_ptr() != own.data_ptr() and own.numel():
+                own.copy_(parameter.detach().reshape(-1))
+                assign_data(parameter, own.view(self.bucket.layout.tensors[slot].shape))
+
+    def alias(self, slot: int, made: torch.Tensor) -> torch.Tensor:
+        """What ``parameter.data`` returns; ``made`` is it as torch makes it."""
+        return self._aliases.setdefault(slot, made).detach()
+
+    def forget_aliases(self) -> None:
+        """Nobody has anything of ``parameter.data`` any more that counts."""
+        self._aliases.clear()
+
+    def chunk(self, index: int) -> torch.Tensor | None:
+        """(n,) the parameters of chunk ``index``, this rank's own where they are partitioned; None on NVMe."""
+        if self.bucket.partitioned:
+            return self.shard.values
+        low, high = self.bucket.layout.shard_range(index, self.bucket.num_chunks)
+        return self.full[low:high]
+
+    def memory_bytes(self) -> int:
+        """Bytes of parameters on this rank now."""
+        kept = self.shard.nbytes if self.bucket.partitioned else 0
+        besides = sum(t.nbytes for t in (self.secondary, self.bucket.roles.get(ORIGINAL)) if t is not None)
+        return self._storage.nbytes() + kept + besides
+
+
+def fill_from(view: torch.Tensor, parameter: Any) -> None:
+    """Copy a parameter's value to ``view``; one that is partitioned already is gathered, and ordinary afterwards."""
+    bucket: Bucket | None = getattr(parameter, "_zoo_bucket", None)
+    if bucket is None:
+        view.copy_(parameter.data)
+        return
+    bucket.parameters.wait(exact=True)
+    view.copy_(bucket.parameters.flat_of(parameter._zoo_slot).view(parameter.shape))
+    release_parameter(parameter)
+    bucket.end()

@@ -1,0 +1,551 @@
+"""What happens when: the hooks that gather, release and reduce buckets while the user's model runs.
+
+Forward, here: when a unit starts, its partitioned buckets are gathered and the next ones of the recorded order are
+prefetched; when it ends they are released, up to a budget of bytes that stays for the backward soon to come
+(``residency.py``). With gradients enabled each call is written down in a *context* (``contexts.py``), which backward
+goes back through (``backward.py``).
+
+All of it is a constant number of Python operations a unit; nothing is done by parameter, and nothing is polled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zoo.comm import Communicator, Recovery
+from zoo.parts import own_hook
+from zoo.shard.buckets import Bucket
+from zoo.shard.placement.units import UnitSpec
+from zoo.shard.runtime.backward import Backward
+from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
+from zoo.shard.runtime.external import registered
+from zoo.shard.runtime.outputs import tensors_in
+from zoo.shard.runtime.reductions import Demand, Reductions
+from zoo.shard.runtime.residency import Residency
+from zoo.shard.runtime.stacks import exception_of_call, is_called
+
+if TYPE_CHECKING:
+    from zoo.shard.runtime.divergent import Meeting
+    from zoo.shard.runtime.planning import Drive, Plan
+    from zoo.shard.runtime.window import Window
+
+_log = logging.getLogger("zoo.zero")
+_graph_task = torch._C._current_graph_task_id
+_transforms = torch._C._functorch.peek_interpreter_stack
+_autocasts = torch._C._is_any_autocast_enabled
+
+
+class Runtime:
+    """Hooks the units of a model to their buckets.
+
+    Args:
+        comm: all ranks of the model.
+        reduce_dtype: dtype in which gradients travel, None for their own.
+        overlap: reduce buckets during backward; otherwise all at its end.
+        prefetch_bytes, keep_bytes: see :class:`~zoo.shard.runtime.residency.Residency`.
+        meeting: where ranks agree on gathers, None where all of them need the same ones.
+        cast_inputs: forward pre-hook of the model (``placement/precision.py``), None for none.
+        demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
+
+    Attributes:
+        unreduced: some backward accumulated without reducing. waiting: gradients of parameters that ranks with other
+            layers have too are to be reduced.
+        reduced: there is a reduced gradient to step with.
+        held: buckets that the user keeps whole, and the versions of their parameters.
+        window: the one that is open.
+        recovery: whether all ranks failed where this one did; None where ranks go their own ways.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        buckets: Sequence[Bucket],
+        *,
+        comm: Communicator,
+        reduce_dtype: torch.dtype | None,
+        overlap: bool,
+        prefetch_bytes: int,
+        keep_bytes: int,
+        demand_all: bool = False,
+        meeting: Meeting | None = None,
+        cast_inputs: Callable[..., Any] | None = None,
+    ) -> None:
+        self.unreduced = self.reduced = self.waiting = False
+        self.recovery: Recovery | None = None
+        self._meeting = meeting
+        self._buckets = list(buckets)
+        self._mine = frozenset(buckets)
+        self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
+        self.residency = Residency(self._buckets, prefetch_bytes=prefetch_bytes, keep_bytes=keep_bytes)
+        self.contexts = Contexts()
+        self.backward = Backward(
+            self.contexts, self.residency, self.reductions, self._buckets, comm=comm, overlap=overlap,
+            on_end=self._after_backward, divergent=meeting is not None,
+        )  # fmt: skip
+        self._demand = Demand(self._buckets) if demand_all else None
+        self._context: Context | None = None
+        self._driven: Context | None = None  # takes what runs until the schedule says otherwise
+        self._depth = 0
+        self._pass_grad = self._trained = False
+        self._events: list[Unit | bool] = []  # of this pass: units that start; for each that ends, whether it is a call
+        self._latest: list[Unit | bool] = []  # of the latest training pass
+        self.window_calls: dict[Hashable, list[Unit | bool]] = {}  # of each micro-batch of the latest window
+        self.held: dict[Bucket, list[int]] = {}
+        self._running: list[Unit] = []
+        self._pass = 0  # its number
+        self.window: Window | None = None
+        self._model = units[0].module
+        self._hooks: list[Any] = self._demand.hooks if self._demand is not None else []
+        self.units: list[Unit] = []
+        self._has_partitioned = any(b.partitioned for b in self._buckets)
+        self._trains = any(b.spec.trainable for b in self._buckets)
+        self._hooked: dict[str, Unit] = {}
+        if cast_inputs is not None:
+            self._hooks.append(self._model.register_forward_pre_hook(own_hook(cast_inputs), with_kwargs=True))
+        self._install(units)
+
+    def _install(self, specs: Sequence[UnitSpec]) -> None:
+        by_unit: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
+        for bucket in self._buckets:
+            for name in dict.fromkeys(bucket.spec.units):
+                by_unit[name].append(bucket)
+        hook = _hidden_from_compiler if any(map(_is_compiled, self._model.modules())) else partial
+        for spec in specs:
+            unit = Unit(spec, by_unit[spec.name])
+            self.units.append(unit)
+            if not unit.recorded and spec.name:
+                continue
+            enter = own_hook(hook(partial(self._enter if spec.name else self._enter_model, unit)))
+            leave = own_hook(hook(partial(self._exit, unit)))
+            self._hooks.append(spec.module.register_forward_pre_hook(enter))
+            self._hooks.append(spec.module.register_forward_hook(leave, always_call=True))
+            self._hooked[spec.name] = unit
+        for name, unit in self._hooked.items():
+            unit.within = frozenset(self._hooked[above] for above in _above(name) if above in self._hooked)
+        for bucket in self._buckets:
+            bucket.on_refused = self._take_external
+        for module in self._model.modules():
+            for parameter in registered(module):
+                owner = getattr(type(parameter), "_zoo_bucket", None)
+                if owner in self._buckets:
+                    self.set_external(module, owner, present=True)
+
+    def hide_from_compiler(self) -> None:
+        """For a model that is compiled after construction: torch.compile traces into no hook of ours."""
+        for handle in self._hooks:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = own_hook(_hidden_from_compiler(hooks[handle.id]))
+
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        for hook in (*self._hooks, *self.backward.arrivals):
+            hook.remove()
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def _enter_model(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if self._depth and _graph_task() == -1:
+            self._find_interrupted()
+        self._enter(unit, module, args)
+
+    def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        # Inside backward with gradients: recomputation. Without, where no backward of ours runs: the user reads values.
+        if _graph_task() != -1 and (torch.is_grad_enabled() or self.backward.under_way):
+            self.backward.begin()
+            unit.depth += 1
+            for bucket in unit.partitioned:
+                bucket.parameters.wait()
+            return
+        # A call inside of another that looks as if that one was over: not within it by name, or once more.
+        if self._depth and (unit.entered == self._pass or self._running[-1] not in unit.within):
+            self._find_interrupted()
+        if self._depth == 0:
+            if _transforms() is not None and not self._has_partitioned:
+                return  # of torch.func: it goes by tensors of its own, and everything that it reads is whole
+            self._begin_pass(unit, module)
+        unit.entered = self._pass
+        self._depth += 1
+        unit.depth += 1
+        self._running.append(unit)
+        # Without gradients inside of a pass with them: re-entrant checkpointing, which comes back in backward.
+        if self._pass_grad or torch.is_grad_enabled():
+            if self._context is None:
+                self._context = self.contexts.begin(unit)
+            self._context.use(unit.recorded)
+        if unit.partitioned:
+            self._events.append(unit)
+            self.residency.enter(unit.partitioned)
+
+    def _find_interrupted(self) -> None:
+        """A forward that was interrupted (``KeyboardInterrupt``) has told no hook of it."""
+        if self._depth and not is_called(self._running[0].module):
+            self._abandon_forward()
+
+    def _begin_pass(self, unit: Unit, module: nn.Module) -> None:
+        if _transforms() is not None:
+            raise NotImplementedError(
+                "a transform of torch.func (vmap, grad, jacrev, jvp, ...) over a model whose parameters are split over "
+                "ranks (ZeRO stage 3): it runs the model on other tensors than those that are gathered and reduced. "
+                "Use a copy.deepcopy of the model, made inside of gathered(), or close() the optimizer first."
+            )
+        if self.backward.running:
+            self.backward.check_running()
+        self.settle_failure()
+        if _autocasts():
+            # What autocast has cast in an earlier pass leads backward past this one, or was cast without gradients.
+            torch.clear_autocast_cache()
+        self._pass += 1
+        self._pass_grad = torch.is_grad_enabled()
+        self._context = (self._driven or self.contexts.begin(unit)) if self._pass_grad else None
+        if self._has_partitioned:
+            self._events, self._trained = [], module.training and self._pass_grad
+            self.residency.begin((module.training, self._pass_grad))
+
+    def _exit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit.depth == 0:  # its forward did not get as far as our first hook
+            return
+        unit.depth -= 1
+        if _graph_task() != -1 and not (self._running and self._running[-1] is unit):
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    self._hook(tensor, partial(self.backward.on_late, unit))
+            return
+        self._depth -= 1
+        context = self._context
+        before = len(context.calls) if context is not None else 0
+        try:
+            if context is not None:
+                if type(output) is torch.Tensor and (node := output.grad_fn) is not None:
+                    calls = context.calls
+                    calls.append(unit)
+                    node.register_prehook(partial(self.backward.on_output_grad, context, len(calls) - 1))
+                elif output is not None:
+                    self._record(unit, context, output)
+        finally:
+            try:
+                if unit.partitioned:
+                    self._events.append(context is not None and len(context.calls) > before)
+                    keep = self._trains and torch.is_grad_enabled()
+                    self.residency.exit(unit.partitioned, keep=keep, again=keep or self._pass_grad)
+            finally:
+                self._running.pop()
+            if self._depth == 0:
+                if output is None and self._has_partitioned:
+                    self._tell(exception_of_call())
+                self._end_pass()
+
+    def _tell(self, error: BaseException | None) -> None:
+        """A forward fails on this rank: where it has gathered, other ranks may be in its next gathers."""
+        if error is not None and self.recovery is not None and self._events:
+            self.recovery.failed(error)
+
+    def _record(self, unit: Unit, context: Context, output: Any) -> None:
+        index = -1
+        unknown = self._refuse_output if unit.gradients and torch.is_grad_enabled() else None
+        for tensor in tensors_in(output, unknown and partial(unknown, unit)):
+            if tensor.requires_grad:
+                if index < 0:
+                    context.calls.append(unit)
+                    index = len(context.calls) - 1
+                if (bucket := getattr(type(tensor), "_zoo_bucket", None)) in self._mine:
+                    context.returned[bucket] = None
+                self._hook(tensor, partial(self.backward.on_output_grad, context, index))
+
+    @staticmethod
+    def _refuse_output(unit: Unit, value: Any) -> None:
+        name = type(value).__name__
+        where = f"{unit.name!r}" if unit.name else "the model"
+        raise TypeError(
+            f"{where} returned {'an' if name[0] in 'AEIOU' else 'a'} {name}, in which no tensors can be found: "
+            "backward could not tell when it comes back to the module. Return tensors, tuples, lists, dicts, "
+            "dataclasses or objects with attributes, or make the class known by "
+            "torch.utils._pytree.register_pytree_node."
+        )
+
+    @staticmethod
+    def _hook(tensor: torch.Tensor, function: Callable[..., None]) -> None:
+        node = tensor.grad_fn
+        if node is not None:
+            node.register_prehook(function)
+        elif tensor.requires_grad and getattr(type(tensor), "_zoo_bucket", None) is None:  # a parameter stays
+            tensor.register_hook(function)  # type: ignore[no-untyped-call]
+
+    def _end_pass(self) -> None:
+        context, self._context = self._context, None
+        if context is not None and not context.calls and not context.owner:
+            self.contexts.expire([context])  # no output needs a gradient: nobody comes back
+        if self._has_partitioned:
+            self.residency.end()
+            if self._trained and self._events:
+                self._latest = self._events
+
+    def _abandon_forward(self) -> None:
+        if self._has_partitioned:
+            self._tell(RuntimeError("a forward was interrupted"))
+        self._depth = 0
+        self._context = None
+        self._running.clear()
+        for unit in self.units:
+            unit.depth = 0
+        for bucket in self._buckets:
+            bucket.active = 0
+        self.residency.clear()
+
+    def where(self) -> tuple[str, str, str]:
+        """What runs now: forward, backward or outside; of which context; at the call of which unit."""
+        backward = self.backward
+        if (at := backward.at) is not None:
+            return "backward", _name_of(at[0]), at[1] or "(model)"
+        if self._running:
+            context = _name_of(self._context) if self._context is not None else ""
+            return "forward", context, self._running[-1].name or "(model)"
+        # While a backward ends it counts as failed, until it has.
+        return "backward" if backward.running or backward.failed else "outside", "", ""
+
+    # Driven ----------------------------------------------------------------------------------------------------------
+
+    def drive(self, context: Context | None) -> None:
+        """What runs from now on belongs to ``context``; None: the hooks find contexts again."""
+        self._driven = context
+        if context is None and self._depth:
+            self._abandon_forward()  # it was left with an exception
+
+    def check_between(self, what: str) -> None:
+        """Raise RuntimeError inside of the model's forward, or of a forward or backward that is driven."""
+        if self._driven is None and _graph_task() == -1:
+            self._find_interrupted()
+        inside = self.backward.driven or (f"forward of {self._driven.owner}" if self._driven is not None else "")
+        if self._depth and not inside:
+            inside = "the model's forward"
+        if inside:
+            raise RuntimeError(f"{what} inside of the {inside}: it comes after it.")
+
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """See :meth:`zoo.zero.ShardedModel.accumulate`."""
+        bucket = getattr(type(parameter), "_zoo_bucket", None)
+        if bucket not in self._buckets:
+            raise ValueError(
+                f"accumulate() got a {type(parameter).__name__} of shape {tuple(parameter.shape)}, which is no "
+                "parameter of this model."
+            )
+        slot: int = parameter._zoo_slot  # type: ignore[attr-defined]
+        name, spec = bucket.called(slot), bucket.spec
+        if bucket.gradients is None:
+            raise ValueError(f"accumulate() got the parameter {name!r}, which is frozen and has no gradient.")
+        wanted = (tuple(parameter.shape), spec.dtype, bucket.device)
+        if (tuple(gradient.shape), gradient.dtype, gradient.device) != wanted:
+            raise ValueError(
+                f"accumulate() got a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, on "
+                f"{gradient.device} for {name!r}, which has shape {wanted[0]}, {wanted[1]}, on {wanted[2]}."
+            )
+        if self.backward.failed:
+            raise RuntimeError(FAILED)
+        bucket.gradients.add(slot, gradient.detach())
+        self.note_unreduced()
+        if self._demand is not None:
+            self._demand.saw(bucket, slot)
+
+    # External parameters ---------------------------------------------------------------------------------------------
+
+    def set_external(self, module: nn.Module, bucket: Bucket, *, present: bool) -> bool:
+        """A bucket is used in the forward of ``module``, or no longer; whether that changed anything."""
+        modules = dict(self._model.named_modules())
+        path = next((name for name, found in modules.items() if found is module), None)
+        if path is None:
+            raise ValueError(f"this {type(module).__name__} is not part of the model of the optimizer.")
+        if self._depth:
+            raise ValueError("external parameters are registered outside of the model's forward.")
+        hooked = {id(unit.module): unit for unit in self._hooked.values()}  # its path may have been another one then
+        while id(modules[path]) not in hooked:
+            path = path.rpartition(".")[0]
+        return hooked[id(modules[path])].set_external(bucket, present=present)
+
+    def _take_external(self, bucket: Bucket, slot: int) -> bool:
+        """A parameter was touched while no unit that has it runs: the running one takes it from now on."""
+        if not self._running or _graph_task() != -1:
+            return False
+        unit = self._running[-1]
+        # Each running call of the unit gives it back when it ends.
+        calls = sum(running is unit for running in self._running)
+        if not unit.set_external(bucket, present=True):
+            return False
+        where = repr(unit.name) if unit.name else "the model itself"
+        # Once for each: a rank that does not touch it here would answer this gather with another one.
+        if bucket.meeting is None:
+            bucket.agree(
+                "an external parameter was found:", f"{bucket.called(slot)} in {where} (register_external_parameter)"
+            )
+        if self._context is not None:
+            self._context.use([bucket])
+        bucket.active += calls
+        self.residency.claim(bucket)
+        bucket.parameters.wait()
+        _log.info(
+            "%s is used in the forward of %s, which does not own it: registered as external", bucket.called(slot), where
+        )
+        return True
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def _after_backward(self, synced: bool) -> None:
+        if synced:
+            if self._meeting is not None:
+                self._meeting.settle()  # others may still need shards for backwards of their own
+            self.reduce_all()
+        else:
+            self.unreduced = True
+        self.waiting = self.reductions.waits
+        if self._demand is not None and synced:
+            self._demand.check()
+
+    def note_unreduced(self) -> None:
+        """There are gradients of this rank alone."""
+        self.unreduced, self.waiting = True, self.reductions.waits
+
+    def reduce_all(self) -> None:
+        """Reduce every bucket that this backward has not reduced yet, and wait for all of it. Collective."""
+        self.reductions.finish()
+        self.unreduced, self.reduced = False, True
+
+    def reduce_tied(self) -> None:
+        """Reduce what ranks with other layers have too. Collective, over those as well."""
+        self.reductions.finish_tied()
+        self.waiting, self.reduced = False, True
+
+    def check(self) -> None:
+        """Before gradients are used.
+
+        Raises:
+            RuntimeError: the latest backward ended with an exception, or a schedule has not brought a forward back.
+        """
+        self.backward.check_running()
+        if _graph_task() == -1:
+            self._find_interrupted()
+        self.settle_failure()
+        if self.backward.failed:
+            raise RuntimeError(FAILED)
+        waiting = [c.owner for c in self.contexts.driven if c.calls]
+        if waiting:
+            raise RuntimeError(
+                f"a step with {len(waiting)} open micro-batch(es): {', '.join(waiting[:5])}. Run the backward of each "
+                "first, or end it: window.end(key)."
+            )
+
+    def settle_failure(self) -> None:
+        """Before this rank goes on after a backward that failed: the others must have failed too, at the same place.
+
+        Raises:
+            RankFailedError: they have not.
+        """
+        if self.recovery is not None:
+            self.recovery.settle()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, and whatever went wrong when they were made."""
+        if _graph_task() != -1 and self.backward.under_way:
+            raise RuntimeError("zero_grad() inside of a backward: gradients are still to come. Call it afterwards.")
+        if self.backward.driven:
+            self.check_between("zero_grad()")
+        if _graph_task() == -1:
+            self._find_interrupted()
+        try:
+            self.backward.check_running()
+            self.reductions.abandon()
+            self.settle_failure()
+        finally:
+            self.backward.failed = False
+            self.unreduced = self.reduced = self.waiting = False
+            for bucket in self._buckets:
+                if bucket.gradients is not None:
+                    bucket.gradients.drop()
+
+    # Held by the user ------------------------------------------------------------------------------------------------
+
+    def hold(self, bucket: Bucket) -> tuple[bool, bool]:
+        """Make a bucket whole and keep it so; returns what :meth:`let_go` needs. Collective."""
+        parameters = bucket.parameters
+        stays = parameters.live and (bucket.active > 0 or not parameters.rounds)
+        before = (stays, parameters.hidden)
+        parameters.wait(exact=True)
+        bucket.active += 1
+        if bucket not in self.held:
+            self.note(bucket)
+        return before
+
+    def note(self, bucket: Bucket) -> None:
+        """Remember the versions of a held bucket's parameters: a later change is the user's write."""
+        self.held[bucket] = bucket.parameters.versions()
+
+    def let_go(self, bucket: Bucket, before: tuple[bool, bool], *, forget: bool) -> None:
+        """End a :meth:`hold`; with ``forget`` what is gathered is not used any more."""
+        was_live, was_hidden = before
+        bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
+        if bucket.active:
+            return
+        self.held.pop(bucket, None)
+        if forget or not was_live:
+            self.residency.forget(bucket)
+        elif was_hidden:
+            bucket.parameters.hide()
+
+    def plan(self) -> Plan:
+        """What a training forward like the latest one and its backward do; before the first: all units in turn."""
+        from zoo.shard.runtime.planning import calls_of, plan_pass, units_in_turn
+
+        calls = calls_of(self._latest) if self._latest else units_in_turn(self.units)
+        residency = self.residency
+        return plan_pass(calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes)
+
+    def plan_window(self, drives: Sequence[Drive], max_bytes: int | None) -> Plan:
+        """What a window with these drives does."""
+        from zoo.shard.runtime.planning import calls_of, plan_window, units_in_turn
+
+        calls = {}
+        for drive in drives:
+            if drive.verb == "forward" and drive.like not in calls:
+                seen = self.window_calls.get(drive.like)
+                calls[drive.like] = units_in_turn(self.units, drive.modules) if seen is None else calls_of(seen)
+        residency = self.residency
+        return plan_window(
+            drives, calls, prefetch_bytes=residency.prefetch_bytes, keep_bytes=residency.keep_bytes,
+            window_bytes=max_bytes,
+        )  # fmt: skip
+
+    def note_calls(self, key: Hashable) -> None:
+        """The forward that has just ended was that of micro-batch ``key`` of a window."""
+        if self._has_partitioned and self._trained:
+            self.window_calls[key] = self._events
+
+    def updated(self) -> None:
+        """The parameters have other values: what is gathered is stale, and so is every forward before."""
+        self.contexts.refuse_older()
+        self.residency.clear()
+        for bucket in self._buckets:
+            bucket.read_whole = False
+
+
+def _name_of(context: Context) -> str:
+    return context.owner or f"pass {context.serial}"
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _hidden_from_compiler(hook: Any) -> Any:
+    """The same hook, which torch.compile does not trace into; it costs 0.3 µs more."""
+    return partial(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+
+
+def _above(name: str) -> Iterator[str]:
+    """The names of the modules that the one of this name is part of."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

@@ -1,0 +1,608 @@
+"""A module whose parameters are split over ranks: units, buckets, and what gathers, releases and reduces them.
+
+It knows no optimizer. :class:`~zoo.zero.ZeroOptimizer` is one user of it; forward alone, with parameters on the host or
+on NVMe, is another::
+
+    model = ShardedModel(module, config=ZeroConfig(stage=3, offload_param=...), trains=False)
+    with torch.no_grad():
+        logits = module(tokens)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from zoo import io
+from zoo.comm import Communicator, Recovery, report_uncaught
+from zoo.layout import enter_mesh, logical_name
+from zoo.shard.agreement import agree, agree_on_kernels
+from zoo.shard.buckets import Bucket
+from zoo.shard.coded import meaning
+from zoo.shard.collectives.choice import cannot_be_left, choose_routes
+from zoo.shard.collectives.routes import Hop
+from zoo.shard.config import ZeroConfig
+from zoo.shard.dtensors import DTensors
+from zoo.shard.guard import release as release_parameter
+from zoo.shard.members import Members
+from zoo.shard.memory import StepMemory
+from zoo.shard.module_buffers import ModuleBuffers
+from zoo.shard.offload.stores import open_stores
+from zoo.shard.placement.axes import Axes
+from zoo.shard.placement.families import (
+    data_communicator,
+    everyone_of,
+    family_of,
+    layers_communicator,
+    make_families,
+)
+from zoo.shard.placement.packing import plan_buckets
+from zoo.shard.placement.placements import offload, place
+from zoo.shard.placement.precision import cast_inputs as casting
+from zoo.shard.placement.precision import check_param_dtype, rounds
+from zoo.shard.placement.tables import check_rows, find_tables
+from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
+from zoo.shard.runtime.hooks import Runtime
+from zoo.shard.values.writes import Writes
+
+if TYPE_CHECKING:
+    from zoo.plan import Actions
+    from zoo.shard.collectives.compressed import Switch
+    from zoo.shard.offload.scratch import Scratch
+    from zoo.shard.runtime.divergent import Meeting
+    from zoo.shard.runtime.window import Window
+    from zoo.shard.values.whole import WholeModel
+
+
+def refuse_copy(what: object) -> NoReturn:
+    """Say why ``what`` is neither copied nor pickled, and what to do instead."""
+    raise ValueError(
+        f"a {type(what).__name__} cannot be copied or pickled: it is tied to the memory of its model, and to other "
+        "ranks. Copy or save the state instead, optimizer.state_dict() or a checkpoint, and load it into an "
+        "optimizer that is "
+        "constructed the same way; of the model itself there are copies and pickles (stage 3: inside of gathered())."
+    )
+
+
+class ShardedModel:
+    """Splits a module's parameters over ranks as ``config`` says, and runs it.
+
+    The parameter objects stay; their memory moves to flat buffers, and the values of rank 0 are broadcast.
+
+    Args:
+        module: built already, or partitioned by :class:`~zoo.zero.Init`.
+        config: the stage, what lives where, and budgets.
+        group: process group, DeviceMesh or Communicator of the ranks; None for the default group.
+        mesh, data_axes: instead of ``group``: a DeviceMesh with names for all axes of the job, and those of them over
+            which losses are averaged. Needed where layers declare parts along axes (``zoo.layout.declare_split``), or
+            parameters are DTensors.
+        layer_axes: with ``mesh``: axes along which ranks have other layers, as stages of a pipeline do.
+        units: which modules are gathered as one; see :func:`~zoo.shard.placement.units.find_units`.
+        trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
+        group_of: the parameter group of a parameter; parameters of one group lie together.
+        param_dtype: dtype of the parameters while they are split, None for the one in which they came; see
+            :class:`~zoo.zero.ZeroOptimizer`. Without training they are converted, and :meth:`close` leaves them so.
+        cast_inputs: with ``param_dtype``: so are floating-point tensors among the arguments of the module's forward.
+        accumulate_dtype: dtype in which gradients are added up on a rank and kept; None for the parameters' own.
+        reduce_dtype: dtype in which gradients are sent and added; None for that in which they are kept.
+        predivide, sparse_gradients: see :class:`~zoo.zero.ZeroOptimizer`.
+        keep_norms: of gradients that leave the device.
+        check: agree on a fingerprint of each collective before it.
+        aio: how to reach NVMe.
+        arguments: what else all ranks have to give alike, by name.
+        switch: whether gradients are left to an optimizer that brings ranks together by itself; None: they never are.
+
+    Attributes:
+        module, config, comm: as given.
+        axes: which ranks split what, for dense parameters; families: for each set of axes along which they are parts.
+        layers: the ranks with the other layers of the model, None where there are none.
+        everyone: all ranks that have some of the model.
+        buckets: what travels and lives together.
+        runtime: what gathers, releases and reduces.
+        scratch: files and buffers of offloading, None without.
+        writes: finds what the user writes in place.
+        module_buffers: what keeps buffers alike on all ranks, None where each rank keeps its own.
+        dtensors: the parameters that were DTensors, and what stands for them.
+        members: finds parameters that came after construction.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: ZeroConfig,
+        group: Any = None,
+        mesh: Any = None,
+        data_axes: Sequence[str] | None = None,
+        layer_axes: Sequence[str] = (),
+        units: UnitChoice | None = None,
+        trains: bool = True,
+        group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
+        param_dtype: torch.dtype | None = None,
+        cast_inputs: bool = True,
+        accumulate_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        predivide: float = 1.0,
+        sparse_gradients: bool = False,
+        keep_norms: bool = False,
+        check: bool = False,
+        aio: io.AioConfig | io.Handle | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        switch: Switch | None = None,
+    ) -> None:
+        check_parameters(module, dry=isinstance(group, Communicator) and group.is_dry)
+        check_param_dtype(module, param_dtype)
+        self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
+        self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
+        self.accumulate_dtype, self.sparse_gradients = accumulate_dtype, sparse_gradients and trains
+        check_rows(sparse_gradients, config)
+        if not predivide >= 1.0:
+            raise ValueError(
+                f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks."
+            )
+        nodes = config.ranks_per_node
+        if mesh is not None and group is not None:
+            raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
+        if mesh is not None:
+            self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
+            enter_mesh(module, mesh)
+        elif layer_axes or data_axes:
+            given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
+            raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
+        else:
+            self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
+        self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
+        self.layers = layers_communicator(mesh, layer_axes, self.comm)
+        self.everyone = everyone_of(mesh, self.comm)
+        if (self.comm is group or mesh is not None) and nodes is not None:
+            self.comm.know_nodes(nodes)
+        if self.comm.backend in ("gloo", "nccl"):
+            report_uncaught()  # what ends one rank is told to those that wait for it
+        self.closed, self.switch = False, switch
+        self.buckets: list[Bucket] = []
+        self._to_give: list[Bucket] | None = None  # while it is being closed
+        self.scratch: Scratch | None = None
+        self.dtensors = DTensors(module, mesh)
+        self._trains = trains
+        self._frozen_here = [] if trains else [p for p in module.parameters() if p.requires_grad]
+        for parameter in self._frozen_here:
+            parameter.requires_grad_(False)
+        alike = {
+            **dict(config), "accumulate_dtype": accumulate_dtype, "reduce_dtype": reduce_dtype, "predivide": predivide,
+            "sparse_gradients": sparse_gradients, "check": check, "trains": trains, **(arguments or {}),
+        }  # fmt: skip
+        try:
+            self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
+            self.dtensors.moved()
+        except BaseException:
+            self._give_back(list(self.buckets))
+            raise
+
+    def _build(
+        self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int], keep_norms: bool,
+        aio: io.AioConfig | io.Handle | None, arguments: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        cfg = self.config
+        specs = find_units(self.module, units)
+        plan = plan_buckets(
+            specs,
+            bucket_size=cfg.bucket_size,
+            persistence_threshold=cfg.param_persistence_threshold,
+            model_persistence_threshold=cfg.model_persistence_threshold,
+            group_of=group_of,
+            axes_of=lambda name, parameter: family_of(parameter),
+            param_dtype=self.param_dtype,
+            accumulate_dtype=self.accumulate_dtype,
+            is_table=find_tables(self.module) if self.sparse_gradients else lambda parameter: False,
+        )
+        for spec in plan:
+            spec.logical = {name: logical_name(self.module, name) for name in spec.names}
+        described = [
+            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
+            for b in plan
+        ]  # fmt: skip
+        layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()
+        device = plan[0].parameters[0].device
+        codes = {name: p for b in plan if b.coded and not b.axes for name, p in zip(b.names, b.parameters, strict=True)}
+        agree(self.comm, layout, {**arguments, "what the codes of frozen parameters stand for": meaning(codes)}, device)
+        agree_on_kernels(self.comm, device)
+        named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
+        if cfg.buffers != "own":
+            named += self.module.named_buffers()
+        self.families = make_families(
+            self.comm, self._mesh, self._data_axes, named, cfg,
+            layer_axes=self._layer_axes, layers=self.layers,
+        )  # fmt: skip
+        self.axes: Axes = self.families[()]
+        self._tied_anywhere = self.on_any_layer(any(axes.spans_layers for axes in self.families.values()), device)
+        if self._tied_anywhere and cfg.update_in_backward:
+            raise NotImplementedError(
+                "update_in_backward=True with parameters that several pipeline stages have (zoo.layout.declare_tied): "
+                "their gradients are complete at the step. Leave one of the two out."
+            )
+        if device.type == "cpu":
+            for family in sorted(self.families):
+                self.families[family].share_memory()
+        self.module_buffers = ModuleBuffers(self.module, cfg.buffers, self.families) if cfg.buffers != "own" else None
+        placements = place(plan, self.families, cfg)
+        for spec, placed in zip(plan, placements, strict=True):
+            # What is kept as int8 is rounded anyway, and what never changes back needs no memory.
+            spec.keeps_originals = self._trains and rounds(spec.original, spec.dtype) and not placed.parameters.packed
+        if self.switch is not None:
+            self.refuse_together(cannot_be_left(plan, cfg))
+        routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype, self._predivide, self.switch)
+        chunks = [route.axes.shard.size for route in routes]
+        placements = offload(plan, placements, chunks, cfg)
+        memory = StepMemory()
+        self.scratch, stores = open_stores(plan, placements, routes, cfg, comm=self.comm, aio=aio)
+        for i, spec in enumerate(plan):
+            bucket = Bucket(
+                i, spec, placements[i], routes[i], memory, scratch=self.scratch, stores=stores[i], keep_norms=keep_norms
+            )
+            bucket.owner = weakref.ref(self)
+            self.buckets.append(bucket)
+        if cfg.offload_host_bytes is None:  # under a cap blocks go back when they are freed
+            memory.begin()
+        self._hook(specs)
+        self.writes = Writes(self.buckets)
+        self.members = Members(self.module, self.buckets, self.runtime.units)
+
+    def _hook(self, specs: Sequence[UnitSpec]) -> None:
+        cfg = self.config
+        largest = max((b.num_bytes for b in self.buckets if b.partitioned), default=0)
+        reads = any(b.parameters_on_nvme for b in self.buckets)
+        stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
+        itemsize = self.buckets[0].spec.dtype.itemsize
+        ahead = (any(axes.shard.size > 1 for axes in self.families.values()) or reads) and not cfg.divergent
+
+        def budget(elements: int | None, default: int) -> int:
+            return default if elements is None else elements * itemsize
+
+        self.meeting: Meeting | None = None
+        if cfg.divergent:
+            from zoo.shard.runtime.divergent import Meeting
+
+            self.meeting = Meeting(self.comm, self.buckets)
+            for bucket in self.buckets:
+                bucket.meeting = self.meeting if bucket.partitioned else None
+        self.runtime = Runtime(
+            specs,
+            self.buckets,
+            comm=self.comm,
+            reduce_dtype=self.reduce_dtype,
+            overlap=cfg.overlap_comm,
+            meeting=self.meeting,
+            demand_all=not cfg.ignore_unused_parameters,
+            # One rank gathers by copying its own shard from memory: there is nothing to overlap.
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
+            keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
+            cast_inputs=casting(self.param_dtype) if self._cast_inputs and self.param_dtype else None,
+        )
+        if self.comm.size > 1 and self.meeting is None and not self.comm.is_dry:
+            self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
+
+    @property
+    def obeyed(self) -> dict[str, int]:
+        """Options whose default follows from the model, as they are obeyed: key → elements, 0 below stage 3."""
+        itemsize, residency = self.buckets[0].spec.dtype.itemsize, self.runtime.residency
+        sizes = {"prefetch_bucket_size": residency.prefetch_bytes, "max_live_parameters": residency.keep_bytes}
+        gathers = any(bucket.partitioned for bucket in self.buckets)
+        return {key: size // itemsize if gathers else 0 for key, size in sizes.items()}
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> list[Bucket]:
+        """The buckets with gradients."""
+        return [b for b in self.buckets if b.spec.trainable]
+
+    def change(self, bucket: Bucket, slot: int, value: torch.Tensor, *, keep_equal: bool = False) -> None:
+        """Give one parameter a whole new value of its own shape; every rank gives the same.
+
+        ``keep_equal``: masters that round to the value stay.
+        """
+        from zoo.shard.values.editing import write_values
+
+        if bucket.states is not None and bucket.spec.trainable:
+            bucket.states.check_writable()
+        self.runtime.updated()  # torch would go back through the memory that the parameter had before
+        write_values({bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
+        self.writes.wrote(bucket, slot, value)
+
+    def rows(self, bucket: Bucket, slot: int) -> torch.Tensor:
+        """This rank's rows of a partitioned parameter, as a DTensor. Collective."""
+        from zoo.shard.values.whole import parameter_rows
+
+        self._check_open()
+        self.settle()
+        return parameter_rows(bucket, slot)
+
+    def on_any_layer(self, here: bool, device: torch.device | None = None) -> bool:
+        """Whether ``here`` is true on this rank or on one that has other layers. Collective over those."""
+        if self.layers is None:
+            return here
+        found = torch.tensor([float(here)], device=self.buckets[0].device if device is None else device)
+        self.layers.all_reduce(found).wait()
+        return bool(found.item() > 0)
+
+    def refuse_together(self, wrong: Exception | None) -> None:
+        """Raise ``wrong``, or what a rank with other layers refuses: these would wait for this one. Collective over
+        them."""
+        for found in [wrong] if self.layers is None else self.layers.all_gather_object(wrong):
+            if found is not None:
+                raise found
+
+    def hops_of_step(self, *, clips: bool) -> list[Hop]:
+        """What a step sends beside gradients and parameters: buffers of the model, and numbers between its layers."""
+        found = self.module_buffers.hops() if self.module_buffers is not None else []
+        if self.layers is not None:
+            found += [Hop("all_reduce", self.layers, 4)] * (2 if self._tied_anywhere else 1)
+            if clips:
+                found.append(Hop("all_gather", self.layers, 8 * self.layers.size))
+        return found
+
+    def hold(self, bucket: Bucket, *, writes: bool) -> tuple[bool, bool]:
+        """See :class:`~zoo.shard.values.gathered.Owner`; what is held is exact in any case."""
+        if writes and bucket.spec.trainable and bucket.states is not None:
+            bucket.states.check_writable()
+        return self.runtime.hold(bucket)
+
+    def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        self.runtime.let_go(bucket, held, forget=forget)
+        if bucket.partitioned:  # of the others what was written elsewhere is still to be taken over
+            self.writes.note(bucket)
+
+    def failed_anywhere(self, error: BaseException | None) -> str:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        recovery = self.runtime.recovery
+        return recovery.agree_on(error, self.buckets[0].device) if recovery is not None else ""
+
+    def noted(self, bucket: Bucket) -> list[int]:
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        return self.runtime.held[bucket]
+
+    def publish(
+        self, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
+    ) -> None:  # fmt: skip
+        """See :class:`~zoo.shard.values.gathered.Owner`."""
+        from zoo.shard.values.editing import publish
+
+        publish(self, slots, rank, seen)
+
+    # Verbs -----------------------------------------------------------------------------------------------------------
+
+    def unshard(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Begin to gather these buckets (default: all); :meth:`wait` makes them usable. Collective."""
+        self.refuse_closed()
+        for bucket in self.buckets if buckets is None else buckets:
+            bucket.parameters.unshard()
+
+    def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait until these buckets are whole, gathering what nobody has begun to gather. Collective."""
+        self.refuse_closed()
+        for bucket in self.buckets if buckets is None else buckets:
+            bucket.parameters.wait()
+
+    def reshard(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Release what is gathered of these buckets and not in use."""
+        for bucket in self.buckets if buckets is None else buckets:
+            self.runtime.residency.forget(bucket)
+
+    def reduce(self) -> None:
+        """Bring gradients that ``no_sync()`` or a window left on each rank to their mean. Collective.
+
+        Those of parameters that ranks with other layers have too (``zoo.layout.declare_tied``) wait for this, or for
+        the step; it is collective over those ranks then.
+        """
+        self.refuse_closed()
+        self.runtime.check_between("reduce()")
+        if self.meeting is not None:  # only some ranks may have gradients
+            self.settle()
+            self.runtime.unreduced = self.meeting.any(self.runtime.unreduced)
+        if self.runtime.unreduced:
+            self.runtime.reduce_all()
+        if self.runtime.waiting:
+            self.runtime.reduce_tied()
+
+    def wait_for_layers(self) -> None:
+        """Before a step: ranks with other layers may have gradients of what this one has too. Collective over them."""
+        if self._tied_anywhere:
+            self.runtime.waiting = self.on_any_layer(self.runtime.waiting) and self.runtime.reductions.waits
+
+    def sync_buffers(self) -> None:
+        """Bring the model's buffers to what ``buffers=`` says, as ``step()`` does. Collective."""
+        self.refuse_closed()
+        if self.module_buffers is not None:
+            self.module_buffers.sync()
+
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add ``gradient`` to what this rank has for ``parameter``, as autograd would: ``p.grad += gradient``.
+
+        For schedules that compute gradients of weights by themselves (:meth:`Window.backward_weights`). The next
+        reduction takes it; every rank must come to that.
+
+        Raises:
+            ValueError: no trainable parameter of this model, or another shape, dtype or device.
+            RuntimeError: the latest backward failed.
+        """
+        self.runtime.accumulate(parameter, gradient)
+
+    def window(self, *, max_bytes: int | None = None) -> Window:
+        """Micro-batches that a schedule drives, any number of them in flight and in any order: ``runtime/window.py``.
+
+        ::
+
+            with sharded.window(max_bytes=2**30) as window:
+                with window.forward(0):
+                    loss = module(x)
+                with window.backward(0):
+                    loss.backward()
+
+        Args:
+            max_bytes: parameters that are gathered stay so until the window ends, as long as all that is whole has at
+                most this many bytes; None: what the model does otherwise (``max_live_parameters``, prefetching).
+        """
+        from zoo.shard.runtime.window import Window
+
+        self.refuse_closed()
+        return Window(self.runtime, max_bytes=max_bytes, updates_in_backward=self.config.update_in_backward)
+
+    def settle(self) -> None:
+        """With ``divergent=True``: serve other ranks until no rank needs a gather. Every rank calls it.
+
+        ``step()`` does it; call it before collectives of your own between two steps.
+        """
+        self.runtime.settle_failure()
+        if self.meeting is not None:
+            self.meeting.settle()
+            # What is whole on some ranks only is released: all take part in the gathers that follow, or none does.
+            self.runtime.residency.clear()
+
+    def record(self) -> contextlib.AbstractContextManager[Actions]:
+        """``with sharded.record() as actions:`` lists what happens inside; ``print(actions)`` shows it.
+
+        It costs nothing but while it is on. The list is the same on every rank; see :mod:`zoo.plan`.
+        """
+        from zoo.shard.runtime.recording import recording
+
+        self.refuse_closed()
+        return recording(self.runtime, self.buckets)
+
+    def table(self) -> str:
+        """One line a bucket: what it is, what of it is here now, and where it lives when it is not."""
+        rows = [
+            f"{'bucket':>6}  {'elements':>12}  {'parameters':<12}{'gradients':<14}{'leases':>6}{'in use':>7}  "
+            "units  (where parameters; gradients; states live)"
+        ]
+        for bucket in self.buckets:
+            parameters = bucket.parameters
+            here = "whole" if not bucket.partitioned else "unsharded" if parameters.live else "sharded"
+            if parameters.coming:
+                here = "unsharding"
+            gradients = bucket.gradients
+            state = "none" if gradients is None else "reduced" if gradients.reduced else gradients.phase.value
+            rows.append(
+                f"{bucket.index:>6}  {bucket.layout.size:>12,}  {here:<12}{state:<14}{bucket.leases:>6}"
+                f"{bucket.active:>7}  {bucket.label}  ({bucket.placements})"
+            )
+        return "\n".join(rows)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :meth:`zoo.zero.ZeroOptimizer.no_sync`."""
+        self.refuse_closed()
+        backward = self.runtime.backward
+        before, backward.sync = backward.sync, False
+        try:
+            yield
+        finally:
+            backward.sync = before
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters whole on every rank, for reading. Collective; changes made inside are lost at stage 3."""
+        self._check_open()
+        self.settle()
+        held: list[Bucket] = []
+        try:
+            for bucket in self.buckets:
+                bucket.parameters.wait(exact=True)
+                bucket.active += 1
+                held.append(bucket)
+            yield
+        finally:
+            for bucket in held:
+                bucket.active = max(bucket.active - 1, 0)  # an abandoned pass has set it to zero
+            self.runtime.residency.clear()
+
+    def whole_parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name of now, whole value) of every parameter, gathered bucket by bucket: there is never more than one.
+
+        Collective: every rank goes to the end. A tensor is valid until the next one is asked for; ``frozen=False``
+        leaves frozen parameters out. Parameters that are tied come once.
+        """
+        from zoo.shard.values.whole import whole_parameters
+
+        self._check_open()
+        self.members.check()
+        self.settle()
+        buckets = [b for b in self.buckets if frozen or b.spec.trainable]
+        self._note_reading(buckets)
+        return whole_parameters(buckets)
+
+    @staticmethod
+    def _note_reading(buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.read_whole = True
+
+    def whole_model(self, *, frozen: bool = True, layers: bool = True) -> WholeModel:
+        """As :meth:`whole_parameters`, under their names in the whole model, and with what other ranks have of tensors
+        that are split along further mesh axes (experts, tensor-parallel layers), and other layers. Collective, and so
+        is the iteration.
+        """
+        from zoo.shard.values.whole import WholeModel
+
+        self._check_open()
+        self.members.agree(self.comm, self.everyone if layers else self.comm, "reading the whole model")
+        self.settle()
+        buckets = [b for b in self.buckets if frozen or b.spec.trainable]
+        self._note_reading(buckets)
+        return WholeModel(buckets, self.families, self.layers if layers else None)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither copies nor pickles have the model's memory."""
+        refuse_copy(self)
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the module back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
+
+        With ``param_dtype`` it is collective at every stage, and parameters have the dtype again in which they came:
+        trained ones the values of their masters, frozen ones what they were.
+
+        Raises:
+            OffloadError: values cannot be read. What is given back already stays so; another call goes on from there.
+        """
+        if not self.closed:
+            if self.meeting is not None:
+                self.settle()
+            self.closed = True
+            self.runtime.remove()
+            self._to_give = list(self.buckets)
+        if self._to_give is not None:
+            self._give_back(self._to_give)
+            self._to_give = None
+
+    def refuse_closed(self) -> None:
+        """Raise ValueError after :meth:`close`."""
+        if self.closed:
+            raise ValueError("this model was closed: its parameters are ordinary ones again. Construct a new one.")
+
+    def _check_open(self) -> None:
+        self.refuse_closed()
+        self.runtime.settle_failure()
+
+    def _give_back(self, buckets: list[Bucket]) -> None:
+        from zoo.shard.values.whole import whole_values
+
+        while buckets:
+            bucket = buckets[0]
+            bucket.parameters.wait(exact=True)
+            whole = whole_values(bucket, trains=self._trains)
+            for parameter, value in zip(bucket.spec.parameters, bucket.views(whole), strict=True):
+                release_parameter(parameter)
+                parameter.data = value.clone()
+            del buckets[0]
+        for parameter in self._frozen_here:
+            parameter.requires_grad_(True)
+        self.dtensors.give_back()
+        if self.scratch is not None:
+            self.scratch.close()

@@ -1,0 +1,119 @@
+"""New values for parameters under a ZeRO optimizer: written everywhere that they live.
+
+A parameter's value is in up to four places: the whole copy, this rank's shard in its tier, and the fp32 value that the
+optimizer updates, in its tier. Writing to one alone would be undone by the next gather or the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zoo.shard.buckets import Bucket
+from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
+
+if TYPE_CHECKING:
+    from zoo.shard.sharded import ShardedModel
+
+Values = Mapping[str, tuple[int, torch.Tensor]]
+"""By the name of a parameter: new values of its elements [start, start + len) in its row-major order."""
+
+
+def overlaps(values: Values, pieces: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where the values lie in what ``pieces`` (:class:`zoo.layout.Slice`) describe: (offset, values)."""
+    for piece in pieces:
+        if piece.name not in values:
+            continue
+        first, given = values[piece.name]
+        low, high = max(first, piece.start), min(first + given.numel(), piece.start + piece.length)
+        if low < high:
+            yield piece.offset + low - piece.start, given[low - first : high - first]
+
+
+@torch.no_grad()
+def write_values(changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
+    """Give parameters new values, on this rank: in every role that has them.
+
+    Args:
+        changes: for each bucket the values by name. Whole parameters must be given where copies are whole.
+        keep_equal: an exact value stays where it rounds to the value given: what nobody changed keeps its precision.
+    """
+    kept = [bucket for bucket in changes if bucket.spec.trainable and bucket.states is not None]
+    states = kept[0].states if kept else None
+    if states is not None:
+        states.check_writable()
+    for bucket, values in changes.items():
+        parameters = bucket.parameters
+        parameters.drop_secondary()
+        if parameters.live:
+            for offset, part in overlaps(values, bucket.layout.slices(0, bucket.layout.size)):
+                parameters.full[offset : offset + part.numel()].copy_(part)
+        for name, role in bucket.roles.items():
+            if name == ORIGINAL or (name == PARAMETER and bucket.partitioned):
+                _write(bucket, role, values, keep_equal=keep_equal and name == ORIGINAL)
+    if states is None:
+        return
+    follow = states.that_follow
+
+    def change(piece: Any, roles: dict[str, torch.Tensor]) -> None:
+        value = roles[PARAMETER]
+        for offset, part in overlaps(changes[piece.bucket], piece.slices()):
+            place = slice(offset, offset + part.numel())
+            _overwrite(value[place], part, piece.bucket, keep_equal=keep_equal)
+            for name in roles.keys() & follow:
+                roles[name][place].copy_(value[place])
+
+    states.edit(kept, change, precise=not keep_equal)
+
+
+def _write(bucket: Bucket, role: RoleBuffer, values: Values, *, keep_equal: bool) -> None:
+    found = list(overlaps(values, bucket.layout.slices(role.first, role.first + role.numel)))
+    if found:
+        with role.borrow() as kept:
+            for offset, part in found:
+                _overwrite(kept[offset : offset + part.numel()], part, bucket, keep_equal=keep_equal)
+
+
+def _overwrite(old: torch.Tensor, value: torch.Tensor, bucket: Bucket, *, keep_equal: bool) -> None:
+    new = value.to(old.device, old.dtype)
+    if keep_equal:
+        rounded = old.to(bucket.spec.dtype).to(old.dtype)
+        new = torch.where(rounded == new, old, new)
+    old.copy_(new)
+
+
+def publish(
+    model: ShardedModel, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
+) -> None:  # fmt: skip
+    """See :meth:`zoo.shard.values.gathered.Owner.publish`."""
+    changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
+    for bucket in slots:  # before anything changes
+        if bucket.states is not None and bucket.spec.trainable:
+            bucket.states.check_writable()
+    for bucket, chosen in slots.items():
+        if not bucket.parameters.live:
+            raise RuntimeError(
+                f"the parameters of {bucket.label} were partitioned again inside GatheredParameters, by a step or "
+                "a nested context: what was written to them is lost. Step outside of it."
+            )
+        changes[bucket] = {}
+        for slot in chosen:
+            view = bucket.parameters.flat_of(slot)
+            if view.numel():
+                bucket.routes.axes.world.broadcast(view, rank).wait()
+            changes[bucket][bucket.spec.names[slot]] = (0, view)
+        if _wrote(bucket, rank, seen[bucket]):
+            model.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
+        model.runtime.note(bucket)
+    write_values(changes, keep_equal=True)
+
+
+def _wrote(bucket: Bucket, rank: int, seen: Sequence[int]) -> bool:
+    """Whether ``rank`` wrote to the bucket so that autograd saw it. Collective."""
+    with torch._C.DisableTorchFunctionSubclass():
+        mine = any(p._version != version for p, version in zip(bucket.spec.parameters, seen, strict=True))
+    flag = torch.tensor([float(mine)], device=bucket.device)
+    bucket.routes.axes.world.broadcast(flag, rank).wait()
+    return bool(flag)

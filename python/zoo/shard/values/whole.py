@@ -1,0 +1,203 @@
+"""Whole parameters one bucket after the other, for what reads all of them without room for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from zoo.comm import Communicator
+from zoo.shard.buckets import Bucket
+from zoo.shard.dtensors import rows_of
+from zoo.shard.placement.axes import Axes
+from zoo.shard.placement.families import Family
+from zoo.shard.roles import ORIGINAL, PARAMETER
+
+Pieces = Iterable[tuple[int, torch.Tensor]]
+"""Elements that this rank has: where they begin in the bucket's flat buffer, and their values."""
+
+
+def whole_parameters(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole value) of every parameter of these buckets that the model still has, as the ranks keep it, one
+    bucket gathered at a time.
+
+    Collective: every rank has to go to the end. A tensor is the parameter's memory and valid until the next one is
+    asked for. What was gathered before stays so.
+    """
+    for bucket in buckets:
+        with _whole(bucket) as views:
+            yield from ((name, views[slot]) for slot, name in bucket.named())
+
+
+@contextlib.contextmanager
+def _whole(bucket: Bucket) -> Iterator[list[torch.Tensor]]:
+    """A view of each parameter of a bucket, which is gathered for as long."""
+    parameters = bucket.parameters
+    stays = parameters.live and not (parameters.rounds and not bucket.active)
+    hidden = parameters.hidden
+    parameters.wait(exact=True)
+    try:
+        yield bucket.views(parameters.full)
+    finally:
+        if not stays:
+            parameters.reshard()
+        elif hidden:
+            parameters.hide()
+
+
+def share_range(bucket: Bucket, out: torch.Tensor, start: int) -> None:
+    """Elements [start, start + len(out)) of a bucket's flat buffer, of which each rank has put its own into ``out``.
+
+    Collective over the ranks that split the bucket.
+    """
+    comm, stop, handles = bucket.shard_group, start + out.numel(), []
+    for rank in range(comm.size):
+        low, high = bucket.layout.shard_range(rank, comm.size)
+        low, high = max(low, start), min(high, stop)
+        if low < high:
+            handles.append(comm.broadcast(out[low - start : high - start], rank))
+    for handle in handles:
+        handle.wait()
+
+
+class WholeModel:
+    """The parameters of all ranks that the model still has, under their names in the whole model: parts along other
+    mesh axes are joined.
+
+    Collective over all ranks, as is the iteration, in which every rank goes to the end.
+
+    Attributes:
+        described: dtype and shape by name.
+    """
+
+    def __init__(
+        self, buckets: Iterable[Bucket], families: Mapping[Family, Axes], layers: Communicator | None = None
+    ) -> None:  # fmt: skip
+        self._layers = layers
+        self._buckets = [(bucket, families[bucket.spec.axes].parts) for bucket in buckets]
+        self._pieces: dict[tuple[Bucket, int], list[_Piece]] = {}
+        self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for bucket, parts in self._buckets:
+            slots = [slot for slot, _ in bucket.named()]
+            mine = [_piece(bucket, slot) for slot in slots]
+            everybody = [mine] if parts is None else parts.all_gather_object(mine)
+            for slot, pieces in zip(slots, zip(*everybody, strict=True), strict=True):
+                self._pieces[bucket, slot] = list(pieces)
+                self.described |= {called: (bucket.spec.dtype, shape) for called, shape, _, _ in pieces}
+        self._of_layers = [self.described] if layers is None else layers.all_gather_object(self.described)
+        for there in self._of_layers:
+            self.described = {**there, **self.described}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, value); valid until the next one is asked for."""
+        layers, done = self._layers, set[str]()  # what several stages have comes from the first
+        if layers is None:
+            yield from self._here()
+            return
+        for number, there in enumerate(self._of_layers):
+            if number == layers.rank:
+                for name, tensor in self._here():
+                    if name not in done:
+                        layers.broadcast(tensor.detach().contiguous(), src=number).wait()
+                        yield name, tensor
+            else:
+                for name, (dtype, shape) in there.items():
+                    if name not in done:
+                        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                        layers.broadcast(tensor, src=number).wait()
+                        yield name, tensor
+            done |= there.keys()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._buckets[0][0].device
+
+    def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, parts in self._buckets:
+            with _whole(bucket) as views:
+                for slot, tensor in enumerate(views):
+                    pieces = self._pieces.get((bucket, slot))
+                    if pieces is not None:
+                        yield from [(pieces[0][0], tensor)] if parts is None else _joined(tensor, pieces, parts)
+
+
+_Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Name and shape of a whole tensor, offsets and sizes of a part of it."""
+
+
+def _piece(bucket: Bucket, slot: int) -> _Piece:
+    key = bucket.spec.names[slot]
+    called, split = bucket.logical(key)
+    sizes = bucket.shape_of(key)
+    if split.shape is None or split.box is None:
+        return called, sizes, (0,) * len(sizes), sizes
+    return called, split.shape, split.box.offsets, split.box.sizes
+
+
+def _joined(tensor: torch.Tensor, pieces: list[_Piece], parts: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the ranks' parts are together: one tensor, or several where each part is one of its own."""
+    most = max(math.prod(sizes) for _, _, _, sizes in pieces)
+    mine = tensor.new_zeros(most)
+    mine[: tensor.numel()] = tensor.detach().reshape(-1)
+    every = tensor.new_empty(parts.size * most)
+    parts.all_gather(every, mine, label="parts of a parameter").wait()
+    found: dict[str, torch.Tensor] = {}
+    for r, (name, shape, offsets, sizes) in enumerate(pieces):
+        whole = found.setdefault(name, tensor.new_zeros(shape))
+        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        whole[box] = every[r * most : r * most + math.prod(sizes)].view(sizes)
+    yield from found.items()
+
+
+def whole_values(bucket: Bucket, *, trains: bool) -> torch.Tensor:
+    """(P,) what a bucket's parameters are when the model is given back; they are whole now. Collective.
+
+    In the dtype in which they came, and as exact as they are kept: from the masters of the optimizer, or from what
+    frozen parameters came with. Where nothing was trained they stay in the dtype that computes.
+    """
+    full, spec = bucket.parameters.full, bucket.spec
+    if not trains or spec.original is spec.dtype:
+        return full
+    return _joined_exact(bucket, _exact(bucket)) if spec.keeps_originals else full.to(spec.original)
+
+
+def _exact(bucket: Bucket) -> Pieces:
+    """This rank's elements of what is more exact than the parameters."""
+    if ORIGINAL in bucket.roles or (bucket.states is not None and bucket.states.are_whole):
+        yield from bucket.values()  # what a failed step left is of no one step
+
+
+def _joined_exact(bucket: Bucket, pieces: Pieces) -> torch.Tensor:
+    """(P,) the values of a bucket whose parameters are whole, in the dtype in which they came. Collective.
+
+    Args:
+        pieces: this rank's, of what is more exact than the parameters. They count where they round to what the
+            parameters are: anything else was written there by somebody, and counts itself.
+    """
+    full, original = bucket.parameters.full, bucket.spec.original
+    out = full.to(original)
+    low, high = bucket.kept_range()
+    for base, values in pieces:
+        start, stop = max(base, low), min(base + values.numel(), high)
+        if start < stop:
+            exact = values[start - base : stop - base].to(out.device)
+            same = exact.to(full.dtype) == full[start:stop]
+            out[start:stop] = torch.where(same, exact, full[start:stop].to(exact.dtype)).to(original)
+    if bucket.placements.states.is_split:
+        bucket.shard_group.all_gather(out, out[low:high], label=f"original values of {bucket.label}").wait()
+    return out
+
+
+@torch.no_grad()
+def parameter_rows(bucket: Bucket, slot: int) -> torch.Tensor:
+    """This rank's rows of a partitioned parameter; what is gathered meanwhile is this one. Collective."""
+    tensor, offset = bucket.layout.tensors[slot], bucket.layout.offsets[slot]
+    whole = torch.empty(tensor.numel, dtype=bucket.spec.dtype, device=bucket.device)
+    first, last = bucket.own_range()
+    low, high = max(first, offset), min(last, offset + tensor.numel)
+    if low < high:
+        whole[low - offset : high - offset].copy_(bucket.roles[PARAMETER].read(low - first, high - low))
+    share_range(bucket, whole, offset)
+    return rows_of(whole.view(tensor.shape), bucket.shard_group, bucket.device)

@@ -1,0 +1,112 @@
+"""Values that the user writes into parameters, in place or through ``.data``, where they also live elsewhere.
+
+Where parameters are whole (stages 0 to 2, small ones at stage 3) a write lands in the flat buffer that the model
+computes with; an fp32 master of it would undo it in the next step, so the master takes it over first
+(:meth:`Writes.take`). A write to what is gathered only for the moment would be lost, and is an error. Both are found by
+the parameters' version counters, which the runtime itself touches in updates only (:meth:`Writes.updated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.autograd.graph import increment_version
+
+from zoo.shard.buckets import Bucket
+from zoo.shard.roles import ORIGINAL
+
+
+class Writes:
+    """What was written since the last look, and since the latest update."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._noted = {bucket: bucket.parameters.versions() for bucket in buckets}
+        self._whole: set[tuple[Bucket, int]] = set()
+        self._given: dict[tuple[Bucket, int], torch.Tensor] = {}
+
+    def note(self, bucket: Bucket) -> None:
+        """What was written to ``bucket`` until now is known."""
+        self._noted[bucket] = bucket.parameters.versions()
+
+    def updated(self, buckets: Iterable[Bucket], held: dict[Bucket, list[int]]) -> None:
+        """The parameters of these buckets have been updated, in place as far as autograd is concerned.
+
+        A graph that has saved one of them is refused by torch then, as after a step of any optimizer.
+
+        Args:
+            held: other notes of versions, which are to know of it too.
+        """
+        self._whole.clear()
+        self._given.clear()
+        for bucket in buckets:
+            if not bucket.partitioned:  # there is no memory of those that a graph could have saved
+                increment_version(bucket.spec.parameters)
+                for notes in (self._noted, held):
+                    if bucket in notes:
+                        notes[bucket] = [version + 1 for version in notes[bucket]]
+
+    def wrote(self, bucket: Bucket, slot: int, value: torch.Tensor | None = None) -> None:
+        """A parameter has other values since the latest update: these, where it is not whole here.
+
+        Of parts along other axes, and of what is frozen, ranks may have values of their own.
+        """
+        if not bucket.spec.trainable or bucket.spec.axes:
+            return
+        if not bucket.partitioned:
+            self._whole.add((bucket, slot))
+        elif value is not None:
+            self._given[bucket, slot] = _digest(value)
+
+    def digest(self) -> float | torch.Tensor:
+        """A number that is equal on ranks that have written the same since the latest update, in whatever order."""
+        whole = [_digest(bucket.parameters.flat_of(slot)) for bucket, slot in self._whole]
+        found = [*whole, *self._given.values()]
+        return torch.stack(found).sum().remainder(2**48).double() if found else 0.0
+
+    def take(self) -> None:
+        """Bring what was written to where it is kept. Every rank writes the same and calls this.
+
+        Raises:
+            RuntimeError: something was written to a parameter that was whole only for the moment, or while each rank
+                had parameters of its own (then every step is refused until a state is loaded).
+        """
+        from zoo.shard.values.editing import write_values
+
+        changes, lost = {}, []
+        for bucket, noted in self._noted.items():
+            now = bucket.parameters.versions()
+            if now == noted:
+                continue
+            self._noted[bucket] = now
+            changed = [slot for slot, (a, b) in enumerate(zip(noted, now, strict=True)) if a != b]
+            if bucket.partitioned:
+                lost += [bucket.called(slot) for slot in changed]
+                continue
+            for slot in changed:
+                bucket.parameters.take_back(slot)
+                self.wrote(bucket, slot)
+            if bucket.spec.trainable or ORIGINAL in bucket.roles:
+                changes[bucket] = {bucket.spec.names[s]: (0, bucket.parameters.flat_of(s)) for s in changed}
+        for states in [bucket.states for bucket in changes if bucket.spec.trainable][:1]:
+            if states is not None:
+                states.refuse_writes("parameters were written to while each rank had its own")
+        if changes:
+            write_values(changes, keep_equal=True)
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost[:5])} was written to in place while it was gathered for its module, and the change "
+                "is lost: only this rank's shard stays. Write inside `with GatheredParameters(parameter, "
+                "modifier_rank=0):`, or assign a whole value: parameter.data = value."
+            )
+
+
+def _digest(value: torch.Tensor) -> torch.Tensor:
+    """() int64 below 2^48, of its bytes and their places. Waits for no device."""
+    parts = value.detach().reshape(-1).contiguous().view(torch.uint8)
+    if value.device.type == "cpu":
+        from zoo.io import crc32c
+
+        return torch.tensor(crc32c(parts) if parts.numel() else 0)
+    places = torch.arange(1, 2 * parts.numel(), 2, device=parts.device)
+    return (parts.long() * places).sum().remainder(2**48)

@@ -1,0 +1,14 @@
+from zoo.shard import Drive as Drive
+from zoo.shard import DryRun as DryRun
+from zoo.shard import GatheredParameters as GatheredParameters
+from zoo.shard import Init as Init
+from zoo.shard import InitReport as InitReport
+from zoo.shard import OffloadError as OffloadError
+from zoo.shard import OffloadOptimizerConfig as OffloadOptimizerConfig
+from zoo.shard import OffloadParamConfig as OffloadParamConfig
+from zoo.shard import PartitionedAccessError as PartitionedAccessError
+from zoo.shard import ShardedModel as ShardedModel
+from zoo.shard import Window as Window
+from zoo.shard import ZeroConfig as ZeroConfig
+from zoo.shard import register_external_parameter as register_external_parameter
+from zoo.shard import unregister_external_parameter as unregister_external_parameter
