@@ -222,3 +222,39 @@ def test_a_file_with_an_endless_number_names_its_place(tmp_path: Path, suffix: s
         load({"train_batch_size": 1}, overrides=[f"seed={digits}"])
     path.write_text(json.dumps({"train_batch_size": 10**15}))
     assert load(path).train_batch_size == 10**15
+
+
+GIVEN: list[tuple[dict[str, Any], str]] = [
+    ({"model": 5}, r"initialize got model=5 \(int\); it takes the nn\.Module to train"),
+    ({"model": None}, r"model=None"),
+    ({"parts": 5}, r"parts=5 \(int\); it takes engine parts \(zoo\.parts\) by name"),
+    ({"parts": {5: object()}}, r"by name"),
+    ({"parts": {"a": 5}}, r"parts=\{'a': \.\.\.\}, a int that has none of the methods prepare, on_batch"),
+    ({"sinks": {"a": print}}, r"sinks=\{'a': \.\.\.\}, a builtin_function_or_method that has none .* write"),
+    ({"sinks": 5}, r"sinks=5"),
+    ({"loader": 5}, r"loader=5 \(int\); it takes further arguments of zoo\.engine\.ShardedLoader"),
+    ({"loader": {"foo": 1}}, r"loader=\{'foo': \.\.\.\}; allowed are shuffle, num_workers"),
+    ({"loader": {"rank": 1}}, r"loader=\{'rank': \.\.\.\}; allowed are shuffle"),
+    ({"collate_fn": 5}, r"collate_fn=5 \(int\); it takes a callable"),
+    ({"model_parameters": 5}, r"model_parameters=5"),
+    ({"monitors": "no"}, r"monitors='no' \(str\); it takes True or False"),
+    ({"dist_init_required": "no"}, r"dist_init_required='no'"),
+    ({"registry": 5}, r"registry=5"),
+    ({"overrides": 5}, r"overrides are a mapping of paths, or strings key\.path=value, not 5"),
+    ({"overrides": "a=1"}, r"overrides are a mapping"),
+    ({"overrides": [5]}, r"override 5 is not of the form"),
+    ({"overrides": {5: 1}}, r"5 is not a dotted path"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), GIVEN, ids=range(len(GIVEN)))
+def test_what_initialize_cannot_take(given: dict[str, Any], told: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(ValueError, match=told):
+        initialize(config, **{"model": nn.Linear(4, 4), "training_data": [torch.ones(4)] * 4, **given})
+
+
+def test_a_tag_that_is_no_text_is_refused_by_a_save_in_the_background_too(tmp_path: Path) -> None:
+    engine = start()
+    with pytest.raises(ValueError, match="the checkpoint tag 5 cannot be used"):
+        engine.save_checkpoint(tmp_path, tag=5, asynchronous=True)  # type: ignore[arg-type]

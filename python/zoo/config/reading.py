@@ -55,7 +55,12 @@ def read_overrides(overrides: Mapping[str, Any] | Iterable[str]) -> dict[str, An
         pairs = list(overrides.items())
     else:
         pairs = []
+        if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+            what = f"overrides are a mapping of paths, or strings key.path=value, not {overrides!r}"
+            raise ConfigError([f"{what} ({type(overrides).__name__})"], "overrides")
         for text in overrides:
+            if not isinstance(text, str):
+                raise ConfigError([f"override {text!r} is not of the form key.path=value"], "overrides")
             path, equals, value = text.partition("=")
             if not equals:
                 raise ConfigError([f"override {text!r} is not of the form key.path=value"], "overrides")
@@ -68,6 +73,8 @@ def nest(pairs: Iterable[tuple[str, Any]], where: str) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, value in pairs:
         _check_integers({path: value}, where)
+        if not isinstance(path, str):
+            raise ConfigError([f"{path!r} is not a dotted path such as zero_optimization.stage"], where)
         *parents, last = path.split(".")
         if not all([*parents, last]):
             raise ConfigError([f"{path!r} is not a dotted path such as zero_optimization.stage"], where)

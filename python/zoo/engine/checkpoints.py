@@ -109,7 +109,7 @@ class Checkpoints(WholeStates):
             frozen = {name for b in self.sharded.buckets if not b.spec.trainable for name in b.in_model()}
             slices = [item for item in slices if item.name not in frozen]
         meta: dict[str, Any] = {}
-        checkpointing.together(everyone, what, lambda: self._tell(meta, directory, client_state))
+        checkpointing.together(everyone, what, lambda: self._tell(meta, directory, tag, client_state))
         meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(self.module, self.sharded))
         mine = {**random_state(), **own_buffers(self.module, self.sharded)}
         if self._in_background(asynchronous, slices):
@@ -135,13 +135,15 @@ class Checkpoints(WholeStates):
         optimizer = self.training("save_checkpoint()")
         return optimizer.state_scalars(), list(optimizer.state_slices())
 
-    def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str], client_state: Any) -> None:
+    def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str], tag: Any, client_state: Any) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
         from zoo.checkpointing.consolidation import write_script
         from zoo.checkpointing.disk import make_directories, place_of
+        from zoo.checkpointing.names import check_tag
         from zoo.engine.state import engine_meta
 
         check_place(directory)
+        check_tag(tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise checkpointing.CheckpointError(
                 f"client_state is a {type(client_state).__name__}; it is a mapping, {{'name': value}}"

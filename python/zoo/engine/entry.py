@@ -17,6 +17,7 @@ from zoo.config import Config, read
 from zoo.engine import attachments, building
 from zoo.engine.building import OptimizerFactory
 from zoo.engine.engine import Engine
+from zoo.engine.given import check_given
 from zoo.monitor import Feed
 from zoo.parts import Environment, Sink
 from zoo.registry import DEFAULT, Registry
@@ -78,6 +79,10 @@ def initialize(
         ValueError: what is wrong in the configuration, with the path of the key. Whatever is raised, what it
             had built is closed, and in a job of one process the model is an ordinary one again.
     """
+    check_given(
+        model, parts=parts, sinks=sinks, loader=loader, collate_fn=collate_fn, params=model_parameters,
+        monitors=monitors, required=dist_init_required, registry=registry,
+    )  # fmt: skip
     _join(config, dist_init_required, overrides, registry)
     if mesh is not None and group is not None:
         raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")

@@ -100,8 +100,8 @@ def ds_tensor(parameter: Any) -> torch.Tensor:
     low, high = bucket.own_range()
     begin, end = min(max(start, low), stop), max(min(stop, high), start)
     begin = min(begin, end) if end > begin else begin
-    whole = bucket.parameters.shard.whole()
-    found: Any = whole[begin - low : max(end, begin) - low] if end > begin else whole[:0]
+    role = bucket.roles["parameter"]
+    found: Any = role.read(begin - role.first, end - begin) if end > begin else torch.empty(0, dtype=role.dtype)
     found.ds_numel, found.status = found.numel(), ZeroParamStatus.AVAILABLE
     return found  # type: ignore[no-any-return]
 

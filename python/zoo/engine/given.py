@@ -1,0 +1,75 @@
+"""What ``initialize`` was given, checked before anything is built of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from zoo.registry import Registry
+
+_OF_PARTS = (
+    "prepare", "on_batch", "on_loss", "lr_factor", "before_update", "after_update", "metrics", "state_dict",
+    "load_state_dict", "close", "make_loader",
+)  # fmt: skip
+"""The methods of :mod:`zoo.parts`: what has none of them takes no part."""
+
+
+def check_given(
+    model: Any, *, parts: Any, sinks: Any, loader: Any, collate_fn: Any, params: Any, monitors: Any, required: Any,
+    registry: Any,
+) -> None:  # fmt: skip
+    """Raise ValueError for an argument that cannot be what it should be, by its name."""
+    _is("model", model, nn.Module, "the nn.Module to train, on its device")
+    _is("registry", registry, Registry, "a zoo.registry.Registry")
+    _is("monitors", monitors, bool, "True or False")
+    if required is not None:
+        _is("dist_init_required", required, bool, "True, False or None")
+    if collate_fn is not None and not callable(collate_fn):
+        raise _wrong("collate_fn", collate_fn, "a callable that makes a batch of a list of samples")
+    if params is not None and not isinstance(params, Iterable):
+        raise _wrong("model_parameters", params, "parameters, (name, parameter) pairs or groups of them")
+    _check_named("parts", parts, _OF_PARTS, "engine parts (zoo.parts)")
+    _check_named("sinks", sinks, ("write",), "sinks of records, which have write(record)")
+    _check_loader(loader)
+
+
+def _wrong(name: str, given: Any, allowed: str) -> ValueError:
+    return ValueError(f"initialize got {name}={given!r:.80} ({type(given).__name__}); it takes {allowed}.")
+
+
+def _is(name: str, given: Any, kind: type, allowed: str) -> None:
+    if not isinstance(given, kind):
+        raise _wrong(name, given, allowed)
+
+
+def _check_named(name: str, given: Any, methods: tuple[str, ...], what: str) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise _wrong(name, given, f"{what} by name, {{'mine': ...}}")
+    for key, item in given.items():
+        if not any(callable(getattr(item, method, None)) for method in methods):
+            raise ValueError(
+                f"initialize got {name}={{{key!r}: ...}}, a {type(item).__name__} that has none of the methods "
+                f"{', '.join(methods)}: it would never be called. {name} are {what}."
+            )
+
+
+def _check_loader(given: Any) -> None:
+    if not given:
+        return
+    from zoo.engine.loader import ShardedLoader
+
+    if not isinstance(given, Mapping):
+        raise _wrong("loader", given, "further arguments of zoo.engine.ShardedLoader by name")
+    ours = ("self", "dataset", "micro_batch_size", "rank", "size", "seed", "collate_fn")
+    known = [name for name in inspect.signature(ShardedLoader.__init__).parameters if name not in ours]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(
+            f"initialize got loader={{{unknown[0]!r}: ...}}; allowed are {', '.join(known)}. The others come from the "
+            "configuration and the other arguments."
+        )
