@@ -180,7 +180,8 @@ class Part(Bucket):
     def new_shard(self) -> RoleBuffer:
         """See :class:`~zoo.shard.buckets.Bucket`."""
         low, high = self.own_range()
-        return self._sharing.new_shard(self.spec, high - low, self.device, frozen=not self.parameter.requires_grad)
+        frozen = not self.parameter.requires_grad
+        return self._sharing.new_shard(self.spec, low, high - low, self.device, frozen=frozen)
 
     def end(self) -> None:
         """See :class:`~zoo.shard.buckets.Bucket`."""

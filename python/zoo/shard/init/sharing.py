@@ -155,16 +155,18 @@ class Sharing:
 
         return quantised.Packer(self._plain.exact, spec.group_size)
 
-    def new_shard(self, spec: BucketSpec, numel: int, device: torch.device, *, frozen: bool) -> RoleBuffer:
-        """For n = ``numel`` elements of a rank."""
+    def new_shard(
+        self, spec: BucketSpec, first: int, numel: int, device: torch.device, *, frozen: bool
+    ) -> RoleBuffer:  # fmt: skip
+        """For n = ``numel`` elements of a rank, those from ``first`` on."""
         tier = self.placements.parameters.tier if numel else Tier.DEVICE
         region = 0
         if tier is Tier.NVME and self.store is not None:
             region = self.store.add(numel * spec.dtype.itemsize)
         scratch = None if tier is Tier.NVME else self.scratch  # a pool would be kept for one part at a time
         return RoleBuffer(
-            numel, spec.dtype, device, tier=tier, pack=self.packer_of(spec, frozen=frozen), scratch=scratch,
-            store=self.store, region=region,
+            numel, spec.dtype, device, first=first, tier=tier, pack=self.packer_of(spec, frozen=frozen),
+            scratch=scratch, store=self.store, region=region,
         )  # fmt: skip
 
 
