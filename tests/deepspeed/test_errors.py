@@ -37,6 +37,37 @@ def test_a_step_whose_gradients_are_this_ranks_alone(stage: int, kind: type[Exce
     assert norms[0] == norms[1]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_puts_reductions_off_is_not_nested_and_no_sync_is_for_whole_gradients(stage: int) -> None:
+    engine = start(stage)
+    if stage > 1:
+        with pytest.raises(AssertionError, match=f"no_sync context manager is incompatible with ZeRO stage {stage}"):
+            engine.no_sync()
+    outer = [engine.coalesce_grad_reduction, engine.no_sync][: 3 - min(stage, 2)]
+    for first in outer:
+        for second in outer:
+            told = rf"{second.__name__}\(\) is nested in {first.__name__}"
+            with first(), pytest.raises(AssertionError, match=told), second():
+                pass
+        with pytest.raises(ZeroDivisionError), first():
+            raise ZeroDivisionError
+    with engine.coalesce_grad_reduction():
+        engine.backward(loss_of(engine, batches(0, 1)[0]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_odd_bucket_of_gathers(stage: int) -> None:
+    def begin(size: int) -> None:
+        start(stage, zero_optimization={"stage": stage, "allgather_bucket_size": size})
+
+    begin(1000)
+    if stage in (1, 2):
+        with pytest.raises(AssertionError, match="must be a multiple of nccl_start_alignment_factor, which is 2"):
+            begin(1001)
+    else:
+        begin(1001)
+
+
 def test_a_parameter_that_gets_no_gradient() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])

@@ -50,6 +50,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._dropped_within_a_step = False
+        self._inside = ""  # which of no_sync() and coalesce_grad_reduction()
         self._stepping = False
         self._asked_schedule: tuple[Any, str | None] = None, None
         self.tput_timer = throughput_timer(self._document, engine)
@@ -170,9 +171,29 @@ class DeepSpeedEngine(Questions, nn.Module):
         if self.trains and engine.clock.micro_batch and not engine.optimizer.holds_gradients:
             engine.restart_counts()
 
-    def no_sync(self) -> Any:
-        """Backwards inside communicate at no stage."""
-        return self.engine.no_sync()
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside communicate nothing. For stages 0 and 1, not within another, as in DeepSpeed.
+
+        Raises:
+            AssertionError: stage 2 or 3, or within another.
+        """
+        if (stage := self.zero_optimization_stage()) > 1:
+            raise AssertionError(
+                f"the no_sync context manager is incompatible with ZeRO stage {stage}, as in DeepSpeed: whole "
+                "gradients would stay on each rank. Where that is meant use coalesce_grad_reduction()."
+            )
+        return self._not_reducing("no_sync()")
+
+    @contextlib.contextmanager
+    def _not_reducing(self, what: str) -> Iterator[None]:
+        if self._inside:
+            raise AssertionError(f"{what} is nested in {self._inside} of this engine: leave the inner one out.")
+        self._inside = what
+        try:
+            with self.engine.no_sync():
+                yield
+        finally:
+            self._inside = ""
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -180,15 +201,15 @@ class DeepSpeedEngine(Questions, nn.Module):
 
         Raises:
             NotImplementedError: at stage 0, and of a pipeline. AssertionError: ``managed_gradient_accumulation`` is
-                false.
+                false, or it is nested.
         """
-        if self.zero_optimization_stage() == 0 or self.is_pipeline:
-            raise NotImplementedError("coalesce_grad_reduction() is for stages 1 to 3 without a pipeline.")
+        if self.zero_optimization_stage() == 0 or self.pipeline_parallelism:
+            raise NotImplementedError("coalesce_grad_reduction() is for stages 1 to 3 without pipeline parallelism.")
         if not self.managed_gradient_accumulation():
             raise AssertionError(
                 "coalesce_grad_reduction() with managed_gradient_accumulation=false: step() does that."
             )
-        with self.engine.no_sync():
+        with self._not_reducing("coalesce_grad_reduction()"):
             yield
 
     @asserting

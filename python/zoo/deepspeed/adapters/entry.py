@@ -137,6 +137,10 @@ def initialize(
     client_optimizer, client_schedule = optimizer, lr_scheduler
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = _called(optimizer, model, model_parameters)
+    if isinstance(zero, Mapping) and "allgather_bucket_size" in zero:
+        from zoo.deepspeed.adapters.untested import refuse_odd_buckets
+
+        refuse_odd_buckets(zero)
     if "zero_allow_untested_optimizer" in document:
         from zoo.deepspeed.adapters.untested import refuse_untested
 

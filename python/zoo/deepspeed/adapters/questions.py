@@ -152,7 +152,7 @@ class Questions(QuestionsOfFeatures):
         if not value:
             raise NotImplementedError(
                 "engine.enable_backward_allreduce = False: zoo's step() reduces what backward has not. Leave the "
-                "reduction to it; engine.no_sync() puts it off."
+                "reduction to it; engine.coalesce_grad_reduction() puts it off, no_sync() at stages 0 and 1."
             )
 
     def curriculum_learning_enabled(self) -> bool:

@@ -1,5 +1,9 @@
-"""``zero_allow_untested_optimizer: false``, where a configuration says it: other optimizers than DeepSpeed's list are
-refused under ZeRO. Without the key every optimizer is tried at construction, and runs if it can."""
+"""What DeepSpeed refuses of a configuration that would run here.
+
+``zero_allow_untested_optimizer: false``, where a configuration says it: other optimizers than DeepSpeed's list are
+refused under ZeRO. Without the key every optimizer is tried at construction, and runs if it can. An odd
+``allgather_bucket_size`` at stages 1 and 2.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,20 @@ _TYPES = ("adam", "adamw", "adagrad", "lion", "muon")
 
 class UntestedOptimizerError(ConfigError, AssertionError):
     """An optimizer that is not on the list, and the configuration allows no other."""
+
+
+class AlignmentError(ConfigError, AssertionError):
+    """A size that DeepSpeed cannot cut into aligned halves."""
+
+
+def refuse_odd_buckets(zero: Any) -> None:
+    """Raise AlignmentError for an odd ``allgather_bucket_size`` at stages 1 and 2."""
+    size = zero.get("allgather_bucket_size") if isinstance(zero, Mapping) else None
+    if isinstance(size, int | float) and size % 2 and zero.get("stage") in (1, 2):
+        raise AlignmentError(
+            f"zero_optimization.allgather_bucket_size is {size:g}: allgather_bucket_size must be a multiple of "
+            f"nccl_start_alignment_factor, which is 2, at stages 1 and 2 of DeepSpeed. Give an even number."
+        )
 
 
 def refuse_untested(document: Mapping[str, Any], optimizer: Any) -> None:

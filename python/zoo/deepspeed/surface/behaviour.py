@@ -152,6 +152,7 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "`enable_backward_allreduce = False`",
-        "raises: `step()` reduces what backward has not; `no_sync()` puts it off.",
+        "raises: `step()` reduces what backward has not; `coalesce_grad_reduction()` puts it off, and `no_sync()` at "
+        "stages 0 and 1.",
     ),
 )

@@ -58,7 +58,7 @@ class Outcome:
 
 
 class SkipsOnDevice:
-    """Whether the next update may have ``found_inf``, by which the wrapped optimizer skips a step on the device, so that
+    """Whether the next update may have ``found_inf``, by which the wrapped optimizer skips a step on the device so that
     the host need not wait.
 
     Args:
