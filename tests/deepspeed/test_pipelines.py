@@ -98,6 +98,7 @@ def test_where_a_rank_stands_in_a_grid() -> None:
         assert [g.size() for g in (grid.dp_proc_group, grid.pp_proc_group, grid.ds_model_proc_group)] == [2, 2, 2]
         assert grid.slice_proc_group.size() == 1
         assert (engine.get_data_parallel_rank(), engine.mp_world_size, engine.dp_world_size) == (data, 2, 2)
+        assert engine.checkpoint_mp_rank == pipe
         assert (module.global_rank, module.world_size, module.world_group.size()) == (rank, 4, 4)
         assert (engine.prev_stage, engine.next_stage) == (pipe - 1, pipe + 1)
         both = module.tied_comms["both"]
@@ -265,3 +266,14 @@ def test_a_checkpoint_of_deepspeed_with_a_shared_layer_goes_on_with_its_losses(s
     theirs = json.loads((folder / "losses.json").read_text())
     for mine, expected in zip(sim.run(2, job), theirs, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_a_pipeline_orders_its_own_accumulation() -> None:
+    """A program that would end a step at any backward has no such backward in a pipeline: refused on all ranks."""
+
+    def job(rank: int) -> None:
+        model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=nn.MSELoss())
+        with pytest.raises(AssertionError, match="not supported with pipeline parallelism.*Leave it out"):
+            deepspeed.initialize(model=model, config={**CONFIG, "managed_gradient_accumulation": False})
+
+    sim.run(2, job)

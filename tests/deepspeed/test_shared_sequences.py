@@ -204,6 +204,7 @@ def test_an_mpu_whose_ranks_share_sequences(stage: int) -> None:
         model = Shared(sequence_ranks.get_sequence_parallel_group())
         engine = deepspeed.initialize(model=model, config=document, mpu=sequence_ranks)[0]
         assert (engine.mp_world_size, engine.sequence_parallel_size) == (1, 2)  # all have the same layers
+        assert engine.checkpoint_mp_rank == 0
         assert (engine.sequence_parallel_size, engine.train_batch_size(), engine.dp_world_size) == (2, 2, 4)
         assert engine.seq_parallel_group.size() == engine.get_sequence_parallel_group().size() == 2
         for x in steps:

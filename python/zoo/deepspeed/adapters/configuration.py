@@ -129,7 +129,15 @@ def translated(
         drop_optimizer: the program has given an optimizer.
         pipeline: the model is one; otherwise the section ``pipeline`` says nothing.
         by_mpu: an mpu says which ranks share sequences.
+
+    Raises:
+        ConfigError: keys that exclude each other, or the model.
     """
+    if pipeline and not document.get("managed_gradient_accumulation", True):
+        raise ConfigError(
+            "managed_gradient_accumulation=false is not supported with pipeline parallelism: there train_batch() takes "
+            "all micro-batches of a step, and no step() ends one earlier. Leave it out."
+        )
     given = {k: v for k, v in document.items() if k not in _CARRIED_OUT_HERE and (v != "auto" or k in BATCH_KEYS)}
     found = {key: _filled(key, value) for key, value in given.items()}
     for key in sorted(set(found) - root_keys()):

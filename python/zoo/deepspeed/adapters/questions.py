@@ -253,6 +253,19 @@ class Questions(QuestionsOfFeatures):
         return int(ask()) if ask is not None else _axis(self.engine.mesh, "model")
 
     @property
+    def checkpoint_mp_rank(self) -> int:
+        """This process's number among the :attr:`mp_world_size` ranks that share each layer. DeepSpeed names its files
+        by it; zoo's have no such names."""
+        if hasattr(self.mpu, "initialize_sequence_parallel"):
+            return 0
+        ask = getattr(self.mpu, "get_model_parallel_rank", None) or getattr(
+            self.mpu, "get_tensor_model_parallel_rank", None
+        )
+        if ask is not None:
+            return int(ask())
+        return int(self.engine.mesh.get_local_rank("model")) if _axis(self.engine.mesh, "model") > 1 else 0
+
+    @property
     def seq_dp_world_size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.dp_world_size
