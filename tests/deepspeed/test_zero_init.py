@@ -17,6 +17,7 @@ from torch import nn
 import zoo.deepspeed as deepspeed
 from zoo import sim
 from zoo.deepspeed.adapters import accelerators
+from zoo.deepspeed.adapters.parameters import ZeroParamStatus
 
 
 def _of_a_new_job(rank: int, port: int) -> tuple[bool, int, int]:
@@ -126,3 +127,70 @@ def test_a_model_built_without_a_configuration_trains(precision: str | None) -> 
 
     for losses in sim.run(2, train):
         assert losses[0] > losses[-1] or precision == "fp16"  # the first steps of fp16 lower the loss scale
+
+
+class Borrows(nn.Module):
+    """Its second layer's bias is used in the forward of its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_forward_hook(lambda _, __, out: out + self.second.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("within_init", [True, False])
+def test_a_parameter_gathers_itself_and_is_let_go(within_init: bool) -> None:
+    def program(rank: int) -> None:
+        torch.manual_seed(0)
+        whole = {name: p.detach().clone() for name, p in Borrows().named_parameters()}
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(dtype=torch.float32, enabled=within_init):
+            model: Any = Borrows()
+        if not within_init:
+            model = deepspeed.initialize(
+                model=model, config={
+                    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                    "zero_optimization": {
+                        "stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 0,
+                    },
+                },
+            )[0].module  # fmt: skip
+        found: dict[str, Any] = dict(model.named_parameters())
+        away = ZeroParamStatus.NOT_AVAILABLE
+        assert all(p.ds_status == away for p in found.values())
+        handle = found["first.weight"].all_gather_coalesced(list(found.values()))
+        handle.wait()
+        for name, p in found.items():
+            assert p.ds_status == ZeroParamStatus.AVAILABLE
+            assert torch.equal(p.data, whole[name])
+        found["first.weight"].partition(list(found.values()))
+        assert all(p.ds_status == away for p in found.values())
+        found["second.bias"].all_gather()
+        assert torch.equal(found["second.bias"].data, whole["second.bias"])
+        with pytest.raises(ValueError, match=r"GatheredParameters\(params, modifier_rank=0\)"):
+            found["second.bias"].partition(has_been_updated=True)
+        found["second.bias"].partition()
+        summary = found["first.weight"].ds_summary()
+        assert (summary["status"], summary["ds_shape"], summary["ds_numel"]) == ("NOT_AVAILABLE", (4, 4), 16)
+        assert summary["ds_tensor.shape"] == tuple(found["first.weight"].ds_tensor.shape)
+        assert not any(p.is_external_param for p in found.values())
+        if not within_init:
+            model(torch.ones(1, 4)).sum().backward()
+            assert found["second.bias"].is_external_param
+            assert not found["first.bias"].is_external_param
+
+    sim.run(2, program)
+
+
+def test_at_other_stages_nothing_gathers() -> None:
+    model = deepspeed.initialize(
+        model=nn.Linear(2, 2), config={
+            "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        },
+    )[0].module  # fmt: skip
+    for name in ("all_gather_coalesced", "all_gather", "partition", "ds_summary", "is_external_param"):
+        assert not hasattr(model.weight, name)

@@ -122,10 +122,96 @@ def ds_process_group(parameter: Any) -> Any:
     return getattr(parameter._zoo_bucket.shard_group, "group", None)
 
 
+def is_external_param(parameter: Any) -> bool:
+    """Whether a module that does not own it has been told, or was found, to use it."""
+    bucket = parameter._zoo_bucket
+    owner = bucket.owner() if bucket.owner is not None else None
+    runtime = getattr(owner, "runtime", None)
+    return runtime is not None and any(bucket in unit.external for unit in runtime.units)
+
+
 for _read in (
     ds_id, ds_shape, ds_numel, ds_status, ds_tensor, ds_persist, ds_active_sub_modules, ds_process_group,
+    is_external_param,
 ):  # fmt: skip
     setattr(ShardedParameter, _read.__name__, _of_stage3(_read))
+
+
+class _Gathering:
+    """What ``all_gather_coalesced()`` returns."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self._parameters = parameters
+
+    def wait(self, **_: Any) -> None:
+        """The parameters are whole after this, on every rank."""
+        for bucket, _slot in _buckets_of(self._parameters):
+            _whole(bucket)
+
+
+def _buckets_of(parameters: Iterable[Any]) -> list[tuple[Any, int]]:
+    """The buckets of these parameters, each once, in the order that all ranks have."""
+    found = {id(p._zoo_bucket): (p._zoo_bucket, p._zoo_slot) for p in parameters}
+    return sorted(found.values(), key=lambda item: item[0].index)
+
+
+def _whole(bucket: Any) -> None:
+    from zoo.shard.init.parts import Part
+
+    bucket.make_whole() if isinstance(bucket, Part) else bucket.owner().wait([bucket])
+
+
+def all_gather_coalesced(parameter: Any, params: Iterable[Any] | None = None, *_: Any, **__: Any) -> _Gathering:
+    """Gather ``params``, by default this one: they are whole when ``wait()`` of what is returned is over, until the
+    next forward or :func:`partition` lets them go. Collective. To write into them use ``GatheredParameters``."""
+    return _Gathering([parameter] if params is None else list(params))
+
+
+def all_gather(parameter: Any, param_list: Iterable[Any] | None = None, *_: Any, **__: Any) -> None:
+    """Gather these parameters, by default this one, as :func:`all_gather_coalesced` and its ``wait()`` do."""
+    all_gather_coalesced(parameter, param_list).wait()
+
+
+def partition(
+    parameter: Any, param_list: Iterable[Any] | None = None, hierarchy: int = 0, has_been_updated: bool = False
+) -> None:  # fmt: skip
+    """Let these parameters go, by default this one: each rank has its part again.
+
+    Raises:
+        ValueError: ``has_been_updated``: who has written, and what the optimizer keeps, is not known here.
+    """
+    from zoo.shard.init.parts import Part
+
+    if has_been_updated:
+        raise ValueError(
+            "partition(has_been_updated=True) does not say which rank's values count. Write inside of `with "
+            "GatheredParameters(params, modifier_rank=0)`."
+        )
+    for bucket, _ in _buckets_of([parameter] if param_list is None else param_list):
+        bucket.drop_whole() if isinstance(bucket, Part) else bucket.owner().reshard([bucket])
+
+
+def ds_summary(parameter: Any, *_: Any, **__: Any) -> dict[str, Any]:
+    """What there is to know of it, for a message."""
+    return {
+        "id": ds_id(parameter), "status": ds_status(parameter).name, "numel": parameter.numel(),
+        "ds_numel": ds_numel(parameter), "shape": tuple(parameter.shape), "ds_shape": tuple(ds_shape(parameter)),
+        "requires_grad": parameter.requires_grad, "persist": ds_persist(parameter),
+        "ds_tensor.shape": tuple(ds_tensor(parameter).shape),
+    }  # fmt: skip
+
+
+def _methods_of_stage3() -> None:
+    for method in (all_gather_coalesced, all_gather, partition, ds_summary):
+
+        def bound(parameter: Any, method: Any = method) -> Any:
+            return functools.partial(method, parameter)
+
+        bound.__name__, bound.__doc__ = method.__name__, method.__doc__
+        setattr(ShardedParameter, method.__name__, _of_stage3(bound))
+
+
+_methods_of_stage3()
 
 
 class GatheredParameters(_Gathered):
