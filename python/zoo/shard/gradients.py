@@ -263,7 +263,7 @@ class BucketGradients:
         self._version = self.flat._version
         self._aside = None
         if self._split:
-            self.role.drop(keep_memory=not self.role.leaves_device)
+            self.role.drop()
             if self._here:
                 self._free()
             self._forget_strays()
@@ -319,8 +319,6 @@ class BucketGradients:
     def _new_mean(self) -> torch.Tensor:
         """(n,) memory for it."""
         role = self.role
-        if role.values is not None and not role.leaves_device:
-            return role.values  # that of the step before
         if role.tier is Tier.NVME and role.device.type == "cpu":
             return role.buffer(role.numel, self.dtype)
         return self.bucket.memory.empty(role.numel, self.dtype, role.device)

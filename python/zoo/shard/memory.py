@@ -40,7 +40,7 @@ class StepMemory(Memory):
     """Memory for the buffers of one rank; on other devices than the CPU torch's allocator keeps blocks itself."""
 
     def __init__(self) -> None:
-        self._pool: io.BufferPool | None = None
+        self._pools: dict[bool, io.BufferPool] = {}  # for buffers larger than a region, and for the others
 
     def begin(self) -> None:
         """The buckets are made: steps come now, and free nothing large between small objects that stay."""
@@ -64,9 +64,11 @@ class StepMemory(Memory):
         return self._take(numel, dtype)
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._pool is None:
-            self._pool = io.BufferPool(1 << 46, pinned=False, region_bytes=REGION_BYTES)
-        return self._pool.empty(numel, dtype=dtype)
+        # A small buffer in the region of a large one would keep the next large one out of it.
+        large = numel * dtype.itemsize > REGION_BYTES
+        if large not in self._pools:
+            self._pools[large] = io.BufferPool(1 << 46, pinned=False, region_bytes=REGION_BYTES)
+        return self._pools[large].empty(numel, dtype=dtype)
 
 
 @functools.cache

@@ -230,10 +230,9 @@ class RoleBuffer:
             self.pack = None
             self.set(other.read().to(self.device, self.dtype))
 
-    def drop(self, *, keep_memory: bool = False) -> None:
-        """The elements are needed no longer; with ``keep_memory`` others of the same role will have their memory."""
-        if not keep_memory:
-            self.values = self.packed = None
+    def drop(self) -> None:
+        """The elements are needed no longer."""
+        self.values = self.packed = None
         if self.kept and self.tier is Tier.NVME:
             self._there().drop(self._region)
         self.kept = False
