@@ -338,7 +338,7 @@ def test_states_that_go_away_in_two_calls_are_all_away() -> None:
         ):
             with pytest.raises(ValueError, match=match):
                 optimizer.offload_states(include)  # type: ignore[arg-type]
-        assert optimizer.offload_states() > both
+        assert optimizer.offload_states() == both  # a step leaves no gradients
         optimizer.reload_states()
         with pytest.raises(ValueError, match="is a str"):
             optimizer.offload_states("lp_params")

@@ -16,6 +16,7 @@ from torch import nn
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.io import Handle, Mock
+from zoo.shard import collectives
 from zoo.shard.collectives.quantised import QuantisedGather, QuantisedReduce
 from zoo.shard.collectives.routes import FlatGather
 from zoo.shard.offload import OffloadError
@@ -26,7 +27,6 @@ from zoo.zero import (
     LossScaler,
     ZeroConfig,
     ZeroOptimizer,
-    collectives,
     safe_get_local_fp32_param,
 )
 
