@@ -273,7 +273,7 @@ def test_a_pipeline_orders_its_own_accumulation() -> None:
 
     def job(rank: int) -> None:
         model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=nn.MSELoss())
-        with pytest.raises(AssertionError, match="not supported with pipeline parallelism.*Leave it out"):
+        with pytest.raises(AssertionError, match=r"not supported with pipeline parallelism.*Leave it out"):
             deepspeed.initialize(model=model, config={**CONFIG, "managed_gradient_accumulation": False})
 
     sim.run(2, job)
