@@ -201,9 +201,13 @@ def test_a_section_that_nobody_carries_out_is_an_error() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
+    class Closes:
+        def close(self) -> None:
+            pass
+
     with pytest.raises(ValueError, match="the configuration has one of that name"):
-        begin({"heat": {"enabled": True}}, parts={"heat": object()})
-    assert list(begin({}, parts={"heat": object()}).parts) == ["heat"]
+        begin({"heat": {"enabled": True}}, parts={"heat": Closes()})
+    assert list(begin({}, parts={"heat": Closes()}).parts) == ["heat"]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
