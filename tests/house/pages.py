@@ -23,7 +23,12 @@ _FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 def pages() -> list[str]:
     """Every page that a user reads, from the root; generated campaign pages and results tell of runs that were."""
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    found = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *sorted((ROOT / "docs/zero").glob("*.md")),
+    ]
     for top in ("python", "cuda", "moe", "compression", "crates", "examples", "benchmarks"):
         found += sorted((ROOT / top).rglob("README.md"))
     return [str(page.relative_to(ROOT)) for page in found if "target" not in page.parts]
@@ -189,6 +194,13 @@ def _comm(_: str) -> dict[str, Any]:
     return {"full": torch.zeros(8), "shard": torch.ones(4)}
 
 
+OF_ZERO = [
+    page
+    for page in pages()
+    if page.startswith(("python/zoo/zero/", "docs/zero/")) or page == "python/zoo/shard/README.md"
+]
+"""Pages about models that two ranks split."""
+
 AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
     "README.md": _readme,
     "moe/README.md": _moe,
@@ -201,13 +213,12 @@ AT_HAND: dict[str, Callable[[str], dict[str, Any]]] = {
     "python/zoo/nn/README.md": _nn,
     "python/zoo/optim/README.md": _optim,
     "python/zoo/registry/README.md": _registry,
-    "python/zoo/zero/README.md": _zero,
-    "python/zoo/shard/README.md": _zero,
+    **dict.fromkeys(OF_ZERO, _zero),
     "python/zoo/shard/init/README.md": _init,
 }
 """For each page the names that a reader has before an example; called on each rank, in an empty folder."""
 
-APART = {"README.md", "moe/README.md", "python/zoo/shard/README.md", "python/zoo/zero/README.md"}
+APART = {"README.md", "moe/README.md", *OF_ZERO}
 """Pages whose examples stand each for itself, with the imports of those before; elsewhere one goes on from another."""
 
 RANKS = {
@@ -215,8 +226,7 @@ RANKS = {
     "moe/README.md": 2,
     "python/zoo/comm/README.md": 2,
     "python/zoo/nn/README.md": 2,
-    "python/zoo/zero/README.md": 2,
-    "python/zoo/shard/README.md": 2,
+    **dict.fromkeys(OF_ZERO, 2),
     "python/zoo/shard/init/README.md": 2,
 }
 """Simulated ranks; one elsewhere. Eight for an example with a mesh of eight."""

@@ -151,7 +151,7 @@ class TwoLayers(torch.nn.Module):
 
 
 def test_the_example_of_the_page() -> None:
-    page = (Path(__file__).resolve().parents[2] / "python/zoo/zero/README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs/zero/actions.md").read_text(encoding="utf-8")
     code, printed = page.split("```python\nwith optimizer.sharded.record()")[1].split("```\n\n```\n")
 
     def fn(rank: int) -> str:

@@ -175,7 +175,7 @@ def test_a_frozen_parameter_takes_no_gradient() -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    page = (Path(__file__).resolve().parents[2] / "python/zoo/shard/README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs/zero/windows.md").read_text(encoding="utf-8")
     (code,) = [block.split("```")[0] for block in page.split("```python\n") if "window.forward(0)" in block]
 
     def fn(rank: int) -> None:
