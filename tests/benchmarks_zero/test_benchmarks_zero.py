@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.common import ROOT
-from benchmarks.zero import compare, init, traffic
+from benchmarks.zero import compare, init, memory, traffic
 from benchmarks.zero.launch import ContenderError, run_ranks
 from benchmarks.zero.workloads import GPT
 from torch import nn
@@ -135,3 +135,17 @@ def test_ratios_are_taken_within_rounds_and_their_interval_holds_the_median() ->
     assert compare.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)  # too few for 95 %: all of them
     assert compare.interval([float(i) for i in range(1, 7)]) == (1.0, 6.0)
     assert compare.interval([float(i) for i in range(1, 11)]) == (2.0, 9.0)
+
+
+@pytest.mark.slow
+def test_memory_of_all_ranks_is_sampled_until_they_end() -> None:
+    pytest.importorskip("transformers")
+    most, points = memory.run("zoo3", mapped=True, quick=True)
+    assert [point["point"] for point in points[0]][-1] == f"step {memory.STEPS - 1}"
+    assert most > 2 * 10**8  # torch alone
+    assert all(0 < point["pss"] < most for rank in points for point in rank)
+    after = points[1][-1]
+    assert "gradients" not in after, "a step leaves none"
+    # Parameters as small as these are whole on each rank; it keeps two moments of half of them.
+    assert after["optimizer"] == pytest.approx(after["parameters"], rel=0.01)
+    assert "zoo3" in memory.page("zoo3")

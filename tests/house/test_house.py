@@ -103,6 +103,8 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
         "zoo/layout/bad.py": "import torch\nimport zoo.io\n",
         "zoo/profiling/__init__.py": "import zoo.autotuning\n",
         "zoo/autotuning/__init__.py": "import zoo.moe\n",
+        "zoo/shard/__init__.py": "",
+        "zoo/shard/bad.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import zoo.zero.optimizer\n",
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -114,6 +116,11 @@ def test_the_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "200"}
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
-    for importer, imported in (("layout", "zoo.io"), ("profiling", "zoo.autotuning"), ("autotuning", "zoo.moe")):
+    for importer, imported in (
+        ("layout", "zoo.io"),
+        ("profiling", "zoo.autotuning"),
+        ("autotuning", "zoo.moe"),
+        ("shard", "zoo.zero"),
+    ):
         assert f"zoo.{importer} is not allowed to import {imported}" in result.stdout
     assert "zoo.layout.bad -> torch" in result.stdout

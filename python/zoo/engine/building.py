@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -156,14 +157,14 @@ def build_loader(
 ) -> Any:  # fmt: skip
     """A loader of this rank's micro-batches: ours over a map-style data set, or what a part makes of it; anything that
     is a loader already is taken as it is."""
-    if data is None:
-        return None
-    from zoo.engine.loader import ShardedLoader
-
     how: dict[str, Any] = {
         "micro_batch_size": config.train_micro_batch_size_per_gpu, "rank": environment.batch_rank,
         "size": environment.batch_ranks, "seed": config.seed, "collate_fn": collate_fn,
     }  # fmt: skip
+    if more:
+        _check_more(more, how)
+    if data is None:
+        return None
     if not hasattr(data, "__getitem__"):
         if not hasattr(data, "__iter__"):
             raise ValueError(
@@ -185,6 +186,19 @@ def build_loader(
             "says so, such as data_efficiency.data_sampling.num_workers."
         )
     return made
+
+
+def _check_more(more: Mapping[str, Any], how: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of a loader that it does not take, or that are known already."""
+    from zoo.engine.loader import ShardedLoader
+
+    known = [name for name in inspect.signature(ShardedLoader).parameters if name not in ("dataset", *how)]
+    for name in more:
+        if name not in known:
+            raise ValueError(
+                f"initialize got loader={{{name!r}: ...}}; allowed are {', '.join(known)}. The others come from the "
+                "configuration and the other arguments."
+            )
 
 
 def with_axes(config: Config, model: nn.Module) -> Config:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from zoo import parts as protocols
 from zoo.registry import Registry
 
-_OF_PARTS = (
-    "prepare", "on_batch", "on_loss", "lr_factor", "before_update", "after_update", "metrics", "state_dict",
-    "load_state_dict", "close", "make_loader",
+_KINDS = (
+    protocols.Prepares, protocols.OnBatch, protocols.OnLoss, protocols.ScalesLr, protocols.BeforeUpdate,
+    protocols.AfterUpdate, protocols.GivesMetrics, protocols.HasState, protocols.Closes, protocols.MakesLoader,
 )  # fmt: skip
-"""The methods of :mod:`zoo.parts`: what has none of them takes no part."""
+_OF_PARTS = tuple(name for kind in _KINDS for name in vars(kind) if not name.startswith("_"))
+"""What has none of these methods takes no part."""
 
 
 def check_given(
@@ -33,7 +34,8 @@ def check_given(
         raise _wrong("model_parameters", params, "parameters, (name, parameter) pairs or groups of them")
     _check_named("parts", parts, _OF_PARTS, "engine parts (zoo.parts)")
     _check_named("sinks", sinks, ("write",), "sinks of records, which have write(record)")
-    _check_loader(loader)
+    if loader is not None and not isinstance(loader, Mapping):
+        raise _wrong("loader", loader, "further arguments of zoo.engine.ShardedLoader by name")
 
 
 def _wrong(name: str, given: Any, allowed: str) -> ValueError:
@@ -56,20 +58,3 @@ def _check_named(name: str, given: Any, methods: tuple[str, ...], what: str) -> 
                 f"initialize got {name}={{{key!r}: ...}}, a {type(item).__name__} that has none of the methods "
                 f"{', '.join(methods)}: it would never be called. {name} are {what}."
             )
-
-
-def _check_loader(given: Any) -> None:
-    if not given:
-        return
-    from zoo.engine.loader import ShardedLoader
-
-    if not isinstance(given, Mapping):
-        raise _wrong("loader", given, "further arguments of zoo.engine.ShardedLoader by name")
-    ours = ("self", "dataset", "micro_batch_size", "rank", "size", "seed", "collate_fn")
-    known = [name for name in inspect.signature(ShardedLoader.__init__).parameters if name not in ours]
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ValueError(
-            f"initialize got loader={{{unknown[0]!r}: ...}}; allowed are {', '.join(known)}. The others come from the "
-            "configuration and the other arguments."
-        )

@@ -249,6 +249,15 @@ class Bucket:
         else:
             yield self.exact.first, self.exact.read()
 
+    def check_writable(self) -> None:
+        """Before parameters are given new values.
+
+        Raises:
+            RuntimeError: each rank has values of its own now. ValueError: the optimizer that keeps them is gone.
+        """
+        if self.states is not None and self.spec.trainable:
+            self.states.check_writable()
+
     def new_shard(self) -> RoleBuffer:
         """For this rank's part of partitioned parameters."""
         tier = self.placements.parameters.tier

@@ -168,13 +168,11 @@ class RoleBuffer:
         return pack.over(raw).values(self.dtype)[start - first :][: stop - start]
 
     def stored(self) -> torch.Tensor:
-        """What is kept, in the form in which it is kept; from NVMe a copy."""
+        """Bytes: int8 and scales, where that is what is kept; from NVMe a copy."""
         if self.values is not None:
             return self.values
         if self.packed is not None:
             return self.packed.raw
-        if self.pack is None:
-            return self.read()
         if self.device.type == "meta":
             return torch.empty(self.stored_nbytes, dtype=torch.uint8, device=self.device)
         copy = self.buffer(self.stored_nbytes, torch.uint8)
@@ -238,7 +236,7 @@ class RoleBuffer:
         self.kept = False
 
     def _keep(self, values: torch.Tensor, *, own: bool) -> None:
-        self.kept = True
+        self.kept = False  # where placing them fails there are none: what was kept is partly overwritten
         if values.is_meta:
             self.values = None if self.tier is Tier.NVME else values
         elif self.pack is not None:
@@ -247,6 +245,7 @@ class RoleBuffer:
         else:
             kept = self._placed(values, own=own)
             self.packed, self.values = None, values.clone() if kept is values and not own else kept
+        self.kept = True
 
     def _placed(self, kept: torch.Tensor, *, own: bool) -> torch.Tensor | None:
         """What is kept, where it lives: None on NVMe, the same tensor if it is there already."""

@@ -309,8 +309,7 @@ class ShardedModel:
         """
         from zoo.shard.values.editing import write_values
 
-        if bucket.states is not None and bucket.spec.trainable:
-            bucket.states.check_writable()
+        bucket.check_writable()
         self.runtime.updated()  # torch would go back through the memory that the parameter had before
         write_values({bucket: {bucket.spec.names[slot]: (0, value.detach().reshape(-1))}}, keep_equal=keep_equal)
         self.writes.wrote(bucket, slot, value)
@@ -349,8 +348,8 @@ class ShardedModel:
 
     def hold(self, bucket: Bucket, *, writes: bool) -> tuple[bool, bool]:
         """See :class:`~zoo.shard.values.gathered.Owner`; what is held is exact in any case."""
-        if writes and bucket.spec.trainable and bucket.states is not None:
-            bucket.states.check_writable()
+        if writes:
+            bucket.check_writable()
         return self.runtime.hold(bucket)
 
     def let_go(self, bucket: Bucket, held: tuple[bool, bool], *, forget: bool) -> None:

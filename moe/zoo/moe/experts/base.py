@@ -51,6 +51,11 @@ class Experts(nn.Module):
         self.num_experts, self.num_local = num_experts, num_experts // ep_size
         self.first = ep_rank * self.num_local
 
+    def move(self, ep_rank: int) -> None:
+        """Be the experts of this expert-parallel rank, with the values that those here have."""
+        self.first = ep_rank * self.num_local
+        self.declare()
+
     def forward(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """(R, D) of rows that follow each other expert by expert, ``counts`` (num_local,) of each; rows after them are
         0 and stay so. With ``which`` of some of the experts here, whose counts are given."""

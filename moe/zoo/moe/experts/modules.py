@@ -49,6 +49,11 @@ class ModuleExperts(Experts):
         declare_first(self.list, self.first)
         self._declare(whole=False)
 
+    def move(self, ep_rank: int) -> None:
+        """See :class:`Experts`."""
+        super().move(ep_rank)
+        declare_first(self.list, self.first)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Where there are all experts of the layer this rank takes its own."""
         start = f"{prefix}list."

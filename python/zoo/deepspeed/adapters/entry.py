@@ -95,8 +95,9 @@ def initialize(
         collate_fn: list of samples → batch.
         lr_scheduler: a schedule, or a callable ``optimizer → schedule``.
         distributed_port: of rank 0, where the launcher names none.
-        mpu: an object with ``get_data_parallel_group()``; its ranks share the model's state. Or one with
-            ``get_sequence_parallel_group()`` and its size: these ranks share sequences, all ranks the model's state.
+        mpu: an object with ``get_data_parallel_group()``. Ranks of other groups share layers with this one
+            (:func:`zoo.deepspeed.adapters.tensor_ranks.mesh_of`). Or one with ``get_sequence_parallel_group()`` and its
+            size: these ranks share sequences, and all ranks have the same layers.
         dist_init_required: as of :func:`zoo.engine.initialize`.
         config, config_params: a dict, the path of a file of JSON, HJSON or YAML, or base64 of JSON. Root keys that
             nobody knows are warned of, once, and left out.
@@ -121,7 +122,7 @@ def initialize(
     pipeline = engine_class(model) is not DeepSpeedEngine
     by_mpu = hasattr(mpu, "get_sequence_parallel_world_size")
     given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline, by_mpu=by_mpu)
-    group = None if mpu is None or _shares_sequences(mpu, given) else mpu.get_data_parallel_group()
+    shares_layers = mpu is not None and not _shares_sequences(mpu, given)
     if not given.get("mesh"):
         given.pop("seq_parallel_communication_data_type", None)  # no sequence is split
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -138,15 +139,22 @@ def initialize(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = _called(optimizer, model, model_parameters)
     if isinstance(zero, Mapping) and "allgather_bucket_size" in zero:
-        from zoo.deepspeed.adapters.untested import refuse_odd_buckets
+        from zoo.deepspeed.adapters.refusals import refuse_odd_buckets
 
         refuse_odd_buckets(zero)
     if "zero_allow_untested_optimizer" in document:
-        from zoo.deepspeed.adapters.untested import refuse_untested
+        from zoo.deepspeed.adapters.refusals import refuse_untested
 
         refuse_untested(document, optimizer)
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
     optimizer, parameters = _components(given, model, optimizer, parameters)
+    mesh, group = None, None
+    if shares_layers and pipeline:
+        group = mpu.get_data_parallel_group()
+    elif shares_layers:
+        from zoo.deepspeed.adapters.tensor_ranks import mesh_of
+
+        mesh = mesh_of(mpu, model)
     if lr_scheduler is None and "scheduler" in given:
         from zoo.deepspeed.adapters.schedules import schedule_of
 
@@ -157,7 +165,7 @@ def initialize(
     engine, _, loader, schedule = _initialize(
         given, model, optimizer=optimizer, model_parameters=parameters, lr_scheduler=lr_scheduler,
         training_data=training_data if its_own else None, collate_fn=collate_fn if its_own else None,
-        dist_init_required=False, group=group,
+        dist_init_required=False, group=group, mesh=mesh,
     )  # fmt: skip
     if engine.sharded.config.stage == 3:
         import zoo.deepspeed.adapters.parameters  # noqa: F401 - gives the parameters their attributes

@@ -99,9 +99,12 @@ def ds_tensor(parameter: Any) -> torch.Tensor:
     stop = start + ds_numel(parameter)
     low, high = bucket.own_range()
     begin, end = min(max(start, low), stop), max(min(stop, high), start)
-    begin = min(begin, end) if end > begin else begin
     role = bucket.roles["parameter"]
-    found: Any = role.read(begin - role.first, end - begin) if end > begin else torch.empty(0, dtype=role.dtype)
+    found: Any = (
+        role.read(begin - role.first, end - begin)
+        if end > begin
+        else torch.empty(0, dtype=role.dtype, device=role.device)
+    )
     found.ds_numel, found.status = found.numel(), ZeroParamStatus.AVAILABLE
     return found  # type: ignore[no-any-return]
 
@@ -145,20 +148,15 @@ class _Gathering:
 
     def wait(self, **_: Any) -> None:
         """The parameters are whole after this, on every rank."""
-        for bucket, _slot in _buckets_of(self._parameters):
-            _whole(bucket)
+        from zoo.shard.init.parts import Part
+
+        for bucket in _buckets_of(self._parameters):
+            bucket.make_whole() if isinstance(bucket, Part) else bucket.owner().wait([bucket])
 
 
-def _buckets_of(parameters: Iterable[Any]) -> list[tuple[Any, int]]:
+def _buckets_of(parameters: Iterable[Any]) -> list[Any]:
     """The buckets of these parameters, each once, in the order that all ranks have."""
-    found = {id(p._zoo_bucket): (p._zoo_bucket, p._zoo_slot) for p in parameters}
-    return sorted(found.values(), key=lambda item: item[0].index)
-
-
-def _whole(bucket: Any) -> None:
-    from zoo.shard.init.parts import Part
-
-    bucket.make_whole() if isinstance(bucket, Part) else bucket.owner().wait([bucket])
+    return sorted({p._zoo_bucket: None for p in parameters}, key=lambda bucket: int(bucket.index))
 
 
 def all_gather_coalesced(parameter: Any, params: Iterable[Any] | None = None, *_: Any, **__: Any) -> _Gathering:
@@ -187,7 +185,7 @@ def partition(
             "partition(has_been_updated=True) does not say which rank's values count. Write inside of `with "
             "GatheredParameters(params, modifier_rank=0)`."
         )
-    for bucket, _ in _buckets_of([parameter] if param_list is None else param_list):
+    for bucket in _buckets_of([parameter] if param_list is None else param_list):
         bucket.drop_whole() if isinstance(bucket, Part) else bucket.owner().reshard([bucket])
 
 

@@ -40,10 +40,10 @@ def write_values(changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
         changes: for each bucket the values by name. Whole parameters must be given where copies are whole.
         keep_equal: an exact value stays where it rounds to the value given: what nobody changed keeps its precision.
     """
+    for bucket in changes:  # before anything changes
+        bucket.check_writable()
     kept = [bucket for bucket in changes if bucket.spec.trainable and bucket.states is not None]
     states = kept[0].states if kept else None
-    if states is not None:
-        states.check_writable()
     for bucket, values in changes.items():
         parameters = bucket.parameters
         parameters.drop_secondary()
@@ -90,8 +90,7 @@ def publish(
     """See :meth:`zoo.shard.values.gathered.Owner.publish`."""
     changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
     for bucket in slots:  # before anything changes
-        if bucket.states is not None and bucket.spec.trainable:
-            bucket.states.check_writable()
+        bucket.check_writable()
     for bucket, chosen in slots.items():
         if not bucket.parameters.live:
             raise RuntimeError(

@@ -25,16 +25,13 @@ from zoo.shard.gradients import BucketGradients
 from zoo.shard.guard import ShardedParameter
 from zoo.shard.roles import PARAMETER
 from zoo.shard.values.editing import Values, overlaps, write_values
-from zoo.shard.values.whole import share_range
+from zoo.shard.values.whole import Pieces, share_range
 from zoo.zero.state.logical import scalar_states, tensor_states
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
     from zoo.zero.state.optimizer_states import OptimizerStates
-
-Pieces = Iterable[tuple[int, torch.Tensor]]
-"""Elements that this rank has: where they begin in the bucket's flat buffer, and their values."""
 
 
 @dataclass(frozen=True)
