@@ -12,6 +12,7 @@ from zoo.deepspeed.runtime.zero.muon.original_muon import Muon, MuonWithAuxAdam,
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
+from zoo.deepspeed.adapters import optimizers
 
 
 def exact(direction: torch.Tensor) -> torch.Tensor:
@@ -156,3 +157,26 @@ class TestWhatInitializeGives:
         assert isinstance(found, DeepSpeedZeroOptimizer)
         assert not isinstance(found, FusedAdam)
         assert found != found.optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "offloaded", "wanted"),
+    [
+        ("AdamW", False, "FusedAdam"), ("Adam", True, "DeepSpeedCPUAdam"), ("Lion", False, "FusedLion"),
+        ("Lion", True, "DeepSpeedCPULion"), ("Adagrad", True, "DeepSpeedCPUAdagrad"), ("SGD", False, "none of them"),
+    ],
+)  # fmt: skip
+def test_the_wrapped_optimizer_is_taken_for_deepspeeds_class(kind: str, offloaded: bool, wanted: str) -> None:
+    model = nn.Linear(4, 4)
+    section: dict[str, Any] = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offloaded else {})
+    document = {"train_batch_size": 2, "optimizer": {"type": kind, "params": {"lr": 0.1}}, "zero_optimization": section}
+    engine = deepspeed.initialize(model=model, config=document, model_parameters=model.parameters())[0]
+    found = engine.optimizer.optimizer
+    for name in ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"):
+        assert isinstance(found, getattr(optimizers, name)) is (name == wanted)
+    assert isinstance(found, torch.optim.Optimizer)
+    assert found is engine.optimizer.optimizer
+    assert getattr(found, "adam_w_mode", None) is ({"AdamW": True, "Adam": True}.get(kind))
+    found.mark, found.param_groups[0]["lr"] = 5, 0.2  # what is written reaches the optimizer itself
+    inner = engine.engine.optimizer.inner
+    assert (inner.mark, inner.param_groups[0]["lr"]) == (5, 0.2)

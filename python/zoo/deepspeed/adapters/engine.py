@@ -187,7 +187,10 @@ class DeepSpeedEngine(Questions, nn.Module):
     @contextlib.contextmanager
     def _not_reducing(self, what: str) -> Iterator[None]:
         if self._inside:
-            raise AssertionError(f"{what} is nested in {self._inside} of this engine: leave the inner one out.")
+            raise AssertionError(
+                f"{what} within {self._inside} of this engine: {self._inside.removesuffix('()')} context manager "
+                "reentry is unsupported, leave the inner one out."
+            )
         self._inside = what
         try:
             with self.engine.no_sync():

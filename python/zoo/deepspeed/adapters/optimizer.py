@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -155,9 +155,11 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, whose parameters are this rank's segments of flat buffers."""
-        found: torch.optim.Optimizer = self.zero.inner
-        return found
+        """The wrapped optimizer, whose parameters are this rank's segments of flat buffers; where the configuration
+        named it, ``isinstance`` takes it for DeepSpeed's class of that name."""
+        inner = self.zero.inner
+        named = self.__dict__.setdefault("_named", NamedOptimizer(self.zero))
+        return inner if named.__class__ is type(inner) else cast("torch.optim.Optimizer", named)
 
     @property
     def overflow(self) -> bool:
@@ -254,6 +256,37 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Gradients of the scaled loss."""
         self.zero.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+
+class NamedOptimizer:
+    """The wrapped optimizer, as one of DeepSpeed's classes for ``isinstance``."""
+
+    def __init__(self, zero: ZeroOptimizer) -> None:
+        self.__dict__["_zero"] = zero
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.optim.Optimizer]:  # type: ignore[override]
+        from zoo.deepspeed.adapters.optimizers import known_as
+
+        offloaded = self._zero.config.offload_optimizer.device != "none"
+        return known_as(type(self._zero.inner), offloaded=offloaded)
+
+    @property
+    def adam_w_mode(self) -> bool:
+        """Of Adam: whether weight decay is AdamW's, which does not go through the moments."""
+        options = self._zero.inner.param_groups[0]
+        if "decoupled_weight_decay" not in options:
+            raise AttributeError("adam_w_mode")
+        return bool(options["decoupled_weight_decay"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._zero.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._zero.inner, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._zero.inner)
 
 
 class BasicOptimizer(OptimizerView):

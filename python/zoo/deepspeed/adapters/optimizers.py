@@ -200,6 +200,15 @@ class FusedLamb(optim.Lamb):
         )  # fmt: skip
 
 
-def known_as(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class of ``deepspeed.ops`` that is meant where a configuration names the optimizer, else the class itself."""
-    return {optim.Adam: FusedAdam, optim.AdamW: FusedAdam, optim.Lion: FusedLion, optim.Lamb: FusedLamb}.get(kind, kind)
+def known_as(kind: type[torch.optim.Optimizer], *, offloaded: bool = False) -> type[torch.optim.Optimizer]:
+    """The class of ``deepspeed.ops`` that is meant where a configuration names the optimizer, else the class itself.
+
+    Args:
+        offloaded: its states are in host memory, for which DeepSpeed has classes of their own.
+    """
+    adam, lion = (DeepSpeedCPUAdam, DeepSpeedCPULion) if offloaded else (FusedAdam, FusedLion)
+    found: dict[Any, type[torch.optim.Optimizer]] = {
+        optim.Adam: adam, optim.AdamW: adam, optim.Lion: lion, optim.Lamb: FusedLamb,
+        optim.Adagrad: DeepSpeedCPUAdagrad if offloaded else optim.Adagrad,
+    }  # fmt: skip
+    return found.get(kind, kind)
