@@ -225,12 +225,13 @@ def write(side: Side, weight: str, number: int, way: str) -> None:
 def edit_gathered(side: Side, weight: str, number: int, fails: bool) -> None:
     parameter = side.model.get_parameter(weight)
     value = values_of(weight, side.model, number)
+    writes = side.plain or number % 2 or side.ranks == [0]  # the others have what rank 0 writes, whether they do or not
     try:
         with GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
             if fails and not side.plain:
                 parameter.copy_(value)
                 raise OnPurpose
-            if not fails:
+            if not fails and writes:
                 parameter.copy_(value)
     except OnPurpose:
         pass

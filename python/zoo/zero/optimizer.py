@@ -30,7 +30,7 @@ from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.by_parameter import look
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
-from zoo.zero.update.alike import CHANGES, WRITES, Alike, how_to_be_alike
+from zoo.zero.update.alike import ADDED, CHANGES, CLIPPED, SCALE, WRITES, Alike, how_to_be_alike
 from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
 from zoo.zero.update.factors import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
@@ -435,9 +435,12 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             return None
         if self.comm.size == 1 and layers is None:  # nobody to be alike with
             return None if mine is None else Tally(mine, self.comm, layers)
-        changes = 0 if self._in_backward is not None else sum(g.num_changes for g in self._gradients)
-        written = 0.0 if self._in_backward is not None else self.sharded.writes.digest()
-        more = {**alike, CHANGES: float(changes), WRITES: written}
+        added: dict[str, float | torch.Tensor] = dict.fromkeys(ADDED, 0.0)
+        if self._in_backward is None:
+            added[CHANGES] = float(sum(g.num_changes for g in self._gradients))
+            added[WRITES] = self.sharded.writes.digest()
+            added |= {SCALE: self.loss_scale, CLIPPED: self.clipping.clipped}
+        more = {**alike, **added}
         row = self._alike.row(groups, more, self.sharded.buckets[0].device)
         return Tally(row.new_empty(0) if mine is None else mine, self.comm, layers, row)
 
@@ -449,7 +452,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         told = self._alike.told(rows, self.comm.ranks)
         if not told and elsewhere:
             told = "they differ between ranks with other layers of the model, whose own messages say what"
-        if not told:
+        if not told or self._have_written_alike(told, outcome):
             return
         text = f"what all ranks need alike for a step differs: {told}"
         if outcome.made:
@@ -459,6 +462,12 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 "Give all ranks the same and load a checkpoint."
             )
         raise CollectiveMismatchError(f"{text}. Nothing has changed. {how_to_be_alike(told)}")
+
+    def _have_written_alike(self, told: str, outcome: Outcome) -> bool:
+        """Whether ranks that have noticed other writes have the same values. Collective where they have, and only
+        then."""
+        alone = told.startswith(WRITES) and "; " not in told
+        return alone and not outcome.made and self.sharded.layers is None and self.sharded.writes.settle(self.comm)
 
     def _measured(self, tally: Tally | None, tallies: bool, groups: list[dict[str, Any]]) -> Factors | None:
         """What the update multiplies by; None for no update. Waits for the norm unless the update can do without.

@@ -106,6 +106,7 @@ def publish(
         if _wrote(bucket, rank, seen[bucket]):
             model.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
         model.runtime.note(bucket)
+        model.writes.published(bucket, chosen)
     write_values(changes, keep_equal=True)
 
 

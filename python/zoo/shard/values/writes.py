@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import increment_version
 
+from zoo.comm import Communicator
 from zoo.shard.buckets import Bucket
 from zoo.shard.roles import ORIGINAL
 
@@ -57,6 +58,42 @@ class Writes:
             self._whole.add((bucket, slot))
         elif value is not None:
             self._given[bucket, slot] = _digest(value)
+
+    def published(self, bucket: Bucket, slots: Iterable[int]) -> None:
+        """All ranks have been given one rank's values of these parameters, whatever each of them had written before."""
+        versions = bucket.parameters.versions()
+        for slot in slots:
+            self._given.pop((bucket, slot), None)
+            if not bucket.partitioned:
+                self._noted[bucket][slot] = versions[slot]
+                self.wrote(bucket, slot)
+
+    def settle(self, comm: Communicator) -> bool:
+        """Where ranks have not noticed the same writes: whether all of them have the same values nevertheless, as after
+        one has written and sent them to the others by a collective, of which autograd knows nothing. Then all of them
+        have written. Collective.
+        """
+        from zoo.shard.values.editing import write_values
+
+        mine = {(bucket.index, slot) for bucket, slot in self._whole}
+        given = sorted((bucket.index, slot, int(value)) for (bucket, slot), value in self._given.items())
+        theirs = comm.all_gather_object((mine, given))
+        if any(other != given for _, other in theirs):
+            return False
+        buckets = {bucket.index: bucket for bucket in self._noted}
+        written = sorted(set().union(*(slots for slots, _ in theirs)))
+        values = [int(_digest(buckets[index].parameters.flat_of(slot))) for index, slot in written]
+        if any(other != values for other in comm.all_gather_object(values)):
+            return False
+        changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
+        for index, slot in written:
+            if (index, slot) not in mine:
+                bucket = buckets[index]
+                self.wrote(bucket, slot)
+                changes.setdefault(bucket, {})[bucket.spec.names[slot]] = (0, bucket.parameters.flat_of(slot))
+        if changes:
+            write_values(changes, keep_equal=True)
+        return True
 
     def digest(self) -> float | torch.Tensor:
         """A number that is equal on ranks that have written the same since the latest update, in whatever order."""

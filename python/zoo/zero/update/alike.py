@@ -21,6 +21,12 @@ CHANGES = "changes of reduced gradients since they were dropped"
 """How often any was reduced or cleared: ranks that step with others' sums, or with none, have another number."""
 WRITES = "the values that were written into parameters"
 """What stands for them: ranks that write others have another number."""
+SCALE = "the loss scale"
+CLIPPED = "what clip_grad_norm_() has multiplied gradients by"
+NORM = "the norm of gradients that every rank has whole"
+"""Of whole gradients that were reduced: where ranks have changed them otherwise, the last place that tells. To 16 bits,
+so that other instruction sets, which may round a sum in fp64 otherwise, are none."""
+ADDED = (CHANGES, WRITES, SCALE, CLIPPED, NORM)
 _OF_PARAMETERS = ("params", "param_names")
 
 
@@ -44,8 +50,8 @@ class Alike:
 
     @property
     def size(self) -> int:
-        """A, without what the caller of a step adds: the options, and what every step adds (CHANGES, WRITES)."""
-        return len(self._options) + 2
+        """A, without what the caller of a step adds: the options, and what every step adds."""
+        return len(self._options) + len(ADDED)
 
     def row(
         self, groups: Sequence[Mapping[str, Any]], more: Mapping[str, float | torch.Tensor], device: torch.device
@@ -111,6 +117,8 @@ def how_to_be_alike(told: str) -> str:
         return "Drop gradients on all ranks or on none, by zero_grad() or p.grad = None."
     if WRITES in told:
         return "Write the same on all of them: broadcast what one has drawn, read or computed, and call step() again."
+    if CLIPPED in told or NORM in told:
+        return "Clip and change gradients alike on all of them: call zero_grad(), and backward and step() again."
     return (
         "Give all ranks the same, and call step() again; what sets an option from a loss or a metric has to see the "
         "same number on all ranks, such as its mean."

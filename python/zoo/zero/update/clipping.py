@@ -63,6 +63,7 @@ class Clipping:
         self.skipped, self.num_skipped = False, 0
         self.sums: list[float] = []
         self.refuses: Callable[[Outcome], None] | None = None
+        self.clipped = 1.0  # what clip() has multiplied by since gradients were dropped
         self._suspect = False  # clip() saw a norm that is not finite
         self._behind = 1.0  # what the gradients have to be multiplied by to have the scale of the next backward
         self._gradients: Sequence[BucketGradients] = ()
@@ -182,6 +183,7 @@ class Clipping:
             return norm
         factor = max_norm / (norm + EPSILON)
         if factor < 1.0:
+            self.clipped *= factor
             self._multiply(factor)
         return norm
 
@@ -200,4 +202,4 @@ class Clipping:
 
     def forget(self) -> None:
         """The gradients were dropped."""
-        self._suspect = False
+        self._suspect, self.clipped = False, 1.0

@@ -48,6 +48,10 @@ def global_norm(
     p = float(number)
     families = dict.fromkeys(g.bucket.routes.axes for g in sorted(gradients, key=lambda g: g.bucket.spec.axes))
     found = [(_powers(gradients, axes, p, tally, absent), axes.in_norm) for axes in families]
+    if tally is not None:
+        tally.have_measured(
+            [power for (power, _), axes in zip(found, families, strict=True) if _is_alone(axes, gradients)]
+        )
     powers = _joined(torch.stack([power if counts else torch.zeros_like(power) for power, counts in found]), p)
     if layers is not None:
         powers = _joined(_of_all(layers, powers.reshape(1)), p)
@@ -88,6 +92,14 @@ class Tally:
         self._everyone = both[:, others.numel() :]
         return both[:, : others.numel()].reshape(-1)
 
+    def have_measured(self, powers: Sequence[torch.Tensor]) -> None:
+        """What each rank has added up by itself over gradients that all of them have whole becomes the last of the
+        numbers that have to be alike."""
+        if powers and self._everyone is None and self.mine.numel() > self._num:
+            mantissa, exponent = torch.frexp(torch.stack(list(powers)).sum().double())
+            coarse = torch.ldexp((mantissa * 2.0**16).round(), exponent - 16).sqrt()
+            self.mine[-1] = coarse.nan_to_num(nan=-1.0, posinf=-2.0)
+
     def sums(self) -> torch.Tensor:
         """(k,) fp64 on the device. Collective, unless it was ridden or asked for before."""
         if self._sums is None:
@@ -111,6 +123,13 @@ class Tally:
             return None
         rows = self._everyone[:, self._num :].reshape(-1)
         return torch.cat([rows.new_zeros(1) if self._elsewhere is None else self._elsewhere, rows])
+
+
+def _is_alone(axes: Axes, gradients: Sequence[BucketGradients]) -> bool:
+    """Whether every rank has the whole gradients of a family, and measures them by itself."""
+    bucket = next(g.bucket for g in gradients if g.bucket.routes.axes is axes)
+    whole = len(bucket.updated_chunks()) == axes.shard.size
+    return whole and axes.parts is None and bucket.routes.apart() is None
 
 
 def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
