@@ -276,8 +276,14 @@ def test_configurations_come_in_every_form(tmp_path: Path, caplog: pytest.LogCap
     (tmp_path / "ds.json").write_text(text)
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     arguments = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
+    older = parser.parse_args(["--deepscale", "--deepscale_config", str(tmp_path / "ds.json")])
     in_base64 = base64.urlsafe_b64encode(text.encode()).decode()
-    forms = ({"args": arguments}, {"config": str(tmp_path / "ds.json")}, {"config_params": json.loads(text)})
+    forms = (
+        {"args": arguments},
+        {"args": older},
+        {"config": str(tmp_path / "ds.json")},
+        {"config_params": json.loads(text)},
+    )
     for form in (*forms, {"config": in_base64}):
         engine = deepspeed.initialize(model=net(), **form)[0]
         assert engine.config == json.loads(text)

@@ -48,6 +48,7 @@ def test_static_scales() -> None:
     assert [g.item() for g in scaler.scale_gradient(None, (torch.ones(1),), None)] == [4.0]
     scaler.update_scale(True)
     assert scaler.loss_scale == 4
+    assert [loss_scaler.to_python_float(t) for t in (torch.tensor(2.5), torch.tensor([3]), [4])] == [2.5, 3.0, 4.0]
     assert not scaler.has_overflow([])
     with pytest.raises(ValueError, match="got no dynamic_loss_args"):
         loss_scaler.CreateLossScaler(torch.half, 1.0, True, None)

@@ -149,6 +149,7 @@ def mixed(size: int, ep_size: int, *, split_experts: bool) -> list[float]:
     document = {"train_batch_size": BATCH, "zero_optimization": {"stage": 1}, **ADAMW}
     engine = deepspeed.initialize(model=model, config=document, model_parameters=model.parameters(), mpu=mpu)[0]
     assert engine.num_local_experts == 4 // ep_size
+    assert deepspeed.utils.groups._get_expert_model_parallel_world_size() == (size if split_experts else 1)
     losses = []
     for step in range(3):
         x = torch.randn(BATCH, 5, WIDTH, generator=torch.Generator().manual_seed(step))

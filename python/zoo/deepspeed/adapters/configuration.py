@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import binascii
 import copy
@@ -27,6 +28,16 @@ _CARRIED_OUT_HERE = frozenset({"log_level", "managed_gradient_accumulation"})
 """Root keys that zoo's own configuration does not have."""
 _COMPONENT = ("type", "params", "legacy_fusion")
 """Keys of a section that names a component."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """What :func:`zoo.engine.add_config_arguments` adds, and ``--deepscale`` and ``--deepscale_config``, older names of
+    the same, which help does not show. Returns the parser."""
+    from zoo.engine import add_config_arguments as add
+
+    add(parser).add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--deepscale_config", default=None, help=argparse.SUPPRESS)
+    return parser
 
 
 def find_document(args: Any, config: Any) -> dict[str, Any]:

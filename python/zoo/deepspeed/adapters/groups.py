@@ -444,4 +444,8 @@ def _get_max_expert_parallel_group() -> Any:
 
 
 def _get_expert_model_parallel_world_size() -> int:
+    """Ranks that share each expert: those that share layers, where the engine's experts are layers of that kind."""
+    layers = [] if _engine() is None else _engine().module.modules()
+    if any(getattr(layer, "enable_expert_tensor_parallelism", False) for layer in layers):
+        return get_tensor_model_parallel_world_size()
     return expert_tensor_parallel_world_size

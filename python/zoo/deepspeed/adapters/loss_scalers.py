@@ -19,6 +19,11 @@ _HOME = "deepspeed.runtime.fp16.loss_scaler"
 """Where the classes say they are: checkpoints name them so, and ``torch.serialization.add_safe_globals`` too."""
 
 
+def to_python_float(t: Any) -> float:
+    """The number in a tensor or an array of one element."""
+    return float(t.item() if hasattr(t, "item") else t[0])
+
+
 class LossScalerBase:
     """A scale that does not move.
 

@@ -98,8 +98,8 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "`engine.optimizer`",
         "is a view of zoo's optimizer at every stage, at stage 0 in fp32 too, where `isinstance` and `==` take it for "
         "the one that it wraps; `engine.optimizer.optimizer` is for `isinstance` DeepSpeed's class of the name in the "
-        "configuration (FusedAdam, with offload DeepSpeedCPUAdam); `param_groups` hold the model's parameters, not flat fp32 tensors; the keys of "
-        "`state_dict()` are zoo's. Groups cannot be added.",
+        "configuration (FusedAdam, with offload DeepSpeedCPUAdam); `param_groups` hold the model's parameters, not "
+        "flat fp32 tensors; the keys of `state_dict()` are zoo's. Groups cannot be added.",
     ),
     (
         "`get_global_grad_norm()` at stage 0 in fp32",

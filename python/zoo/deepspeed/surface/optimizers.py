@@ -23,7 +23,10 @@ TABLE: Table = {
     "runtime.fp16.onebit.lamb": _onebit("OnebitLamb"),
     "runtime.fp16.onebit.zoadam": _onebit("ZeroOneAdam"),
     "runtime.fp16.loss_scaler": {
-        **{name: f"{_SCALERS}:{name}" for name in ("CreateLossScaler", "LossScaler", "LossScalerBase")},
+        **{
+            name: f"{_SCALERS}:{name}"
+            for name in ("CreateLossScaler", "LossScaler", "LossScalerBase", "to_python_float")
+        },
         "DynamicLossScaler": Name(
             f"{_SCALERS}:DynamicLossScaler", "an overflow at min_scale is a RuntimeError; engines have zoo's own."
         ),

@@ -37,7 +37,7 @@ TABLE: Table = {
             f"{_ENTRY}:init_distributed",
             "the default timeout is that of the documentation; nccl without a GPU is gloo, with a warning.",
         ),
-        "add_config_arguments": "zoo.engine:add_config_arguments",
+        "add_config_arguments": "zoo.deepspeed.adapters.configuration:add_config_arguments",
         "DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine",
         "DeepSpeedConfigError": "zoo.config:ConfigError",
         "DeepSpeedOptimizer": f"{_OPTIMIZER}:DeepSpeedOptimizer",
