@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.processes import start
 
 from zoo import sim
-from zoo.comm import Communicator, RankFailedError, together
+from zoo.comm import (
+    CollectiveMismatchError,
+    Communicator,
+    RankFailedError,
+    agree_none_failed,
+    raise_in_next,
+    raise_together,
+    together,
+)
+
+
+@given(fails=st.lists(st.sampled_from(["", "before", "in", "in"]), min_size=1, max_size=3), seed=st.integers(0, 9))
+def test_raised_together(fails: list[str], seed: int) -> None:
+    """ "in": inside of the agreement; "before": in what comes before it."""
+    failing = tuple(rank for rank, moment in enumerate(fails) if moment)
+    told = "; ".join(f"rank {rank}: ValueError: {moment} {rank}" for rank, moment in enumerate(fails) if moment)
+
+    def program(comm: Communicator, moment: str) -> None:
+        with raise_in_next(lambda: comm, "here"):
+            if moment == "before":
+                raise ValueError(f"before {comm.rank}\nand more")
+        with raise_together(comm, "building"):
+            if moment == "in":
+                raise ValueError(f"in {comm.rank}\nand more")
+
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        for _ in range(2):  # the ranks are at one place afterwards
+            if not failing:
+                program(comm, "")
+                continue
+            with pytest.raises((ValueError, RankFailedError)) as caught:
+                program(comm, fails[rank])
+            if fails[rank]:
+                assert str(caught.value) == f"{fails[rank]} {rank}\nand more"
+            else:
+                assert isinstance(caught.value, RankFailedError)
+                assert (str(caught.value), caught.value.ranks) == (f"building failed: {told}", failing)
+        with pytest.raises(CollectiveMismatchError) if len(fails) > 1 else contextlib.nullcontext():
+            agree_none_failed(comm, "with options", alike=str(rank))
+
+    sim.run(len(fails), fn, seed=seed)
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_of_what_comes_from_the_midst_of_collectives_only_word_is_left(interrupt: bool) -> None:
+    def fn(rank: int) -> None:
+        comm = Communicator()
+        error = KeyboardInterrupt("by hand") if interrupt else ValueError("by hand")
+        if rank == 1:
+            if not interrupt:
+                comm.report_failure(error)
+            with pytest.raises(type(error)), raise_together(comm, "building"):
+                raise error
+        else:
+            with pytest.raises(RankFailedError, match=r"rank 1 failed with .*by hand"):
+                comm.all_reduce(torch.ones(1)).wait()
+
+    sim.run(2, fn, group_timeout_s=5.0)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -10,6 +10,15 @@ from .failures import (
     RankFailedError as RankFailedError,
 )
 from .failures import (
+    agree_none_failed as agree_none_failed,
+)
+from .failures import (
+    raise_in_next as raise_in_next,
+)
+from .failures import (
+    raise_together as raise_together,
+)
+from .failures import (
     report_uncaught as report_uncaught,
 )
 from .failures import (

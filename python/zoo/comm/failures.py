@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from zoo.comm.check import CollectiveMismatchError
+from zoo.comm.check import CollectiveMismatchError, verify
 
 if TYPE_CHECKING:
     from zoo.comm.communicator import Communicator
@@ -161,6 +161,90 @@ def together(
         told = "; ".join(f"{_names(ranks, comm.size)}{text}" for text, ranks in failed.items())
         raise error(f"{what} failed: {told}", tuple(sorted(itertools.chain(*failed.values())))) from cause
     return [value for _, value in everyone]
+
+
+def agree_none_failed(
+    comm: Communicator | None, what: str, error: BaseException | None = None, *, alike: str = ""
+) -> None:
+    """Where every rank comes, with the error that it failed with or without one: go on only if none has failed.
+
+    One all-gather of 8 bytes; of a failure another one. A rank that comes with an error raises that by itself
+    afterwards. An interrupt, and an error that :func:`report` has left word of, come from the midst of other
+    collectives: of these only word is left, and nobody is waited for.
+
+    Args:
+        comm: the ranks; None for this one alone.
+        what: the subject of the error's sentence, as "initialize", the same on all ranks.
+        alike: what ranks that have not failed must have alike.
+
+    Raises:
+        RankFailedError: on the ranks that have not failed: it names those that have, and the first line of what each
+            of them raises.
+        CollectiveMismatchError: no rank has failed, and they do not have ``alike``; on all of them.
+    """
+    if comm is None or comm.size == 1 or comm.is_dry:
+        return
+    if error is not None and _has_reported(error):
+        return
+    if error is not None and not isinstance(error, Exception):
+        report(error)
+        return
+    text = "" if error is None else _first_line(error)
+    try:
+        verify(comm.group, f"{what} {alike}" if error is None else "a failure", comm.device)
+        return  # of all ranks, or of none
+    except CollectiveMismatchError as mismatch:
+        differ = mismatch
+    except RuntimeError as lost:
+        if error is None:
+            raise explained(lost) from lost
+        return  # the error at hand is the news
+    everyone: list[str] = [""] * comm.size
+    dist.all_gather_object(everyone, text, group=comm.group)  # not by the communicator, whose check may be what differs
+    failed = {rank: told for rank, told in zip(comm.ranks, everyone, strict=True) if told}
+    if not failed:
+        raise differ
+    if error is None:
+        told = "; ".join(f"rank {rank}: {sentence}" for rank, sentence in failed.items())
+        raise RankFailedError(f"{what} failed: {told}", tuple(failed))
+
+
+def _first_line(error: BaseException) -> str:
+    return (sentence_of(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _has_reported(error: BaseException) -> bool:
+    return reported()[1] == sentence_of(error)
+
+
+@contextlib.contextmanager
+def raise_together(comm: Communicator | None, what: str) -> Iterator[None]:
+    """``with raise_together(comm, "initialize"): ...``: what one rank raises inside ends it on all. Collective.
+
+    Every rank comes to its end, or fails without having left others in collectives of the inside: then each raises
+    what it failed with, and the others raise a RankFailedError. See :func:`agree_none_failed`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        agree_none_failed(comm, what, error)
+        raise
+    agree_none_failed(comm, what)
+
+
+@contextlib.contextmanager
+def raise_in_next(comm: Callable[[], Communicator | None], what: str) -> Iterator[None]:
+    """What comes before an agreement that is elsewhere: an exception inside takes part in it, in this rank's place.
+
+    The next thing that the other ranks do together is an :func:`agree_none_failed` over what ``comm()`` returns, which
+    is called after an exception only.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the error at hand is the news
+            agree_none_failed(comm(), what, error)
+        raise
 
 
 def _names(ranks: list[int], size: int) -> str:

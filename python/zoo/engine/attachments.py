@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zoo.comm import Communicator, together
+from zoo.comm import Communicator, raise_in_next, raise_together, together
 from zoo.config import Config, ConfigError
 from zoo.parts import Clock, Environment, Sink, StepRecord, in_order, parts_of
 from zoo.registry import Registry
@@ -17,13 +17,13 @@ PART, SINK = "engine_part", "sink"
 
 
 def build(
-    config: Config, environment: Environment, registry: Registry, *,
-    parts: Mapping[str, Any] | None = None, sinks: Mapping[str, Sink] | None = None, group: Any = None,
-    monitors: bool = True, model: nn.Module | None = None,
+    config: Config, environment: Environment, registry: Registry, everyone: Communicator | None = None, *,
+    parts: Mapping[str, Any] | None = None, sinks: Mapping[str, Sink] | None = None, monitors: bool = True,
+    model: nn.Module | None = None,
 ) -> tuple[Parts, dict[str, Sink]]:  # fmt: skip
     """The parts and sinks of all sections that the document asks for, and those that the user or the model brings.
 
-    Sinks of sections are built on rank 0 only, unless the section has ``ranks`` = "all". A collective on ``group``
+    Sinks of sections are built on rank 0 only, unless the section has ``ranks`` = "all". A collective of ``everyone``
     where there are some: what keeps one from being built is raised on all ranks.
 
     Raises:
@@ -32,6 +32,22 @@ def build(
             cannot be built.
     """
     asked = {kind: [name for name in registry.names(kind) if config.asks_for(name)] for kind in (PART, SINK)}
+    wanted = asked[SINK] if monitors else []
+    # Without sinks the next thing that all ranks do together is to construct what shards the model.
+    with raise_together(everyone, "initialize") if wanted else raise_in_next(lambda: everyone, "initialize"):
+        _check_asked(asked, config, registry, parts=parts, sinks=sinks, model=model)
+        found = {name: registry.get(PART, name)(getattr(config, name), environment) for name in asked[PART]}
+        brought = parts_of(model) if model is not None else {}
+        for name in brought.keys() - found.keys() - (parts or {}).keys():
+            found[name] = brought[name](model, environment)
+        ordered = Parts({**found, **(parts or {})})
+    return ordered, {**_sinks(wanted, config, environment, registry, everyone), **(sinks or {})}
+
+
+def _check_asked(
+    asked: Mapping[str, list[str]], config: Config, registry: Registry, *, parts: Mapping[str, Any] | None,
+    sinks: Mapping[str, Sink] | None, model: nn.Module | None,
+) -> None:  # fmt: skip
     idle = [
         f"{name}: asked for, and nobody carries it out: neither an engine part nor a sink is registered under this "
         "name. Remove the section, or install the package that has it."
@@ -54,17 +70,10 @@ def build(
                 raise ValueError(
                     f"initialize got {what}={{{name!r}: ...}}, and the configuration has one of that name."
                 )
-    found = {name: registry.get(PART, name)(getattr(config, name), environment) for name in asked[PART]}
-    brought = parts_of(model) if model is not None else {}
-    for name in brought.keys() - found.keys() - (parts or {}).keys():
-        found[name] = brought[name](model, environment)
-    ordered = Parts({**found, **(parts or {})})
-    wanted = asked[SINK] if monitors else []
-    return ordered, {**_sinks(wanted, config, environment, registry, group), **(sinks or {})}
 
 
 def _sinks(
-    names: list[str], config: Config, environment: Environment, registry: Registry, group: Any
+    names: list[str], config: Config, environment: Environment, registry: Registry, everyone: Communicator | None
 ) -> dict[str, Sink]:  # fmt: skip
     """Those of this rank; all or, on every rank, none."""
     made: dict[str, Sink] = {}
@@ -78,7 +87,7 @@ def _sinks(
     try:
         if names and environment.world_size > 1:
             # A disk or a log-in may fail on some ranks only.
-            comm = Communicator(group if environment.mesh is None else None)
+            comm = everyone if everyone is not None else Communicator()
             together(comm, "building monitors", make, error=lambda text, _: ValueError(text), plain=ValueError)
         else:
             make()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zoo.comm import init_distributed
+from zoo.comm import Communicator, init_distributed, raise_in_next, raise_together
 from zoo.config import Config, read
 from zoo.engine import attachments, building
 from zoo.engine.building import OptimizerFactory
@@ -21,6 +21,8 @@ from zoo.engine.given import check_given
 from zoo.monitor import Feed
 from zoo.parts import Environment, Sink
 from zoo.registry import DEFAULT, Registry
+from zoo.shard import ShardedModel
+from zoo.shard.agreement import all_ranks
 from zoo.zero import ZeroOptimizer
 
 
@@ -77,57 +79,64 @@ def initialize(
 
     Raises:
         ValueError: what is wrong in the configuration, with the path of the key. Whatever is raised, what it
-            had built is closed, and in a job of one process the model is an ordinary one again.
+            had built is closed, and the model is an ordinary one again, but for what interrupts this rank alone.
+        RankFailedError: another rank has failed, and with what. Ranks hear of it at once, but of a failure in the
+            midst of splitting the model: then when their waits end.
     """
-    check_given(
-        model, parts=parts, sinks=sinks, loader=loader, collate_fn=collate_fn, params=model_parameters,
-        monitors=monitors, required=dist_init_required, registry=registry,
-    )  # fmt: skip
     _join(config, dist_init_required, overrides, registry)
-    if mesh is not None and group is not None:
-        raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")
-    config = _configuration(config, overrides, _size(mesh, group), mesh, model, registry)
-    if mesh is None and group is None:
-        config = building.with_axes(config, model)
+    everyone = all_ranks(group, mesh)
+    with raise_together(everyone, "initialize"):
+        check_given(
+            model, parts=parts, sinks=sinks, loader=loader, collate_fn=collate_fn, params=model_parameters,
+            monitors=monitors, required=dist_init_required, registry=registry,
+        )  # fmt: skip
+        if mesh is not None and group is not None:
+            raise ValueError("initialize got mesh= and group=, which say the same thing in two ways; give one of them.")
+        config = _configuration(config, overrides, _size(mesh, group), mesh, model, registry)
+        if mesh is None and group is None:
+            config = building.with_axes(config, model)
     first = next(model.parameters(), None)
     mesh = building.build_mesh(config, mesh, first.device if first is not None else torch.device("cpu"))
     environment = building.make_environment(config, mesh, group)
     with contextlib.ExitStack() as undo:
-        engine = _built(
-            undo, config, model, environment, mesh, optimizer=optimizer, params=model_parameters, data=training_data,
-            schedule=lr_scheduler, collate_fn=collate_fn, loader=loader or {}, group=group, parts=parts, sinks=sinks,
-            monitors=monitors, registry=registry,
-        )  # fmt: skip
+        with raise_together(everyone, "initialize"):
+            engine = _built(
+                undo, config, model, environment, mesh, everyone, optimizer=optimizer, params=model_parameters,
+                data=training_data, schedule=lr_scheduler, collate_fn=collate_fn, loader=loader or {}, group=group,
+                parts=parts, sinks=sinks, monitors=monitors, registry=registry,
+            )  # fmt: skip
         undo.pop_all()
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 
 
 def _built(
-    undo: contextlib.ExitStack, config: Config, model: nn.Module, environment: Environment, mesh: Any, *,
-    optimizer: Any, params: Any, data: Any, schedule: Any, collate_fn: Any, loader: Mapping[str, Any], group: Any,
-    parts: Any, sinks: Any, monitors: bool, registry: Registry,
+    undo: contextlib.ExitStack, config: Config, model: nn.Module, environment: Environment, mesh: Any,
+    everyone: Communicator | None, *, optimizer: Any, params: Any, data: Any, schedule: Any, collate_fn: Any,
+    loader: Mapping[str, Any], group: Any, parts: Any, sinks: Any, monitors: bool, registry: Registry,
 ) -> Engine:  # fmt: skip
     """The engine. ``undo`` gets what gives everything back where this raises: files, hooks, and the model itself."""
     from zoo.engine.casting import cast
 
     attached, writers = attachments.build(
-        config, environment, registry, parts=parts, sinks=sinks, group=group, monitors=monitors, model=model,
+        config, environment, registry, everyone, parts=parts, sinks=sinks, monitors=monitors, model=model,
     )  # fmt: skip
     made = [item for name, item in attached.all.items() if name not in (parts or {})]
     made += [item for name, item in writers.items() if name not in (sinks or {})]
     for item in made:
         if hasattr(item, "close"):
             undo.callback(_quietly, item.close)
-    attached.check_updates(config.zero_optimization.update_in_backward)
-    # Before the model is touched, because data is what is wrong most often.
-    batches = building.build_loader(config, data, collate_fn, environment, attached, loader)
-    model = attached.prepare(model, mesh)
-    buffers = config.data_types.buffer_dtype
-    cast(model, building.compute_dtype(config), building.DTYPES[buffers] if buffers else None, config.data_types)
+    with raise_in_next(lambda: everyone, "initialize"):  # the next is at the construction of what shards the model
+        attached.check_updates(config.zero_optimization.update_in_backward)
+        # Before the model is touched, because data is what is wrong most often.
+        batches = building.build_loader(config, data, collate_fn, environment, attached, loader)
+        model = attached.prepare(model, mesh)
+        buffers = config.data_types.buffer_dtype
+        cast(model, building.compute_dtype(config), building.DTYPES[buffers] if buffers else None, config.data_types)
+        if optimizer is None and config.optimizer is not None:
+            optimizer = registry.get("optimizer", config.optimizer.type)
     zero = building.build_optimizer(config, model, registry, group=group, mesh=mesh, params=params, optimizer=optimizer)
     sharded = zero.sharded if zero is not None else building.evaluates(config, model, group, mesh)
-    if environment.world_size == 1:  # otherwise a collective, for which a rank that fails alone would wait
-        undo.callback(_quietly, sharded.close)
+    undo.push(lambda _, error, __: _closed(sharded, error))
     runner = getattr(model, "engine_runner", "plain")
     engine: Engine = registry.get("engine", runner if runner in registry.names("engine") else "plain")(
         config, model, optimizer=zero, sharded=sharded, parts=attached, feed=Feed(writers), registry=registry,
@@ -144,8 +153,15 @@ def _quietly(close: Callable[[], None]) -> None:
         close()
 
 
+def _closed(sharded: ShardedModel, error: BaseException | None) -> None:
+    # A collective: for an interrupt of this rank alone the others would not come.
+    if isinstance(error, Exception) or (error is not None and sharded.everyone.size == 1):
+        _quietly(sharded.close)
+
+
 def _join(source: Any, required: bool | None, overrides: Any, registry: Registry) -> None:
-    """The process group is there after this, if there is one."""
+    """The process group is there after this, if there is one. What is wrong with the arguments is raised where the
+    other ranks are told, for which it takes a group."""
     if dist.is_initialized():
         return
     if required is False:
@@ -154,10 +170,14 @@ def _join(source: Any, required: bool | None, overrides: Any, registry: Registry
     if isinstance(source, Config):
         timeout_s = source.comm.timeout_s
     else:
-        section = read(source, overrides=overrides, registry=registry).values.get("comm")
-        given = section.get("timeout_s") if isinstance(section, Mapping) else None
+        given = None
+        with contextlib.suppress(Exception):  # it is read again
+            section = read(source, overrides=overrides, registry=registry).values.get("comm")
+            given = section.get("timeout_s") if isinstance(section, Mapping) else None
         timeout_s = float(given) if isinstance(given, int | float) and given > 0 else 1800.0
-    init_distributed(timeout=timedelta(seconds=timeout_s), dist_init_required=required)
+    init_distributed(
+        timeout=timedelta(seconds=timeout_s), dist_init_required=required if isinstance(required, bool) else None
+    )
 
 
 def _size(mesh: Any, group: Any) -> int:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from zoo.comm import CollectiveMismatchError, Communicator
+from zoo.comm import CollectiveMismatchError, Communicator, agree_none_failed
 
+CONSTRUCTION = "construction of a ZeRO optimizer"
 _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("zoo.zero")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum, PurePath, BaseModel)
@@ -69,16 +70,28 @@ def of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def agree(comm: Communicator, layout: str, arguments: Mapping[str, Any], device: torch.device) -> None:
+def all_ranks(group: Any, mesh: Any) -> Communicator | None:
+    """Those that construct together, before they make groups of their own; None where these are not known."""
+    if not dist.is_initialized():
+        return None
+    if mesh is None:
+        return group if isinstance(group, Communicator) else Communicator(group)
+    if mesh.size() == dist.get_world_size():
+        return Communicator()
+    return Communicator(mesh) if mesh.ndim == 1 else None
+
+
+def agree(comm: Communicator, layout: str, arguments: Mapping[str, Any]) -> None:
     """Compare the layout of the model and the arguments of all ranks: one all-gather of 8 bytes.
 
     Raises:
         CollectiveMismatchError: they differ; on all ranks, with what differs.
+        RankFailedError: some rank has failed before it came here, with what it raises.
     """
     mine = {"the parameters and their groups": layout} | {k: described(v) for k, v in arguments.items()}
     digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
     try:
-        comm.agree("construction of a ZeRO optimizer with parameters and options", digest, device)
+        agree_none_failed(comm, CONSTRUCTION, alike=f"with parameters and options {digest}")
     except CollectiveMismatchError as error:
         everyone: list[Any] = [None] * comm.size  # all ranks have seen it
         # Not by the communicator, whose check may be what differs.

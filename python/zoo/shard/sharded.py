@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from zoo import io
-from zoo.comm import Communicator, Recovery, report_uncaught
+from zoo.comm import Communicator, Recovery, agree_none_failed, raise_in_next, raise_together, report_uncaught
+from zoo.comm.failures import report
 from zoo.layout import enter_mesh, logical_name
-from zoo.shard.agreement import agree, agree_on_kernels
+from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels, all_ranks
 from zoo.shard.buckets import Bucket
 from zoo.shard.coded import meaning
 from zoo.shard.collectives.choice import cannot_be_left, choose_routes
@@ -42,7 +43,7 @@ from zoo.shard.placement.families import (
     layers_communicator,
     make_families,
 )
-from zoo.shard.placement.packing import plan_buckets
+from zoo.shard.placement.packing import BucketSpec, plan_buckets
 from zoo.shard.placement.placements import offload, place
 from zoo.shard.placement.precision import cast_inputs as casting
 from zoo.shard.placement.precision import check_param_dtype, rounds
@@ -68,6 +69,16 @@ def refuse_copy(what: object) -> NoReturn:
         "optimizer that is "
         "constructed the same way; of the model itself there are copies and pickles (stage 3: inside of gathered())."
     )
+
+
+def _check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any, predivide: float) -> None:
+    if not predivide >= 1.0:
+        raise ValueError(f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks.")
+    if mesh is not None and group is not None:
+        raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
+    if mesh is None and (layer_axes or data_axes):
+        given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
+        raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
 
 
 class ShardedModel:
@@ -136,25 +147,19 @@ class ShardedModel:
         arguments: Mapping[str, Any] | None = None,
         switch: Switch | None = None,
     ) -> None:
-        check_parameters(module, dry=isinstance(group, Communicator) and group.is_dry)
-        check_param_dtype(module, param_dtype)
+        with raise_in_next(lambda: all_ranks(group, mesh), CONSTRUCTION):
+            check_parameters(module, dry=isinstance(group, Communicator) and group.is_dry)
+            check_param_dtype(module, param_dtype)
+            check_rows(sparse_gradients, config)
+            _check_ranks(group, mesh, data_axes, layer_axes, predivide)
         self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
         self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
         self.accumulate_dtype, self.sparse_gradients = accumulate_dtype, sparse_gradients and trains
-        check_rows(sparse_gradients, config)
-        if not predivide >= 1.0:
-            raise ValueError(
-                f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks."
-            )
         nodes = config.ranks_per_node
-        if mesh is not None and group is not None:
-            raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
         if mesh is not None:
+            agree_none_failed(all_ranks(None, mesh), CONSTRUCTION)  # before groups are made
             self.comm = data_communicator(mesh, data_axes, layer_axes, check=check)
             enter_mesh(module, mesh)
-        elif layer_axes or data_axes:
-            given = f"layer_axes={tuple(layer_axes)!r}" if layer_axes else f"data_axes={data_axes!r}"
-            raise ValueError(f"{given} without a mesh: give mesh=DeviceMesh and data_axes=.")
         else:
             self.comm = group if isinstance(group, Communicator) else Communicator(group, check=check, nodes=nodes)
         self._mesh, self._data_axes, self._layer_axes = mesh, tuple(data_axes or ()), tuple(layer_axes)
@@ -164,7 +169,7 @@ class ShardedModel:
             self.comm.know_nodes(nodes)
         if self.comm.backend in ("gloo", "nccl"):
             report_uncaught()  # what ends one rank is told to those that wait for it
-        self.closed, self.switch = False, switch
+        self.closed, self.switch, self._splits = False, switch, False
         self.buckets: list[Bucket] = []
         self._to_give: list[Bucket] | None = None  # while it is being closed
         self.scratch: Scratch | None = None
@@ -180,8 +185,11 @@ class ShardedModel:
         try:
             self._build(units, lambda p: group_of(self.dtensors.original(p)), keep_norms, aio, alike)
             self.dtensors.moved()
-        except BaseException:
-            self._give_back(list(self.buckets))
+        except BaseException as error:
+            if self._splits and self.comm.size > 1 and not self.comm.is_dry:
+                report(error)  # others may be in the collectives of splitting; to give back is one too
+            else:
+                self._give_back(list(self.buckets))
             raise
 
     def _build(
@@ -189,28 +197,14 @@ class ShardedModel:
         aio: io.AioConfig | io.Handle | None, arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
         cfg = self.config
-        specs = find_units(self.module, units)
-        plan = plan_buckets(
-            specs,
-            bucket_size=cfg.bucket_size,
-            persistence_threshold=cfg.param_persistence_threshold,
-            model_persistence_threshold=cfg.model_persistence_threshold,
-            group_of=group_of,
-            axes_of=lambda name, parameter: family_of(parameter),
-            param_dtype=self.param_dtype,
-            accumulate_dtype=self.accumulate_dtype,
-            is_table=find_tables(self.module) if self.sparse_gradients else lambda parameter: False,
-        )
-        for spec in plan:
-            spec.logical = {name: logical_name(self.module, name) for name in spec.names}
-        described = [
-            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
-            for b in plan
-        ]  # fmt: skip
-        layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()
+        with raise_in_next(lambda: self.comm, CONSTRUCTION):
+            specs, plan, layout = self._plan(units, group_of)
+            codes = {
+                name: p for b in plan if b.coded and not b.axes for name, p in zip(b.names, b.parameters, strict=True)
+            }
+            alike = {**arguments, "what the codes of frozen parameters stand for": meaning(codes)}
         device = plan[0].parameters[0].device
-        codes = {name: p for b in plan if b.coded and not b.axes for name, p in zip(b.names, b.parameters, strict=True)}
-        agree(self.comm, layout, {**arguments, "what the codes of frozen parameters stand for": meaning(codes)}, device)
+        agree(self.comm, layout, alike)
         agree_on_kernels(self.comm, device)
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         if cfg.buffers != "own":
@@ -240,7 +234,10 @@ class ShardedModel:
         chunks = [route.axes.shard.size for route in routes]
         placements = offload(plan, placements, chunks, cfg)
         memory = StepMemory()
-        self.scratch, stores = open_stores(plan, placements, routes, cfg, comm=self.comm, aio=aio)
+        off = cfg.offload_param.device != "none" or cfg.offload_optimizer.device != "none"
+        with raise_together(self.everyone if off else None, "opening what offloaded state lives in"):
+            self.scratch, stores = open_stores(plan, placements, routes, cfg, comm=self.comm, aio=aio)
+        self._splits = True
         for i, spec in enumerate(plan):
             bucket = Bucket(
                 i, spec, placements[i], routes[i], memory, scratch=self.scratch, stores=stores[i], keep_norms=keep_norms
@@ -252,6 +249,32 @@ class ShardedModel:
         self._hook(specs)
         self.writes = Writes(self.buckets)
         self.members = Members(self.module, self.buckets, self.runtime.units)
+
+    def _plan(
+        self, units: UnitChoice | None, group_of: Callable[[nn.Parameter], int]
+    ) -> tuple[list[UnitSpec], list[BucketSpec], str]:
+        """Units, buckets, and a digest of their layout. Nothing is communicated."""
+        cfg = self.config
+        specs = find_units(self.module, units)
+        plan = plan_buckets(
+            specs,
+            bucket_size=cfg.bucket_size,
+            persistence_threshold=cfg.param_persistence_threshold,
+            model_persistence_threshold=cfg.model_persistence_threshold,
+            group_of=group_of,
+            axes_of=lambda name, parameter: family_of(parameter),
+            param_dtype=self.param_dtype,
+            accumulate_dtype=self.accumulate_dtype,
+            is_table=find_tables(self.module) if self.sparse_gradients else lambda parameter: False,
+        )
+        for spec in plan:
+            spec.logical = {name: logical_name(self.module, name) for name in spec.names}
+        described = [
+            (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
+            for b in plan
+        ]  # fmt: skip
+        layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()
+        return specs, plan, layout
 
     def _hook(self, specs: Sequence[UnitSpec]) -> None:
         cfg = self.config

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zoo import io
-from zoo.comm import CollectiveMismatchError, Communicator
-from zoo.shard.agreement import check_kinds, of_groups
+from zoo.comm import CollectiveMismatchError, Communicator, raise_in_next, raise_together
+from zoo.shard.agreement import CONSTRUCTION, all_ranks, check_kinds, of_groups
 from zoo.shard.buckets import Bucket
 from zoo.shard.config import ZeroConfig
 from zoo.shard.gradients import BucketGradients, Phase
@@ -146,35 +146,36 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         optimizer_options: Mapping[str, Any] | None = None,
         **options: Unpack[Keywords],
     ) -> None:
-        check_kinds(group, reduce_dtype, accumulate_dtype)
-        given = options_of(type(self), options, optimizer_options)
-        self._scaler = make_scaler(loss_scale)
-        self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
-        optimizer, given, clip_norm = resolve_optimizer(optimizer, given, clip_norm)
-        self.clipping = Clipping(clip_norm, self._scaler, nonfinite_gradients)
-        if self.config.update_in_backward and (clip_norm or loss_scale is not None):
-            other = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
-            raise ValueError(
-                f"update_in_backward=True with {other}, which needs all gradients before the first update. Drop one of "
-                "the two."
-            )
-        check_parameters(model, dry=isinstance(group, Communicator) and group.is_dry)
-        wrapped = find_optimizer(model, optimizer, params, given)
-        self.model = model
-        self._away: StatesAway | None = None
-        # Before the model is touched: what the wrapped optimizer refuses.
-        tried = try_out(wrapped)
-        alike = {
-            "optimizer": wrapped.make, **of_groups(tried.groups), "clip_norm": clip_norm, "loss_scale": self._scaler,
-            "nonfinite_gradients": nonfinite_gradients,
-        }  # fmt: skip
-        self._alike = Alike(tried.groups)
-        group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
-        switch = None
-        if getattr(wrapped.make, "synchronises", False):
-            from zoo.zero.update.peers import switch_for
+        with raise_in_next(lambda: all_ranks(group, mesh), CONSTRUCTION):
+            check_kinds(group, reduce_dtype, accumulate_dtype)
+            given = options_of(type(self), options, optimizer_options)
+            self._scaler = make_scaler(loss_scale)
+            self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
+            optimizer, given, clip_norm = resolve_optimizer(optimizer, given, clip_norm)
+            self.clipping = Clipping(clip_norm, self._scaler, nonfinite_gradients)
+            if self.config.update_in_backward and (clip_norm or loss_scale is not None):
+                other = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
+                raise ValueError(
+                    f"update_in_backward=True with {other}, which needs all gradients before the first update. Drop "
+                    "one of the two."
+                )
+            check_parameters(model, dry=isinstance(group, Communicator) and group.is_dry)
+            wrapped = find_optimizer(model, optimizer, params, given)
+            self.model = model
+            self._away: StatesAway | None = None
+            # Before the model is touched: what the wrapped optimizer refuses.
+            tried = try_out(wrapped)
+            alike = {
+                "optimizer": wrapped.make, **of_groups(tried.groups), "clip_norm": clip_norm,
+                "loss_scale": self._scaler, "nonfinite_gradients": nonfinite_gradients,
+            }  # fmt: skip
+            self._alike = Alike(tried.groups)
+            group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
+            switch = None
+            if getattr(wrapped.make, "synchronises", False):
+                from zoo.zero.update.peers import switch_for
 
-            switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
+                switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
             group_of=lambda p: group_of.get(id(p), -1), param_dtype=param_dtype, cast_inputs=cast_inputs,
@@ -183,9 +184,11 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             arguments=alike, switch=switch,
         )  # fmt: skip
         try:
-            self._adopt(wrapped, tried)
-        except BaseException:
-            self.sharded.close()
+            with raise_together(self.sharded.everyone, CONSTRUCTION):
+                self._adopt(wrapped, tried)
+        except BaseException as error:
+            if isinstance(error, Exception) or self.sharded.everyone.size == 1:  # else this rank alone is here
+                self.sharded.close()
             raise
 
     def _adopt(self, wrapped: Wrapped, tried: Tried) -> None:

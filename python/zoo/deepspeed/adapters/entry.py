@@ -24,6 +24,7 @@ from zoo.deepspeed.adapters.leaves import apply_zero_leaf_module_config
 from zoo.deepspeed.adapters.lifetimes import freeze, keep, thaw
 from zoo.deepspeed.adapters.optimizer import BasicOptimizer, OptimizerView
 from zoo.engine import initialize as _initialize
+from zoo.shard.agreement import all_ranks
 from zoo.shard.guard import ShardedParameter
 
 _log = logging.getLogger("zoo.deepspeed")
@@ -108,7 +109,67 @@ def initialize(
 
     Raises:
         ValueError: (zoo.config.ConfigError among them) what cannot work, and how to say it.
+        RankFailedError: another rank has failed, and with what; see :func:`zoo.engine.initialize`.
     """
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    everyone = all_ranks(None, None)
+    with comm.raise_together(everyone, "initialize"):
+        module = _checked(model, optimizer, mesh_param)
+        document = find_document(args, config if config is not None else config_params)
+        pipeline = engine_class(module) is not DeepSpeedEngine
+        by_mpu = hasattr(mpu, "get_sequence_parallel_world_size")
+        given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline, by_mpu=by_mpu)
+        shares_layers = mpu is not None and not _shares_sequences(mpu, given)
+        if not given.get("mesh"):
+            given.pop("seq_parallel_communication_data_type", None)  # no sequence is split
+        if dist_init_required is not False:
+            join_alone()
+        carry_out(document)
+        communication.configure(document)
+    _end_earlier(module)
+    with comm.raise_together(everyone, "initialize"):
+        chosen, parameters = _optimizer_of(document, given, module, optimizer, model_parameters)
+        schedule = lr_scheduler
+        if lr_scheduler is None and "scheduler" in given:
+            from zoo.deepspeed.adapters.schedules import schedule_of
+
+            schedule = schedule_of(given)
+        # zoo's own loader only where a section chooses the samples: programs of DeepSpeed know the order of theirs.
+        its_own = _chooses_samples(given) or not is_data_set(training_data)
+    with comm.raise_together(everyone, "initialize"):
+        mesh, group = None, None
+        if shares_layers and pipeline:
+            group = mpu.get_data_parallel_group()
+        elif shares_layers:
+            from zoo.deepspeed.adapters.tensor_ranks import mesh_of
+
+            mesh = mesh_of(mpu, module)
+        _freeze_others(module, chosen, parameters)
+        engine, _, loader, schedule = _initialize(
+            given, module, optimizer=chosen, model_parameters=parameters, lr_scheduler=schedule,
+            training_data=training_data if its_own else None, collate_fn=collate_fn if its_own else None,
+            dist_init_required=False, group=group, mesh=mesh,
+        )  # fmt: skip
+        if engine.sharded.config.stage == 3:
+            import zoo.deepspeed.adapters.parameters  # noqa: F401 - gives the parameters their attributes
+        if gradient_allreduce_op(document) == "sum":
+            _sum_gradients(engine, pipeline)
+        groups.follow(engine, mpu)
+        made = engine_class(module)(engine, document, mpu)
+        _MADE[id(engine.sharded)] = made
+        keep(module, engine.sharded)
+        made.collate_fn = collate_fn
+        made.client_optimizer, made.client_lr_scheduler, made.training_data = optimizer, lr_scheduler, training_data
+        if isinstance(made.optimizer, BasicOptimizer):
+            made.optimizer.given = optimizer
+        if not its_own:
+            loader = made.training_loader(training_data)
+            made.training_dataloader = engine.dataloader = loader
+    return made, made.optimizer, loader, schedule
+
+
+def _checked(model: nn.Module | None, optimizer: Any, mesh_param: Any) -> nn.Module:
+    """The model, where it is one."""
     if model is None:
         raise ConfigError("initialize() got no model; give it model=, an nn.Module.")
     if mesh_param is not None:
@@ -118,24 +179,17 @@ def initialize(
             f"initialize(optimizer={optimizer!r}): give an optimizer, or a callable parameters → optimizer; names go "
             'into the configuration, {"optimizer": {"type": ...}}.'
         )
-    document = find_document(args, config if config is not None else config_params)
-    pipeline = engine_class(model) is not DeepSpeedEngine
-    by_mpu = hasattr(mpu, "get_sequence_parallel_world_size")
-    given = translated(document, drop_optimizer=optimizer is not None, pipeline=pipeline, by_mpu=by_mpu)
-    shares_layers = mpu is not None and not _shares_sequences(mpu, given)
-    if not given.get("mesh"):
-        given.pop("seq_parallel_communication_data_type", None)  # no sequence is split
-    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if dist_init_required is not False:
-        join_alone()
-    carry_out(document)
-    communication.configure(document)
-    _end_earlier(model)
+    return model
+
+
+def _optimizer_of(
+    document: Mapping[str, Any], given: dict[str, Any], model: nn.Module, optimizer: Any, model_parameters: Any
+) -> tuple[Any, Any]:  # fmt: skip
+    """(optimizer, parameters) for :func:`zoo.engine.initialize`; the model comes to this device."""
     _to_device(model)
     zero = document.get("zero_optimization")
     apply_zero_leaf_module_config(model, (zero.get("leaf_module") or {}) if isinstance(zero, Mapping) else None)
     # An instance has its groups already.
-    client_optimizer, client_schedule = optimizer, lr_scheduler
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = _called(optimizer, model, model_parameters)
     if isinstance(zero, Mapping) and "allgather_bucket_size" in zero:
@@ -147,46 +201,7 @@ def initialize(
 
         refuse_untested(document, optimizer)
     parameters = None if isinstance(optimizer, torch.optim.Optimizer) else _trainable(model_parameters)
-    optimizer, parameters = _components(given, model, optimizer, parameters)
-    mesh, group = None, None
-    if shares_layers and pipeline:
-        group = mpu.get_data_parallel_group()
-    elif shares_layers:
-        from zoo.deepspeed.adapters.tensor_ranks import mesh_of
-
-        mesh = mesh_of(mpu, model)
-    if lr_scheduler is None and "scheduler" in given:
-        from zoo.deepspeed.adapters.schedules import schedule_of
-
-        lr_scheduler = schedule_of(given)
-    _freeze_others(model, optimizer, parameters)
-    # zoo's own loader only where a section chooses the samples: programs of DeepSpeed know the order of theirs.
-    its_own = _chooses_samples(given) or not is_data_set(training_data)
-    engine, _, loader, schedule = _initialize(
-        given, model, optimizer=optimizer, model_parameters=parameters, lr_scheduler=lr_scheduler,
-        training_data=training_data if its_own else None, collate_fn=collate_fn if its_own else None,
-        dist_init_required=False, group=group, mesh=mesh,
-    )  # fmt: skip
-    if engine.sharded.config.stage == 3:
-        import zoo.deepspeed.adapters.parameters  # noqa: F401 - gives the parameters their attributes
-    if gradient_allreduce_op(document) == "sum":
-        _sum_gradients(engine, pipeline)
-    groups.follow(engine, mpu)
-    made = engine_class(model)(engine, document, mpu)
-    _MADE[id(engine.sharded)] = made
-    keep(model, engine.sharded)
-    made.collate_fn = collate_fn
-    made.client_optimizer, made.client_lr_scheduler, made.training_data = (
-        client_optimizer,
-        client_schedule,
-        training_data,
-    )
-    if isinstance(made.optimizer, BasicOptimizer):
-        made.optimizer.given = client_optimizer
-    if not its_own:
-        loader = made.training_loader(training_data)
-        made.training_dataloader = engine.dataloader = loader
-    return made, made.optimizer, loader, schedule
+    return _components(given, model, optimizer, parameters)
 
 
 def _sum_gradients(engine: Any, pipeline: bool) -> None:

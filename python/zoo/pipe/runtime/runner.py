@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zoo import registry
-from zoo.comm import Communicator
+from zoo.comm import Communicator, raise_together
 from zoo.pipe.lowering import Program, lower
 from zoo.pipe.module import AXIS, PipelineModule
 from zoo.pipe.runtime.batch import Batch, Hooks, expected_from
@@ -72,17 +72,8 @@ class PipelineRunner:
             raise ValueError(f"the pipeline runner got a {type(module).__name__}; the model is a PipelineModule.")
         self._engine, self._module = engine, module
         self._config = getattr(engine.config, "pipeline", None)
-        stages = self._option("stages", None)
-        if isinstance(stages, int) and stages != module.num_stages:
-            raise ValueError(f"pipeline.stages = {stages}, and the model was cut for {module.num_stages} stages.")
-        self._follow_checkpointing()
-        self._schedule = self._chosen_schedule()
-        placed = tuple(self._schedule.placement(module.num_stages))
-        if placed != module.rank_of:
-            raise ValueError(
-                f"the schedule of the section pipeline has its stages on the ranks {placed}, and the model was cut for "
-                f"{module.rank_of}: give PipelineModule(schedule=...) the same schedule."
-            )
+        with raise_together(engine.sharded.everyone if module.num_stages > 1 else None, "initialize"):
+            self._schedule = self._fitting_schedule()
         self.times = False
         self.timeline: list[Event] = []
         self.began_s = 0.0
@@ -98,6 +89,21 @@ class PipelineRunner:
         self._adds_losses = False  # some rank's stages have additional losses
         if module.num_stages > 1:
             self._pipe, self._everyone = _communicators(engine)
+
+    def _fitting_schedule(self) -> Any:
+        module = self._module
+        stages = self._option("stages", None)
+        if isinstance(stages, int) and stages != module.num_stages:
+            raise ValueError(f"pipeline.stages = {stages}, and the model was cut for {module.num_stages} stages.")
+        self._follow_checkpointing()
+        schedule = self._chosen_schedule()
+        placed = tuple(schedule.placement(module.num_stages))
+        if placed != module.rank_of:
+            raise ValueError(
+                f"the schedule of the section pipeline has its stages on the ranks {placed}, and the model was cut for "
+                f"{module.rank_of}: give PipelineModule(schedule=...) the same schedule."
+            )
+        return schedule
 
     # What the engine calls -------------------------------------------------------------------------------------------
 
