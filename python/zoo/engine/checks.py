@@ -70,13 +70,13 @@ def check_names(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, 
     if wanted.custom:
         return
     mine = {name for bucket in sharded.buckets for name in bucket.in_model()}
-    own = mine | set(persistent_buffers(module))
+    own, tied = mine | set(persistent_buffers(module)), _tied_names(found, module)
     if sharded.layers is not None or any(bucket.spec.axes for bucket in sharded.buckets):
-        theirs = gather_object(sharded.everyone, (mine, own))
-        whole = None if theirs is None else tuple(set().union(*(pair[k] for pair in theirs)) for k in (0, 1))
-        mine, own = sharded.everyone.broadcast_object(whole)
+        theirs = gather_object(sharded.everyone, (mine, own, tied))
+        whole = None if theirs is None else tuple(set().union(*(sets[k] for sets in theirs)) for k in range(3))
+        mine, own, tied = sharded.everyone.broadcast_object(whole)
     names = {name for name, roles in found.roles.items() if {PARAMETER, BUFFER} & set(roles)}
-    names -= _tied_names(found, module)
+    names -= tied
     surplus, lacking = sorted(names - own), sorted(mine - names)
     if wanted.module_strict:
         if surplus:
@@ -103,9 +103,10 @@ def _tied_names(found: AnyCheckpoint, module: nn.Module) -> set[str]:
     """Other names of what the model has under its first one."""
     first: dict[int, str] = {}
     other = set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            other.add(logical_name(module, name))
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(id(tensor), name) != name:
+                other.add(logical_name(module, name))
     # A file of weights may have a tied tensor under each name. One of zoo's that has it twice was not tied.
     return other if isinstance(found, foreign.ForeignCheckpoint) else set()
 

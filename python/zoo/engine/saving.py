@@ -15,6 +15,7 @@ from zoo import checkpointing
 from zoo.checkpointing import foreign
 from zoo.engine.state import whole_buffers
 from zoo.engine.whole import check_place
+from zoo.layout import logical_name
 from zoo.shard import ShardedModel
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -50,14 +51,18 @@ def save_model(
     whole = sharded.whole_model(frozen=not exclude_frozen)
     if first:
         _tell_wide(whole.described)
-    buffers = whole_buffers(module, sharded)
+    buffers: dict[str, torch.Tensor] = {}
+    for name, buffer in whole_buffers(module, sharded).items():
+        if all(buffer is not other for other in buffers.values()):
+            buffers[name] = buffer
+    tied = aliases(module, sharded, {*whole.described, *buffers})
     what = f"saving the model as {filename!r} in {str(folder)!r}"
     opened: list[checkpointing.TensorFile | foreign.TorchFile] = []
     failure: Exception | None = None
 
     def begin() -> None:
         if first:
-            opened.append(_open(Path(folder) / filename, module, whole.described, buffers))
+            opened.append(_open(Path(folder) / filename, whole.described, buffers, tied))
 
     def finish() -> None:
         if failure is not None:
@@ -81,19 +86,14 @@ def save_model(
 
 
 def _open(
-    path: Path, module: nn.Module, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    given: dict[str, torch.Tensor],
+    path: Path, parameters: dict[str, tuple[torch.dtype, tuple[int, ...]]], buffers: dict[str, torch.Tensor],
+    tied: dict[str, str],
 ) -> checkpointing.TensorFile | foreign.TorchFile:  # fmt: skip
     """The file, with its buffers."""
     from zoo.checkpointing.disk import LOCAL, make_directories
 
     make_directories(LOCAL, Path(os.path.abspath(path.parent)))
-    buffers: dict[str, torch.Tensor] = {}
-    for name, buffer in given.items():
-        if all(buffer is not other for other in buffers.values()):
-            buffers[name] = buffer
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}
-    tied = aliases(module, described)
     file: checkpointing.TensorFile | foreign.TorchFile
     if path.suffix in TORCH_SUFFIXES:
         file = foreign.TorchFile(path, described, tied)
@@ -127,11 +127,14 @@ def _tell_wide(described: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Non
         )
 
 
-def aliases(module: nn.Module, kept: Collection[str]) -> dict[str, str]:
-    """Further names of what is saved: parameters that are tied, and buffers of modules that have several names."""
+def aliases(module: nn.Module, sharded: ShardedModel, kept: Collection[str]) -> dict[str, str]:
+    """Further names, in the whole model, of what is saved: parameters that are tied, and buffers of modules that have
+    several names. Collective where ranks have other layers."""
     found: dict[str, str] = {}
     for named in (module.named_parameters, module.named_buffers):
-        everything = list(named(remove_duplicate=False))
+        everything = [(logical_name(module, name), tensor) for name, tensor in named(remove_duplicate=False)]
         first_name = {id(tensor): name for name, tensor in everything if name in kept}
         found |= {n: first_name[id(t)] for n, t in everything if n not in kept and id(t) in first_name}
-    return found
+    if sharded.layers is None:
+        return found
+    return {name: first for there in sharded.layers.all_gather_object(found) for name, first in there.items()}

@@ -91,7 +91,7 @@ class WholeStates:
         found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.sharded.whole_model(frozen=frozen)}
         buffers = whole_buffers(self.module, self.sharded)
         found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
-        found |= {name: found[first] for name, first in aliases(self.module, found).items()}
+        found |= {name: found[first] for name, first in aliases(self.module, self.sharded, found).items()}
         names = _keys(self.module)
         if self.sharded.layers is not None:
             names = [name for there in self.sharded.everyone.all_gather_object(names) for name in there]
