@@ -88,7 +88,8 @@ def test_ranks_of_a_document() -> None:
     [
         ({"train_batch_size": None}, "give train_batch_size or train_micro_batch_size_per_gpu"),
         ({"train_micro_batch_size_per_gpu": 5}, "24"),
-        ({"train_micro_batch_size_per_gpu": "2"}, "whole number"),
+        ({"train_micro_batch_size_per_gpu": "two"}, "whole number"),
+        ({"train_micro_batch_size_per_gpu": "2"}, "the product is 6, not 24"),
         ({"train_batch_size": 0}, "whole number"),
         ({"bf16": {"enabled": True}}, "both true"),
         ({"checkpoint": {"tag_validation": "perhaps"}}, "allowed are 'Warn', 'Ignore' and 'Fail'"),

@@ -313,7 +313,10 @@ def configure(
         ValueError: it is neither, or the section has a key that is not known.
     """
     if isinstance(deepspeed_config, Mapping):
-        comms_logger.set(**(deepspeed_config.get("comms_logger") or {}))
+        from zoo.deepspeed.adapters.plain_values import as_meant
+
+        section = deepspeed_config.get("comms_logger")
+        comms_logger.set(**(as_meant({"comms_logger": section})["comms_logger"] if section else {}))
     elif deepspeed_config is not None:
         if not hasattr(deepspeed_config, "comms_config"):
             raise ValueError(

@@ -41,7 +41,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def find_document(args: Any, config: Any) -> dict[str, Any]:
-    """The configuration as a dict of its own.
+    """The configuration as a dict of its own, with values as they are meant (:func:`~.plain_values.as_meant`).
 
     Raises:
         ConfigError: there is none, there are two, or it cannot be read.
@@ -57,7 +57,7 @@ def find_document(args: Any, config: Any) -> dict[str, Any]:
             "there are several configurations: config= of initialize, deepspeed_config and deepscale_config of args; "
             "give one of them."
         )
-    return read_document(given[0])
+    return as_meant(read_document(given[0]))
 
 
 def read_document(config: Any) -> dict[str, Any]:
@@ -144,7 +144,10 @@ def translated(
     Raises:
         ConfigError: keys that exclude each other, or the model.
     """
-    if pipeline and not document.get("managed_gradient_accumulation", True):
+    managed = document.get("managed_gradient_accumulation", True)
+    if managed not in (True, False):
+        raise ConfigError(f"managed_gradient_accumulation = {managed!r}; allowed are true and false.")
+    if pipeline and not managed:
         raise ConfigError(
             "managed_gradient_accumulation=false is not supported with pipeline parallelism: there train_batch() takes "
             "all micro-batches of a step, and no step() ends one earlier. Leave it out."

@@ -49,7 +49,9 @@ class DeepSpeedFlopsProfilerConfig:
     """The section ``flops_profiler`` of a document, as attributes."""
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
-        given = param_dict.get("flops_profiler", {})
+        from zoo.deepspeed.adapters.plain_values import as_meant
+
+        given = as_meant({"flops_profiler": param_dict.get("flops_profiler", {})})["flops_profiler"]
         self.enabled = given.get("enabled", False)
         self.recompute_fwd_factor = given.get("recompute_fwd_factor", 0.0)
         self.profile_step = given.get("profile_step", 1)

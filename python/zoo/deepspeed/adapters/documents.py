@@ -17,7 +17,8 @@ from zoo.config import Config, ConfigError
 from zoo.config.batch import BATCH_KEYS, solve
 from zoo.deepspeed.adapters import keys
 from zoo.deepspeed.adapters.comms_log import DeepSpeedCommsConfig
-from zoo.deepspeed.adapters.configuration import find_document, gradient_allreduce_op
+from zoo.deepspeed.adapters.configuration import find_document, gradient_allreduce_op, read_document
+from zoo.deepspeed.adapters.plain_values import value_as_meant
 from zoo.deepspeed.adapters.sections import (
     ZeroStageEnum,
     get_bfloat16_config,
@@ -44,8 +45,10 @@ _DTYPES = {
 def _reader(key: str) -> Callable[[Mapping[str, Any]], Any]:
     default = keys.CONSTANTS[f"{key.upper()}_DEFAULT"]
 
+    kind = type(default) if isinstance(default, bool) else None
+
     def get(param_dict: Mapping[str, Any]) -> Any:
-        return get_scalar_param(param_dict, key, default)
+        return value_as_meant(kind, get_scalar_param(param_dict, key, default))
 
     get.__name__ = get.__qualname__ = f"get_{key}"
     get.__doc__ = f"``{key}`` of a document, {default!r} if it is not there."
@@ -296,7 +299,7 @@ class DeepSpeedConfigWriter:
         """Take the document of a file of JSON."""
         if not Path(filename).is_file():
             raise FileNotFoundError(f"load_config({str(filename)!r}): there is no such file.")
-        self.data = find_document(None, filename)
+        self.data = read_document(filename)
 
     def write_config(self, filename: str) -> None:
         """Write it as JSON."""

@@ -353,7 +353,8 @@ def _freeze_others(model: nn.Module, optimizer: Any, parameters: Any) -> None:
 
 
 def _chooses_samples(document: Mapping[str, Any]) -> bool:
-    return any(document.get(name) for name in ("data_efficiency", "curriculum_learning"))
+    sections = (document.get(name) for name in ("data_efficiency", "curriculum_learning"))
+    return any(isinstance(section, Mapping) and section.get("enabled") for section in sections)
 
 
 def engine_class(model: nn.Module) -> type[DeepSpeedEngine]:

@@ -123,4 +123,6 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Whether the section ``elasticity`` of a document is enabled."""
-    return bool(ds_config.get("elasticity", {}).get("enabled", False))
+    from zoo.deepspeed.adapters.plain_values import as_meant
+
+    return bool(as_meant({"elasticity": ds_config.get("elasticity", {})})["elasticity"].get("enabled", False))

@@ -13,6 +13,7 @@ from torch import nn
 
 from zoo import registry
 from zoo.config import ConfigError
+from zoo.deepspeed.adapters.plain_values import options_as_meant
 
 NAMES = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
 
@@ -40,7 +41,7 @@ def of_torch(
     """
     given = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     try:
-        return cls(given, **options)
+        return cls(given, **options_as_meant(cls, options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {cls.__name__}: {error}") from error
 
@@ -74,7 +75,7 @@ def of_widths(
             "before initialize()."
         )
     try:
-        optimizer: torch.optim.Optimizer = made(given, **options)
+        optimizer: torch.optim.Optimizer = made(given, **options_as_meant(getattr(torch.optim, name[2:]), options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {name}: {error}") from error
     return optimizer

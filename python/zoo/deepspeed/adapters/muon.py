@@ -14,11 +14,13 @@ from torch import nn
 
 from zoo import optim
 from zoo.config import ConfigError
+from zoo.deepspeed.adapters.plain_values import value_as_meant
 from zoo.optim.muon import orthogonal
 
 NS_METHODS = {"standard", "gram"}
 """Orders of the same products; zoo has one."""
 
+_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "per_head_muon")
 _MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0}
 
@@ -109,6 +111,7 @@ def groups_by_section(
     Raises:
         ConfigError: what Muon cannot do.
     """
+    params = {key: value_as_meant(bool if key in _SWITCHES else None, value) for key, value in params.items()}
     _check_section(params)
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))

@@ -17,10 +17,21 @@ _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
 
 
+_OURS = {"managed_gradient_accumulation": bool}
+"""Root keys of DeepSpeed that zoo's own configuration does not have."""
+
+
 def as_meant(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with true or false where a key takes nothing else and 0, 1, "true", "off" and their like are given,
     and with numbers where a key takes nothing else and their digits are given. Everything else is as it was."""
-    return _section(Tree.of(Config, DEFAULT).opened(document)[0].root, document)
+    found = _section(Tree.of(Config, DEFAULT).opened(document)[0].root, document)
+    return {key: value_as_meant(_OURS.get(key), value) for key, value in found.items()}
+
+
+def options_as_meant(factory: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a component, by the types that it writes down."""
+    known = argument_types(factory)
+    return {key: value_as_meant(_only_kind(known.get(key)), value) for key, value in options.items()}
 
 
 def _section(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,10 +39,9 @@ def _section(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in given.items():
         field = section.model_fields.get(names.get(key, ""))
-        if field is not None:
-            found[key] = _field(field.annotation, value)
-        else:
-            found[key] = _fate(fates[key], value) if key in fates else value
+        found[key] = value if field is None else _field(field.annotation, value)
+        if key in fates:  # of a section that is carried out in part
+            found[key] = _fate(fates[key], found[key])
     if issubclass(section, ComponentChoice) and isinstance(found.get("params"), Mapping):
         found["params"] = _options(section, found.get("type"), found["params"])
     return found
@@ -44,13 +54,13 @@ def _options(choice: type[ComponentChoice], name: Any, params: Mapping[str, Any]
         return dict(params)
     config = config_class(factory)
     known = argument_types(factory) if config is None else get_type_hints(config)
-    found = {key: _value(_only_kind(known.get(key)), value) for key, value in params.items()}
+    found = {key: value_as_meant(_only_kind(known.get(key)), value) for key, value in params.items()}
     return {key: _fate(choice.options[key], value) if key in choice.options else value for key, value in found.items()}
 
 
 def _field(annotation: Any, value: Any) -> Any:
     if not isinstance(value, Mapping):
-        return _value(_only_kind(annotation), value)
+        return value_as_meant(_only_kind(annotation), value)
     if (inner := section_of(annotation)) is not None:
         return _section(inner, value)
     if (items := section_of_items(annotation)) is not None:
@@ -61,7 +71,7 @@ def _field(annotation: Any, value: Any) -> Any:
 def _fate(fate: Fate, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _fate(fate.keys[key], item) if key in fate.keys else item for key, item in value.items()}
-    return _value(fate.kind, value)
+    return value_as_meant(fate.kind, value)
 
 
 def _only_kind(annotation: Any) -> Any:
@@ -74,7 +84,8 @@ def _only_kind(annotation: Any) -> Any:
     return annotation
 
 
-def _value(kind: Any, value: Any) -> Any:
+def value_as_meant(kind: Any, value: Any) -> Any:
+    """``value``, or the bool or number that it stands for where ``kind`` is one."""
     if kind is bool and not isinstance(value, bool):
         word = value.strip().lower() if isinstance(value, str) else value
         if isinstance(word, str):

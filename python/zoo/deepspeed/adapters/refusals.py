@@ -42,7 +42,7 @@ def refuse_untested(document: Mapping[str, Any], optimizer: Any) -> None:
     """Raise UntestedOptimizerError if the configuration forbids this optimizer, or that of its section."""
     zero, section = document.get("zero_optimization"), document.get("optimizer")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if document.get("zero_allow_untested_optimizer") not in (False, 0, "false", "False") or not stage:
+    if document.get("zero_allow_untested_optimizer") is not False or not stage:
         return
     if isinstance(optimizer, torch.optim.Optimizer):
         cls = type(optimizer)
