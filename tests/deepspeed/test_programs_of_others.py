@@ -346,3 +346,12 @@ def test_client_state_of_subclasses(tmp_path: Path) -> None:
     assert containers == [OrderedDict(a=3), {3}, deque(["fast"], 3), defaultdict(int, fast=3)]
     assert loaded == {"version": str(torch.__version__), "colour": 3, "mode": ["fast"], "fast": 1.5}
     assert [type(value) for value in loaded.values()] == [str, int, list, float]
+
+
+def test_a_schedule_that_wants_a_metric_is_not_given_the_batch_size() -> None:
+    engine = start(net(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    loss = loss_of(engine, batches(0, 1)[0])
+    engine.backward(loss)
+    with pytest.raises(ValueError, match="metrics"):
+        engine.step()
+    engine.step(lr_kwargs={"metrics": loss.item()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import math
 import subprocess
 import sys
@@ -372,6 +373,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"units": nn.Linear}, ValueError, "units=<class .* is a type; allowed are a list"),
     ({"units": ["x"]}, ValueError, "units= has 'x' in it"),
     ({"units": [nn.Conv2d]}, ValueError, r"units=\[Conv2d\] matches no module"),
+    ({"params": 5}, ValueError, "params=5 is a int; give parameters"),
+    ({"params": torch.ones(2)}, ValueError, "is a Tensor; give parameters"),
+    ({"predivide": "a"}, ValueError, "predivide='a'; gradients are divided by a number"),
     ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ValueError, "are one option; leave one out"),
 ]
 
@@ -407,3 +411,24 @@ def test_the_largest_gradient_by_either_name() -> None:
     assert optimizer.global_norm(norm) == optimizer.global_norm(math.inf) > 0
     with pytest.raises(ValueError, match="norm_type='two'"):
         optimizer.clip_grad_norm_(1.0, norm_type="two")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [5, None, nn.Linear])
+def test_what_is_no_model_is_refused_by_a_sentence(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"the model is .*; give an nn\.Module that was made"):
+        Stage2Optimizer(model, lr=0.1)
+
+
+def test_a_stage_that_is_not_there_is_refused_by_a_sentence() -> None:
+    with pytest.raises(ValueError, match="stage") as error:
+        ZeroOptimizer(small(), stage=4)
+    assert "pydantic" not in str(error.value)
+
+
+def test_gradients_from_before_construction_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = small()
+    model(torch.randn(2, next(model.parameters()).shape[1])).sum().backward()
+    with caplog.at_level(logging.WARNING, "zoo.zero"):
+        Stage2Optimizer(model, lr=0.1)
+    assert "have gradients from before construction" in caplog.text
+    assert all(p.grad is None for p in model.parameters())

@@ -71,8 +71,8 @@ def refuse_copy(what: object) -> NoReturn:
     )
 
 
-def _check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any, predivide: float) -> None:
-    if not predivide >= 1.0:
+def _check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any, predivide: Any) -> None:
+    if not isinstance(predivide, (int, float)) or not predivide >= 1.0:
         raise ValueError(f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks.")
     if mesh is not None and group is not None:
         raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")

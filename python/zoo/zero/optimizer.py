@@ -25,7 +25,13 @@ from zoo.shard.runtime.hooks import Runtime
 from zoo.shard.runtime.publishing import publish
 from zoo.shard.sharded import ShardedModel, refuse_copy
 from zoo.zero.inspection import Inspection
-from zoo.zero.options.arguments import Wrapped, find_optimizer, resolve_config, resolve_optimizer
+from zoo.zero.options.arguments import (
+    Wrapped,
+    find_optimizer,
+    resolve_config,
+    resolve_optimizer,
+    tell_of_gradients,
+)
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.by_parameter import look
 from zoo.zero.state.optimizer_states import OptimizerStates
@@ -160,6 +166,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                     "one of the two."
                 )
             check_parameters(model, dry=isinstance(group, Communicator) and group.is_dry)
+            tell_of_gradients(model)
             wrapped = find_optimizer(model, optimizer, params, given)
             self.model = model
             self._away: StatesAway | None = None

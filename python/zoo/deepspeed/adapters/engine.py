@@ -113,7 +113,7 @@ class DeepSpeedEngine(Questions, nn.Module):
     def _for_schedule(self) -> Mapping[str, Any] | None:
         """For a schedule whose step wants an argument, as Megatron's ``step(increment)``: the samples of a step."""
         schedule = self.engine.lr_scheduler
-        if schedule is None:
+        if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):  # wants a metric
             return None
         if schedule is not self._asked_schedule[0]:
             from zoo.deepspeed.adapters.schedules import first_required

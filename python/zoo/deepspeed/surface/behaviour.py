@@ -87,8 +87,13 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "begin at the smallest difficulty and end at the largest, also where `difficulty_step` does not divide them.",
     ),
     (
-        "`p.all_gather()`, `p.partition()`",
-        "are not there: `deepspeed.zero.GatheredParameters` does both, and is told who writes.",
+        "`p.partition(has_been_updated=True)`",
+        "is refused: it does not say whose values count. `deepspeed.zero.GatheredParameters` is told who writes.",
+    ),
+    (
+        "`ReduceLROnPlateau` without a metric",
+        'is refused: give `engine.step(lr_kwargs={"metrics": loss})`. DeepSpeed gives it the batch size, so that the '
+        "rate falls.",
     ),
     (
         "parameters in no group of the optimizer",

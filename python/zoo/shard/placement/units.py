@@ -147,6 +147,8 @@ def _enclosing(path: str, units: dict[str, UnitSpec]) -> list[str]:
 
 def check_parameters(model: nn.Module, *, dry: bool = False) -> None:
     """Raise ValueError for parameters that cannot be laid in flat buffers, naming them."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is {model!r}, a {type(model).__name__}; give an nn.Module that was made.")
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "construction under torch.inference_mode(): its tensors take part in no backward, ever. Construct outside "

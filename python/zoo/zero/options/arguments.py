@@ -42,7 +42,8 @@ def resolve_config(
     given = _of_today(given, "the keywords")
     if stage is not None:
         given["stage"] = stage
-    return ZeroConfig.model_validate({**base, **given})
+    made: ZeroConfig = make_config("the ZeRO options", ZeroConfig, {**base, **given})
+    return made
 
 
 def _of_today(options: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -105,6 +106,16 @@ def resolve_optimizer(optimizer: Any, options: dict[str, Any], clip_norm: float)
     if own_norm and isinstance(clip_norm, Real):
         clip_norm = min(clip_norm, own_norm) if clip_norm else own_norm
     return made, given, clip_norm
+
+
+def tell_of_gradients(model: nn.Module) -> None:
+    """Say that gradients which are there before construction take part in no step."""
+    dropped = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    if dropped:
+        _log.warning(
+            "%d parameter(s) have gradients from before construction, such as %r: they are dropped, and the first step "
+            "does without them. Construct the optimizer before the first backward.", len(dropped), dropped[0],
+        )  # fmt: skip
 
 
 def find_optimizer(
@@ -185,6 +196,11 @@ def param_groups_of(model: nn.Module, params: Iterable[Any] | None, *, source: s
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
     if params is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise ValueError(
+            f"{source}{params!r} is a {type(params).__name__}; give parameters, (name, parameter) pairs or groups of "
+            "them, as for torch.optim."
+        )
     given = list(params)
     groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
     for i, group in enumerate(groups):
