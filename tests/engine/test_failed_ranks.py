@@ -239,14 +239,14 @@ def test_in_the_midst_of_splitting_the_model(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_offloaded_has_no_room_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Scratch.shelf
+    nvme_file = Scratch.nvme_file
 
     def no_room(self: Any, *given: Any) -> Any:
         if HERE.full:
             raise OSError("no space left on device")
-        return shelf(self, *given)
+        return nvme_file(self, *given)
 
-    monkeypatch.setattr(Scratch, "shelf", no_room)
+    monkeypatch.setattr(Scratch, "nvme_file", no_room)
     offload = {"device": "nvme", "nvme_path": str(tmp_path)}
     document = {**config(3), "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}}
 

@@ -354,8 +354,8 @@ def test_shards_and_saved_activations_take_the_way_that_the_configuration_names(
 ) -> None:
     aio, values = AioConfig(use_gds=True), torch.arange(5000.0)
     scratch = Scratch(Handle.from_config(aio), owned=True)
-    shelf = scratch.shelf(folder, "parameters", [values.nbytes])
-    shard = RoleBuffer(5000, torch.float32, torch.device("cuda", 2), tier=Tier.NVME, scratch=scratch, store=shelf)
+    nvme_file = scratch.nvme_file(folder, "parameters", [values.nbytes])
+    shard = RoleBuffer(5000, torch.float32, torch.device("cuda", 2), tier=Tier.NVME, scratch=scratch, store=nvme_file)
     shard.set(gpu(values))
     assert shard.values is None
     assert (scratch.handle.stats().gpu_bytes, scratch.pool.stats().allocations) == (values.nbytes, 0)
@@ -380,7 +380,7 @@ def test_shards_and_saved_activations_take_the_way_that_the_configuration_names(
     stats = storage._handle.stats()
     assert (stats.gpu_bytes, storage.pool.stats().allocations) == (4 * values.nbytes, 0)
     storage.close()
-    del scratch, shelf, shard, storage
+    del scratch, nvme_file, shard, storage
 
 
 def test_the_library_that_torch_brings_is_refused_at_once_where_there_is_no_gpu(

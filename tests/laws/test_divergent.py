@@ -253,9 +253,9 @@ def test_it_holds_no_more_and_votes_once_a_gather() -> None:
         optimizer.step()
         assert not any(b.parameters.live for b in optimizer.buckets)
         gathers = optimizer.comm.log.ops["all_gather"].count
-        meeting = optimizer.sharded.meeting
-        assert meeting is not None
-        return gathers, meeting.num_votes
+        votes = optimizer.sharded.votes
+        assert votes is not None
+        return gathers, votes.num_votes
 
     for gathers, votes in sim.run(2, fn):
         assert votes == gathers + 1  # and one for the end

@@ -161,18 +161,18 @@ def test_what_is_frozen_is_kept_as_int8(device: str, dtype: torch.dtype, tmp_pat
 
 
 def test_frozen_parts_take_a_byte_an_element() -> None:
-    shelves = [Shelves() for _ in range(2)]
+    nvme_files = [Shelves() for _ in range(2)]
 
     def fn(rank: int) -> None:
-        with Init(zero_quantized_nontrainable_weights=True, param_swapper=shelves[rank]):
+        with Init(zero_quantized_nontrainable_weights=True, param_swapper=nvme_files[rank]):
             model = build(rank, 512)
         kept = model.frozen._zoo_bucket.parameters.shard
         assert kept.pack is not None
         assert kept.numel == 512 * 5 // 2
-        assert (512 * 5 // 2) * (1 + 4 / 256) in {value.nbytes for value in shelves[rank].kept.values()}
+        assert (512 * 5 // 2) * (1 + 4 / 256) in {value.nbytes for value in nvme_files[rank].kept.values()}
         whole = finished(model.half())
         assert whole["frozen"].dtype == torch.float16
-        assert not shelves[rank].kept
+        assert not nvme_files[rank].kept
 
     sim.run(2, fn)
 
@@ -181,15 +181,15 @@ def test_a_swapper_keeps_parts_and_gives_them_back(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
 
     def fn(rank: int, how: str) -> dict[str, torch.Tensor]:
-        shelves = Shelves()
-        with Init(param_swapper=shelves if how == "own" else AioConfig(), config=config):
+        nvme_files = Shelves()
+        with Init(param_swapper=nvme_files if how == "own" else AioConfig(), config=config):
             model = build(rank)
-            held = sum(value.numel() for value in shelves.kept.values())
+            held = sum(value.numel() for value in nvme_files.kept.values())
             assert bool(held) == (how == "own")
         with GatheredParameters(model.first.bias, modifier_rank=1):
             model.first.bias.data.fill_(rank)
         found = finished(model)
-        assert not shelves.kept
+        assert not nvme_files.kept
         return found
 
     for how in ("own", "aio"):

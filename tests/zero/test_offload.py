@@ -203,8 +203,8 @@ def test_a_device_that_fails_loses_nothing_that_was_saved(
     model, optimizer = build(tmp_path, update_in_backward=early)
     optimizer.load_state_dict(saved)
     failing = Failing(optimizer.sharded.scratch.handle, direction, after)
-    for shelf in optimizer.sharded.scratch._shelves:
-        shelf._handle = failing
+    for nvme_file in optimizer.sharded.scratch._nvme_files:
+        nvme_file._handle = failing
     with pytest.raises(OffloadError, match=r"continue from the last checkpoint|go through the backward again"):
         train(model, optimizer, range(2, 5))
     failing.left = 10**9
@@ -363,8 +363,8 @@ def test_close_goes_on_where_a_device_failed(tmp_path: Path, param_dtype: torch.
         train(model, optimizer, range(1))
         expected = {n: p.clone() for n, p in get_full_fp32_params(model.parameters()) if p is not None}
         failing = Failing(optimizer.sharded.scratch.handle, "read", after if rank == 0 else 10**9)  # type: ignore[union-attr]
-        for shelf in optimizer.sharded.scratch._shelves:  # type: ignore[union-attr]
-            shelf._handle = failing  # type: ignore[assignment]
+        for nvme_file in optimizer.sharded.scratch._nvme_files:  # type: ignore[union-attr]
+            nvme_file._handle = failing  # type: ignore[assignment]
         if rank == 0:
             with pytest.raises(OffloadError, match="the device gave up"):
                 optimizer.close()
@@ -386,8 +386,8 @@ def test_gathered_holds_nothing_where_a_device_failed(tmp_path: Path) -> None:
     scratch: Any = optimizer.sharded.scratch
     for hold in (optimizer.gathered(), GatheredParameters(list(model.parameters()))):
         failing = Failing(scratch.handle, "read", 1)
-        for shelf in scratch._shelves:
-            shelf._handle = failing
+        for nvme_file in scratch._nvme_files:
+            nvme_file._handle = failing
         with pytest.raises(OffloadError, match="the device gave up"), hold:
             pass
         assert not any(b.active or (b.partitioned and b.parameters.live) for b in optimizer.buckets)

@@ -359,9 +359,9 @@ def test_on_nvme_they_take_a_byte_each_too_and_no_more_is_read(dtype: torch.dtyp
             dtype, zero_quantized_nontrainable_weights=True, offload_param=where("nvme", tmp_path)
         )
         frozen = [b for b in optimizer.buckets if not b.spec.trainable]
-        shelf = frozen[0].stores["parameter"]
-        ends = [*shelf.offsets[1:], shelf.num_bytes]
-        size = sum(ends[b.index] - shelf.offsets[b.index] for b in frozen)
+        nvme_file = frozen[0].stores["parameter"]
+        ends = [*nvme_file.offsets[1:], nvme_file.num_bytes]
+        size = sum(ends[b.index] - nvme_file.offsets[b.index] for b in frozen)
         found = optimizer.forecast()
         assert found.tiers["nvme"] == sum(b.shard_bytes() for b in optimizer.buckets)
         assert found.tiers["device"] == found.optimizer_bytes + found.gradients_bytes

@@ -14,16 +14,16 @@ from torch import nn
 
 from zoo import checkpointing
 from zoo.comm import Communicator
-from zoo.engine.whole import CustomLoad, WholeStates, check_place, joined, load_custom
+from zoo.engine.state_dicts import CustomLoad, WholeStates, check_place, joined, load_custom
 from zoo.shard import ShardedModel
 from zoo.zero import ZeroOptimizer
 from zoo.zero.state.logical import fill_frozen, slices_of
 
 if TYPE_CHECKING:
     from zoo.checkpointing.constants import Constants
+    from zoo.engine.agreed_reader import AnyCheckpoint, Reads
     from zoo.engine.engine import Engine
-    from zoo.engine.partial import Wanted
-    from zoo.engine.reads import AnyCheckpoint, Reads
+    from zoo.engine.partial_load import Wanted
 
 
 _log = logging.getLogger("zoo.engine")
@@ -225,7 +225,7 @@ class Checkpoints(WholeStates):
         """
         from zoo.checkpointing import foreign
         from zoo.engine.foreign import open_checkpoint
-        from zoo.engine.partial import Wanted
+        from zoo.engine.partial_load import Wanted
 
         self._engine.read_outcome()
         if self._saver is not None:
@@ -268,8 +268,8 @@ class Checkpoints(WholeStates):
         self, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Take what is wanted of it; gives its path and the client state. Collective."""
+        from zoo.engine.agreed_reader import Reads
         from zoo.engine.checks import check_engine, check_names
-        from zoo.engine.reads import Reads
 
         everyone, reads = self.sharded.everyone, Reads(found)
         what = f"loading the checkpoint {found.tag!r} into this model"
@@ -303,7 +303,7 @@ class Checkpoints(WholeStates):
     ) -> None:  # fmt: skip
         """What is wanted of a checkpoint that fits."""
         from zoo.engine.checks import beginning
-        from zoo.engine.partial import Kept
+        from zoo.engine.partial_load import Kept
         from zoo.engine.state import load_buffers, restore_options
 
         optimizer, everyone = self.training("load_checkpoint()"), self.sharded.everyone
@@ -337,7 +337,7 @@ class Checkpoints(WholeStates):
     ) -> None:
         """Into an engine that only evaluates."""
         from zoo.engine.checks import check_model, check_names
-        from zoo.engine.partial import Kept
+        from zoo.engine.partial_load import Kept
         from zoo.engine.state import load_buffers, load_extra_state
 
         buckets, everyone = self.sharded.buckets, self.sharded.everyone

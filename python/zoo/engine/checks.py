@@ -16,9 +16,9 @@ from zoo.layout import logical_name
 from zoo.zero.state.logical import parameters_of, runs_of, split_name
 
 if TYPE_CHECKING:
+    from zoo.engine.agreed_reader import AnyCheckpoint
     from zoo.engine.engine import Engine
-    from zoo.engine.partial import Wanted
-    from zoo.engine.reads import AnyCheckpoint
+    from zoo.engine.partial_load import Wanted
     from zoo.shard import ShardedModel
     from zoo.zero import ZeroOptimizer
 

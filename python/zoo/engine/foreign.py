@@ -15,9 +15,9 @@ from zoo.checkpointing import foreign
 from zoo.layout import logical_name
 
 if TYPE_CHECKING:
+    from zoo.engine.agreed_reader import AnyCheckpoint
     from zoo.engine.engine import Engine
-    from zoo.engine.partial import Wanted
-    from zoo.engine.reads import AnyCheckpoint
+    from zoo.engine.partial_load import Wanted
 
 _log = logging.getLogger("zoo.engine")
 _HOW_IT_RUNS = {

@@ -14,7 +14,7 @@ from torch import nn
 from zoo import checkpointing
 from zoo.checkpointing import foreign
 from zoo.engine.state import whole_buffers
-from zoo.engine.whole import check_place
+from zoo.engine.state_dicts import check_place
 from zoo.layout import logical_name
 from zoo.shard import ShardedModel
 

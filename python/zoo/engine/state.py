@@ -18,9 +18,9 @@ from zoo.engine.foreign import options_of_groups, tell_what_is_missing
 from zoo.layout import StateSlice, logical_name, split_of
 
 if TYPE_CHECKING:
+    from zoo.engine.agreed_reader import AnyCheckpoint, Reads
     from zoo.engine.engine import Engine
-    from zoo.engine.partial import Wanted
-    from zoo.engine.reads import AnyCheckpoint, Reads
+    from zoo.engine.partial_load import Wanted
     from zoo.shard import ShardedModel
 
 BUFFER = "buffer"

@@ -73,7 +73,7 @@ class DryRun(Communicator):
         """There is nobody to disagree."""
 
 
-class DryShelf:
+class DryNvmeFile:
     """The size of a file that is not made."""
 
     def __init__(self, sizes: list[int]) -> None:
@@ -89,18 +89,18 @@ class DryScratch:
     """Files that are not made, buffers that are not allocated."""
 
     def __init__(self) -> None:
-        self._shelves: list[DryShelf] = []
+        self._nvme_files: list[DryNvmeFile] = []
         self.needed_bytes = 0
 
-    def shelf(self, folder: Path | None, name: str, sizes: list[int]) -> Any:
+    def nvme_file(self, folder: Path | None, name: str, sizes: list[int]) -> Any:
         """Remembers the size."""
-        made = DryShelf(sizes)
-        self._shelves.append(made)
+        made = DryNvmeFile(sizes)
+        self._nvme_files.append(made)
         return made
 
-    def drop(self, shelf: Any) -> None:
+    def drop(self, nvme_file: Any) -> None:
         """Forgets the size."""
-        self._shelves.remove(shelf)
+        self._nvme_files.remove(nvme_file)
 
     def check_room(self, num_bytes: int) -> None:
         """Remembers the need."""
@@ -108,7 +108,7 @@ class DryScratch:
 
     def nvme_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(shelf.num_bytes for shelf in self._shelves)
+        return sum(nvme_file.num_bytes for nvme_file in self._nvme_files)
 
     def close(self) -> None:
         """Nothing is open."""

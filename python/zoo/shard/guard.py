@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zoo.shard.coded import class_of, ordinary, shown
 from zoo.shard.dtensors import is_dtensor
+from zoo.shard.quantised_parameters import class_of, ordinary, shown
 from zoo.shard.valueless import MAKES, UNREAD, VIEWS, look_at
 
 if TYPE_CHECKING:

@@ -93,8 +93,8 @@ class BucketParameters:
         """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
         if self.live or self.coming:
             return
-        if self.bucket.meeting is not None and not exact:
-            self.bucket.meeting.unshard(self.bucket)
+        if self.bucket.votes is not None and not exact:
+            self.bucket.votes.unshard(self.bucket)
         else:
             self.unshard_now(exact=exact)
 

@@ -24,13 +24,13 @@ from zoo.shard.offload.tiers import Tier
 if TYPE_CHECKING:
     from zoo.layout import Lent
     from zoo.shard.collectives.routes import Packed, Packer
-    from zoo.shard.offload.scratch import Scratch, Shelf
+    from zoo.shard.offload.scratch import NvmeFile, Scratch
 
 PARAMETER, ORIGINAL, GRADIENT = "parameter", "original", "gradient"
 
 
 class Store(Protocol):
-    """Keeps elements outside of memory, each role in a region of its own: a file (``Shelf``), or what the user gives.
+    """Keeps elements outside of memory, each role in its own region: a file (``NvmeFile``), or what a user gives.
 
     A :class:`RoleBuffer` calls it on the rank that has these elements; ``finish`` gets what ``read`` and ``write``
     return.
@@ -192,7 +192,7 @@ class RoleBuffer:
             return None
         if self._store is None or not hasattr(self._store, "lend"):
             return None
-        return cast("Shelf", self._store).lender(self._region, start * self.dtype.itemsize)
+        return cast("NvmeFile", self._store).lender(self._region, start * self.dtype.itemsize)
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class RoleBuffer:
 
     def forget(self) -> None:
         """What was written to NVMe by :meth:`begin_write`, or failed to be, is of no use any more."""
-        cast("Shelf", self._there()).forget()
+        cast("NvmeFile", self._there()).forget()
 
     def _there(self) -> Store:
         if self._store is None:

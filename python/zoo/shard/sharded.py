@@ -25,7 +25,6 @@ from zoo.comm.failures import report
 from zoo.layout import enter_mesh, logical_name
 from zoo.shard.agreement import CONSTRUCTION, agree, agree_on_kernels, all_ranks
 from zoo.shard.buckets import Bucket
-from zoo.shard.coded import meaning
 from zoo.shard.collectives.choice import cannot_be_left, choose_routes
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.config import ZeroConfig
@@ -49,6 +48,7 @@ from zoo.shard.placement.precision import cast_inputs as casting
 from zoo.shard.placement.precision import check_param_dtype, rounds
 from zoo.shard.placement.tables import check_rows, find_tables
 from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
+from zoo.shard.quantised_parameters import meaning
 from zoo.shard.runtime.hooks import Runtime
 from zoo.shard.values.writes import Writes
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from zoo.plan import Actions
     from zoo.shard.collectives.compressed import Switch
     from zoo.shard.offload.scratch import Scratch
-    from zoo.shard.runtime.divergent import Meeting
+    from zoo.shard.runtime.gather_votes import GatherVotes
     from zoo.shard.runtime.window import Window
     from zoo.shard.values.whole import WholeModel
 
@@ -287,27 +287,27 @@ class ShardedModel:
         def budget(elements: int | None, default: int) -> int:
             return default if elements is None else elements * itemsize
 
-        self.meeting: Meeting | None = None
+        self.votes: GatherVotes | None = None
         if cfg.divergent:
-            from zoo.shard.runtime.divergent import Meeting
+            from zoo.shard.runtime.gather_votes import GatherVotes
 
-            self.meeting = Meeting(self.comm, self.buckets)
+            self.votes = GatherVotes(self.comm, self.buckets)
             for bucket in self.buckets:
-                bucket.meeting = self.meeting if bucket.partitioned else None
+                bucket.votes = self.votes if bucket.partitioned else None
         self.runtime = Runtime(
             specs,
             self.buckets,
             comm=self.comm,
             reduce_dtype=self.reduce_dtype,
             overlap=cfg.overlap_comm,
-            meeting=self.meeting,
+            votes=self.votes,
             demand_all=not cfg.ignore_unused_parameters,
             # One rank gathers by copying its own shard from memory: there is nothing to overlap.
             prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
             cast_inputs=casting(self.param_dtype) if self._cast_inputs and self.param_dtype else None,
         )
-        if self.comm.size > 1 and self.meeting is None and not self.comm.is_dry:
+        if self.comm.size > 1 and self.votes is None and not self.comm.is_dry:
             self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
 
     @property
@@ -425,9 +425,9 @@ class ShardedModel:
         """
         self.refuse_closed()
         self.runtime.check_between("reduce()")
-        if self.meeting is not None:  # only some ranks may have gradients
+        if self.votes is not None:  # only some ranks may have gradients
             self.settle()
-            self.runtime.unreduced = self.meeting.any(self.runtime.unreduced)
+            self.runtime.unreduced = self.votes.any(self.runtime.unreduced)
         if self.runtime.unreduced:
             self.runtime.reduce_all()
         if self.runtime.waiting:
@@ -482,8 +482,8 @@ class ShardedModel:
         ``step()`` does it; call it before collectives of your own between two steps.
         """
         self.runtime.settle_failure()
-        if self.meeting is not None:
-            self.meeting.settle()
+        if self.votes is not None:
+            self.votes.settle()
             # What is whole on some ranks only is released: all take part in the gathers that follow, or none does.
             self.runtime.residency.clear()
 
@@ -594,7 +594,7 @@ class ShardedModel:
             OffloadError: values cannot be read. What is given back already stays so; another call goes on from there.
         """
         if not self.closed:
-            if self.meeting is not None:
+            if self.votes is not None:
                 self.settle()
             self.closed = True
             self.runtime.remove()

@@ -38,15 +38,15 @@ from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import ADDED, CHANGES, CLIPPED, SCALE, WRITES, Alike, how_to_be_alike
 from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
-from zoo.zero.update.factors import UNCHANGED, Factors
+from zoo.zero.update.gradient_scale import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
-from zoo.zero.update.outer import OuterOptimizer
 from zoo.zero.update.probe import Tried, try_out
+from zoo.zero.update.tensor_collectives import cannot_be_whole
+from zoo.zero.update.torch_interface import OuterOptimizer
 from zoo.zero.update.updater import Updater
-from zoo.zero.update.whole_tensors import cannot_be_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -180,7 +180,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             group_of = {id(p): i for i, g in enumerate(wrapped.groups) for p in g["params"]}
             switch = None
             if getattr(wrapped.make, "synchronises", False):
-                from zoo.zero.update.peers import switch_for
+                from zoo.zero.synced.collectives import switch_for
 
                 switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
         self.sharded = ShardedModel(
@@ -233,7 +233,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.seal(wrapped.groups, self.inner, self._look_at_states)
         wrapped.taken_over_by(self)
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
-            from zoo.zero.update.peers import tell_ratio
+            from zoo.zero.synced.collectives import tell_ratio
 
             sent = sum(self.forecast().wire_bytes.values())
             tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.reduce_dtype)
@@ -241,7 +241,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
     def _cannot_be_sent(self, optimizer: Any) -> NotImplementedError | None:
         if self.sharded.switch is None:
             return None
-        from zoo.zero.update.peers import cannot_be_sent
+        from zoo.zero.synced.collectives import cannot_be_sent
 
         return cannot_be_sent(self._trainable, optimizer)
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from zoo.deepspeed.adapters import asserting
+from zoo.deepspeed.adapters.config_getters import Questions, tell_of_replaced
 from zoo.deepspeed.adapters.data import loader_of
 from zoo.deepspeed.adapters.lifetimes import keep, thaw
 from zoo.deepspeed.adapters.logs import warning_once
 from zoo.deepspeed.adapters.optimizer import view_of
-from zoo.deepspeed.adapters.questions import Questions, tell_of_replaced
 from zoo.deepspeed.adapters.timers import throughput_timer
 from zoo.engine import Engine
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zoo.shard.offload.scratch import Scratch, Shelf, round_up
+from zoo.shard.offload.scratch import NvmeFile, Scratch, round_up
 
 _SMALLEST_FILE = 2**26
 _LARGEST_STEP = 2**30
@@ -37,39 +37,39 @@ class Files:
 
     def __init__(self, scratch: Scratch, folder: Path | None) -> None:
         self._scratch, self._folder = scratch, folder
-        self._places: list[tuple[Shelf, int]] = []  # by region: a file and where it begins there
+        self._places: list[tuple[NvmeFile, int]] = []  # by region: a file and where it begins there
         self._used = self._total = 0
-        self._shelf = self._grow(1)  # a folder that cannot be used is told before the model is built
+        self._nvme_file = self._grow(1)  # a folder that cannot be used is told before the model is built
 
-    def _grow(self, num_bytes: int) -> Shelf:
+    def _grow(self, num_bytes: int) -> NvmeFile:
         step = min(max(self._total, _SMALLEST_FILE), _LARGEST_STEP)
-        made = self._scratch.shelf(self._folder, "parameters being made", [max(num_bytes, step)])
+        made = self._scratch.nvme_file(self._folder, "parameters being made", [max(num_bytes, step)])
         self._total, self._used = self._total + made.num_bytes, 0
         return made
 
     def add(self, num_bytes: int) -> int:
         """A new region."""
         need = round_up(num_bytes)
-        if self._used + need > self._shelf.num_bytes:
-            self._shelf = self._grow(need)
-        self._places.append((self._shelf, self._used))
+        if self._used + need > self._nvme_file.num_bytes:
+            self._nvme_file = self._grow(need)
+        self._places.append((self._nvme_file, self._used))
         self._used += need
         return len(self._places) - 1
 
     def read(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
         """See :class:`~zoo.shard.roles.Store`."""
-        shelf, base = self._places[region]
-        return shelf, shelf.read(0, tensor, base + offset, urgent=urgent)
+        nvme_file, base = self._places[region]
+        return nvme_file, nvme_file.read(0, tensor, base + offset, urgent=urgent)
 
     def write(self, region: int, tensor: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Any:
         """See :class:`~zoo.shard.roles.Store`."""
-        shelf, base = self._places[region]
-        return shelf, shelf.write(0, tensor, base + offset, urgent=urgent)
+        nvme_file, base = self._places[region]
+        return nvme_file, nvme_file.write(0, tensor, base + offset, urgent=urgent)
 
     def finish(self, future: Any) -> None:
         """See :class:`~zoo.shard.roles.Store`."""
-        shelf, operation = future
-        shelf.finish(operation)
+        nvme_file, operation = future
+        nvme_file.finish(operation)
 
     def drop(self, region: int) -> None:
         """A region is needed no longer. Its space is free when the process ends."""

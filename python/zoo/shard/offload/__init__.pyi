@@ -5,10 +5,10 @@ from .config import (
     OffloadParamConfig as OffloadParamConfig,
 )
 from .scratch import (
-    Scratch as Scratch,
+    NvmeFile as NvmeFile,
 )
 from .scratch import (
-    Shelf as Shelf,
+    Scratch as Scratch,
 )
 from .tiers import OffloadError as OffloadError
 from .tiers import (

@@ -37,22 +37,22 @@ def round_up(num_bytes: int) -> int:
 class Lease:
     """A region that keeps its content until :meth:`release`: whoever wants to write to it waits. For any thread."""
 
-    def __init__(self, shelf: Shelf, region: int, offset: int) -> None:
-        self._shelf, self._region, self._offset = shelf, region, offset
+    def __init__(self, nvme_file: NvmeFile, region: int, offset: int) -> None:
+        self._nvme_file, self._region, self._offset = nvme_file, region, offset
         self._held = True
 
     def read(self, memory: torch.Tensor, offset: int) -> None:
         """Fill ``memory``, bytes, from byte ``offset`` of what was lent."""
-        self._shelf.read_lent(self._region, memory, self._offset + offset)
+        self._nvme_file.read_lent(self._region, memory, self._offset + offset)
 
     def release(self) -> None:
         """It may be written to again. A second time has no effect."""
         if self._held:
             self._held = False
-            self._shelf.take_back(self._region)
+            self._nvme_file.take_back(self._region)
 
 
-class Shelf:
+class NvmeFile:
     """A file of a known size, cut into regions that are read and written as tensors.
 
     The file has no name any more once it is open: its space is free again when the process ends, however that happens.
@@ -237,23 +237,23 @@ class Scratch:
                 budget.capacity_bytes, pinned=kind, region_bytes=budget.region_bytes, ledger=budget.ledger
             )
         self.handle, self._owned = handle, owned
-        self._shelves: list[Shelf] = []
+        self._nvme_files: list[NvmeFile] = []
 
-    def shelf(self, folder: Path | None, name: str, sizes: list[int]) -> Shelf:
+    def nvme_file(self, folder: Path | None, name: str, sizes: list[int]) -> NvmeFile:
         """A new file in ``folder`` with a region of each of these sizes in bytes."""
         if folder is None:
             raise ValueError(f'offloading to "nvme" needs nvme_path: a directory on the device, for {name}.')
         if not folder.is_dir():
             kind = "is not a directory" if folder.exists() else "does not exist"
             raise OffloadError(f"nvme_path={str(folder)!r} {kind}; make it, or name a directory on the device.")
-        made = Shelf(self.handle, folder, name, sizes)
-        self._shelves.append(made)
+        made = NvmeFile(self.handle, folder, name, sizes)
+        self._nvme_files.append(made)
         return made
 
-    def drop(self, shelf: Shelf) -> None:
+    def drop(self, nvme_file: NvmeFile) -> None:
         """A file is needed no longer: its space is free."""
-        self._shelves.remove(shelf)
-        shelf.close()
+        self._nvme_files.remove(nvme_file)
+        nvme_file.close()
 
     def check_room(self, num_bytes: int) -> None:
         """Raise OffloadError unless buffers of so many bytes, and what other ranks ask for, fit under each node's cap.
@@ -268,16 +268,16 @@ class Scratch:
 
     def nvme_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(shelf.num_bytes for shelf in self._shelves)
+        return sum(nvme_file.num_bytes for nvme_file in self._nvme_files)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes read and written so far."""
-        return sum(s.read_bytes for s in self._shelves), sum(s.written_bytes for s in self._shelves)
+        return sum(s.read_bytes for s in self._nvme_files), sum(s.written_bytes for s in self._nvme_files)
 
     def close(self) -> None:
         """Give files and threads back."""
-        for shelf in self._shelves:
-            shelf.close()
-        self._shelves.clear()
+        for nvme_file in self._nvme_files:
+            nvme_file.close()
+        self._nvme_files.clear()
         if self._owned and not self.handle.closed:
             self.handle.close()

@@ -39,11 +39,11 @@ def open_stores(
 
     def add(
         role: str, folder: Path | None, name: str, which: Callable[[BucketSpec, Placements], Tier | None],
-        size: Callable[[int, BucketSpec, Routes], int], of: Callable[[Any], Store] = lambda shelf: shelf,
+        size: Callable[[int, BucketSpec, Routes], int], of: Callable[[Any], Store] = lambda nvme_file: nvme_file,
     ) -> None:  # fmt: skip
         sizes = [size(n, s, r) if which(s, p) is Tier.NVME else 0 for n, s, p, r, _ in members]
         if any(sizes):
-            store = of(scratch.shelf(folder, name, sizes))
+            store = of(scratch.nvme_file(folder, name, sizes))
             for _, s, p, _, stores in members:
                 if which(s, p) is Tier.NVME:
                     stores[role] = store

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from zoo import io
-from zoo.shard.offload.scratch import Shelf, round_up
+from zoo.shard.offload.scratch import NvmeFile, round_up
 from zoo.shard.offload.tiers import OffloadError
 
 IN_FLIGHT = 4
@@ -16,13 +16,13 @@ IN_FLIGHT = 4
 
 
 class WriteBehind:
-    """A store (:class:`~zoo.shard.roles.Store`) over the regions of ``shelf``.
+    """A store (:class:`~zoo.shard.roles.Store`) over the regions of ``nvme_file``.
 
     A write is finished before the same region is used again; what is written must not be changed any more.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, nvme_file: NvmeFile) -> None:
+        self._nvme_file = nvme_file
         self._under_way: dict[int, io.Future] = {}
         self._lost: set[int] = set()
         self._order: deque[int] = deque()
@@ -32,7 +32,7 @@ class WriteBehind:
         self.drop(region)
         while len(self._order) >= IN_FLIGHT:
             self._settle(self._order[0])
-        self._under_way[region] = self._shelf.write(region, tensor, offset)
+        self._under_way[region] = self._nvme_file.write(region, tensor, offset)
         self._order.append(region)
 
     def _settle(self, region: int) -> None:
@@ -41,7 +41,7 @@ class WriteBehind:
         if future is not None:
             self._order.remove(region)
             self._lost.add(region)
-            self._shelf.finish(future)
+            self._nvme_file.finish(future)
             self._lost.discard(region)
 
     def drop(self, region: int) -> None:
@@ -57,12 +57,12 @@ class WriteBehind:
         if region in self._lost:
             raise OffloadError("a reduced gradient was lost when the device failed; zero_grad() and go through the "
                                "backward again.")  # fmt: skip
-        return self._shelf.read(region, tensor, offset)
+        return self._nvme_file.read(region, tensor, offset)
 
     def finish(self, future: io.Future | None) -> None:
         """Wait for a read."""
         if future is not None:
-            self._shelf.finish(future)
+            self._nvme_file.finish(future)
 
     @staticmethod
     def buffer_bytes(largest: int) -> int:

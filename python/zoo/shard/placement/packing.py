@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zoo.layout import FlatLayout, LogicalTensor
-from zoo.shard.coded import class_of
 from zoo.shard.placement.precision import compute_dtype
 from zoo.shard.placement.units import UnitSpec
+from zoo.shard.quantised_parameters import class_of
 
 _ALIGN_BYTES = 64  # a cache line: parameters and shards start on one
 
@@ -48,7 +48,7 @@ class BucketSpec:
     keeps_originals: bool = False
     """The values that they came with are kept: as masters, or beside frozen parameters."""
     cls: type[nn.Parameter] = nn.Parameter
-    """Of the parameters. Where it is another one they are codes (``coded.py``), which nothing may round."""
+    """Of the parameters. Another one has codes (``quantised_parameters.py``), which nothing may round."""
 
     accumulate: torch.dtype | None = None
     """The dtype of gradients on this rank, where it is another one than ``dtype``."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.shard.coded import is_coded
+from zoo.shard.quantised_parameters import is_coded
 
 COMPUTES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What models compute in: parameters of other dtypes (int8, fp8) mean something only to their modules, and stay."""

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from zoo.layout import is_unit
-from zoo.shard.coded import is_coded
 from zoo.shard.dtensors import is_dtensor
+from zoo.shard.quantised_parameters import is_coded
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

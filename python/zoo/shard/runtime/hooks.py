@@ -23,15 +23,15 @@ from zoo.parts import own_hook
 from zoo.shard.buckets import Bucket
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
+from zoo.shard.runtime.call_stack import exception_of_call, is_called
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.external import registered
 from zoo.shard.runtime.outputs import tensors_in
 from zoo.shard.runtime.reductions import Demand, Reductions
 from zoo.shard.runtime.residency import Residency
-from zoo.shard.runtime.stacks import exception_of_call, is_called
 
 if TYPE_CHECKING:
-    from zoo.shard.runtime.divergent import Meeting
+    from zoo.shard.runtime.gather_votes import GatherVotes
     from zoo.shard.runtime.planning import Drive, Plan
     from zoo.shard.runtime.window import Window
 
@@ -49,7 +49,7 @@ class Runtime:
         reduce_dtype: dtype in which gradients travel, None for their own.
         overlap: reduce buckets during backward; otherwise all at its end.
         prefetch_bytes, keep_bytes: see :class:`~zoo.shard.runtime.residency.Residency`.
-        meeting: where ranks agree on gathers, None where all of them need the same ones.
+        votes: where ranks agree on gathers, None where all of them need the same ones.
         cast_inputs: forward pre-hook of the model (``placement/precision.py``), None for none.
         demand_all: a synchronised backward that leaves a trainable parameter without a gradient is an error.
 
@@ -73,12 +73,12 @@ class Runtime:
         prefetch_bytes: int,
         keep_bytes: int,
         demand_all: bool = False,
-        meeting: Meeting | None = None,
+        votes: GatherVotes | None = None,
         cast_inputs: Callable[..., Any] | None = None,
     ) -> None:
         self.unreduced = self.reduced = self.waiting = False
         self.recovery: Recovery | None = None
-        self._meeting = meeting
+        self._votes = votes
         self._buckets = list(buckets)
         self._mine = frozenset(buckets)
         self.reductions = Reductions(self._buckets, reduce_dtype=reduce_dtype)
@@ -86,7 +86,7 @@ class Runtime:
         self.contexts = Contexts()
         self.backward = Backward(
             self.contexts, self.residency, self.reductions, self._buckets, comm=comm, overlap=overlap,
-            on_end=self._after_backward, divergent=meeting is not None,
+            on_end=self._after_backward, divergent=votes is not None,
         )  # fmt: skip
         self._demand = Demand(self._buckets) if demand_all else None
         self._context: Context | None = None
@@ -378,7 +378,7 @@ class Runtime:
             return False
         where = repr(unit.name) if unit.name else "the model itself"
         # Once for each: a rank that does not touch it here would answer this gather with another one.
-        if bucket.meeting is None:
+        if bucket.votes is None:
             bucket.agree(
                 "an external parameter was found:", f"{bucket.called(slot)} in {where} (register_external_parameter)"
             )
@@ -396,8 +396,8 @@ class Runtime:
 
     def _after_backward(self, synced: bool) -> None:
         if synced:
-            if self._meeting is not None:
-                self._meeting.settle()  # others may still need shards for backwards of their own
+            if self._votes is not None:
+                self._votes.settle()  # others may still need shards for backwards of their own
             self.reduce_all()
         else:
             self.unreduced = True

@@ -11,7 +11,7 @@ import torch
 
 from zoo.comm import Communicator
 from zoo.shard.gradients import BucketGradients
-from zoo.zero.update.factors import Factors
+from zoo.zero.update.gradient_scale import Factors
 from zoo.zero.update.loss_scaler import LossScaler
 from zoo.zero.update.norms import Tally, are_wide, global_norm
 from zoo.zero.update.outcome import Outcome

@@ -71,7 +71,7 @@ class StateStream:
         kept = [r for piece in self._pieces for r in piece if r.sections]
         for index, record in enumerate(kept):
             record.region = index
-        self._shelf = scratch.shelf(folder, "optimizer states", [r.num_bytes for r in kept]) if kept else None
+        self._nvme_file = scratch.nvme_file(folder, "optimizer states", [r.num_bytes for r in kept]) if kept else None
         self._loaded: dict[int, list[Loaded]] = {}
         self._writing: dict[int, list[tuple[Any, io.Future]]] = {}
 
@@ -119,8 +119,8 @@ class StateStream:
         """Bring piece ``index`` to memory, and begin with the next ones."""
         self.begin(index, gradients=gradients)
         for loaded in self._loaded[index]:
-            for shelf, future in loaded.reading:
-                shelf.finish(future)
+            for nvme_file, future in loaded.reading:
+                nvme_file.finish(future)
             self._attach(loaded)
 
     def begin(self, index: int, *, gradients: bool = True) -> None:
@@ -139,9 +139,9 @@ class StateStream:
     def _read(self, record: Record, gradients: bool) -> Loaded:
         loaded, segment, pool = Loaded(record), record.segment, self._scratch.pool
         bucket, n = segment.bucket, segment.tensor.numel()
-        if record.written and self._shelf is not None:
+        if record.written and self._nvme_file is not None:
             loaded.states = pool.empty(record.num_bytes, dtype=torch.uint8)
-            loaded.reading.append((self._shelf, self._shelf.read(record.region, loaded.states)))
+            loaded.reading.append((self._nvme_file, self._nvme_file.read(record.region, loaded.states)))
         role = segment.gradients.role
         if gradients and role.is_away:
             loaded.gradient = pool.empty(n, dtype=bucket.spec.gradient_dtype)
@@ -193,7 +193,7 @@ class StateStream:
         record, segment = loaded.record, loaded.record.segment
         entries = self._entries.get(segment.tensor, {})
         present = tuple(name for name in record.sections if not name or name in entries)
-        if present and self._shelf is not None:
+        if present and self._nvme_file is not None:
             if loaded.states is None:
                 loaded.states = self._scratch.pool.empty(record.num_bytes, dtype=torch.uint8)
             for name in present:
@@ -201,7 +201,7 @@ class StateStream:
                 section = self._section(loaded, name)
                 if tensor.data_ptr() != section.data_ptr():
                     section.copy_(tensor.detach())
-            writing.append((self._shelf, self._shelf.write(record.region, loaded.states)))
+            writing.append((self._nvme_file, self._nvme_file.write(record.region, loaded.states)))
             record.written = present
         if loaded.parameters is not None:
             shard = segment.bucket.parameters.shard
@@ -221,8 +221,8 @@ class StateStream:
             tensor.data = absent(tensor)
 
     def _settle(self, index: int) -> None:
-        for shelf, future in self._writing.pop(index, ()):
-            shelf.finish(future)
+        for nvme_file, future in self._writing.pop(index, ()):
+            nvme_file.finish(future)
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -243,8 +243,8 @@ class StateStream:
 
     def forget(self) -> None:
         """There are no states: the next step makes them. All parameters will be written."""
-        if self._shelf is not None:
-            self._shelf.forget()
+        if self._nvme_file is not None:
+            self._nvme_file.forget()
         for piece in self._pieces:
             for record in piece:
                 record.written = ()
@@ -268,7 +268,7 @@ class StateStream:
         for name in record.written:
             role = "parameter" if name in ("", "master") else name
             begin, dtype = record.sections[name]
-            lend = self._shelf.lender(record.region, begin) if self._shelf is not None else None
+            lend = self._nvme_file.lender(record.region, begin) if self._nvme_file is not None else None
             found[role] = Stored(partial(self._load, record, name), dtype, lend=lend)
         return found
 
@@ -285,9 +285,9 @@ class StateStream:
     def _load(self, record: Record, name: str, start: int, length: int) -> torch.Tensor:
         begin, dtype = record.sections[name]
         tensor = self._scratch.pool.empty(length, dtype=dtype)
-        if self._shelf is None:
+        if self._nvme_file is None:
             raise AssertionError("a record without a file")
-        self._shelf.finish(self._shelf.read(record.region, tensor, begin + start * dtype.itemsize))
+        self._nvme_file.finish(self._nvme_file.read(record.region, tensor, begin + start * dtype.itemsize))
         return tensor
 
     @contextmanager

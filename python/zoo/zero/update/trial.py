@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.shard.coded import class_of
+from zoo.shard.quantised_parameters import class_of
 from zoo.zero.update.probe import LR, OTHER_ELEMENTS, fresh, in_trial, on_flat, step_fails
 
 MOST_ELEMENTS = 1 << 21

@@ -16,12 +16,12 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zoo.shard.buckets import Bucket
-from zoo.shard.coded import class_of, ordinary
 from zoo.shard.guard import assign_data, grad_dtype, raw_data, raw_grad, raw_grad_of
 from zoo.shard.offload.tiers import Tier
+from zoo.shard.quantised_parameters import class_of, ordinary
 from zoo.shard.roles import PARAMETER
 from zoo.zero.update.segments import Segment, original_of, updated_dtype
-from zoo.zero.update.whole_tensors import is_part
+from zoo.zero.update.tensor_collectives import is_part
 
 if TYPE_CHECKING:
     from zoo.zero.options.arguments import Wrapped

@@ -15,17 +15,17 @@ from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.config import OffloadOptimizerConfig
 from zoo.shard.offload.tiers import OffloadError, Tier
 from zoo.shard.roles import ORIGINAL
-from zoo.zero.update.factors import Factors
+from zoo.zero.update.gradient_scale import Factors
 from zoo.zero.update.outcome import SkipsOnDevice
 from zoo.zero.update.probe import Keeps, counts_calls, kept_of, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, lay_flat, original_of, updated_dtype
-from zoo.zero.update.whole_tensors import BucketParts
+from zoo.zero.update.tensor_collectives import BucketParts
 
 if TYPE_CHECKING:
     from zoo.shard.collectives.compressed import Switch
     from zoo.shard.offload.scratch import Scratch
+    from zoo.zero.synced.driver import Meetings
     from zoo.zero.update.instances import Follows
-    from zoo.zero.update.meetings import Meetings
     from zoo.zero.update.stream import StateStream
 
 DEPTH_IN_BACKWARD = 3
@@ -36,7 +36,7 @@ class Updater:
     """Builds the wrapped optimizer on the segments of the buckets and runs its steps, piece by piece.
 
     What it can do is read off its class. ``needs_whole_tensors``: it gets parts of single tensors, and ``parts=`` to
-    bring them together (:class:`~zoo.zero.update.whole_tensors.BucketParts`). ``keeps_masters``: it takes 16-bit
+    bring them together (:class:`~zoo.zero.update.tensor_collectives.BucketParts`). ``keeps_masters``: it takes 16-bit
     parameters and gradients as they are, keeps fp32 masters among its states and has ``step(grad_scale=)``, a number or
     with ``capturable`` a tensor, so that scaling, update and rounding are one pass. Any other gets fp32 masters as
     parameters, and gradients converted piece by piece.
@@ -98,7 +98,7 @@ class Updater:
                 segment.tensor.grad_dtype = None  # whatever it is given
         self._parts: BucketParts | None = BucketParts() if whole else None
         if switch is not None:
-            from zoo.zero.update.peers import peers_for
+            from zoo.zero.synced.collectives import peers_for
 
             self._parts, options = peers_for(buckets, optimizer, everyone, options, whole=whole)
         if self._parts is not None:
@@ -107,7 +107,7 @@ class Updater:
         self.inner = self._build(groups, options, instance)
         self._meetings: Meetings | None = None
         if switch is not None:
-            from zoo.zero.update.meetings import Meetings
+            from zoo.zero.synced.driver import Meetings
 
             self._meetings = Meetings(self.inner, switch, buckets, self.segments, everyone)
             self.decide([dict(group) for group in groups])

@@ -10,7 +10,7 @@ from zoo.comm import Communicator
 from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.compressed import Switch
 from zoo.shard.collectives.routes import Hop
-from zoo.zero.update.peers import sent_by_peers
+from zoo.zero.synced.collectives import sent_by_peers
 from zoo.zero.update.segments import Segment
 
 

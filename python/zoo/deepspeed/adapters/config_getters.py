@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from zoo.config.section import is_own
-from zoo.deepspeed.adapters.questions_of_features import QuestionsOfFeatures
+from zoo.deepspeed.adapters.config_getters_of_features import QuestionsOfFeatures
 from zoo.deepspeed.adapters.sections import get_zero_config
 from zoo.engine import Engine
 from zoo.shard.config import ZeroConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zoo import checkpointing
-from zoo.engine.reads import AnyCheckpoint, Reads
+from zoo.engine.agreed_reader import AnyCheckpoint, Reads
 from zoo.layout import Box
 from zoo.zero.state.logical import Run
 

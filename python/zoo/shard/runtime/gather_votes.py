@@ -8,7 +8,7 @@ alone. Wherever a rank needs a bucket it votes, and so do all others at their ne
 
 All ranks give their shard of the bucket that won; those who need another one vote again. ``step()`` votes DONE until
 all ranks do, so that nobody leaves while another one still needs shards, and reduces all gradients then, with zeros
-from those who have none. Collectives of the user between two steps need :meth:`Meeting.settle` first.
+from those who have none. Collectives of the user between two steps need :meth:`GatherVotes.settle` first.
 
 A vote is an all-reduce of 8 bytes that is waited for, one for each bucket that any rank needs; nothing is gathered
 ahead, and gradients stay whole on each rank until ``step()``.
@@ -26,7 +26,7 @@ from zoo.shard.buckets import Bucket
 DONE = 2**62
 
 
-class Meeting:
+class GatherVotes:
     """Where the ranks of a model agree on which bucket to gather.
 
     Args:

@@ -21,8 +21,8 @@ from zoo.shard import ShardedModel
 
 if TYPE_CHECKING:
     from zoo.checkpointing import foreign
+    from zoo.engine.agreed_reader import AnyCheckpoint, Reads
     from zoo.engine.engine import Engine
-    from zoo.engine.reads import AnyCheckpoint, Reads
 
 _log = logging.getLogger("zoo.engine")
 
@@ -122,7 +122,7 @@ class WholeStates:
             ValueError: (zoo.checkpointing.CheckpointError, on all ranks) names or shapes that are not the model's,
                 parameters that are not the same on all ranks, and whatever :meth:`load_checkpoint` raises of a path.
         """
-        from zoo.engine.partial import Wanted
+        from zoo.engine.partial_load import Wanted
 
         if checkpoint is None or isinstance(checkpoint, (str, os.PathLike)):
             self._whole_engine.wait_for_checkpoint()

@@ -14,7 +14,7 @@ from zoo.shard.collectives.compressed import CompressedLeg, CompressedMean, Swit
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.tiers import Tier
 from zoo.zero.update.segments import Segment
-from zoo.zero.update.whole_tensors import BucketParts
+from zoo.zero.update.tensor_collectives import BucketParts
 
 Tensor = torch.Tensor
 _log = logging.getLogger("zoo.zero")
