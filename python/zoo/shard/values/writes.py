@@ -57,7 +57,7 @@ class Writes:
         if not bucket.partitioned:
             self._whole.add((bucket, slot))
         elif value is not None:
-            self._given[bucket, slot] = _digest(value)
+            self._given[bucket, slot] = digest_of(value)
 
     def published(self, bucket: Bucket, slots: Iterable[int]) -> None:
         """All ranks have been given one rank's values of these parameters, whatever each of them had written before."""
@@ -82,7 +82,7 @@ class Writes:
             return False
         buckets = {bucket.index: bucket for bucket in self._noted}
         written = sorted(set().union(*(slots for slots, _ in theirs)))
-        values = [int(_digest(buckets[index].parameters.flat_of(slot))) for index, slot in written]
+        values = [int(digest_of(buckets[index].parameters.flat_of(slot))) for index, slot in written]
         if any(other != values for other in comm.all_gather_object(values)):
             return False
         changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
@@ -97,7 +97,7 @@ class Writes:
 
     def digest(self) -> float | torch.Tensor:
         """A number that is equal on ranks that have written the same since the latest update, in whatever order."""
-        whole = [_digest(bucket.parameters.flat_of(slot)) for bucket, slot in self._whole]
+        whole = [digest_of(bucket.parameters.flat_of(slot)) for bucket, slot in self._whole]
         found = [*whole, *self._given.values()]
         return torch.stack(found).sum().remainder(2**48).double() if found else 0.0
 
@@ -138,7 +138,7 @@ class Writes:
             )
 
 
-def _digest(value: torch.Tensor) -> torch.Tensor:
+def digest_of(value: torch.Tensor) -> torch.Tensor:
     """() int64 below 2^48, of its bytes and their places. Waits for no device."""
     parts = value.detach().reshape(-1).contiguous().view(torch.uint8)
     if value.device.type == "cpu":
