@@ -232,11 +232,19 @@ def _tied(job: Job, use: Use, before: str) -> bool:
     return "tie(" in before and (job.overlap or job.stage > 1)
 
 
+def _moved(job: Job, use: Use, before: str) -> bool:
+    """A layer has only another's weight, whose own layer has a third one's: it is reached before its own layer is."""
+    return before.count("tie(") > 1
+
+
 REFUSALS = [
     Refusal(("micro", "two"), r"loss\.backward\(\) under an engine with gradient_accumulation_steps=3", _plainly),
     Refusal(("micro",), r"outside of its unit's forward", _reads_a_weight),
     # Backward comes to the first of two layers that share a weight when the second has had it reduced.
     Refusal(("micro", "two", "new_layer"), r"arrived after it had been reduced", _tied),
+    Refusal(
+        ("micro", "two", "new_layer"), r"given this parameter after construction|after it had been reduced", _moved
+    ),
     Refusal(("micro",), r"create_graph=True", _second),
     Refusal(("accumulate",), r"in the middle of a step"),
 ]

@@ -301,8 +301,9 @@ class BucketGradients:
     def _stray(self) -> RuntimeError:
         return RuntimeError(
             f"a gradient of {self.bucket.label} arrived in a backward that did not come through the output of its "
-            "module (a penalty on the weights alone, or a loss behind a transform of torch.func), and was not "
-            "reduced. Add that loss to the one of the model, so that one backward brings both; zero_grad() forgets it."
+            "module (a penalty on the weights alone, a loss behind a transform of torch.func, or another layer that "
+            "was given this parameter after construction), and was not reduced. Add that loss to the one of the model, "
+            "so that one backward brings both, or tie layers before construction; zero_grad() forgets it."
         )
 
     def _late(self) -> PartitionedAccessError:
