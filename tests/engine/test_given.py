@@ -101,6 +101,30 @@ def test_a_metric_is_a_name_and_a_number(name: Any, value: Any, told: str) -> No
     }
 
 
+def test_arguments_of_a_schedule_that_is_not_there() -> None:
+    engine = start(accumulation=2)
+    iterator = batches(0, 3)
+    with pytest.raises(ValueError, match=r"train_batch\(\) got lr_kwargs=\{'x': 1\}, and this engine has no schedule"):
+        engine.train_batch(iterator, lr_kwargs={"x": 1})
+    engine.train_batch(iterator, lr_kwargs={})
+    engine.backward(engine(next(iterator)))  # the refused call has taken none
+    with pytest.raises(ValueError, match=r"step\(\) got lr_kwargs=\{'x': 1\}, and this engine has no schedule"):
+        engine.step({"x": 1})
+    assert (engine.global_steps, engine.micro_steps) == (1, 2)
+
+
+def test_a_schedule_is_asked_before_a_batch_is_taken() -> None:
+    engine = start(accumulation=2)
+    engine.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer)
+    iterator = batches(0, 3)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau cannot be called"):
+        engine.train_batch(iterator)
+    engine.train_batch(iterator, lr_kwargs={"metrics": 1.0})
+    engine.backward(engine(next(iterator)))
+    engine.step()  # in the middle of a step nothing is asked
+    assert (engine.global_steps, engine.micro_steps) == (1, 3)
+
+
 def test_other_arguments() -> None:
     engine = start()
     for wrong in ("yes", 2, [True], torch.ones(2)):

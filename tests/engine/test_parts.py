@@ -147,6 +147,38 @@ def test_what_parts_change_is_what_is_trained() -> None:
     del optimizer
 
 
+class Half:
+    """A part that changes the loss, and nothing else."""
+
+    def on_loss(self, loss: torch.Tensor, clock: Clock) -> torch.Tensor:
+        return loss * 0.5
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_loss_that_parts_change_goes_backward_by_the_engine_alone(number: int) -> None:
+    """Its own backward would train on another loss. Every rank is told, and the next step is right."""
+
+    def fn(rank: int, *, refused: bool) -> dict[str, Any]:
+        config = {**BASE, **stage(number), "gradient_accumulation_steps": 2}
+        engine, *_ = initialize(config, net(), parts={"half": Half()})
+        loss = engine(*data()[4 * rank : 4 * rank + 2])
+        if refused:
+            with pytest.raises(ValueError, match=r"whose part 'half' changes the loss.*engine\.backward\(loss\)"):
+                loss.backward()
+            engine.zero_grad()
+        else:
+            engine.zero_grad()
+        for i in range(2):
+            engine.backward(engine(*data()[4 * rank + 2 * i : 4 * rank + 2 * i + 2]))
+            engine.step()
+        assert engine.global_steps == 1
+        return engine.module_state_dict()
+
+    asked = [sim.run(2, lambda rank, refused=refused: fn(rank, refused=refused)) for refused in (True, False)]
+    for found, expected in zip(*asked, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_states_of_parts_and_what_is_registered_come_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip

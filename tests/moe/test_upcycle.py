@@ -158,6 +158,13 @@ def test_an_engine_adds_the_balance_loss() -> None:
     engine.step()
     torch.testing.assert_close(dict(engine.module.state_dict()), dict(plain.state_dict()))
     assert engine.record.metrics["moe/layers.0.mlp/load"] >= 1
+    with pytest.raises(ValueError, match="whose part 'moe' changes the loss"):
+        engine(IDS).backward()
+    engine.destroy()
+    engine, *_ = initialize({**document, "moe": {"enabled": True}}, plain)  # without a coefficient it changes none
+    engine(IDS).backward()
+    engine.step()
+    assert engine.global_steps == 1
     engine.destroy()
 
 

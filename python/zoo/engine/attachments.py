@@ -147,6 +147,15 @@ class Parts:
             loss = call(loss, clock)
         return loss
 
+    def check_untouched_loss(self) -> None:
+        """Raise ValueError where a part changes the loss: a backward has begun from one that none has seen."""
+        if self._loss:
+            names = ", ".join(repr(name) for name, _ in self._loss)
+            raise ValueError(
+                f"loss.backward() under an engine whose part {names} changes the loss: its gradients would be those of "
+                "a loss without what the part adds. Call engine.backward(loss)."
+            )
+
     def before_update(self, clock: Clock) -> None:
         """The gradients of a step are there."""
         for _, call in self._before:

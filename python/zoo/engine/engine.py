@@ -41,7 +41,7 @@ class Engine(Checkpoints, Records):
     ``gradient_accumulation_steps`` micro-batches, the *boundary*. Or :meth:`train_batch`, which does one whole step.
     ``loss.backward()`` leaves the same bits as ``engine.backward(loss)``, without a loss in the record: what arrives at
     parameters is divided by the number G of micro-batches, whatever it came through, and nothing on the way is. Where G
-    is no power of two that would round otherwise, and is refused.
+    is no power of two that would round otherwise, and is refused; so it is where a part changes the loss.
 
     Attributes:
         module: the model. config: the configuration. optimizer, dataloader: as ``initialize`` returned
@@ -165,10 +165,12 @@ class Engine(Checkpoints, Records):
         """Of a backward that begins: what its gradients are multiplied by, and whether it may reduce them.
 
         Raises:
-            ValueError: no :meth:`backward` of an engine, and 1/G is no power of two: other bits would come out.
+            ValueError: no :meth:`backward` of an engine, and 1/G is no power of two: other bits would come out; or a
+                part changes the loss, which it has not seen.
         """
         if self._dividing:
             return 1.0, True
+        self._parts.check_untouched_loss()
         factor = 1.0 / (self._accumulation * multiplied("accumulation"))  # by an engine that shares the loss
         if math.frexp(factor)[0] != 0.5:
             raise ValueError(
@@ -267,12 +269,13 @@ class Engine(Checkpoints, Records):
         gradients.
 
         Args:
-            lr_kwargs: arguments of the schedule's ``step``.
+            lr_kwargs: arguments of the schedule's ``step``; refused where there is no schedule.
         """
         self.training("step()")
-        check_arguments("step()", lr_kwargs)
+        check_arguments("step()", lr_kwargs, self._schedule)
         self._check_synchronous("step()")
         if self.is_gradient_accumulation_boundary():
+            self._check_schedule(lr_kwargs or {})
             self._count()
             self._update(lr_kwargs or {}, micro_steps=1)
         else:
@@ -296,7 +299,8 @@ class Engine(Checkpoints, Records):
             collective.
         """
         self.training("train_batch()")
-        check_arguments("train_batch()", lr_kwargs)
+        check_arguments("train_batch()", lr_kwargs, self._schedule)
+        self._check_schedule(lr_kwargs or {})
         self._check_synchronous("train_batch()")
         if self._discard:
             self.zero_grad()
@@ -351,7 +355,6 @@ class Engine(Checkpoints, Records):
         """Everything between the last backward of a step and the first forward of the next."""
         self.read_outcome()
         optimizer, clock = self.optimizer, self.clock
-        self._check_schedule(lr_kwargs)
         self._parts.before_update(clock)
         scale = optimizer.loss_scale
         with self._scaled_rates(self._parts.lr_factor(clock)), self._timed("update"):

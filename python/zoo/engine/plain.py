@@ -85,14 +85,19 @@ def kind_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def check_arguments(what: str, lr_kwargs: Any) -> None:
-    """Raise ValueError for arguments of a schedule's step that are none."""
+def check_arguments(what: str, lr_kwargs: Any, schedule: Any) -> None:
+    """Raise ValueError for arguments of a schedule's step that are none, or that no schedule takes."""
     if lr_kwargs is not None and not (
         isinstance(lr_kwargs, Mapping) and all(isinstance(key, str) for key in lr_kwargs)
     ):
         from zoo.engine.numbers import shown
 
         raise ValueError(f"{what} got lr_kwargs={shown(lr_kwargs)}; it takes arguments of the schedule's step by name.")
+    if lr_kwargs and schedule is None:
+        raise ValueError(
+            f"{what} got lr_kwargs={dict(lr_kwargs)}, and this engine has no schedule whose step would take them. "
+            "Leave them out, or give the configuration a scheduler section or initialize an lr_scheduler."
+        )
 
 
 def scaled_loss(loss: torch.Tensor, scale: float) -> torch.Tensor:

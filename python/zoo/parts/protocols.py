@@ -57,7 +57,8 @@ class OnLoss(Protocol):
     """Changes the loss of a micro-batch: distillation, penalties."""
 
     def on_loss(self, loss: Tensor, clock: Clock) -> Tensor:
-        """The loss to go backward from; called by ``engine.backward`` before anything is scaled."""
+        """The loss to go backward from; called by ``engine.backward`` before anything is scaled. ``loss.backward()``
+        without the engine is refused where a part has this method."""
 
 
 class ScalesLr(Protocol):

@@ -26,6 +26,8 @@ class MoESectionPart(MoEPart):
     def __init__(self, section: MoEConfig, environment: Environment) -> None:
         super().__init__(nn.Module(), environment)
         self._section = section
+        if section.balance_coefficient:  # otherwise this part changes no loss, and has no such method
+            self.on_loss = self._with_balance
 
     def prepare(self, module: nn.Module, mesh: Any) -> nn.Module:
         """The same module with parallel experts; one that has zoo's own layers only is left as it is."""
@@ -39,7 +41,6 @@ class MoESectionPart(MoEPart):
         self._layers = layers_of(module)
         return module
 
-    def on_loss(self, loss: torch.Tensor, clock: Clock) -> torch.Tensor:
+    def _with_balance(self, loss: torch.Tensor, clock: Clock) -> torch.Tensor:
         """With the balance losses of the forward before it."""
-        coefficient = self._section.balance_coefficient
-        return loss + coefficient * balance_loss(*self._layers.values()).to(loss.device) if coefficient else loss
+        return loss + self._section.balance_coefficient * balance_loss(*self._layers.values()).to(loss.device)

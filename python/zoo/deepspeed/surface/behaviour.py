@@ -50,7 +50,12 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
         "`loss.backward()` without the engine",
         "raises where `gradient_accumulation_steps` is no power of two: gradients are divided where they arrive, which "
         "gives the bits of a divided loss by powers of two only. `engine.backward(loss)` takes any number. Under fp16 "
-        "it raises, as in DeepSpeed, but for `engine.scale(loss).backward()`.",
+        "it raises, as in DeepSpeed, but for `engine.scale(loss).backward()`; and where an engine part changes the "
+        "loss (`moe.balance_coefficient`), which it would leave out.",
+    ),
+    (
+        "`step(lr_kwargs=...)`",
+        "is refused where there is no schedule; DeepSpeed does nothing with them there.",
     ),
     (
         "`torch.autograd.grad(outputs, inputs, create_graph=True)` (gradient penalties, forces)",
