@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import UserDict, UserList
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from zoo.shard.containers import map_tensors
 
 
 @contextlib.contextmanager
@@ -23,16 +26,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def placed(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """``value`` with its tensors on ``device``; with a ``dtype`` floating-point ones in it."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype if dtype is not None and value.is_floating_point() else None)
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(placed(item, device, dtype) for item in value)
-    if isinstance(value, list):
-        return [placed(item, device, dtype) for item in value]
-    if isinstance(value, dict):
-        return {key: placed(item, device, dtype) for key, item in value.items()}
-    return value
+    """``value`` with its tensors on ``device``; with a ``dtype`` floating-point ones in it. Containers have their own
+    class, and are the objects given where nothing in them changes (:func:`zoo.shard.containers.map_tensors`)."""
+    return map_tensors(lambda t: t.to(device, dtype if dtype is not None and t.is_floating_point() else None), value)
 
 
 def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -49,9 +45,9 @@ def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, (tuple, list, UserList)):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, (dict, UserDict)):
         for item in value.values():
             yield from _tensors(item)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zoo.shard.containers import map_tensors
 from zoo.shard.quantised_parameters import is_coded
 
 COMPUTES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -55,14 +56,15 @@ def rounds(original: torch.dtype, to: torch.dtype) -> bool:
 def cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
     """A forward pre-hook (``with_kwargs=True``): floating-point tensors among the arguments come in ``dtype``.
 
-    They are looked for in the nested containers that ``torch.utils._pytree`` knows; autograd follows the conversion.
+    They are looked for in the nested containers that ``torch.utils._pytree`` knows, and in those of
+    :func:`zoo.shard.containers.map_tensors`; autograd follows the conversion.
     """
     return partial(_cast, dtype)
 
 
 def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     given, structure = pytree.tree_flatten((args, kwargs))
-    cast = [v.to(dtype) if isinstance(v, torch.Tensor) and v.dtype in COMPUTES else v for v in given]
+    cast = [map_tensors(lambda t: t.to(dtype) if t.dtype in COMPUTES else t, value) for value in given]
     if all(map(_same, given, cast)):
         return None  # the containers stay the very objects that were given
     return pytree.tree_unflatten(cast, structure)
