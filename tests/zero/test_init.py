@@ -569,3 +569,19 @@ def test_the_optimizer_takes_a_model_of_init_once() -> None:
     optimizer.close()
     assert type(model[0].weight) is nn.Parameter
     assert model(torch.ones(1, 4)).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"dtype": "fp16"}, r"dtype='fp16'; it takes a torch\.dtype"),
+        ({"dtype": 5}, r"dtype=5; it takes a torch\.dtype"),
+        ({"dtype": torch.int8}, r"dtype=torch\.int8; it must be a floating-point one"),
+        ({"module": 5}, r"module=5 \(int\); it takes an nn\.Module"),
+        ({"module": nn.Linear}, r"module=.*; it takes an nn\.Module"),
+        ({"remote_device": ["cpu"]}, r"remote_device=\['cpu'\]; allowed are"),
+    ],
+)
+def test_arguments_that_are_none(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=f"Init got {told}"):
+        Init(**given)

@@ -93,7 +93,8 @@ class Init:
     Nested contexts: the inner one partitions what is built in it.
 
     Raises:
-        ValueError: arguments that contradict each other; a module on the meta device that cannot be initialised.
+        ValueError: arguments that are none, or contradict each other; a module on the meta device that cannot be
+            initialised.
         CollectiveMismatchError: ranks build different models, or run different initialisers.
         PartitionedAccessError: an initialiser that cannot be followed.
         NotImplementedError: a dtype that cannot be quantised, where that is asked for.
@@ -126,6 +127,10 @@ class Init:
         self._group = _group(data_parallel_group, mpu, sequence_data_parallel_group) if enabled else None
         if not enabled:
             return
+        if module is not None and not isinstance(module, nn.Module):
+            kind = type(module).__name__
+            raise ValueError(f"Init got module={module!r:.80} ({kind}); it takes an nn.Module, or None.")
+        dtype = _dtype(dtype)
         zero, configured = _read_config(config_dict_or_path, config)
         swapper, aio = _swapper(param_swapper, aio)
         tier = _tier(remote_device, zero.offload_param, swapper)
@@ -147,7 +152,7 @@ class Init:
         )
         self._session = Session(
             sharing,
-            _dtype(dtype if dtype is not None else configured),
+            dtype if dtype is not None else configured,
             Materialiser(_device(device, comm), _function(materialise)),
             override_apply=zero.override_module_apply,
         )
@@ -246,10 +251,10 @@ def _scratch(aio: io.AioConfig | io.Handle | None, *, pinned: bool) -> Scratch:
     return Scratch(handle, owned=owned, pinned=pinned)
 
 
-def _tier(remote_device: str | None, offload: OffloadParamConfig, swapper: ParamSwapper | None) -> Tier:
+def _tier(remote_device: Any, offload: OffloadParamConfig, swapper: ParamSwapper | None) -> Tier:
     """Where parts live."""
     device = remote_device if remote_device is not None else offload.device
-    if device not in _TIERS:
+    if not isinstance(device, str) or device not in _TIERS:
         raise ValueError(f'Init got remote_device={device!r}; allowed are None, "device", "cpu" and "nvme".')
     tier = _TIERS[device]
     if swapper is not None:
@@ -283,7 +288,10 @@ def _function(materialise: Any) -> Callable[[nn.Module], object] | None:
     return materialise  # type: ignore[no-any-return]
 
 
-def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+def _dtype(given: Any) -> torch.dtype | None:
+    if given is not None and not isinstance(given, torch.dtype):
+        raise ValueError(f"Init got dtype={given!r:.80}; it takes a torch.dtype, such as torch.bfloat16, or None.")
+    dtype: torch.dtype | None = given
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"Init got dtype={dtype}; it must be a floating-point one.")
     return dtype
