@@ -81,7 +81,7 @@ def test_answers_of_defaults() -> None:
         3,
         engine.gradient_accumulation_steps(),
     )
-    with pytest.raises(ValueError, match="1 or more"):
+    with pytest.raises(ValueError, match="from 1 to"):
         engine.set_train_micro_batch_size(0)
     nobody = deepspeed.initialize(model=net(), config={"train_micro_batch_size_per_gpu": 1})[0]
     assert nobody.get_lr() == nobody.get_mom() == nobody.get_type() == []

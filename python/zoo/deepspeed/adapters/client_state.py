@@ -11,12 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.checkpointing import CheckpointError
+
 
 def plain_state(value: Mapping[str, Any] | None) -> Any:
     """``value`` with members of enums that are numbers or strings, ``torch.__version__`` and other subclasses of int,
     float and str as these, to which they are equal; and parameters as tensors. The rest is left as it is, which
-    :mod:`zoo.checkpointing.exact` holds or refuses."""
-    return _plain(value)
+    :mod:`zoo.checkpointing.exact` holds or refuses.
+
+    Raises:
+        CheckpointError: it contains itself.
+    """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise CheckpointError(
+            "client_state contains itself, or is nested too deeply to be written; leave that out of it."
+        ) from None
 
 
 def _pairs(value: Any) -> dict[Any, Any]:

@@ -170,13 +170,13 @@ class Questions(QuestionsOfFeatures):
         with its own.
 
         Raises:
-            ValueError: no number above 0.
+            ValueError: no whole number above 0.
         """
-        given: Any = micro_batch_size
-        if not isinstance(given, int) or given < 1:
-            raise ValueError(f"set_train_micro_batch_size({micro_batch_size!r}); give a number of samples, 1 or more.")
+        from zoo.engine.numbers import whole
+
+        size = whole("set_train_micro_batch_size()", micro_batch_size)
         self.engine.config = self.engine.config.model_copy(
-            update={"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": None}
+            update={"train_micro_batch_size_per_gpu": size, "train_batch_size": None}
         )
 
     def dynamic_loss_scale(self) -> bool:

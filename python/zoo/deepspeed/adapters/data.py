@@ -27,6 +27,9 @@ class DeepSpeedDataLoader:
         dataloader_drop_last: a last batch that is not full is left out.
         deepspeed_dataloader_config: refused where it chooses samples; the configuration's section ``data_efficiency``
             does that.
+
+    Raises:
+        ValueError: a batch size that is no whole number above 0; a collate_fn that cannot be called.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class DeepSpeedDataLoader:
                 "DeepSpeedDataLoader with a curriculum: give the configuration the section data_efficiency, and "
                 "initialize the data set."
             )
+        batch_size = _checked("DeepSpeedDataLoader", batch_size, collate_fn)
         streams = isinstance(dataset, IterableDataset)
         if data_sampler is None and not streams:
             data_sampler = (
@@ -89,6 +93,7 @@ def loader_of(
         raise ValueError(f"route={route!r}; allowed are 'train', 'eval' and 'predict'.")
     collate_fn = engine.collate_fn if collate_fn is None else collate_fn
     batch_size = engine.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
+    batch_size = _checked("deepspeed_io", batch_size, collate_fn)
     if route == "train" and data_sampler is None and shuffle:
         chosen = _chosen(engine.engine, dataset, batch_size, collate_fn)
         if chosen is not None:
@@ -99,6 +104,17 @@ def loader_of(
         dataset, batch_size, pin_memory, 0, None, collate_fn, num_local_io_workers, data_sampler, size, rank,
         engine.dataloader_drop_last(),
     )  # fmt: skip
+
+
+def _checked(what: str, batch_size: Any, collate_fn: Any) -> int:
+    """The batch size; raises ValueError for one that is none, and for what makes no batches."""
+    from zoo.engine.numbers import shown, whole
+
+    if collate_fn is not None and not callable(collate_fn):
+        raise ValueError(
+            f"{what} got collate_fn={shown(collate_fn)}; it takes a callable that makes a batch of a list of samples."
+        )
+    return whole(f"the batch_size of {what}", batch_size)
 
 
 def _chosen(engine: Any, dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None) -> Any:

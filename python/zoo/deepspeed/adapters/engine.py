@@ -322,12 +322,13 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Steps taken, skipped ones included. This and the other counts may be set, by a program that restores them."""
+        """Steps taken, skipped ones included. This and the other counts may be set, by a program that restores them; a
+        ValueError tells of what is no count."""
         return self.engine.global_steps
 
     @global_steps.setter
     def global_steps(self, value: int) -> None:
-        self.engine.global_steps = value
+        self.engine.global_steps = self._counted("global_steps", value)
 
     @property
     def micro_steps(self) -> int:
@@ -336,7 +337,7 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     @micro_steps.setter
     def micro_steps(self, value: int) -> None:
-        self.engine.micro_steps = value
+        self.engine.micro_steps = self._counted("micro_steps", value)
 
     @property
     def skipped_steps(self) -> int:
@@ -345,7 +346,7 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     @skipped_steps.setter
     def skipped_steps(self, value: int) -> None:
-        self._count_from(skipped=int(value))
+        self._count_from(skipped=self._counted("skipped_steps", value))
 
     @property
     def global_samples(self) -> int:
@@ -354,7 +355,13 @@ class DeepSpeedEngine(Questions, nn.Module):
 
     @global_samples.setter
     def global_samples(self, value: int) -> None:
-        self._count_from(samples=int(value))
+        self._count_from(samples=self._counted("global_samples", value))
+
+    @staticmethod
+    def _counted(name: str, value: Any) -> int:
+        from zoo.engine.numbers import whole
+
+        return whole(f"engine.{name}", value, least=0)
 
     def _count_from(self, **counts: int) -> None:
         engine = self.engine
@@ -447,8 +454,12 @@ class DeepSpeedEngine(Questions, nn.Module):
 
         Raises:
             ValueError: (zoo.checkpointing.CheckpointError) what is wrong with the checkpoint that is there; or there is
-                none with the tag.
+                none with the tag; or ``load_dir`` is no path.
         """
+        from zoo.checkpointing import alike
+        from zoo.engine.state_dicts import check_place
+
+        alike(self.engine.sharded.everyone, "load_checkpoint()", lambda: check_place(load_dir))
         if tag is None and self._has_none(load_dir):
             _log.warning("load_checkpoint(%r): there is no checkpoint; nothing is loaded.", str(load_dir))
             return None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -143,8 +143,9 @@ class OptimizerView(torch.optim.Optimizer, DeepSpeedOptimizer):
         if kind == "none":
             _log.warning("offload_states(device='none'): nothing is moved.")
             return
-        names = None if include is None else {str(getattr(state, "value", state)) for state in include}
-        wanted = None if names is None else sorted(names - {"contiguous_grad_buffer"})
+        wanted = include
+        if isinstance(include, Iterable) and not isinstance(include, str):
+            wanted = sorted({str(getattr(state, "value", state)) for state in include} - {"contiguous_grad_buffer"})
         self.zero.offload_states(wanted, kind, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
