@@ -6,6 +6,7 @@ them, or of an even size; and for archives, whose format should not grow old.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from zoo.checkpointing.client_state import OF_RANK, RANKS
 from zoo.checkpointing.disk import LOCAL, place_of
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.exact import dtype_named
@@ -22,6 +24,7 @@ from zoo.checkpointing.writing import save
 from zoo.comm import Communicator
 from zoo.layout import StateSlice, Stored
 
+_log = logging.getLogger("zoo.checkpointing")
 MOST_RANKS = 1024
 PIECE_BYTES = 64 << 20
 """What is in memory at once of a tensor."""
@@ -60,7 +63,8 @@ def reshard(
     row, cut evenly by bytes.
 
     What belongs to one rank (random numbers, buffers) is kept where the number of ranks stays; where it does not, no
-    rank would take it when it is loaded, and it is left out. The same number of ranks and another version of the format
+    rank would take it when it is loaded, and it is left out, but for the ``client_state`` of ranks that the new one has
+    too. The same number of ranks and another version of the format
     lose nothing.
 
     Args:
@@ -83,10 +87,18 @@ def reshard(
     if found.tag in tags_of(disk, root):
         raise ValueError(f"{str(root)!r} has a checkpoint {found.tag!r}; remove it, or give another directory")
 
+    clients = [rank for rank in found.meta.get(RANKS, ()) if rank < num_ranks]
+    if len(clients) < len(found.meta.get(RANKS, ())):
+        lost = ", ".join(str(rank) for rank in found.meta[RANKS] if rank >= num_ranks)
+        _log.warning("the client_state of rank(s) %s is left out: %d ranks would not ask for it.", lost, num_ranks)
+    meta = {key: value for key, value in found.meta.items() if key != RANKS} | ({RANKS: clients} if clients else {})
+
     def job(rank: int) -> None:
-        own = found.rank_state(rank) if num_ranks == found.world_size else {}
+        own = found.rank_state(rank) if rank in clients or num_ranks == found.world_size else {}
+        if num_ranks != found.world_size:
+            own = {name: value for name, value in own.items() if name == OF_RANK}
         mine = list(_pieces(found, rank, num_ranks, told))
-        save(root, found.tag, mine, found.scalars, found.meta, Communicator(), rank_state=own, disk=disk)
+        save(root, found.tag, mine, found.scalars, meta, Communicator(), rank_state=own, disk=disk)
 
     try:
         sim.run(num_ranks, job, timeout_s=1e9)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from zoo import checkpointing
+from zoo.checkpointing.client_state import client_state_of
 from zoo.comm import Communicator
 from zoo.layout import Box
 
@@ -53,6 +54,14 @@ class Reads:
         """As :meth:`zoo.checkpointing.Checkpoint.rank_state`, or nothing."""
         try:
             return self._found.rank_state(rank)
+        except Exception as error:
+            self._error = error
+            return {}
+
+    def client_state(self, rank: int) -> dict[str, Any]:
+        """What a rank has kept (:mod:`zoo.checkpointing.client_state`), or nothing."""
+        try:
+            return client_state_of(self._found, rank)
         except Exception as error:
             self._error = error
             return {}

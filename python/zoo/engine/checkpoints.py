@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zoo import checkpointing
+from zoo.checkpointing.client_state import ClientState, other_ranks
 from zoo.comm import Communicator
 from zoo.engine.state_dicts import CustomLoad, WholeStates, check_place, joined, load_custom
 from zoo.shard import ShardedModel
@@ -73,7 +74,7 @@ class Checkpoints(WholeStates):
 
         Args:
             tag: ``global_step<N>`` if not given.
-            client_state: plain values (zoo.checkpointing.exact says which), of which rank 0's are kept;
+            client_state: plain values (zoo.checkpointing.exact says which), which may be others on each rank;
                 :meth:`load_checkpoint` gives them back exactly.
             save_latest: whether it becomes the one that is loaded where no tag is given.
             exclude_frozen_parameters: leave out what was frozen when the optimizer was built. Whoever loads it keeps
@@ -109,9 +110,18 @@ class Checkpoints(WholeStates):
             frozen = {name for b in self.sharded.buckets if not b.spec.trainable for name in b.in_model()}
             slices = [item for item in slices if item.name not in frozen]
         meta: dict[str, Any] = {}
-        checkpointing.together(everyone, what, lambda: self._tell(meta, directory, tag, client_state))
+        clients: list[ClientState] = []
+
+        def tell() -> bytes:
+            clients.append(ClientState(client_state))
+            self._tell(meta, directory, tag)
+            return clients[0].digest
+
+        digests = checkpointing.together(everyone, what, tell)
+        meta.update(client=clients[0].value, **other_ranks(digests))
         meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(self.module, self.sharded))
-        mine = {**random_state(), **own_buffers(self.module, self.sharded)}
+        own = clients[0].of_rank() if digests[everyone.rank] != digests[0] else {}
+        mine = {**random_state(), **own_buffers(self.module, self.sharded), **own}
         if self._in_background(asynchronous, slices):
             if self._saver is None:
                 self._saver = checkpointing.BackgroundSaver(everyone)
@@ -135,7 +145,7 @@ class Checkpoints(WholeStates):
         optimizer = self.training("save_checkpoint()")
         return optimizer.state_scalars(), list(optimizer.state_slices())
 
-    def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str], tag: Any, client_state: Any) -> None:
+    def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str], tag: Any) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
         from zoo.checkpointing.consolidation import write_script
         from zoo.checkpointing.disk import make_directories, place_of
@@ -144,11 +154,7 @@ class Checkpoints(WholeStates):
 
         check_place(directory)
         check_tag(tag)
-        if client_state is not None and not isinstance(client_state, Mapping):
-            raise checkpointing.CheckpointError(
-                f"client_state is a {type(client_state).__name__}; it is a mapping, {{'name': value}}"
-            )
-        meta.update(client=dict(client_state or {}), engine=engine_meta(self._engine))
+        meta["engine"] = engine_meta(self._engine)
         disk, root = place_of(directory)
         if self.sharded.everyone.rank == 0 and self._script_in != root:
             make_directories(disk, root)
@@ -217,7 +223,8 @@ class Checkpoints(WholeStates):
                 shape, and zero for others. After an exception in it parameters are as they were.
 
         Returns:
-            (the checkpoint's directory, client_state).
+            (the checkpoint's directory, client_state): what this rank has kept; at another world size what the rank of
+            this number has, and where there was none what rank 0 has.
 
         Raises:
             ValueError: (zoo.checkpointing.CheckpointError) what is wrong with it; or a model, an optimizer or a data
@@ -273,9 +280,10 @@ class Checkpoints(WholeStates):
 
         everyone, reads = self.sharded.everyone, Reads(found)
         what = f"loading the checkpoint {found.tag!r} into this model"
+        loaded = str(found.path), reads.client_state(everyone.rank)
         if self._optimizer is None:
             self._load_weights(reads, found, wanted, custom_load_fn, what)
-            return self._loaded(found)
+            return loaded
         before, self._not_loaded = self._not_loaded, ""
         try:
             optimizer = self.training("load_checkpoint()")
@@ -295,7 +303,7 @@ class Checkpoints(WholeStates):
         except BaseException:
             self._not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
             raise
-        return self._loaded(found)
+        return loaded
 
     def _take(
         self, found: AnyCheckpoint, reads: Reads, wanted: Wanted, mine: Mapping[str, torch.Tensor], *, custom: bool,
@@ -354,9 +362,6 @@ class Checkpoints(WholeStates):
         if custom_load_fn is None:
             checkpointing.alike(everyone, what, lambda: load_extra_state(self.module, found))
         self._not_loaded = ""
-
-    def _loaded(self, found: AnyCheckpoint) -> tuple[str, dict[str, Any]]:
-        return str(found.path), dict(found.meta.get("client", {}))
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         return {b.logical(name)[0]: b.spec.dtype for b in self.sharded.buckets for name in b.spec.names}

@@ -11,6 +11,7 @@ BEHAVIOUR: tuple[tuple[str, str], ...] = (
     ),
     (
         "`client_state`",
+        "is each rank's own, as there; at another world size a rank that there was not gets rank 0's. It "
         "holds plain values, tensors, arrays, namespaces, paths and times, and gives them back exactly; "
         "anything else is refused when it is saved, because no file is unpickled. Subclasses of int, float and str "
         "(members of enums, `torch.__version__`) come back as these, parameters as tensors. `load_checkpoint` gives "
