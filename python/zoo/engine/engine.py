@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zoo.comm import CollectiveMismatchError
 from zoo.config import Config
 from zoo.engine.attachments import Parts
 from zoo.engine.batches import count, evaluating, placed
@@ -24,6 +25,7 @@ from zoo.parts import Clock, Runner
 from zoo.registry import Registry
 from zoo.shard import ShardedModel
 from zoo.shard.runtime.backward import multiplied
+from zoo.shard.runtime.without_graph import NoGraphError, go_backward
 from zoo.zero import ZeroOptimizer
 
 if TYPE_CHECKING:
@@ -229,8 +231,11 @@ class Engine(Checkpoints, Records):
         self._dividing = True
         try:
             with optimizer.no_sync() if local else _NOTHING, self._timed("backward"):
-                scaled = optimizer.scale_loss(scaled_loss(loss, scale) if scale != 1.0 else loss)
-                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                divided = scaled_loss(loss, scale) if scale != 1.0 else loss
+                go_backward(
+                    optimizer.runtime.backward, divided, optimizer.scale_loss, retain_graph=retain_graph,
+                    joins=not optimizer.config.update_in_backward,
+                )  # fmt: skip
         finally:
             self._dividing = False
         return loss.detach().clone()  # the user's own may be changed, for a log
@@ -312,10 +317,19 @@ class Engine(Checkpoints, Records):
         try:
             self._losses = list(self._runner.accumulate(batches, n, 1.0 / n))
             self._update(lr_kwargs or {})
-        except BaseException:
+        except BaseException as error:
             self._discard = True  # later: to drop gradients may wait for ranks that have not failed
+            if isinstance(error, NoGraphError) and error.told:
+                self._tell_in_step()
             raise
         return self._mean_loss()
+
+    def _tell_in_step(self) -> None:
+        """This rank has refused a loss, and comes to the step, where the others are: they are told, or have too."""
+        optimizer = self.optimizer
+        optimizer.runtime.backward.with_graph = 0  # nothing is updated
+        with contextlib.suppress(CollectiveMismatchError):
+            optimizer.step(tally=self._tally(), alike={"gradient_accumulation_steps": self._accumulation})
 
     def _check_synchronous(self, what: str) -> None:
         if self._locally:

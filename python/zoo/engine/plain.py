@@ -9,6 +9,7 @@ import torch
 
 from zoo.comm import failures
 from zoo.shard.runtime.backward import note_multiplied
+from zoo.shard.runtime.without_graph import NoGraphError
 
 if TYPE_CHECKING:
     from zoo.engine.engine import Engine
@@ -34,10 +35,18 @@ class PlainRunner:
         if self._told:
             failures.withdraw()
             self._told = False
-        losses = []
+        losses: list[torch.Tensor] = []
+        refused: NoGraphError | None = None
         for i in range(n):
-            losses.append(self._one(self._next(batches, i, n), scale, last=i == n - 1))
+            try:
+                losses.append(self._one(self._next(batches, i, n), scale, last=i == n - 1))
+            except NoGraphError as error:
+                if not error.told:
+                    raise
+                refused = refused or error  # the other ranks go on to the step
             self._engine.count_micro_batch()
+        if refused is not None:
+            raise refused
         return losses
 
     def _next(self, batches: Iterator[Any], i: int, n: int) -> Any:

@@ -23,6 +23,7 @@ from zoo.shard.gradients import BucketGradients, Phase
 from zoo.shard.placement.units import UnitChoice, check_parameters
 from zoo.shard.runtime.hooks import Runtime
 from zoo.shard.runtime.publishing import publish
+from zoo.shard.runtime.without_graph import go_backward
 from zoo.shard.sharded import ShardedModel, refuse_copy
 from zoo.zero.inspection import Inspection
 from zoo.zero.options.arguments import (
@@ -36,7 +37,7 @@ from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.by_parameter import look
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
-from zoo.zero.update.alike import ADDED, CHANGES, CLIPPED, SCALE, WRITES, Alike, how_to_be_alike
+from zoo.zero.update.alike import ADDED, CHANGES, CLIPPED, REFUSED, SCALE, WRITES, Alike, how_to_be_alike
 from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
 from zoo.zero.update.gradient_scale import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
@@ -299,8 +300,15 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         return self.clipping.max_norm
 
     def backward(self, loss: torch.Tensor) -> None:
-        """``(loss * loss_scale).backward()``. Without loss scaling plain ``loss.backward()`` is the same."""
-        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+        """``(loss * loss_scale).backward()``. Without loss scaling plain ``loss.backward()`` is the same, but for a
+        loss that leads to no parameter on this rank, and to some on others: here it adds zeros to the mean.
+
+        Raises:
+            NoGraphError: a RuntimeError; the loss has no graph. The other ranks hear of it in the next step, if that
+                measures the norm over all of them (stages 1 to 3), else when they have waited for this one.
+        """
+        compares = self.clipping.may_skip and self.config.stage > 0 and self.shard_group.size == self.comm.size
+        go_backward(self._runtime.backward, loss, self.scale_loss, joins=compares)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss * loss_scale``, of which ``backward()`` may be called."""
@@ -394,7 +402,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             self._in_backward.step()
             self._settle_errors(used=True)
             return told(made=True)
-        if not self._has_gradients():
+        # Where numbers are read later all ranks update: those that have others' gradients would wait for this one.
+        if not self._has_gradients() or (self._runtime.backward.has_nothing and not self._late):
             self.clipping.norm = None
             return self._nothing_here(tally, told)
         measured, rest = self.clipping.may_skip, None
@@ -446,6 +455,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         if self.comm.size == 1 and layers is None:  # nobody to be alike with
             return None if mine is None else Tally(mine, self.comm, layers)
         added: dict[str, float | torch.Tensor] = dict.fromkeys(ADDED, 0.0)
+        added[REFUSED] = float(self._runtime.backward.refused)
         if self._in_backward is None:
             added[CHANGES] = float(sum(g.num_changes for g in self._gradients))
             added[WRITES] = self.sharded.writes.digest()

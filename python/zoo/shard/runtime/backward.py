@@ -89,6 +89,11 @@ class Backward:
         self._part = Part.WHOLE
         self.recovery: Recovery | None = None
         """Is told of backwards that fail where other ranks wait for this one."""
+        self.num_begun = 0
+        self.refused = 0
+        """Backwards of losses without a graph since gradients were dropped; the other ranks went through theirs."""
+        self.with_graph = 0
+        """Since then, those that led to something of the model."""
         self.arrivals: list[Any] = []
         """Hooks on parameters, of a model whose gradients were differentiated."""
         self._graph_kept_in = -1
@@ -136,6 +141,29 @@ class Backward:
             self._open_others()
         self._alive = alive
         self.running = True
+        self.num_begun += 1
+        self.with_graph += self._accumulates
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._comm.rank
+
+    @property
+    def has_nothing(self) -> bool:
+        """All that went backward on this rank since gradients were dropped was refused."""
+        return self.refused > 0 and not self.with_graph
+
+    def knows_what_others_do(self) -> bool:
+        """Whether this rank can go through a backward of other ranks (:mod:`~zoo.shard.runtime.without_graph`)."""
+        return not self._divergent and self._driven is None and (bool(self._contexts.open) or not self._partitioned)
+
+    def begin_without_graph(self) -> None:
+        """In a graph task that leads to nothing of the model: a backward begins, which goes where others' may."""
+        self.begin()
+        self.with_graph -= self._accumulates
+        if len(self._contexts.open) == 1 and self._at is None:
+            self._reach(self._contexts.open[0])
 
     def _receive(self) -> None:
         """What the gradients of this backward are multiplied by where they arrive: settled before the first does."""

@@ -461,6 +461,7 @@ class Runtime:
             self.settle_failure()
         finally:
             self.backward.failed = False
+            self.backward.refused = self.backward.with_graph = 0
             self.unreduced = self.reduced = self.waiting = False
             for bucket in self._buckets:
                 if bucket.gradients is not None:

@@ -26,7 +26,9 @@ CLIPPED = "what clip_grad_norm_() has multiplied gradients by"
 NORM = "the norm of gradients that every rank has whole"
 """Of whole gradients that were reduced: where ranks have changed them otherwise, the last place that tells. To 16 bits,
 so that other instruction sets, which may round a sum in fp64 otherwise, are none."""
-ADDED = (CHANGES, WRITES, SCALE, CLIPPED, NORM)
+REFUSED = "losses without a graph"
+"""How many backward() has refused: the ranks that had others have the gradients of these alone."""
+ADDED = (REFUSED, CHANGES, WRITES, SCALE, CLIPPED, NORM)
 _OF_PARAMETERS = ("params", "param_names")
 
 
@@ -113,6 +115,11 @@ class Alike:
 
 def how_to_be_alike(told: str) -> str:
     """What :meth:`Alike.told` asks for, before an update."""
+    if REFUSED in told:
+        return (
+            "There backward() has raised it, and gave zeros to the mean: call zero_grad() on all ranks, and take the "
+            "step anew with losses that come from the model's output."
+        )
     if CHANGES in told:
         return "Drop gradients on all ranks or on none, by zero_grad() or p.grad = None."
     if WRITES in told:
