@@ -171,6 +171,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             wrapped = find_optimizer(model, optimizer, params, given)
             self.model = model
             self._away: StatesAway | None = None
+            self.num_updates = 0  # that all ranks have made together; of a state that was loaded, at least its own
             # Before the model is touched: what the wrapped optimizer refuses.
             tried = try_out(wrapped)
             alike = {
@@ -602,6 +603,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
 
     def _publish(self) -> None:
         finish = publish(self._trainable)
+        self.num_updates += 1
         self._runtime.updated()
         self.sharded.writes.updated(self._trainable, self._runtime.held)
         finish()

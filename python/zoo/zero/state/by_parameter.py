@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import together
+from zoo.shard.agreement import described
 from zoo.shard.buckets import Bucket
 from zoo.shard.dtensors import is_dtensor, rows_of
 from zoo.shard.roles import PARAMETER
@@ -198,10 +199,19 @@ class Given:
 
     Of tensors that are split this rank keeps copies of its own elements; one at a time is whole. Parameters stay what
     they are but where a master is given. Collective.
+
+    Attributes:
+        told: see :func:`~zoo.zero.state.same_state.refuse_others`.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
+        from zoo.zero.state.same_state import told_of
+
         self._runs: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
+        self.told: dict[str, str] = {
+            f"{key} of group {index}": described(value)
+            for index, group in enumerate(state["param_groups"]) for key, value in group.items() if key != "params"
+        }  # fmt: skip
         scalars = {k: v for k, v in optimizer.state_scalars().items() if k.startswith("zero/")}
         ours: dict[str, list[tuple[int, int]]] = {}
         for segment in optimizer.updater.segments:
@@ -217,9 +227,12 @@ class Given:
             for role in sorted(entry):
                 if role in kept.numbers:
                     scalars[f"{role}/{name}"] = float(entry[role])
+                    self.told[f"{role} of {name!r}"] = repr(float(entry[role]))
                     begun = begun or bool(entry[role] != 0)
                     continue
                 flat, copied = _flat(entry[role])
+                if not copied or any(of.is_replicate() for of in entry[role].placements):  # else ranks made it together
+                    self.told[f"{role} of {name!r}"] = told_of(flat)
                 begun = begun or (role != MASTER and bool(flat.any()))
                 parts = [(low, flat[low:high]) for low, high in ours.get(name, ())]
                 self._runs[name, "parameter" if role == MASTER else role] = [

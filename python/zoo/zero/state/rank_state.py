@@ -15,6 +15,7 @@ import torch
 
 from zoo.comm import together
 from zoo.layout import Box
+from zoo.shard.agreement import described
 from zoo.shard.guard import called_by
 from zoo.zero.state.by_parameter import (
     Given,
@@ -25,6 +26,7 @@ from zoo.zero.state.by_parameter import (
     states_by_name,
 )
 from zoo.zero.state.logical import Reader, Run, StateSlice, runs_of, split_name
+from zoo.zero.state.same_state import refuse_others, told_of
 from zoo.zero.update.probe import Keeps
 from zoo.zero.update.segments import Segment
 
@@ -52,7 +54,7 @@ def rank_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     ]  # fmt: skip
     state: dict[str, Any] = {
         "slices": slices, "scalars": optimizer.held_scalars(), "param_groups": groups, "rank": optimizer.comm.rank,
-        "world_size": optimizer.comm.size,
+        "world_size": optimizer.comm.size, "num_updates": optimizer.num_updates,
     }  # fmt: skip
     for after in optimizer._optimizer_state_dict_post_hooks.values():
         changed = after(optimizer, state)
@@ -70,13 +72,17 @@ def load_rank_state(optimizer: ZeroOptimizer, given: Any) -> None:
     if _by_parameter_anywhere(optimizer, state):
         check_given(optimizer, state)
         found = Given(optimizer, state)
+        refuse_others(optimizer, found.told)
         _load(optimizer, _options(state), found.read, found.scalars)
     else:
         together(
             optimizer.sharded.everyone, "loading a state_dict", lambda: _check(optimizer, state),
             error=lambda text, ranks: ValueError(text), plain=ValueError,
         )  # fmt: skip
-        _load(optimizer, _options(state), _reader(optimizer, _rejoined(state["slices"])), state["scalars"])
+        slices = _rejoined(state["slices"])
+        refuse_others(optimizer, _told(state, slices), state.get("num_updates"))
+        optimizer.num_updates = max(optimizer.num_updates, state.get("num_updates") or 0)
+        _load(optimizer, _options(state), _reader(optimizer, slices), state["scalars"])
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
@@ -90,6 +96,23 @@ def _by_parameter_anywhere(optimizer: ZeroOptimizer, state: Any) -> bool:
             "parameter, as torch's optimizers have them, and the others something else. Nothing was loaded."
         )
     return bool(kinds[0])
+
+
+def _told(state: Mapping[str, Any], slices: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What :func:`~zoo.zero.state.same_state.refuse_others` compares of a checked state."""
+    scalars = state["scalars"]
+    # What ranks compress for each other is their own; where they step apart all of it is.
+    apart = bool(scalars.get("zero/apart"))
+    told = {} if apart else {_called(k): told_of(v) for k, v in slices.items() if not k.startswith(_OF_RANKS)}
+    told |= {key: told_of(value) for key, value in scalars.items()}
+    groups = _options(state)
+    return told | {f"{k} of group {i}": described(v) for i, group in enumerate(groups) for k, v in group.items()}
+
+
+def _called(entry: str) -> str:
+    role, _, rest = entry.partition("|")
+    name, _, start = rest.rpartition("|")
+    return f"{role} of {name!r} from element {start} on"
 
 
 def _reader(optimizer: ZeroOptimizer, slices: Mapping[str, torch.Tensor]) -> Reader:

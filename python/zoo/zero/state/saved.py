@@ -166,7 +166,8 @@ class SavedState:
         DTensors, of any world size; parameters then stay what they are, but for a state "master".
 
         Raises:
-            ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout.
+            ValueError: (on every rank, before anything changes) it is of another rank, world size, model or layout; or
+                ranks give states of other moments, or other values of what several of them hold.
         """
         from zoo.zero.state.rank_state import load_rank_state
 
