@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*experimental", "ignore:.*depre
 ALL = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
 MUST = {
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
-    "uint64", "uint32", "uint16", "uint8", "bool",
+    "uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128",
 }  # fmt: skip
 
 

@@ -35,6 +35,12 @@ CODES = {
 }  # fmt: skip
 """What a checkpoint can hold, and the format's name for it. Reading and writing share this table."""
 
+PAIRS = {torch.complex64: "F32", torch.complex128: "F64"}
+"""Complex numbers are pairs of real ones in a file, in one more dim of 2: older libraries, which know no code for them,
+refuse a whole file for one."""
+COMPLEX = "zoo.complex"
+"""In the metadata of a header: the keys of such pairs, as a JSON list."""
+
 _PIECE_BYTES = 4 << 20
 
 
@@ -105,7 +111,8 @@ class NewFile(abc.ABC):
             )
         self._file.seek(self._place_of(key))
         # By way of a small copy: torch resizes no storage any more that numpy has seen, and parameters come and go.
-        for part in torch.split(tensor.detach().reshape(-1), _PIECE_BYTES // dtype.itemsize):
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        for part in torch.split(flat, _PIECE_BYTES // dtype.itemsize):
             raw = _raw(part.to("cpu", copy=True))
             self._file.write(raw)
             self._wrote(key, raw)
@@ -137,8 +144,9 @@ class NewFile(abc.ABC):
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:
     """Raise CheckpointError for a dtype that the format has no code for."""
-    if dtype not in CODES:
-        raise CheckpointError(f"{what} is {dtype}; a safetensors file holds {', '.join(map(str, CODES))}.")
+    if dtype not in CODES and dtype not in PAIRS:
+        held = ", ".join(map(str, (*CODES, *PAIRS)))
+        raise CheckpointError(f"{what} is {dtype}; a safetensors file holds {held}.")
 
 
 class TensorFile(NewFile):
@@ -174,14 +182,18 @@ def header_of(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str], multiple: int = 8
 ) -> tuple[bytes, dict[str, int]]:
     """The header, which with its length before it has a multiple of ``multiple`` bytes; where after it each begins."""
-    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    pairs = [key for key, dtype, _ in tensors if dtype in PAIRS]
+    said = {**metadata, COMPLEX: json.dumps(pairs)} if pairs else dict(metadata)
+    described: dict[str, object] = {"__metadata__": said}
     offsets: dict[str, int] = {}
     end = 0
     for key, dtype, shape in tensors:
         check_dtype(repr(key), dtype)
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         offsets[key] = begin
-        described[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        inside = [*shape, 2] if dtype in PAIRS else list(shape)
+        code = PAIRS[dtype] if dtype in PAIRS else CODES[dtype]
+        described[key] = {"dtype": code, "shape": inside, "data_offsets": [begin, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
     return text + b" " * (-(len(text) + 8) % multiple), offsets
 

@@ -48,6 +48,10 @@ CODES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+PAIRS = {torch.complex64: "F32", torch.complex128: "F64"}
+"""Complex numbers are pairs of real ones in a safetensors file, in one more dim of 2."""
+COMPLEX = "zoo.complex"
+"""In the metadata of its header: the names of such pairs, as a JSON list."""
 _COLUMNS = {"state": "<i4", "start": "<i8", "length": "<i8", "file": "<i4", "offset": "<i8", "box": "<i4",
             "extents": "<i8", "sums": "<u4"}  # fmt: skip
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -284,14 +288,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], told: Calla
     once = _each_once(tensors)
     first = {id(tensor): name for name, tensor in once.items()}
     aliases = {name: first[id(tensor)] for name, tensor in tensors.items() if name not in once}
-    described: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
+    pairs = [name for name, tensor in once.items() if tensor.dtype in PAIRS]
+    said = {"format": "pt", **aliases, **({COMPLEX: json.dumps(pairs)} if pairs else {})}
+    described: dict[str, Any] = {"__metadata__": said}
     ordered = sorted(once.items(), key=lambda item: -item[1].dtype.itemsize)  # then all begin at whole elements
     end = 0
     for name, tensor in ordered:
-        if tensor.dtype not in CODES:
-            raise ValueError(f"{name!r} is {tensor.dtype}; a safetensors file holds {', '.join(map(str, CODES))}")
+        code = CODES.get(tensor.dtype) or PAIRS.get(tensor.dtype)
+        if code is None:
+            held = ", ".join(map(str, (*CODES, *PAIRS)))
+            raise ValueError(f"{name!r} is {tensor.dtype}; a safetensors file holds {held}")
+        shape = [*tensor.shape, 2] if tensor.dtype in PAIRS else list(tensor.shape)
         begin, end = end, end + tensor.nbytes
-        described[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        described[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with _whole(path) as file:
@@ -341,7 +350,7 @@ def _storage_of(dtype: torch.dtype) -> type:
     names = {
         torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half",
         torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
-        torch.bool: "Bool",
+        torch.bool: "Bool", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
     }  # fmt: skip
     found: type = getattr(torch, f"{names[dtype]}Storage") if dtype in names else torch.UntypedStorage
     return found

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from zoo import checkpointing, lr_schedules
@@ -40,6 +41,7 @@ def check_model(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, 
     for name, buffer in persistent_buffers(module).items():
         if not wanted.custom and (wanted.module_strict or name in found.shapes):
             _check_fits(found, name, tuple(buffer.shape), BUFFER)
+            _check_complex(found, name, buffer)
 
 
 def _check_fits(found: AnyCheckpoint, name: str, shape: tuple[int, ...], role: str) -> None:
@@ -55,6 +57,16 @@ def _check_fits(found: AnyCheckpoint, name: str, shape: tuple[int, ...], role: s
         raise checkpointing.CheckpointError(
             f"{name!r} is a {role} of the model, and a {BUFFER if BUFFER in roles else PARAMETER} of checkpoint "
             f"{found.tag!r}: build the model as it was when the checkpoint was written"
+        )
+
+
+def _check_complex(found: AnyCheckpoint, name: str, buffer: torch.Tensor) -> None:
+    """torch would write the real part alone."""
+    there = {dtype for role, dtype in found.roles[name].items() if role in (BUFFER, PARAMETER)}
+    if any(dtype.startswith("complex") for dtype in there) and not buffer.is_complex():
+        raise checkpointing.CheckpointError(
+            f"the model's buffer {name!r} is {buffer.dtype}; checkpoint {found.tag!r} has complex numbers there: "
+            "build the model as it was when the checkpoint was written"
         )
 
 

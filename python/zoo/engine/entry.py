@@ -17,7 +17,7 @@ from zoo.config import Config, read
 from zoo.engine import attachments, building
 from zoo.engine.building import OptimizerFactory
 from zoo.engine.engine import Engine
-from zoo.engine.given import check_given
+from zoo.engine.given import check_buffers, check_given
 from zoo.monitor import Feed
 from zoo.parts import Environment, Sink
 from zoo.registry import DEFAULT, Registry
@@ -134,6 +134,8 @@ def _built(
         cast(model, building.compute_dtype(config), building.DTYPES[buffers] if buffers else None, config.data_types)
         if optimizer is None and config.optimizer is not None:
             optimizer = registry.get("optimizer", config.optimizer.type)
+        if optimizer is not None:
+            check_buffers(model)
     zero = building.build_optimizer(config, model, registry, group=group, mesh=mesh, params=params, optimizer=optimizer)
     sharded = zero.sharded if zero is not None else building.evaluates(config, model, group, mesh)
     undo.push(lambda _, error, __: _closed(sharded, error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from zoo import parts as protocols
@@ -16,6 +17,9 @@ _KINDS = (
 )  # fmt: skip
 _OF_PARTS = tuple(name for kind in _KINDS for name in vars(kind) if not name.startswith("_"))
 """What has none of these methods takes no part."""
+_HELD = frozenset({
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+})  # fmt: skip
 
 
 def check_given(
@@ -36,6 +40,30 @@ def check_given(
     _check_named("sinks", sinks, ("write",), "sinks of records, which have write(record)")
     if loader is not None and not isinstance(loader, Mapping):
         raise _wrong("loader", loader, "further arguments of zoo.engine.ShardedLoader by name")
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise ValueError for a persistent buffer that no checkpoint can hold: not after hours of training."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                why = _cannot_be_saved(buffer)
+                full = f"{path}.{name}" if path else name
+                if why:
+                    raise ValueError(
+                        f"initialize got a model whose buffer {full!r} cannot be saved: {why}. Keep it as a dense "
+                        "tensor, or out of checkpoints: register_buffer(name, value, persistent=False)."
+                    )
+
+
+def _cannot_be_saved(buffer: torch.Tensor) -> str:
+    if buffer.layout is not torch.strided:
+        return f"it is a sparse tensor ({buffer.layout}), and a checkpoint holds dense ones"
+    if buffer.dtype in _HELD:
+        return ""
+    from zoo.checkpointing.tensors import CODES, PAIRS  # for few models
+
+    return "" if buffer.dtype in CODES or buffer.dtype in PAIRS else f"no checkpoint holds {buffer.dtype}"
 
 
 def _wrong(name: str, given: Any, allowed: str) -> ValueError:

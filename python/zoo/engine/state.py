@@ -34,8 +34,7 @@ def buffer_slices(module: nn.Module, sharded: ShardedModel) -> list[StateSlice]:
     that no rank before it has: of other layers, of experts. Collective where there are such."""
     buffers = first_buffers(module, sharded)
     return [
-        StateSlice(name, BUFFER, 0, b.numel(), tuple(b.shape), b.detach().reshape(-1).cpu())
-        for name, b in buffers.items()
+        StateSlice(name, BUFFER, 0, b.numel(), tuple(b.shape), _as_is(b).reshape(-1)) for name, b in buffers.items()
     ]
 
 
@@ -68,12 +67,18 @@ def has_parts(buffers: Mapping[str, torch.Tensor], sharded: ShardedModel) -> boo
 
 def load_buffers(module: nn.Module, found: Reads, wanted: Wanted) -> None:
     """Every buffer of the module takes the checkpoint's value."""
-    with torch.no_grad():
-        for name, buffer in persistent_buffers(module).items():
-            if wanted.module_strict or name in found.shapes:
-                # Formats of weights alone do not tell buffers from parameters.
-                role = BUFFER if BUFFER in found.roles.get(name, {}) else "parameter"
-                buffer.copy_(found.tensor(name, role))
+    values: dict[str, torch.Tensor] = {}
+    for name in persistent_buffers(module):
+        if wanted.module_strict or name in found.shapes:
+            # Formats of weights alone do not tell buffers from parameters.
+            role = BUFFER if BUFFER in found.roles.get(name, {}) else "parameter"
+            values[name] = found.tensor(name, role)
+    _fill(module, values)
+
+
+def _as_is(buffer: torch.Tensor) -> torch.Tensor:
+    """On the CPU, with the bytes of its values: of a conjugate view too."""
+    return buffer.detach().cpu().resolve_conj().resolve_neg()
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -313,13 +318,23 @@ def own_buffers(module: nn.Module, sharded: ShardedModel) -> dict[str, torch.Ten
     """The buffers of a rank other than 0, as this rank's own state: each rank's forwards keep theirs."""
     if sharded.everyone.rank == 0:
         return {}
-    return {BUFFER_OF_RANK + name: b.detach().cpu() for name, b in persistent_buffers(module).items()}
+    return {BUFFER_OF_RANK + name: _as_is(b) for name, b in persistent_buffers(module).items()}
 
 
 def load_own_buffers(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Those buffers that :func:`own_buffers` gave; the others stay as they are."""
-    with torch.no_grad():
-        for name, buffer in persistent_buffers(module).items():
-            found = state.get(BUFFER_OF_RANK + name)
-            if found is not None and found.numel() == buffer.numel():  # it was kept flat
-                buffer.copy_(found.view(buffer.shape))
+    values: dict[str, torch.Tensor] = {}
+    for name, buffer in persistent_buffers(module).items():
+        found = state.get(BUFFER_OF_RANK + name)
+        if found is not None and found.numel() == buffer.numel():  # it was kept flat
+            values[name] = found.view(buffer.shape)
+    _fill(module, values)
+
+
+def _fill(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Buffers take values, by their names. What is a view of another buffer has its value then, and stays a view."""
+    from zoo.shard.module_buffers import repeats, write_buffer
+
+    buffers = persistent_buffers(module)
+    for name in sorted(values, key=lambda name: repeats(buffers[name])):
+        write_buffer(module, buffers[name], values[name])

@@ -45,6 +45,28 @@ Together = tuple[Family, torch.dtype, torch.device]
 """What goes in one message."""
 
 
+def repeats(buffer: torch.Tensor) -> bool:
+    """Whether elements may share memory, as ``expand`` makes them: nothing can be written there in place."""
+    reach = 0
+    for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+@torch.no_grad()
+def write_buffer(module: nn.Module, buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """``value``, of the same shape, becomes that of a buffer of ``module``. In the place of one that :func:`repeats`
+    and has another value comes one with memory for each element."""
+    if not repeats(buffer):
+        buffer.copy_(value)
+    elif not torch.equal(buffer, value.to(buffer)):
+        own = torch.empty_like(buffer, memory_format=torch.contiguous_format).copy_(value)
+        for child in module.modules():
+            child._buffers.update({name: own for name, held in child._buffers.items() if held is buffer})
+
+
 class ModuleBuffers:
     """Keeps the buffers of ``module`` alike on the ranks of each family. Collective, as is :meth:`sync`.
 
@@ -90,7 +112,7 @@ class ModuleBuffers:
             if divisor > 1:
                 arrived.div_(divisor)
             for buffer, part in zip(buffers, torch.split(arrived, [b.numel() for b in buffers]), strict=True):
-                buffer.copy_(part.view(buffer.shape))
+                write_buffer(self._module, buffer, part.view(buffer.shape))
 
     def _messages(self, mode: str) -> Iterator[tuple[Together, list[torch.Tensor]]]:
         for key, buffers in self._found().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zoo.checkpointing import load
+from zoo.checkpointing.tensors import COMPLEX
 from zoo.comm import Communicator
 from zoo.train.config import WarmStart
 
@@ -94,10 +96,14 @@ def _sources(path: Path, comm: Communicator) -> Iterator[tuple[str, Source]]:
         )
     try:
         with safe_open(path, framework="pt") as file:
+            aliases: Mapping[str, str] = file.metadata() or {}
+            pairs = set(json.loads(aliases.get(COMPLEX, "[]")))
             for name in file.keys():  # noqa: SIM118  (no mapping)
                 shape = tuple(file.get_slice(name).get_shape())
-                yield name, (shape, lambda name=name: file.get_tensor(name))  # type: ignore[misc]
-            aliases: Mapping[str, str] = file.metadata() or {}
+                if name in pairs:
+                    yield name, (shape[:-1], lambda name=name: torch.view_as_complex(file.get_tensor(name)))  # type: ignore[misc]
+                else:
+                    yield name, (shape, lambda name=name: file.get_tensor(name))  # type: ignore[misc]
             names = set(file.keys())
             for alias, name in aliases.items():  # tied tensors, as safetensors.torch.save_model writes them
                 if name in names and alias not in names:

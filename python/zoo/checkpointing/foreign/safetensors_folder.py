@@ -22,12 +22,13 @@ from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.foreign.local import make_folder, replace
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.regions import MAX_DIMS, Region, StoredTensor, is_size
-from zoo.checkpointing.tensors import CODES, TensorFile
+from zoo.checkpointing.tensors import CODES, COMPLEX, PAIRS, TensorFile
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}\.safetensors")
 _MAX_HEADER_BYTES = 100 << 20
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_DTYPES = {**{code: dtype for dtype, code in CODES.items()}, "C64": torch.complex64}
+_COMPLEX = {code: dtype for dtype, code in PAIRS.items()}
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -104,9 +105,9 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     if not isinstance(metadata, dict):
         raise CheckpointError(f"the header of {path.name} has metadata that is no dict")
     data = region.part(8 + size, region.size - 8 - size, path.name)
-    tensors, ranges = {}, []
+    tensors, ranges, pairs = {}, [], _pairs(metadata, path.name)
     for name, entry in header.items():
-        tensors[name], ends = _tensor(name, entry, data)
+        tensors[name], ends = _tensor(name, entry, data, complex_numbers=name in pairs)
         ranges.append(ends)
     end = 0
     for start, stop in sorted(ranges):
@@ -118,10 +119,28 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     return tensors, metadata
 
 
-def _tensor(name: str, entry: Any, data: Region) -> tuple[StoredTensor, tuple[int, int]]:
+def _pairs(metadata: dict[str, Any], file: str) -> set[str]:
+    """The names of complex tensors, which are in the file as pairs of real numbers."""
+    text = metadata.get(COMPLEX)
+    if text is None:
+        return set()
+    try:
+        names = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"the header of {file} has {COMPLEX!r}: {str(text)[:80]}, which is no list of names")
+    return set(names)
+
+
+def _tensor(
+    name: str, entry: Any, data: Region, *, complex_numbers: bool = False
+) -> tuple[StoredTensor, tuple[int, int]]:
     entry = entry if isinstance(entry, dict) else {}
     shape, ends = entry.get("shape"), entry.get("data_offsets")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry.get("dtype"), str) else None
+    if complex_numbers and isinstance(shape, list) and shape[-1:] == [2]:
+        dtype, shape = _COMPLEX.get(str(entry.get("dtype"))), shape[:-1]
     right = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(is_size, shape))
     right = right and isinstance(ends, list) and len(ends) == 2 and all(map(is_size, ends))
     if dtype is None or not right or math.prod(shape) * dtype.itemsize != ends[1] - ends[0]:
