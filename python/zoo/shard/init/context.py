@@ -29,7 +29,7 @@ from zoo.shard.offload.scratch import Scratch, handle_of
 from zoo.shard.offload.tiers import Tier
 from zoo.shard.placement.placements import by_stage, on_tiers
 
-_log = logging.getLogger("zoo.shard.init")
+_log = logging.getLogger("zoo.zero")
 _TIERS = {"none": Tier.DEVICE, "device": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
