@@ -232,9 +232,14 @@ def _tied(job: Job, use: Use, before: str) -> bool:
     return "tie(" in before and (job.overlap or job.stage > 1)
 
 
+_TAKE_OUT = ("new_layer", "prune", "swap", "wrap")
+
+
 def _moved(job: Job, use: Use, before: str) -> bool:
-    """A layer has only another's weight, whose own layer has a third one's: it is reached before its own layer is."""
-    return before.count("tie(") > 1
+    """A weight is only in another layer than that it came with, whose own one has a third one's, or is gone: its
+    gradient arrives before its own layer is reached."""
+    gone = use.name in _TAKE_OUT or any(f"{name}(" in before for name in _TAKE_OUT)
+    return before.count("tie(") > 1 or ("tie(" in before and gone)
 
 
 REFUSALS = [
