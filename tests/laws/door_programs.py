@@ -332,7 +332,7 @@ class Runner:
                 use.run(self.twin)
                 return True
             check_refusal(use, self.job, self.at, error)
-            if use.name in PLAINLY:
+            if use.name in (*PLAINLY, "new_layer"):
                 self.drop()
             return False
         if use.name in PLAINLY and self.twin.in_step + 1 >= self.twin.accumulation and self.twin.uneven:
