@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from zoo import checkpointing
-from zoo.checkpointing.client_state import client_state_of
 from zoo.comm import Communicator
 from zoo.layout import Box
 
@@ -61,6 +60,8 @@ class Reads:
     def client_state(self, rank: int) -> dict[str, Any]:
         """What a rank has kept (:mod:`zoo.checkpointing.client_state`), or nothing."""
         try:
+            from zoo.checkpointing.client_state import client_state_of
+
             return client_state_of(self._found, rank)
         except Exception as error:
             self._error = error

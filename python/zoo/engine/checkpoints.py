@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from zoo import checkpointing
-from zoo.checkpointing.client_state import ClientState, other_ranks
 from zoo.comm import Communicator
 from zoo.engine.state_dicts import CustomLoad, WholeStates, check_place, joined, load_custom
 from zoo.shard import ShardedModel
@@ -94,6 +93,7 @@ class Checkpoints(WholeStates):
             ValueError: in the middle of a step, or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
                 rank from saving this one, or the one before it.
         """
+        from zoo.checkpointing.client_state import ClientState, other_ranks
         from zoo.engine.state import buffer_slices, model_meta, own_buffers, random_state
 
         self._engine.read_outcome()
