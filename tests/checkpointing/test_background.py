@@ -155,11 +155,11 @@ def interrupted(*given: Any) -> None:
 def test_what_cannot_be_held_is_told_before_the_save_returns() -> None:
     saver = BackgroundSaver(Communicator())
     wrong = pieces(0, 1)
-    wrong[0] = replace(wrong[0], source=wrong[0].tensor.to(torch.complex64))
-    with pytest.raises(CheckpointError, match=r"parameter 'a' is torch\.complex64; a safetensors file holds"):
+    wrong[0] = replace(wrong[0], source=wrong[0].tensor.to(torch.complex32))
+    with pytest.raises(CheckpointError, match=r"parameter 'a' is torch\.complex32; a safetensors file holds"):
         saver.save(ROOT, "one", wrong, disk=ModelDisk())
-    with pytest.raises(CheckpointError, match=r"'own' is torch\.complex64"):
-        saver.save(ROOT, "one", pieces(0, 1), rank_state={"own": torch.zeros(1, dtype=torch.complex64)})
+    with pytest.raises(CheckpointError, match=r"'own' is torch\.complex32"):
+        saver.save(ROOT, "one", pieces(0, 1), rank_state={"own": torch.zeros(1, dtype=torch.complex32)})
     assert not saver.pending
     saver.close()
 

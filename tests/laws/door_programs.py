@@ -144,8 +144,9 @@ def wrap(side: Any, which: int) -> None:
 
 def new_layer(side: Any, number: int) -> None:
     """Plain torch would never train it, and say nothing; the step that would be made without it tells."""
-    if not len(side.model.blocks):
-        return
+    blocks = list(side.model.blocks)
+    if not blocks or any(getattr(b, "weight", 0) is getattr(blocks[0], "weight", None) for b in blocks[1:]):
+        return  # what others have of it would come before the layer is reached, which is refused in the midst of a step
     if isinstance(side, Plain):
         side.in_step = side.accumulation - 1
         side.zero_grad()
@@ -232,7 +233,7 @@ def _tied(job: Job, use: Use, before: str) -> bool:
     return "tie(" in before and (job.overlap or job.stage > 1)
 
 
-_TAKE_OUT = ("new_layer", "prune", "swap", "wrap")
+_TAKE_OUT = ("prune", "swap", "wrap")
 
 
 def _moved(job: Job, use: Use, before: str) -> bool:
@@ -332,7 +333,7 @@ class Runner:
                 use.run(self.twin)
                 return True
             check_refusal(use, self.job, self.at, error)
-            if use.name in (*PLAINLY, "new_layer"):
+            if use.name in PLAINLY:
                 self.drop()
             return False
         if use.name in PLAINLY and self.twin.in_step + 1 >= self.twin.accumulation and self.twin.uneven:

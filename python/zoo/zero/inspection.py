@@ -35,7 +35,8 @@ class Inspection:
     What depends on the norm of the latest step's gradients waits for it, where the step has not (:meth:`read_outcome`).
 
     Attributes:
-        outcome: of the latest step, while nobody has read it; else None.
+        num_updates: int
+    outcome: of the latest step, while nobody has read it; else None.
     """
 
     outcome: Outcome | None = None
@@ -63,7 +64,8 @@ class Inspection:
         """
         outcome, self.outcome = self.outcome, None
         if outcome is not None:
-            self.clipping.learn(outcome)
+            if not self.clipping.learn(outcome) and outcome.made:
+                self.num_updates -= 1  # it was counted before that was known
             self.clipping.rescale()
             self._runtime.backward.scale = self.loss_scale
 

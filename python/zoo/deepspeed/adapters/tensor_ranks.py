@@ -125,4 +125,5 @@ def _digest(parameter: torch.Tensor) -> Any:
     if hasattr(type(parameter), "_zoo_adoptable") or parameter.is_meta:
         return shape
     flat = parameter.detach().reshape(-1)
-    return shape, [int(digest_of(piece)) for piece in flat.tensor_split(list(range(_PIECE, flat.numel(), _PIECE)))]
+    pieces = flat.tensor_split(list(range(_PIECE, flat.numel(), _PIECE)))
+    return shape, tuple(int(digest_of(piece)) for piece in pieces)
