@@ -35,10 +35,11 @@ class Inspection:
     What depends on the norm of the latest step's gradients waits for it, where the step has not (:meth:`read_outcome`).
 
     Attributes:
-        num_updates: int
-    outcome: of the latest step, while nobody has read it; else None.
+        num_updates: that all ranks have made together; of a state that was loaded, at least its own.
+        outcome: of the latest step, while nobody has read it; else None.
     """
 
+    num_updates: int
     outcome: Outcome | None = None
 
     model: nn.Module
