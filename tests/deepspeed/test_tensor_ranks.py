@@ -193,3 +193,14 @@ def test_mpus_that_describe_no_mesh() -> None:
             deepspeed.initialize(model=layer, config=document, model_parameters=layer.parameters(), mpu=uneven)
 
     run(4, job)
+
+
+@pytest.mark.parametrize("required", [None, False])
+def test_an_mpu_of_one_process_without_a_group(required: bool | None) -> None:
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: None, get_model_parallel_world_size=lambda: 1)
+    model = nn.Linear(WIDTH, WIDTH)
+    document = {"train_batch_size": 1, **ADAMW}
+    engine = deepspeed.initialize(model=model, config=document, mpu=mpu, dist_init_required=required)[0]
+    engine.backward(engine(torch.ones(1, WIDTH)).sum())
+    engine.step()
+    assert engine.global_steps == 1

@@ -33,8 +33,11 @@ def mesh_of(mpu: Any, model: nn.Module) -> Any:
             marked parameter does not say how it is cut; one that is not marked differs between the T ranks.
         NotImplementedError: the mpu has pipeline stages.
     """
+    group = mpu.get_data_parallel_group()
+    if not dist.is_initialized() or group is None:  # None: all ranks
+        return None
     everyone = Communicator()
-    own = dist.get_process_group_ranks(mpu.get_data_parallel_group())
+    own = dist.get_process_group_ranks(group)
     if not any(everyone.all_gather_object(len(own) < everyone.size)):
         return None
     stages = getattr(mpu, "get_pipeline_model_parallel_world_size", getattr(mpu, "get_pipe_parallel_world_size", int))()

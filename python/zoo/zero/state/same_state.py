@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zoo.shard.values.writes import digest_of
+
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
 
@@ -25,10 +27,7 @@ def told_of(value: Any) -> str:
     """What stands for a tensor, or a number: type, shape and a checksum of the bytes."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    from zoo.io import crc32c
-
-    flat = value.detach().reshape(-1).cpu().contiguous()
-    return f"{value.dtype} {tuple(value.shape)} {crc32c(flat) if flat.numel() else 0:08x}"
+    return f"{value.dtype} {tuple(value.shape)} {int(digest_of(value)):012x}"
 
 
 def refuse_others(optimizer: ZeroOptimizer, told: Mapping[str, str], moment: int | None = None) -> None:
