@@ -1,6 +1,6 @@
 from .config import ZeroConfig as ZeroConfig
 from .dry_run import DryRun as DryRun
-from .guard import PartitionedAccessError as PartitionedAccessError
+from .partitioned import PartitionedAccessError as PartitionedAccessError
 from .init import Init as Init
 from .init import InitReport as InitReport
 from .offload import OffloadError as OffloadError

@@ -16,18 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from zoo.comm import Handle, advance
-from zoo.shard.guard import (
-    CAN_REFUSE_STORAGE,
-    PartitionedAccessError,
-    PartitionedGradient,
-    WholeGradient,
-    allow_storage,
-    grad_dtype,
-    has_raw_grad,
-    raw_grad,
-    refuse_storage,
-)
+from zoo.shard.guard import CAN_REFUSE_STORAGE, allow_storage, grad_dtype, has_raw_grad, raw_grad, refuse_storage
 from zoo.shard.offload.tiers import Tier
+from zoo.shard.partitioned import PartitionedAccessError, PartitionedGradient, WholeGradient
 from zoo.shard.roles import GRADIENT
 
 if TYPE_CHECKING:

@@ -15,23 +15,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from zoo.shard.call_stack import SAVES, TORCH_FUNCTIONS, called_by, nothing_of, split_for_torch
 from zoo.shard.dtensors import is_dtensor
+from zoo.shard.partitioned import (
+    CONVERSIONS,
+    PartitionedAccessError,
+    PartitionedGradient,
+    PartitionedValues,
+    changes_nothing,
+    tensors_in,
+)
 from zoo.shard.quantised_parameters import class_of, ordinary, shown
-from zoo.shard.valueless import MAKES, UNREAD, VIEWS, look_at
-
-if TYPE_CHECKING:
-    from zoo.shard.buckets import Bucket
-
-
-class PartitionedAccessError(RuntimeError, ValueError):
-    """A parameter or gradient was touched while only a shard of it is on this rank."""
-
+from zoo.shard.valueless import UNREAD, VIEWS, look_at
 
 _DISABLED = torch._C._disabled_torch_function_impl
 _SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -43,22 +43,14 @@ _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _DATA: Any = torch.Tensor.data
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-SAVES = nn.Module._save_to_state_dict.__code__
 _LOADS = nn.Module._load_from_state_dict.__code__
-TORCH_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
-_READ_NAMES = ("transformers.",)
 _PARAMETRISE = ("torch.nn.utils.parametri", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
-CONVERSIONS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
-)
 _CONVERT_FIRST = " Convert a model before the optimizer is constructed, or close() it first."
 # A gradient may be asked for, and modules compare types before they assign `data`.
 _PASS = frozenset(
     {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch._has_compatible_shallow_copy_type}
 )
-# What a gradient without values takes besides.
-_OF_GRADIENTS = frozenset({torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type})
 
 
 class ShardedParameter(nn.Parameter):
@@ -77,7 +69,7 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     seen = look_at(func, args, kwargs or {})
     if seen is not UNREAD:
         return seen
-    if func in CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
+    if func in CONVERSIONS and changes_nothing(func, args, kwargs or {}):
         return args[0]
     if func in _PASS:
         with torch._C.DisableTorchFunctionSubclass():
@@ -114,68 +106,6 @@ def _of_parametrisation() -> str:
     return ""
 
 
-def called_by(*modules: str) -> bool:
-    """Whether code of a module whose name begins so has led here."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(modules):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``model.to(...)`` and its like, to what the tensor is already; the order of its memory stays in any case."""
-    tensor, *rest = args
-    rest = [torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t for t in rest]
-    shape = (0,) * max(tensor.dim(), 1)  # some memory formats want a number of dims
-    meant = func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
-    same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
-    return same and not kwargs.get("copy")
-
-
-def nothing_of(parameter: Any) -> torch.Tensor | None:
-    """What a ``state_dict()`` holds of a parameter of which only a shard is here, where it is asked for its names.
-
-    transformers does so at stage 3 before it loads weights, and on ranks that do not save. It gets a tensor without
-    memory (of the device "meta"), of which nothing can be computed or written; None for anybody else, unless the
-    bucket is ``quiet``.
-
-    Raises:
-        PartitionedAccessError: the values would be written (``save_pretrained``), see :func:`_refuse_saving`.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    if frame is None or frame.f_code is not SAVES:
-        return None
-    if not getattr(parameter._zoo_bucket, "quiet", False):
-        while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
-            frame = frame.f_back
-        if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_READ_NAMES):
-            return None
-    _refuse_saving(parameter, frame)
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-
-
-def _refuse_saving(parameter: Any, frame: FrameType | None) -> None:
-    """Refuse ``save_pretrained()`` without ``state_dict=`` (transformers, PEFT, diffusers), on the rank that writes.
-
-    On the others too, unless all ranks have read the whole model since the latest update: then the one that writes may
-    have been given the values.
-    """
-    while frame is not None and frame.f_code.co_name != "save_pretrained":
-        frame = frame.f_back
-    bucket = parameter._zoo_bucket
-    if frame is None or not (frame.f_locals.get("is_main_process", True) or not bucket.read_whole):
-        return
-    raise PartitionedAccessError(
-        f"save_pretrained() without state_dict= at ZeRO stage 3: of {bucket.called(parameter._zoo_slot)!r} this rank "
-        "holds a shard, and what is written has to be whole. All ranks call model.save_pretrained(folder, "
-        "is_main_process=rank == 0, state_dict=...) with engine.module_state_dict(), which is a collective "
-        "(accelerator.get_state_dict(model) under Accelerate); or save inside `with GatheredParameters("
-        "list(model.parameters())):`; or use engine.save_16bit_model()."
-    )
-
-
 def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> str:
     """Why a parameter does not take a tensor of another dtype or device."""
     return (
@@ -187,159 +117,7 @@ def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> s
 
 def sharded_in(value: Any) -> list[ShardedParameter]:
     """The parameters of buckets in nested arguments."""
-    return [tensor for tensor in _flat_tensors(value) if isinstance(tensor, ShardedParameter)]
-
-
-class PartitionedValues(torch.Tensor):
-    """What ``parameter.data`` and ``parameter.detach()`` are where this rank holds a shard: the shape, dtype and device
-    of the parameter, and no values. What reads or writes them is a :class:`PartitionedAccessError`."""
-
-    @staticmethod
-    def of(parameter: ShardedParameter, refuse: Callable[[Any], NoReturn]) -> PartitionedValues:
-        """Those of one parameter; ``refuse(func)`` says what keeps a function from its values."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            PartitionedValues, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
-        made._zoo_parameter, made._zoo_refuse = parameter, refuse
-        return made  # type: ignore[no-any-return]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Reads metadata, converts to the same; refuses the rest."""
-        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
-        if func in MAKES and args and args[0] is found:
-            args = (found._zoo_parameter, *args[1:])
-        seen = look_at(func, args, kwargs or {})
-        if seen is not UNREAD:
-            return seen
-        if func in VIEWS and args[0] is found:
-            return found
-        if func in CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
-            return found
-        return found._zoo_refuse(func)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What gets past the above has no values to work on."""
-        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
-        return found._zoo_refuse(func)
-
-
-class PartitionedGradient(torch.Tensor):
-    """What ``parameter.grad`` is where this rank holds a shard of the mean: it has a shape and a dtype, and no values.
-
-    It can be dropped, zeroed, converted to what it is already (as ``model.to(...)`` does) and asked what it looks like;
-    everything else is a :class:`PartitionedAccessError`.
-    """
-
-    @staticmethod
-    def of(gradients: Any, slot: int) -> PartitionedGradient:
-        """The gradient of parameter ``slot`` of a bucket."""
-        bucket = gradients.bucket
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            PartitionedGradient, bucket.layout.tensors[slot].shape, dtype=gradients.dtype, device=bucket.device
-        )
-        made._zoo_gradients, made._zoo_slot = gradients, slot
-        return made  # type: ignore[no-any-return]
-
-    def stands_for(self, gradients: Any, slot: int) -> bool:
-        """Whether it is the gradient of this parameter."""
-        return self._zoo_gradients is gradients and self._zoo_slot == slot  # type: ignore[attr-defined]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Reads metadata, zeroes, converts to the same; refuses the rest."""
-        seen = look_at(func, args, kwargs or {})
-        if seen is not UNREAD:
-            return seen
-        if func in _OF_GRADIENTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        found: Any = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
-        if func is torch.Tensor.zero_:
-            found._zoo_gradients.clear(found._zoo_slot)
-            return found
-        if func in (_DATA.__get__, torch.Tensor.detach) and args[0] is found:
-            return found
-        if func == _DATA.__set__ and args[0] is found and isinstance(args[1], cls) and found.same_as(args[1]):
-            return None
-        if func in CONVERSIONS and args[0] is found and _changes_nothing(func, args, kwargs or {}):
-            return found
-        return found.refuse(func)
-
-    def same_as(self, other: PartitionedGradient) -> bool:
-        """Whether both are the gradient of one parameter."""
-        return other.stands_for(self._zoo_gradients, self._zoo_slot)  # type: ignore[attr-defined]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What gets past the above has no values to work on."""
-        found = next(value for value in _flat_tensors((args, kwargs or {})) if isinstance(value, cls))
-        return found.refuse(func)
-
-    def refuse(self, func: Any) -> NoReturn:
-        """Say what was touched, and what to do instead."""
-        found: Any = self
-        name, touched = found._zoo_gradients.bucket.called(found._zoo_slot), getattr(func, "__name__", str(func))
-        scaler = "In the place of torch's GradScaler give loss_scale= to the optimizer. " if "_amp_" in touched else ""
-        raise PartitionedAccessError(
-            f"{touched} touched the gradient of {name!r}, which is partitioned: this rank holds a shard of the mean. "
-            f"{scaler}Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "
-            "zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
-        )
-
-
-class WholeGradient(torch.Tensor):
-    """What ``parameter.grad`` is where it is whole: a view of the flat buffer, which ``.data = value`` writes to.
-
-    As torch has it, that would move this one view to other memory, and the optimizer would see nothing of it.
-    """
-
-    __torch_function__: Any = _DISABLED  # what is computed with it is a plain tensor
-
-    @staticmethod
-    def of(view: torch.Tensor, bucket: Bucket, slot: int) -> WholeGradient:
-        """``view``, of the gradient of a parameter of ``bucket``."""
-        made: Any = view.as_subclass(WholeGradient)
-        made._zoo_place = bucket, slot
-        return made  # type: ignore[no-any-return]
-
-    @property
-    def data(self) -> torch.Tensor:
-        """As of any tensor."""
-        return _DATA.__get__(self)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        mine, given = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
-        if mine != given:
-            bucket, slot = self._zoo_place  # type: ignore[attr-defined]
-            raise ValueError(
-                f"the gradient of {bucket.called(slot)!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was "
-                f"given {given[0]}, {given[1]}, on {given[2]}: it lies in a flat buffer, where these stay."
-            )
-        with torch.no_grad():
-            self.copy_(value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A tensor of its own."""
-        return self.detach().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain tensor."""
-        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-def _flat_tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [t for item in value for t in _flat_tensors(item)] if isinstance(value, (tuple, list)) else []
+    return [tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedParameter)]
 
 
 def _name(parameter: Any) -> str:
@@ -403,7 +181,7 @@ def _detach(self: Any) -> torch.Tensor:
             "optimizer does not know. Make it of parameter.detach().clone(); what makes parameters of others (a "
             "parametrisation such as weight_norm) has to come before the optimizer is constructed."
         )
-    if sys._getframe(1).f_code is SAVES and _split_for_torch(self):
+    if sys._getframe(1).f_code is SAVES and split_for_torch(self):
         bucket = type(self)._zoo_bucket
         return bucket.owner().rows(bucket, self._zoo_slot)  # type: ignore[no-any-return]
     if type(self)._zoo_bucket.parameters.hidden and not torch.compiler.is_compiling():
@@ -422,20 +200,12 @@ def _copy_(self: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
         return self if source is self else torch.Tensor.copy_(self, source, non_blocking)
     given: Any = source
     whole = given.full_tensor() if is_dtensor(given) else given
-    if not _split_for_torch(self):
+    if not split_for_torch(self):
         return torch.Tensor.copy_(self, whole, non_blocking)
     bucket = type(self)._zoo_bucket
     # Torch sets the states first: masters that round to what is given here stay.
     bucket.owner().change(bucket, self._zoo_slot, whole.to(self.device, self.dtype), keep_equal=True)
     return self
-
-
-def _split_for_torch(parameter: Any) -> bool:
-    """Whether a function of torch's that all ranks call asks for a parameter of which only a shard is here."""
-    bucket = type(parameter)._zoo_bucket
-    if torch.compiler.is_compiling() or not bucket.parameters.hidden or bucket.spec.axes or bucket.owner is None:
-        return False
-    return hasattr(bucket.owner(), "rows") and called_by(TORCH_FUNCTIONS)
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
@@ -448,7 +218,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> nn.Parameter:
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
     # In the place of what another class does: codes are converted, or packed anew, outside of a bucket only.
-    if _changes_nothing(torch.Tensor.to, (self, *args), kwargs):
+    if changes_nothing(torch.Tensor.to, (self, *args), kwargs):
         return self
     raise ValueError(
         f"parameter {_name(self)!r}, a {class_of(self).__name__}, would go to {(*args, *kwargs.values())!r}: it "
@@ -460,15 +230,21 @@ _REFUSE: Any = classmethod(_refuse)
 
 
 class Guard:
-    """Makes one bucket's parameters instances of a class of their own, and opens and closes that class."""
+    """Makes one bucket's parameters instances of a class of their own, and opens and closes that class.
 
-    def __init__(self, bucket: Bucket, storage: torch.UntypedStorage, message: Callable[[], str]) -> None:
+    Args:
+        bucket: the :class:`~zoo.shard.buckets.Bucket`, which the class has.
+        storage: the memory of its parameters.
+        message: says what is wrong with touching that memory while it is gone.
+    """
+
+    def __init__(self, bucket: Any, storage: torch.UntypedStorage, message: Callable[[], str]) -> None:
         self._shown: Any = _DISABLED  # what the class does to functions of torch while its parameters are whole
         self._class = self.class_for(bucket)
         self._address = storage._cdata
         self._message = message
 
-    def class_for(self, bucket: Bucket) -> Any:
+    def class_for(self, bucket: Any) -> Any:
         """The class of the bucket's parameters."""
         body = {
             "_zoo_bucket": bucket,

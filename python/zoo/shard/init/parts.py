@@ -15,18 +15,11 @@ import torch
 from torch import nn
 
 from zoo.shard.buckets import Bucket
-from zoo.shard.guard import (
-    CONVERSIONS,
-    SAVES,
-    Guard,
-    PartitionedAccessError,
-    PartitionedValues,
-    ShardedParameter,
-    nothing_of,
-    sharded_in,
-)
+from zoo.shard.call_stack import SAVES, nothing_of
+from zoo.shard.guard import Guard, ShardedParameter, sharded_in
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.init.sharing import Sharing
+from zoo.shard.partitioned import CONVERSIONS, PartitionedAccessError, PartitionedValues
 from zoo.shard.roles import RoleBuffer
 from zoo.shard.valueless import ALLOWED_WHEN_PARTITIONED, UNREAD, VIEWS, look_at
 

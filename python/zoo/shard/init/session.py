@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from zoo.layout import split_of
-from zoo.shard.guard import PartitionedAccessError
 from zoo.shard.init.materialise import Materialiser
 from zoo.shard.init.parts import SET_DATA, Part, part_of
 from zoo.shard.init.report import InitReport, Touch
 from zoo.shard.init.sharing import Sharing
 from zoo.shard.offload.heap import map_large_blocks
+from zoo.shard.partitioned import PartitionedAccessError
 
 _local = threading.local()
 _NEW_PARAMETER = nn.Parameter.__new__.__code__

@@ -21,9 +21,9 @@ from torch import nn
 from zoo.comm import Communicator, Recovery
 from zoo.parts import own_hook
 from zoo.shard.buckets import Bucket
+from zoo.shard.call_stack import exception_of_call, is_called
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.runtime.backward import Backward
-from zoo.shard.runtime.call_stack import exception_of_call, is_called
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Unit
 from zoo.shard.runtime.external import registered
 from zoo.shard.runtime.outputs import tensors_in

@@ -16,7 +16,7 @@ import torch
 from zoo.comm import together
 from zoo.layout import Box
 from zoo.shard.agreement import described
-from zoo.shard.guard import called_by
+from zoo.shard.call_stack import called_by
 from zoo.zero.state.by_parameter import (
     Given,
     RankState,

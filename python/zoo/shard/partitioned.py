@@ -1,0 +1,194 @@
+"""What stands where a tensor has no values on this rank, or where its memory is a flat buffer's.
+
+``parameter.data`` and ``parameter.grad`` of what is partitioned have a shape, a dtype and a device, and refuse whatever
+reads or writes values; a gradient that is whole is a view, which writes through ``.data`` do not take elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from zoo.shard.valueless import MAKES, UNREAD, VIEWS, look_at
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class PartitionedAccessError(RuntimeError, ValueError):
+    """A parameter or gradient was touched while only a shard of it is on this rank."""
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
+_DATA: Any = torch.Tensor.data  # the C level attribute beneath the property
+
+CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda")
+)
+# What a gradient without values takes besides.
+_OF_GRADIENTS = frozenset({torch.Tensor.detach_, torch.Tensor.requires_grad_, torch._has_compatible_shallow_copy_type})
+
+
+class PartitionedValues(torch.Tensor):
+    """What ``parameter.data`` and ``parameter.detach()`` are where this rank holds a shard: the shape, dtype and device
+    of the parameter, and no values. What reads or writes them is a :class:`PartitionedAccessError`."""
+
+    @staticmethod
+    def of(parameter: nn.Parameter, refuse: Callable[[Any], NoReturn]) -> PartitionedValues:
+        """Those of one parameter; ``refuse(func)`` says what keeps a function from its values."""
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            PartitionedValues, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made._zoo_parameter, made._zoo_refuse = parameter, refuse
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads metadata, converts to the same; refuses the rest."""
+        found: Any = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        if func in MAKES and args and args[0] is found:
+            args = (found._zoo_parameter, *args[1:])
+        seen = look_at(func, args, kwargs or {})
+        if seen is not UNREAD:
+            return seen
+        if func in VIEWS and args[0] is found:
+            return found
+        if func in CONVERSIONS and args[0] is found and changes_nothing(func, args, kwargs or {}):
+            return found
+        return found._zoo_refuse(func)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What gets past the above has no values to work on."""
+        found: Any = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        return found._zoo_refuse(func)
+
+
+class PartitionedGradient(torch.Tensor):
+    """What ``parameter.grad`` is where this rank holds a shard of the mean: it has a shape and a dtype, and no values.
+
+    It can be dropped, zeroed, converted to what it is already (as ``model.to(...)`` does) and asked what it looks like;
+    everything else is a :class:`PartitionedAccessError`.
+    """
+
+    @staticmethod
+    def of(gradients: Any, slot: int) -> PartitionedGradient:
+        """The gradient of parameter ``slot`` of a bucket."""
+        bucket = gradients.bucket
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            PartitionedGradient, bucket.layout.tensors[slot].shape, dtype=gradients.dtype, device=bucket.device
+        )
+        made._zoo_gradients, made._zoo_slot = gradients, slot
+        return made  # type: ignore[no-any-return]
+
+    def stands_for(self, gradients: Any, slot: int) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return self._zoo_gradients is gradients and self._zoo_slot == slot  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads metadata, zeroes, converts to the same; refuses the rest."""
+        seen = look_at(func, args, kwargs or {})
+        if seen is not UNREAD:
+            return seen
+        if func in _OF_GRADIENTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found: Any = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        if func is torch.Tensor.zero_:
+            found._zoo_gradients.clear(found._zoo_slot)
+            return found
+        if func in (_DATA.__get__, torch.Tensor.detach) and args[0] is found:
+            return found
+        if func == _DATA.__set__ and args[0] is found and isinstance(args[1], cls) and found.same_as(args[1]):
+            return None
+        if func in CONVERSIONS and args[0] is found and changes_nothing(func, args, kwargs or {}):
+            return found
+        return found.refuse(func)
+
+    def same_as(self, other: PartitionedGradient) -> bool:
+        """Whether both are the gradient of one parameter."""
+        return other.stands_for(self._zoo_gradients, self._zoo_slot)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What gets past the above has no values to work on."""
+        found = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        return found.refuse(func)
+
+    def refuse(self, func: Any) -> NoReturn:
+        """Say what was touched, and what to do instead."""
+        found: Any = self
+        name, touched = found._zoo_gradients.bucket.called(found._zoo_slot), getattr(func, "__name__", str(func))
+        scaler = "In the place of torch's GradScaler give loss_scale= to the optimizer. " if "_amp_" in touched else ""
+        raise PartitionedAccessError(
+            f"{touched} touched the gradient of {name!r}, which is partitioned: this rank holds a shard of the mean. "
+            f"{scaler}Use clip_norm= or optimizer.clip_grad_norm_() to clip, optimizer.grad_norm to watch it, "
+            "zoo.zero.safe_get_full_grad to read it, optimizer.zero_grad() to drop it."
+        )
+
+
+class WholeGradient(torch.Tensor):
+    """What ``parameter.grad`` is where it is whole: a view of the flat buffer, which ``.data = value`` writes to.
+
+    As torch has it, that would move this one view to other memory, and the optimizer would see nothing of it.
+    """
+
+    __torch_function__: Any = _DISABLED  # what is computed with it is a plain tensor
+
+    @staticmethod
+    def of(view: torch.Tensor, bucket: Any, slot: int) -> WholeGradient:
+        """``view``, of the gradient of a parameter of ``bucket``."""
+        made: Any = view.as_subclass(WholeGradient)
+        made._zoo_place = bucket, slot
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        mine, given = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
+        if mine != given:
+            bucket, slot = self._zoo_place  # type: ignore[attr-defined]
+            raise ValueError(
+                f"the gradient of {bucket.called(slot)!r} is of shape {mine[0]}, {mine[1]}, on {mine[2]}, and was "
+                f"given {given[0]}, {given[1]}, on {given[2]}: it lies in a flat buffer, where these stay."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor of its own."""
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor."""
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+def changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``model.to(...)`` and its like, to what the tensor is already; the order of its memory stays in any case."""
+    tensor, *rest = args
+    rest = [torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t for t in rest]
+    shape = (0,) * max(tensor.dim(), 1)  # some memory formats want a number of dims
+    meant = func(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
+    same = isinstance(meant, torch.Tensor) and (meant.dtype, meant.device) == (tensor.dtype, tensor.device)
+    return same and not kwargs.get("copy")
