@@ -1,11 +1,11 @@
 from .config import ZeroConfig as ZeroConfig
 from .dry_run import DryRun as DryRun
-from .partitioned import PartitionedAccessError as PartitionedAccessError
 from .init import Init as Init
 from .init import InitReport as InitReport
 from .offload import OffloadError as OffloadError
 from .offload import OffloadOptimizerConfig as OffloadOptimizerConfig
 from .offload import OffloadParamConfig as OffloadParamConfig
+from .partitioned import PartitionedAccessError as PartitionedAccessError
 from .runtime.external import register_external_parameter as register_external_parameter
 from .runtime.external import unregister_external_parameter as unregister_external_parameter
 from .runtime.planning import Drive as Drive
