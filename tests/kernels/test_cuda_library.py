@@ -12,7 +12,7 @@ import torch
 from tests import processes
 from tests.kernels.conftest import UseMode
 
-from zoo.kernels import loading
+from zoo.kernels import building, loading
 from zoo.kernels.building import BuildError, Plan, build, cuda_plan
 from zoo.kernels.building.cuda import DEFAULT_ARCHITECTURES
 from zoo.kernels.building.cuda_library import built_for, find_runtime, include_folders
@@ -104,7 +104,7 @@ def test_without_nvcc_the_reference_runs_on_the_gpu_and_says_so_once(
         assert architectures == (90, 91)
         raise BuildError("there is no nvcc")
 
-    monkeypatch.setattr(loading, "build_cuda_library", refuse)
+    monkeypatch.setattr(building, "build_cuda_library", refuse)
     monkeypatch.setattr(loading, "_why_not_cuda", None)
     monkeypatch.setattr(loading, "_cuda_operations", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -11,7 +11,7 @@ import torch
 from tests import processes
 from tests.kernels.conftest import UseMode
 
-from zoo.kernels import loading
+from zoo.kernels import building, loading
 from zoo.kernels.norm import sum_squares
 
 native = pytest.mark.skipif(not loading.native(), reason=f"no native kernels here: {loading.why_not()}")
@@ -53,7 +53,7 @@ def test_the_operations_for_cuda_are_those_that_its_library_registered(
 ) -> None:
     use_mode("auto")
     monkeypatch.setattr(loading, "_cuda_operations", None)
-    monkeypatch.setattr(loading, "build_cuda_library", lambda architectures: "library")
+    monkeypatch.setattr(building, "build_cuda_library", lambda architectures: "library")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     asked = torch._C._dispatch_has_kernel_for_dispatch_key
     monkeypatch.setattr(

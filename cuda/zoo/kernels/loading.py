@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from zoo.kernels.building import BuildError, build, build_cuda_library, built_ahead, cpu_plan
-
 logger = logging.getLogger("zoo.kernels")
 
 ISAS = ("portable", "avx2", "avx512")
@@ -81,6 +79,8 @@ def native() -> bool:
         return True
     _load()
     if _why_not is not None and _mode == "native":
+        from zoo.kernels.building import BuildError
+
         raise BuildError(f"ZOO_KERNELS=native, but {_why_not}")
     return _library is not None
 
@@ -98,6 +98,8 @@ def native_cuda() -> bool:
     if _why_not_cuda is None:
         _load_cuda()
     if _why_not_cuda is not None and _mode == "native":
+        from zoo.kernels.building import BuildError
+
         raise BuildError(f"ZOO_KERNELS=native, but {_why_not_cuda}")
     return _cuda_operations is not None
 
@@ -162,6 +164,8 @@ def load_cuda(architectures: tuple[int, ...]) -> None:
         BuildError: it cannot be built, or the CPU library cannot.
         OSError: it cannot be loaded.
     """
+    from zoo.kernels.building import BuildError, build_cuda_library
+
     global _cuda_operations
     if not native():
         raise BuildError(f"the library for CUDA needs the one for CPUs: {_why_not or 'ZOO_KERNELS=reference'}")
@@ -177,6 +181,8 @@ def _load_cuda() -> None:
 
 
 def _load_cuda_once() -> None:
+    from zoo.kernels.building import BuildError
+
     global _why_not_cuda
     try:
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -199,6 +205,8 @@ def _load() -> None:
 
 
 def _load_once() -> None:
+    from zoo.kernels.building import BuildError
+
     global _library, _why_not
     try:
         library = _open_library()
@@ -233,6 +241,8 @@ def _open_library() -> ctypes.CDLL:
     Raises:
         BuildError, OSError: neither can be had.
     """
+    from zoo.kernels.building import build, built_ahead, cpu_plan
+
     sanitize = os.environ.get("ZOO_KERNELS_SANITIZE") == "1"
     ahead = None if sanitize else built_ahead()
     if ahead is not None:
