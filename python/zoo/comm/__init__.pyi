@@ -1,9 +1,11 @@
-from .check import CollectiveMismatchError as CollectiveMismatchError
-from .communicator import (
-    Communicator as Communicator,
+from .check import (
+    CollectiveMismatchError as CollectiveMismatchError,
+)
+from .check import (
+    no_collectives as no_collectives,
 )
 from .communicator import (
-    no_collectives as no_collectives,
+    Communicator as Communicator,
 )
 from .exchange import exchange as exchange
 from .failures import (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -55,3 +57,17 @@ def check_rows(op: str, out: torch.Tensor, given: torch.Tensor) -> None:
             f"{op} got out with rows of shape {tuple(out.shape[1:])} and given with rows of shape "
             f"{tuple(given.shape[1:])}; rows keep their shape."
         )
+
+
+def check_splits(op: str, size: int, *sides: tuple[str, torch.Tensor, Sequence[int]]) -> None:
+    """Raise ValueError unless each side's tensor has a number of rows for each of ``size`` ranks, which sum to its own.
+
+    Args:
+        sides: (name, tensor, rows of each rank).
+    """
+    for side, tensor, splits in sides:
+        if len(splits) != size or sum(splits) != len(tensor) or min(splits) < 0:
+            raise ValueError(
+                f"{op} got {side}_splits={list(splits)} for {len(tensor)} rows on {size} ranks; it takes {size} "
+                f"numbers of rows that sum to {len(tensor)}."
+            )

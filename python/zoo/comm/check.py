@@ -1,13 +1,34 @@
-"""The fingerprint check: do all ranks of a group issue the same collective?"""
+"""The fingerprint check: do all ranks of a group issue the same collective? And blocks in which there is none."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_alone: ContextVar[bool] = ContextVar("zoo_comm_alone", default=False)
+
+
+@contextlib.contextmanager
+def no_collectives() -> Iterator[None]:
+    """Collectives and messages of communicators inside raise NotImplementedError: other ranks do not come along."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def check_allowed(comm: object) -> None:
+    """Raise NotImplementedError inside of :func:`no_collectives`."""
+    if _alone.get():
+        raise NotImplementedError(f"a collective of {comm!r} in a forward that this rank makes alone.")
 
 
 class CollectiveMismatchError(ValueError):

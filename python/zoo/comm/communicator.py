@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zoo.comm.buffers import check_contiguous, check_pair, check_rows, flat_pair
-from zoo.comm.check import verify, verify_splits
+from zoo.comm.buffers import check_contiguous, check_pair, check_rows, check_splits, flat_pair
+from zoo.comm.check import check_allowed, verify, verify_splits
 from zoo.comm.failures import explained, report
 from zoo.comm.groups import check_partition, make_groups, of_mesh
 from zoo.comm.handles import DONE, Handle, Pending, dropped_of, finish
 from zoo.comm.launch import leave_at_exit
-from zoo.comm.log import CommsLog, OpStats, wire_bytes
-from zoo.comm.messages import Message, Recv, Send, check_messages, post, post_checked, tags_of
+from zoo.comm.log import CommsLog, OpStats, bytes_of_rows
+from zoo.comm.messages import Message, Recv, Send, check_messages, count_messages, post, post_checked, tags_of
 from zoo.comm.nodes import LOCAL, NODE, Nodes, node_of_each, ranks_of
-from zoo.comm.objects import check_packed, pack, size_of, unpack
-from zoo.comm.shared import share, unshare
+from zoo.comm.objects import all_gather_object, broadcast_object
 from zoo.comm.transport import choose_transport
-
-_alone: ContextVar[bool] = ContextVar("zoo_comm_alone", default=False)
-
-
-@contextlib.contextmanager
-def no_collectives() -> Iterator[None]:
-    """Collectives and messages of communicators inside raise NotImplementedError: other ranks do not come along."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
 
 
 class Communicator:
@@ -162,6 +148,7 @@ class Communicator:
 
     def _begin(self, *, owns: bool) -> None:
         self._sequence, self._owns, self._closed, self._dropped = 0, owns, False, dropped_of(self.group)
+        self._shares = False  # memory
         self._parts: dict[Any, Communicator] = {}
         self.nodes, self.num_local = None, None
 
@@ -225,8 +212,12 @@ class Communicator:
             whether it is so, the same on all ranks.
         """
         self._check_open()
-        self._transport, shares = share(self._transport)
-        return shares
+        if self.size == 1:
+            return False
+        from zoo.comm.shared import share  # with what it is made of, which GPUs and single processes do without
+
+        self._transport, self._shares = share(self._transport)
+        return self._shares
 
     def close(self) -> None:
         """Destroy the process groups that this communicator made, and its own if it was made by another.
@@ -235,7 +226,10 @@ class Communicator:
         unless its group was given: then it has only lost its parts. Closing again does nothing.
         """
         parts, self._parts = self._parts, {}
-        self._transport = unshare(self._transport)
+        if self._shares:
+            from zoo.comm.shared import unshare
+
+            self._transport, self._shares = unshare(self._transport), False
         for part in parts.values():
             if part is not self:
                 part.close()
@@ -255,8 +249,7 @@ class Communicator:
         self.close()
 
     def _check_open(self) -> None:
-        if _alone.get():
-            raise NotImplementedError(f"a collective of {self!r} in a forward that this rank makes alone.")
+        check_allowed(self)
         if self._closed:
             raise ValueError(f"{self!r} was closed; make another one, or close it after its last use.")
 
@@ -352,12 +345,7 @@ class Communicator:
         Raises:
             ValueError: splits that do not add up; with the check also: splits of two ranks that do not fit, on all.
         """
-        for side, tensor, splits in (("out", out, out_splits), ("in", given, in_splits)):
-            if len(splits) != self.size or sum(splits) != len(tensor) or min(splits) < 0:
-                raise ValueError(
-                    f"all_to_all_uneven got {side}_splits={list(splits)} for {len(tensor)} rows on {self.size} ranks; "
-                    f"it takes {self.size} numbers of rows that sum to {len(tensor)}."
-                )
+        check_splits("all_to_all_uneven", self.size, ("out", out, out_splits), ("in", given, in_splits))
         check_pair("all_to_all_uneven", out, given, ("out", "given"))
         check_rows("all_to_all_uneven", out, given)
         if self.size == 1:
@@ -366,20 +354,12 @@ class Communicator:
         self._agree("all_to_all_uneven", given[:0], label)
         if self.check:
             verify_splits(self.all_gather_object((list(out_splits), list(in_splits))))
-        row_bytes = given[:1].numel() * given.element_size()
-        near = (
-            sum(in_splits)
-            if self.nodes is None
-            else sum(n for n, node in zip(in_splits, self.nodes, strict=True) if node == self.nodes[self.rank])
-        )
-        wire, inter = (sum(in_splits) - in_splits[self.rank]) * row_bytes, (sum(in_splits) - near) * row_bytes
-        bytes_ = given.numel() * given.element_size(), wire, 0 if self.nodes is None else wire - inter, inter
         group, rows = self.group, (list(out_splits), list(in_splits))
         return self._issue(
             "all_to_all",
             given,
             lambda: Pending([dist.all_to_all_single(out, given, rows[0], rows[1], group, True)]),
-            self.log.sent("all_to_all", *bytes_),
+            self.log.sent("all_to_all", *bytes_of_rows(given, in_splits, self.rank, self.nodes)),
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
@@ -435,24 +415,18 @@ class Communicator:
         """
         self._check_open()
         check_messages(messages, self.rank, self.size)
-        rows = []
-        for message in messages:
-            near = self.nodes is not None and self.nodes[message.peer] == self.nodes[self.rank]
-            num_bytes = message.tensor.numel() * message.tensor.element_size()
-            op = "send" if isinstance(message, Send) else "recv"
-            rows.append(self.log.issued(op, num_bytes, 2, None if self.nodes is None else 1 + near))
         if not messages:
             return DONE
+        row = count_messages(messages, self.log, self.rank, self.nodes)
         group = self.group if self.group is not None else dist.group.WORLD
 
         def start() -> Pending:
             # One message of a kind: a failure can be laid to its peer. In a batch nobody knows.
             peers = [self._ranks[messages[0].peer]] if len({m.peer for m in messages}) == 1 else None
-            if self.check:
-                return Pending(post_checked(messages, group, self.rank), None, peers, dropped=self._dropped)
-            return Pending(post(messages, group, tags_of(messages)), None, peers, dropped=self._dropped)
+            works = post_checked(messages, group, self.rank) if self.check else post(messages, group, tags_of(messages))
+            return Pending(works, None, peers, dropped=self._dropped)
 
-        return self._issue("batch", messages[0].tensor, start, rows[0])
+        return self._issue("batch", messages[0].tensor, start, row)
 
     def barrier(self) -> None:
         """Return when all ranks of the group have come here."""
@@ -470,46 +444,11 @@ class Communicator:
         Raises:
             RankFailedError: some other rank's cannot be pickled; that rank raises what pickle says.
         """
-        if self._transport is None:
-            return [value]
-        mine, error = pack(value, self.device)
-        self._agree("all_gather_object", mine[:0])
-        sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        size, transport, label = size_of(mine, error), self._transport, "all_gather_object"
-        row = self.log.sent("all_gather_object", 0, 0, 0, 0)
-        self._issue(label, sizes, lambda: transport.all_gather(sizes, size, label), row).wait()
-        each: list[int] = sizes.tolist()
-        check_packed(each, self._ranks, error)
-        full = torch.zeros(self.size * max(each), dtype=torch.uint8, device=self.device)
-        shard = full.chunk(self.size)[self.rank]
-        shard[: mine.numel()] = mine
-        row.add(full.numel(), *wire_bytes(label, full.numel(), self.size, self.num_local))
-        self._issue(label, full, lambda: transport.all_gather(full, shard, label), row).wait()
-        return [unpack(part[:n]) for part, n in zip(full.chunk(self.size), each, strict=True)]
+        return all_gather_object(self, value)
 
     def broadcast_object(self, value: Any = None, src: int = 0) -> Any:
         """The ``value`` of group rank ``src``; what other ranks give is not looked at. Pickled, as above."""
-        if not 0 <= src < self.size:
-            raise ValueError(f"broadcast_object got src={src}; the group has ranks 0 to {self.size - 1}.")
-        if self.size == 1:
-            return value
-        mine, error = pack(value if self.rank == src else None, self.device)
-        self._agree(f"broadcast_object[src={src}]", mine[:0])
-        root = src if self.group is None else dist.get_global_rank(self.group, src)
-        group, size = self.group, size_of(mine, error)
-        row = self.log.sent("broadcast_object", 0, 0, 0, 0)
-
-        def give(tensor: torch.Tensor) -> None:
-            self._issue(
-                "broadcast_object", tensor, lambda: Pending([dist.broadcast(tensor, root, group, async_op=True)]), row
-            ).wait()
-
-        give(size)
-        check_packed(size.tolist(), [self._ranks[src]], error)
-        data = mine if self.rank == src else torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        row.add(data.numel(), *wire_bytes("broadcast_object", data.numel(), self.size, self.num_local))
-        give(data)
-        return value if self.rank == src else unpack(data)
+        return broadcast_object(self, value, src)
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks of the job that this one leaves with ``error``. Waits for nobody.

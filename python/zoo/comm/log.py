@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -78,6 +81,23 @@ def wire_bytes(op: str, message_bytes: int, group_size: int, num_local: int | No
         return sent, 0, 0
     inter = round(sent * (group_size - num_local) / (group_size - 1))
     return sent, sent - inter, inter
+
+
+def bytes_of_rows(
+    given: torch.Tensor, splits: Sequence[int], rank: int, nodes: Sequence[int] | None
+) -> tuple[int, int, int, int]:
+    """(message, all, to the same node, to other nodes): what ``rank`` sends of an uneven all-to-all.
+
+    Args:
+        given: (sum of splits, …) what it gives, ``splits[r]`` rows to rank r.
+        nodes: the node of each rank, None if unknown.
+    """
+    row_bytes = given[:1].numel() * given.element_size()
+    wire = (sum(splits) - splits[rank]) * row_bytes
+    if nodes is None:
+        return len(given) * row_bytes, wire, 0, 0
+    inter = sum(n for n, node in zip(splits, nodes, strict=True) if node != nodes[rank]) * row_bytes
+    return len(given) * row_bytes, wire, wire - inter, inter
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.comm.check import CollectiveMismatchError
+from zoo.comm.log import CommsLog, OpStats
 
 # Tags of the check: below those of the pairwise collectives, above a user's.
 _CHECKED = 1 << 29
@@ -57,6 +58,17 @@ def check_messages(messages: Sequence[Message], rank: int, size: int) -> None:
                 f"{verb} rank {message.peer} got a tensor of shape {tuple(message.tensor.shape)} and strides "
                 f"{message.tensor.stride()}; a message is contiguous: give .contiguous()."
             )
+
+
+def count_messages(messages: Sequence[Message], log: CommsLog, rank: int, nodes: Sequence[int] | None) -> OpStats:
+    """Count each of them in the log, by the node of its peer where these are known; the row of the first, to time."""
+    rows = []
+    for message in messages:
+        num_bytes = message.tensor.numel() * message.tensor.element_size()
+        op = "send" if isinstance(message, Send) else "recv"
+        num_local = None if nodes is None else 1 + (nodes[message.peer] == nodes[rank])
+        rows.append(log.issued(op, num_bytes, 2, num_local))
+    return rows[0]
 
 
 def tags_of(messages: Sequence[Message]) -> list[int]:

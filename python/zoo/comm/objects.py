@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from zoo.comm.failures import RankFailedError
+from zoo.comm.handles import Pending
+from zoo.comm.log import wire_bytes
 
 if TYPE_CHECKING:
     from zoo.comm.communicator import Communicator
@@ -74,3 +77,50 @@ def gather_object(comm: Communicator, value: Any) -> list[Any] | None:
         comm.recv(data, rank).wait()
         found.append(unpack(data))
     return found
+
+
+def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
+    """See :meth:`zoo.comm.Communicator.all_gather_object`."""
+    if comm._transport is None:
+        return [value]
+    mine, error = pack(value, comm.device)
+    comm._agree("all_gather_object", mine[:0])
+    sizes = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+    size, transport, label = size_of(mine, error), comm._transport, "all_gather_object"
+    row = comm.log.sent("all_gather_object", 0, 0, 0, 0)
+    comm._issue(label, sizes, lambda: transport.all_gather(sizes, size, label), row).wait()
+    each: list[int] = sizes.tolist()
+    check_packed(each, comm.ranks, error)
+    full = torch.zeros(comm.size * max(each), dtype=torch.uint8, device=comm.device)
+    shard = full.chunk(comm.size)[comm.rank]
+    shard[: mine.numel()] = mine
+    row.add(full.numel(), *wire_bytes(label, full.numel(), comm.size, comm.num_local))
+    comm._issue(label, full, lambda: transport.all_gather(full, shard, label), row).wait()
+    return [unpack(part[:n]) for part, n in zip(full.chunk(comm.size), each, strict=True)]
+
+
+def broadcast_object(comm: Communicator, value: Any, src: int) -> Any:
+    """See :meth:`zoo.comm.Communicator.broadcast_object`."""
+    if not 0 <= src < comm.size:
+        raise ValueError(f"broadcast_object got src={src}; the group has ranks 0 to {comm.size - 1}.")
+    if comm.size == 1:
+        return value
+    mine, error = pack(value if comm.rank == src else None, comm.device)
+    comm._agree(f"broadcast_object[src={src}]", mine[:0])
+    size, group = size_of(mine, error), comm.group
+    row = comm.log.sent("broadcast_object", 0, 0, 0, 0)
+
+    def give(tensor: torch.Tensor) -> None:
+        comm._issue(
+            "broadcast_object",
+            tensor,
+            lambda: Pending([dist.broadcast(tensor, comm.ranks[src], group, async_op=True)]),
+            row,
+        ).wait()
+
+    give(size)
+    check_packed(size.tolist(), [comm.ranks[src]], error)
+    data = mine if comm.rank == src else torch.empty(int(size), dtype=torch.uint8, device=comm.device)
+    row.add(data.numel(), *wire_bytes("broadcast_object", data.numel(), comm.size, comm.num_local))
+    give(data)
+    return value if comm.rank == src else unpack(data)
