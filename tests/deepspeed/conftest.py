@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zoo.deepspeed.adapters import groups
+from zoo.deepspeed.adapters.communication import groups
 
 
 @pytest.fixture(autouse=True)

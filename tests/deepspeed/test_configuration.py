@@ -18,7 +18,7 @@ from zoo.deepspeed.runtime.zero import leaf_module_config, offload_config
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
-from zoo.deepspeed.adapters.keys import CONSTANTS, OPTIMIZERS
+from zoo.deepspeed.adapters.configuration.keys import CONSTANTS, OPTIMIZERS
 
 DOCUMENT: dict[str, Any] = {
     "train_batch_size": 24, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5, "steps_per_print": 7,

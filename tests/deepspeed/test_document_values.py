@@ -9,7 +9,7 @@ import torch
 from zoo.deepspeed.runtime.config import DeepSpeedConfig
 
 from zoo.config import ConfigError, load
-from zoo.deepspeed.adapters.configuration import translated
+from zoo.deepspeed.adapters.configuration.translation import translated
 
 YES: tuple[Any, ...] = (True, 1, 1.0, "1", "true", "True", "TRUE", "yes", "on", "t", "y")
 NO: tuple[Any, ...] = (False, 0, 0.0, "0", "false", "False", "no", "off", "f", "n")

@@ -52,7 +52,7 @@ def test_nccl_without_cuda_is_gloo_and_says_so(
 ) -> None:
     joined: list[Any] = []
     monkeypatch.setattr("zoo.comm.init_distributed", lambda backend, *_: joined.append(backend))
-    monkeypatch.setattr("zoo.deepspeed.adapters.entry.join_alone", lambda: None)
+    monkeypatch.setattr("zoo.deepspeed.adapters.root.entry.join_alone", lambda: None)
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         for backend in ("nccl", None, "gloo"):

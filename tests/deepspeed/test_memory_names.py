@@ -88,7 +88,7 @@ def test_the_engine_says_the_level_of_the_log_that_its_configuration_asks_for() 
 
 
 def test_pinned_tensors_are_of_one_pool_that_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.deepspeed.adapters import pinned
+    from zoo.deepspeed.adapters.zero import pinned
 
     monkeypatch.setattr(pinned, "_active", [])
     assert pin_memory.get_active_native_pinned_memory() is None
@@ -114,7 +114,7 @@ def test_pinned_tensors_are_of_one_pool_that_is_made_when_it_is_asked_for(monkey
 def test_the_account_of_pinned_memory_goes_into_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from zoo.deepspeed.adapters import pinned
+    from zoo.deepspeed.adapters.zero import pinned
 
     monkeypatch.setattr(pinned, "_counted", [0, 0])
     monkeypatch.setattr(deepspeed.logger, "propagate", True)

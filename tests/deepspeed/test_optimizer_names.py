@@ -12,7 +12,7 @@ from zoo.deepspeed.runtime.zero.muon.original_muon import Muon, MuonWithAuxAdam,
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
-from zoo.deepspeed.adapters import optimizers
+from zoo.deepspeed.adapters.optimizers import ops as optimizers
 
 
 def exact(direction: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zoo.deepspeed as deepspeed
 from zoo.config import ConfigError, load
-from zoo.deepspeed.adapters.configuration import translated
-from zoo.deepspeed.adapters.pinned import NativePinnedMemory
+from zoo.deepspeed.adapters.configuration.translation import translated
+from zoo.deepspeed.adapters.zero.pinned import NativePinnedMemory
 
 
 def test_a_pinned_tensor_says_so_and_its_views_are_pinned_too() -> None:

@@ -15,7 +15,7 @@ from zoo.deepspeed.runtime import utils
 from zoo.deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 
 from zoo import sim
-from zoo.deepspeed.adapters import groups
+from zoo.deepspeed.adapters.communication import groups
 
 BALANCED = json.loads((Path(__file__).parent / "partitions.json").read_text())["rows"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zoo.deepspeed.adapters.schedules import OneCycle, get_lr_from_config
+from zoo.deepspeed.adapters.optimizers.schedules import OneCycle, get_lr_from_config
 from zoo.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 

@@ -12,7 +12,7 @@ from tests.deepspeed.test_engine import batches, loss_of, start
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError
-from zoo.deepspeed.adapters.data import DeepSpeedDataLoader
+from zoo.deepspeed.adapters.root.data import DeepSpeedDataLoader
 
 NO_COUNTS: list[Any] = ["5", None, -3, 2.7, True, [1], torch.ones(2), 10**30]
 

@@ -35,11 +35,11 @@ def test_a_torch_without_gpus_has_zeros(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: pytest.fail("there is no NCCL to ask"))
-    info = deepspeed.adapters.build_info.torch_info  # the module of the tables keeps what it has given once
+    info = deepspeed.adapters.utilities.build_info.torch_info  # the module of the tables keeps what it has given once
     assert [info[f"{key}_version"] for key in ("cuda", "nccl", "hip")] == ["0.0"] * 3
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    info = deepspeed.adapters.build_info.torch_info
+    info = deepspeed.adapters.utilities.build_info.torch_info
     assert (info["hip_version"], info["nccl_version"]) == ("6.4", "2.27")
 
 

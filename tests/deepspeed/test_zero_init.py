@@ -16,8 +16,8 @@ from torch import nn
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
-from zoo.deepspeed.adapters import accelerators
-from zoo.deepspeed.adapters.parameters import ZeroParamStatus
+from zoo.deepspeed.adapters.accelerator import real_accelerator as accelerators
+from zoo.deepspeed.adapters.zero.parameters import ZeroParamStatus
 
 
 def _of_a_new_job(rank: int, port: int) -> tuple[bool, int, int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from zoo.deepspeed.modules import Name, Names, Table
 from zoo.deepspeed.surface.constants import constants_of
 
-_FILES = "zoo.deepspeed.adapters.checkpoint_files"
-_UNIVERSAL = "zoo.deepspeed.adapters.to_universal"
+_FILES = "zoo.deepspeed.adapters.checkpoints.checkpoint_files"
+_PARALLEL = "zoo.deepspeed.adapters.checkpoints.parallel_shapes"
+_UNIVERSAL = "zoo.deepspeed.adapters.checkpoints.to_universal"
 
 _NAMES: Names = {
     name: f"{_FILES}:{name}"
@@ -22,13 +23,10 @@ _ENGINES: Names = {
 _TORCH: Names = {"TorchCheckpointEngine": Name(f"{_FILES}:TorchCheckpointEngine", "files are whole, or not there.")}
 
 _SHAPES: Names = {
-    name: Name(f"zoo.deepspeed.adapters.parallel_shapes:{name}", "zoo's checkpoints fit every shape of ranks.")
+    name: Name(f"{_PARALLEL}:{name}", "zoo's checkpoints fit every shape of ranks.")
     for name in ("get_model_3d_descriptor", "model_3d_desc")
 }
-_FLAT: Names = {
-    name: f"zoo.deepspeed.adapters.parallel_shapes:{name}"
-    for name in ("meg_2d_parallel_map", "reshape_meg_2d_parallel")
-}
+_FLAT: Names = {name: f"{_PARALLEL}:{name}" for name in ("meg_2d_parallel_map", "reshape_meg_2d_parallel")}
 
 TABLE: Table = {
     "checkpoint.reshape_3d_utils": dict(_SHAPES),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zoo.deepspeed.modules import Name, Refused, Table
 
-_COMPRESSION = "zoo.deepspeed.adapters.compression"
-_ROUTING = "zoo.deepspeed.adapters.random_ltd"
+_COMPRESSION = "zoo.deepspeed.adapters.compression.compress"
+_ROUTING = "zoo.deepspeed.adapters.compression.random_ltd"
 _BLOCKS = "the configuration's blocks drop tokens themselves: data_efficiency.data_routing.random_ltd."
 _SAMPLING = "zoo.data_efficiency has an analyser, an index and loaders of its own."
 
@@ -17,12 +17,12 @@ TABLE: Table = {
         "student_initialization": f"{_COMPRESSION}:student_initialization",
     },
     "compression.helper": {
-        name: f"zoo.deepspeed.adapters.helpers:{name}"
+        name: f"zoo.deepspeed.adapters.utilities.helpers:{name}"
         for name in ("convert_conv1d_to_linear", "recursive_getattr", "recursive_setattr")
     },
     "runtime.data_pipeline.curriculum_scheduler": {
         "CurriculumScheduler": Name(
-            "zoo.deepspeed.adapters.curriculum:CurriculumScheduler",
+            "zoo.deepspeed.adapters.compression.curriculum:CurriculumScheduler",
             "custom difficulties outside of the limits are refused.",
         )
     },

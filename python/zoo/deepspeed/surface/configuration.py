@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zoo.deepspeed.adapters.keys import CONSTANTS, OPTIMIZERS
+from zoo.deepspeed.adapters.configuration.keys import CONSTANTS, OPTIMIZERS
 from zoo.deepspeed.modules import Name, Names, Table
 
-_KEYS = "zoo.deepspeed.adapters.keys"
-_SECTIONS = "zoo.deepspeed.adapters.sections"
-_DOCUMENTS = "zoo.deepspeed.adapters.documents"
+_KEYS = "zoo.deepspeed.adapters.configuration.keys"
+_SECTIONS = "zoo.deepspeed.adapters.configuration.sections"
+_DOCUMENTS = "zoo.deepspeed.adapters.configuration.documents"
 
 _MODEL: Names = {"DeepSpeedConfigModel": Name(f"{_SECTIONS}:DeepSpeedConfigModel", "no fields of former times.")}
 _CONSTANTS: Names = {name: f"{_KEYS}:{name}" for name in (*CONSTANTS, "ValidationMode")}
@@ -35,7 +35,7 @@ _READERS = (
 )  # fmt: skip
 _ONE_KEY: Names = {"get_scalar_param": f"{_SECTIONS}:get_scalar_param"}
 
-_SETTINGS = "zoo.deepspeed.adapters.data_classes"
+_SETTINGS = "zoo.deepspeed.adapters.configuration.data_classes"
 
 
 def _settings(names: str, **others: str) -> dict[str, Name | str]:
@@ -80,7 +80,7 @@ TABLE: Table = {
         **{name: f"{_KEYS}:{name}" for name in OPTIMIZERS},
         **_CONSTANTS, **_STAGES, **_MODEL, **_PRECISION, **_ONE_KEY,
         "get_zero_config": f"{_SECTIONS}:get_zero_config",
-        "get_monitor_config": "zoo.deepspeed.adapters.monitors:get_monitor_config",
+        "get_monitor_config": "zoo.deepspeed.adapters.utilities.monitors:get_monitor_config",
     },
     "runtime.constants": _CONSTANTS,
     "runtime.config_utils": {

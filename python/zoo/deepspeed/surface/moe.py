@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from zoo.deepspeed.modules import Name, Table
 
-_EXPERTS = "zoo.deepspeed.adapters.experts"
-_GATING = "zoo.deepspeed.adapters.gating"
-_ROUTED = "zoo.deepspeed.adapters.routed_experts"
+_EXPERTS = "zoo.deepspeed.adapters.moe.experts"
+_GATING = "zoo.deepspeed.adapters.moe.gating"
+_ROUTED = "zoo.deepspeed.adapters.moe.routed_experts"
 
 _MOE = Name(
     f"{_EXPERTS}:MoE",

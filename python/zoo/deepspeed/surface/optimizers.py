@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from zoo.deepspeed.modules import Name, Names, Table
 
-_MUON = "zoo.deepspeed.adapters.muon"
-_ONEBIT = "zoo.deepspeed.adapters.onebit"
-_SCALERS = "zoo.deepspeed.adapters.loss_scalers"
+_MUON = "zoo.deepspeed.adapters.optimizers.muon"
+_ONEBIT = "zoo.deepspeed.adapters.optimizers.onebit"
+_SCALERS = "zoo.deepspeed.adapters.optimizers.loss_scalers"
 
 _SIGNS = "max_grad_norm is refused: the configuration's gradient_clipping does that; on CPU and GPU alike."
 
@@ -31,7 +31,7 @@ TABLE: Table = {
             f"{_SCALERS}:DynamicLossScaler", "an overflow at min_scale is a RuntimeError; engines have zoo's own."
         ),
         **{
-            name: f"zoo.deepspeed.adapters.sections:{name}"
+            name: f"zoo.deepspeed.adapters.configuration.sections:{name}"
             for name in (
                 "CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "INITIAL_LOSS_SCALE", "MIN_LOSS_SCALE", "SCALE_WINDOW",
             )

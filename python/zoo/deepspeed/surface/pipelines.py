@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zoo.deepspeed.modules import Name, Names, Refused, Table
 
-_MODULE = "zoo.deepspeed.adapters.pipeline_module"
+_MODULE = "zoo.deepspeed.adapters.pipelines.pipeline_module"
 _SCHEDULE = "zoo.pipe.schedules.instructions"
 _FACTORY = "checkpoints of tensor-parallel ranks are not merged by hand: zoo's are whole, DeepSpeed's are `zoo ckpt`'s."
 
@@ -20,15 +20,15 @@ _TOPOLOGY: Names = {
     "ProcessTopology": "zoo.pipe:ProcessTopology",
     "PipeDataParallelTopology": "zoo.pipe:PipeDataParallelTopology",
     "PipeModelDataParallelTopology": "zoo.pipe:PipeModelDataParallelTopology",
-    "PipelineParallelGrid": "zoo.deepspeed.adapters.pipeline_grid:PipelineParallelGrid",
+    "PipelineParallelGrid": "zoo.deepspeed.adapters.pipelines.pipeline_grid:PipelineParallelGrid",
 }
 _INSTRUCTIONS = (
     "BackwardPass", "BufferOpInstruction", "ForwardPass", "LoadMicroBatch", "OptimizerStep", "PipeInstruction",
     "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad",
 )  # fmt: skip
 
-_TILED = "zoo.deepspeed.adapters.tiled_compute"
-_SHARED = "zoo.deepspeed.adapters.sequence_parallel"
+_TILED = "zoo.deepspeed.adapters.sequences.tiled_compute"
+_SHARED = "zoo.deepspeed.adapters.sequences.sequence_parallel"
 _REWRITTEN = (
     "models are not rewritten for split sequences; DistributedAttention and UlyssesSPAttentionHF wrap their attention."
 )
@@ -48,7 +48,7 @@ TABLE: Table = {
             "backward computes the logits again; what the loss is multiplied by reaches parameters too.",
         ),
     },
-    "runtime.sequence_parallel.parallel_state_sp": "zoo.deepspeed.adapters.sequence_ranks",
+    "runtime.sequence_parallel.parallel_state_sp": "zoo.deepspeed.adapters.sequences.sequence_ranks",
     "sequence.auto_sp": {"auto_wrap_model_for_sp": Refused(_REWRITTEN, function=True)},
     "sequence.autosp_detector": {
         "SPModelInfo": Refused(_REWRITTEN),
@@ -100,10 +100,11 @@ TABLE: Table = {
     },
     "runtime.pipe.engine": {
         "PipelineEngine": Name(
-            "zoo.deepspeed.adapters.pipeline:PipelineEngine", "module_state_dict is the whole model's, on all ranks."
+            "zoo.deepspeed.adapters.pipelines.pipeline:PipelineEngine",
+            "module_state_dict is the whole model's, on all ranks.",
         ),
         "PipelineError": f"{_MODULE}:PipelineError",
-        "DeepSpeedEngine": "zoo.deepspeed.adapters.engine:DeepSpeedEngine",
+        "DeepSpeedEngine": "zoo.deepspeed.adapters.root.engine:DeepSpeedEngine",
     },
     "runtime.state_dict_factory": {
         name: Refused(_FACTORY) for name in ("MegatronSDLoader", "SDLoaderBase", "SDLoaderFactory")

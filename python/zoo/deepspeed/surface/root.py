@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from zoo.deepspeed.modules import Name, Names, Table
 
-_ENTRY = "zoo.deepspeed.adapters.entry"
-_ENGINE = "zoo.deepspeed.adapters.engine"
-_OPTIMIZER = "zoo.deepspeed.adapters.optimizer"
-_PARAMETERS = "zoo.deepspeed.adapters.parameters"
-_INIT = Name("zoo.deepspeed.adapters.zero_init:Init", "parameters are cast, buffers are not.")
+_ENTRY = "zoo.deepspeed.adapters.root.entry"
+_ENGINE = "zoo.deepspeed.adapters.root.engine"
+_OPTIMIZER = "zoo.deepspeed.adapters.root.optimizer"
+_PARAMETERS = "zoo.deepspeed.adapters.zero.parameters"
+_INIT = Name("zoo.deepspeed.adapters.zero.zero_init:Init", "parameters are cast, buffers are not.")
 _GATHERED = Name(
-    "zoo.deepspeed.adapters.parameters:GatheredParameters",
+    "zoo.deepspeed.adapters.zero.parameters:GatheredParameters",
     "what would be lost (a write without modifier_rank) is an error.",
 )
 _REGISTER = Name(f"{_PARAMETERS}:register_external_parameter")
@@ -37,15 +37,15 @@ TABLE: Table = {
             f"{_ENTRY}:init_distributed",
             "the default timeout is that of the documentation; nccl without a GPU is gloo, with a warning.",
         ),
-        "add_config_arguments": "zoo.deepspeed.adapters.configuration:add_config_arguments",
+        "add_config_arguments": "zoo.deepspeed.adapters.configuration.translation:add_config_arguments",
         "DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine",
         "DeepSpeedConfigError": "zoo.config:ConfigError",
         "DeepSpeedOptimizer": f"{_OPTIMIZER}:DeepSpeedOptimizer",
-        "PipelineModule": "zoo.deepspeed.adapters.pipeline_module:PipelineModule",
-        "PipelineEngine": "zoo.deepspeed.adapters.pipeline:PipelineEngine",
-        "DeepSpeedDataLoader": "zoo.deepspeed.adapters.data:DeepSpeedDataLoader",
-        "ADAM_OPTIMIZER": "zoo.deepspeed.adapters.keys:ADAM_OPTIMIZER",
-        "LAMB_OPTIMIZER": "zoo.deepspeed.adapters.keys:LAMB_OPTIMIZER",
+        "PipelineModule": "zoo.deepspeed.adapters.pipelines.pipeline_module:PipelineModule",
+        "PipelineEngine": "zoo.deepspeed.adapters.pipelines.pipeline:PipelineEngine",
+        "DeepSpeedDataLoader": "zoo.deepspeed.adapters.root.data:DeepSpeedDataLoader",
+        "ADAM_OPTIMIZER": "zoo.deepspeed.adapters.configuration.keys:ADAM_OPTIMIZER",
+        "LAMB_OPTIMIZER": "zoo.deepspeed.adapters.configuration.keys:LAMB_OPTIMIZER",
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "zoo.comm.launch:PORT",
         "dist": "zoo.deepspeed.comm",
     },
@@ -67,7 +67,7 @@ TABLE: Table = {
         "BF16_Optimizer": f"{_OPTIMIZER}:BF16_Optimizer",
         "ZeROOptimizer": f"{_OPTIMIZER}:ZeROOptimizer",
         "ZeroParamStatus": f"{_PARAMETERS}:ZeroParamStatus",
-        "logger": "zoo.deepspeed.adapters.logs:logger",
+        "logger": "zoo.deepspeed.adapters.utilities.logs:logger",
         "dist": "zoo.deepspeed.comm",
         "groups": "zoo.deepspeed.utils.groups",
     },

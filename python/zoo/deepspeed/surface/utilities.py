@@ -12,44 +12,44 @@ def _of(module: str, *names: str, differs: str = "") -> dict[str, Name | str]:
 
 
 _ACCESS = _of(
-    "access",
+    "zero.access",
     "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
     differs="a value at every stage, 0 and fp32 included, where DeepSpeed gives None.",
 )  # fmt: skip
 _ACCESS |= _of(
-    "access",
+    "zero.access",
     "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_local_fp32_param",
     "safe_set_local_grad", "safe_set_local_optimizer_state",
     differs="a rank's elements are those in its chunk of a bucket: of a small parameter most ranks have none.",
 )  # fmt: skip
-_ACCESS |= _of("access", "safe_update_full_grad_vectorized")
+_ACCESS |= _of("zero.access", "safe_update_full_grad_vectorized")
 _ACCESS |= {
     name: Name(f"zoo.zero:{name}", "an error where there is nothing to set, where DeepSpeed does nothing.")
     for name in ("safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state")
 }
 _LEAVES = _of(
-    "leaves",
+    "utilities.leaves",
     "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
     differs="a declared unit of zoo.zero; to be set before initialize.",
 )  # fmt: skip
 _LOGS = _of(
-    "logs",
+    "utilities.logs",
     "LoggerFactory", "get_current_level", "get_dist_msg", "get_log_level_from_string", "log_dist", "log_dist_once",
     "log_levels", "logger", "print_configuration", "print_dist", "print_json_dist", "set_log_level_from_string",
     "should_log_le", "warning_once",
 )  # fmt: skip
 _WEIGHTS = _of(
-    "weights",
+    "checkpoints.weights",
     "convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict", "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint", "get_model_state_file", "get_model_state_files", "get_optim_files",
     "load_state_dict_from_zero_checkpoint", "natural_keys", "parse_model_states", "zero_model_state",
 )  # fmt: skip
-_ACCELERATORS = _of("accelerator_base", "DeepSpeedAccelerator") | _of(
-    "accelerators", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"
+_ACCELERATORS = _of("accelerator.base", "DeepSpeedAccelerator") | _of(
+    "accelerator.real_accelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"
 )
 _SCHEDULES = _of(
-    "schedules",
+    "optimizers.schedules",
     "CYCLE_FIRST_STAIR_COUNT", "CYCLE_FIRST_STEP_SIZE", "CYCLE_MAX_LR", "CYCLE_MAX_MOM", "CYCLE_MIN_LR",
     "CYCLE_MIN_MOM", "CYCLE_SECOND_STAIR_COUNT", "CYCLE_SECOND_STEP_SIZE", "COS_MIN_RATIO", "DECAY_LR_RATE",
     "DECAY_MOM_RATE", "DECAY_STEP_SIZE", "EDGE_VALUE", "LR_RANGE_TEST", "LR_RANGE_TEST_MIN_LR",
@@ -63,7 +63,7 @@ _SCHEDULES |= {
     name: f"zoo.lr_schedules:{name}" for name in ("LRRangeTest", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 }
 _RUNTIME: Names = _of(
-    "runtime_utils",
+    "utilities.runtime_utils",
     "CheckOverflow", "PartitionedTensor", "align_dense_tensors", "call_to_str", "clip_grad_norm_",
     "clip_tensors_by_global_norm", "copy_to_device", "empty_cache", "ensure_directory_exists",
     "filter_empty_parameters", "get_global_norm", "get_global_norm_of_tensors", "get_inactive_params",
@@ -72,20 +72,20 @@ _RUNTIME: Names = _of(
     "partition_uniform", "prefix_sum_inc", "see_memory_usage", "set_random_seed",
 )  # fmt: skip
 _GROUPS = _of(
-    "groups",
+    "communication.groups",
     "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "get_model_parallel_group",
     "get_model_parallel_rank", "get_model_parallel_world_size", "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank", "get_tensor_model_parallel_world_size",
     "initialize", "set_tensor_model_parallel_rank", "set_tensor_model_parallel_world_size",
 )  # fmt: skip
 _BWC = _of(
-    "helpers",
+    "utilities.helpers",
     "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
     "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size",
 )  # fmt: skip
-_PATHS = _of("helpers", "recursive_getattr", "recursive_setattr")
+_PATHS = _of("utilities.helpers", "recursive_getattr", "recursive_setattr")
 _BUILDERS = _of(
-    "op_builders",
+    "utilities.op_builders",
     "AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder", "FusedAdamBuilder", "FusedLambBuilder",
     "FusedLionBuilder", "OpBuilder",
     differs="load() gives modules of zoo; references run where nothing can be compiled.",
@@ -96,7 +96,7 @@ _FILES = {
 }  # fmt: skip
 _WITHOUT = "is_compatible() is False, load() is refused."
 _BUILDERS |= _of(
-    "op_builders",
+    "utilities.op_builders",
     "DeepCompileBuilder", "EvoformerAttnBuilder", "FPQuantizerBuilder", "FlashAttentionBuilder", "GDSBuilder",
     "InferenceBuilder", "InferenceCoreBuilder", "InferenceCutlassBuilder", "NotImplementedBuilder", "PinMemoryBuilder",
     "QuantizerBuilder", "RaggedOpsBuilder", "RaggedUtilsBuilder", "RandomLTDBuilder", "SparseAttnBuilder",
@@ -104,18 +104,18 @@ _BUILDERS |= _of(
     differs=_WITHOUT,
 )  # fmt: skip
 _ELASTICITY = _of(
-    "environment",
+    "utilities.environment",
     "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize", "elasticity_enabled",
 )  # fmt: skip
 _DEVICES = "on CPU and GPU alike; parameters of 16 bits have fp32 masters."
-_ADAM = {name: _of("optimizers", name, differs=_DEVICES) for name in ("DeepSpeedCPUAdam", "FusedAdam")}
+_ADAM = {name: _of("optimizers.ops", name, differs=_DEVICES) for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _TIMERS = _of(
-    "timers",
+    "utilities.timers",
     "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER", "BACKWARD_MICRO_TIMER",
     "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER", "FORWARD_MICRO_TIMER",
     "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER",
 )  # fmt: skip
-_TIMERS |= _of("timers", "NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean")
+_TIMERS |= _of("utilities.timers", "NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean")
 _CHECKPOINTING: Names = {
     **{
         name: f"zoo.checkpointing.activation:{name}"
@@ -126,14 +126,14 @@ _CHECKPOINTING: Names = {
         )
     },
     **_of(
-        "rng",
+        "utilities.rng",
         "_CUDA_RNG_STATE_TRACKER", "_MODEL_PARALLEL_RNG_TRACKER_NAME", "_set_cuda_rng_state", "detach_variable",
         "extract_tensors", "merge_tensors",
     ),
 }  # fmt: skip
 _WHOLE_GROUPS = "the optimizer's buffers are zoo.zero's; its all-gathers are the engine's own."
 
-_LAUNCHER = "zoo.deepspeed.adapters.launcher"
+_LAUNCHER = "zoo.deepspeed.adapters.utilities.launcher"
 _NO_LAUNCHER = "there is no launcher yet: torchrun starts the processes on every machine."
 
 _LAUNCHERS: Names = {
@@ -167,13 +167,17 @@ TABLE: Table = {
             )
         },
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "zoo.comm.launch:PORT",
-        "get_accelerator": "zoo.deepspeed.adapters.accelerators:get_accelerator",
-        "logger": "zoo.deepspeed.adapters.logs:logger",
+        "get_accelerator": "zoo.deepspeed.adapters.accelerator.real_accelerator:get_accelerator",
+        "logger": "zoo.deepspeed.adapters.utilities.logs:logger",
         "main": Name(f"{_LAUNCHER}:main", "refused when it is called, with the command of torchrun."),
     },
-    "": _of("accelerators", "get_accelerator") | _of("logs", "log_dist", "logger") | _of("helpers", "OnDevice"),
+    "": {
+        **_of("accelerator.real_accelerator", "get_accelerator"),
+        **_of("utilities.logs", "log_dist", "logger"),
+        **_of("utilities.helpers", "OnDevice"),
+    },
     "env_report": _of(
-        "environment",
+        "utilities.environment",
         "cli_main", "debug_report", "get_shm_size", "human_readable_size", "main", "nvcc_version", "op_report",
         "parse_arguments",
     ),
@@ -181,65 +185,70 @@ TABLE: Table = {
     "elasticity.elasticity": _ELASTICITY,
     "elasticity.config": {name: _ELASTICITY[name] for name in _ELASTICITY if name.startswith("Elasticity")},
     "git_version_info": {
-        **_of("build_info", "accelerator_name", "git_branch", "git_hash", "torch_info", "version"),
-        **_of("build_info", "compatible_ops", "installed_ops", differs="of the operations that zoo has builders for."),
+        **_of("utilities.build_info", "accelerator_name", "git_branch", "git_hash", "torch_info", "version"),
+        **_of(
+            "utilities.build_info", "compatible_ops", "installed_ops",
+            differs="of the operations that zoo has builders for.",
+        ),
     },
     "accelerator": _ACCELERATORS,
-    "accelerator.real_accelerator": _ACCELERATORS | _of("accelerators", "SUPPORTED_ACCELERATOR_LIST"),
-    "accelerator.abstract_accelerator": _of("accelerator_base", "DeepSpeedAccelerator"),
-    "accelerator.cpu_accelerator": _of("accelerator_cpu", "CPU_Accelerator"),
-    "accelerator.cuda_accelerator": _of("accelerator_cuda", "CUDA_Accelerator"),
-    "comm": f"{_ADAPTERS}.communication",
-    "comm.comm": f"{_ADAPTERS}.communication",
+    "accelerator.real_accelerator": _ACCELERATORS | _of("accelerator.real_accelerator", "SUPPORTED_ACCELERATOR_LIST"),
+    "accelerator.abstract_accelerator": _of("accelerator.base", "DeepSpeedAccelerator"),
+    "accelerator.cpu_accelerator": _of("accelerator.cpu", "CPU_Accelerator"),
+    "accelerator.cuda_accelerator": _of("accelerator.cuda", "CUDA_Accelerator"),
+    "comm": f"{_ADAPTERS}.communication.comm",
+    "comm.comm": f"{_ADAPTERS}.communication.comm",
     "utils": {
         **_ACCESS, **_LEAVES,
-        **_of("logs", "logger", "log_dist", "log_dist_once", "set_log_level_from_string", "warning_once"),
-        **_of("helpers", "OnDevice", "instrument_w_nvtx"),
+        **_of("utilities.logs", "logger", "log_dist", "log_dist_once", "set_log_level_from_string", "warning_once"),
+        **_of("utilities.helpers", "OnDevice", "instrument_w_nvtx"),
         **_GROUPS, **_BWC, **_PATHS,
-        **_of("access", "DeprecatedException"), **_of("accelerators", "get_accelerator"),
+        **_of("zero.access", "DeprecatedException"), **_of("accelerator.real_accelerator", "get_accelerator"),
         "dist": "zoo.deepspeed.comm",
         "RepeatingLoader": "zoo.engine:RepeatingLoader",
     },
     "utils.tensor_fragment": _ACCESS,
-    "utils.z3_leaf_module": {**_LEAVES, **_of("leaves", "apply_zero_leaf_module_config")},
-    "utils.groups": f"{_ADAPTERS}.groups",
+    "utils.z3_leaf_module": {**_LEAVES, **_of("utilities.leaves", "apply_zero_leaf_module_config")},
+    "utils.groups": f"{_ADAPTERS}.communication.groups",
     "utils.logging": _LOGS,
     "utils.bwc": _BWC,
-    "utils.exceptions": _of("access", "DeprecatedException"),
+    "utils.exceptions": _of("zero.access", "DeprecatedException"),
     "utils.module_utils": _PATHS,
-    "utils.types": _of("helpers", "ActivationFuncType", "GATED_ACTIVATION_TYPES", "NormType"),
-    "utils.nvtx": _of("helpers", "instrument_w_nvtx"),
-    "utils.init_on_device": _of("helpers", "OnDevice"),
-    "utils.numa": _of("helpers", "parse_range", "parse_range_list"),
-    "utils.torch": _of("versions", "register_grad_hook", "required_torch_version"),
+    "utils.types": _of("utilities.helpers", "ActivationFuncType", "GATED_ACTIVATION_TYPES", "NormType"),
+    "utils.nvtx": _of("utilities.helpers", "instrument_w_nvtx"),
+    "utils.init_on_device": _of("utilities.helpers", "OnDevice"),
+    "utils.numa": _of("utilities.helpers", "parse_range", "parse_range_list"),
+    "utils.torch": _of("utilities.versions", "register_grad_hook", "required_torch_version"),
     "utils.timer": _TIMERS,
     "utils.comms_logging": {
         **_of(
-            "comms_log", "CommsLogger",
+            "communication.comms_log", "CommsLogger",
             differs="speeds are of the group's ranks, DeepSpeed's of all; operations with handles are waited for; "
             "stragglers are told of what all ranks have counted alike.",
         ),
-        **_of("comms_log", "calc_bw_log", "convert_size", "get_caller_func"),
+        **_of("communication.comms_log", "calc_bw_log", "convert_size", "get_caller_func"),
     },
     "comm.config": {
-        **_of("comms_log", "CommsLoggerConfig"),
+        **_of("communication.comms_log", "CommsLoggerConfig"),
         **_of(
-            "comms_log", "DeepSpeedCommsConfig",
+            "communication.comms_log", "DeepSpeedCommsConfig",
             differs='"enabled": false in the section leaves the log off, as documented; DeepSpeed switches it on.',
         ),
     },
-    "ops": _of("op_builders", "__compatible_ops__", differs="of the operations that zoo has builders for."),
+    "ops": _of("utilities.op_builders", "__compatible_ops__", differs="of the operations that zoo has builders for."),
     "ops.op_builder": _BUILDERS,
-    "ops.op_builder.builder": _of("op_builders", "CUDAOpBuilder", "OpBuilder"),
+    "ops.op_builder.builder": _of("utilities.op_builders", "CUDAOpBuilder", "OpBuilder"),
     **{f"ops.op_builder.{name}": {builder: _BUILDERS[builder]} for name, builder in _FILES.items()},
-    "ops.aio": _of("op_builders", "AsyncIOBuilder"),
-    "ops.compile": _of("op_builders", "DeepCompileBuilder", differs=_WITHOUT),
-    "ops.triton_ops": _of("versions", "is_triton_available", differs="it is not: there are no kernels in Triton."),
-    "ops.op_builder.evoformer_attn": _of("op_builders", "EvoformerAttnBuilder", differs=_WITHOUT),
-    "ops.gds": _of("op_builders", "GDSBuilder", differs=_WITHOUT),
-    "ops.pin_memory": _of("op_builders", "PinMemoryBuilder", differs=_WITHOUT),
+    "ops.aio": _of("utilities.op_builders", "AsyncIOBuilder"),
+    "ops.compile": _of("utilities.op_builders", "DeepCompileBuilder", differs=_WITHOUT),
+    "ops.triton_ops": _of(
+        "utilities.versions", "is_triton_available", differs="it is not: there are no kernels in Triton."
+    ),
+    "ops.op_builder.evoformer_attn": _of("utilities.op_builders", "EvoformerAttnBuilder", differs=_WITHOUT),
+    "ops.gds": _of("utilities.op_builders", "GDSBuilder", differs=_WITHOUT),
+    "ops.pin_memory": _of("utilities.op_builders", "PinMemoryBuilder", differs=_WITHOUT),
     "runtime.compiler": _of(
-        "compiler",
+        "utilities.compiler",
         "compiled_autograd", "disable", "dummy_decorator", "enable", "is_compile_supported", "is_compiling",
         "lazy_disable",
     ),
@@ -250,9 +259,9 @@ TABLE: Table = {
     "ops.adam": _ADAM["DeepSpeedCPUAdam"] | _ADAM["FusedAdam"],
     "ops.adam.cpu_adam": _ADAM["DeepSpeedCPUAdam"],
     "ops.adam.fused_adam": _ADAM["FusedAdam"],
-    "ops.adagrad": _of("optimizers", "DeepSpeedCPUAdagrad", differs=_DEVICES),
-    "ops.lion": _of("optimizers", "DeepSpeedCPULion", "FusedLion", differs=_DEVICES),
-    "ops.lamb": _of("optimizers", "FusedLamb", differs=f"{_DEVICES} max_grad_norm is refused."),
+    "ops.adagrad": _of("optimizers.ops", "DeepSpeedCPUAdagrad", differs=_DEVICES),
+    "ops.lion": _of("optimizers.ops", "DeepSpeedCPULion", "FusedLion", differs=_DEVICES),
+    "ops.lamb": _of("optimizers.ops", "FusedLamb", differs=f"{_DEVICES} max_grad_norm is refused."),
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.utils": {
         **_RUNTIME,
@@ -262,21 +271,22 @@ TABLE: Table = {
     "runtime.dataloader": {
         "RepeatingLoader": "zoo.engine:RepeatingLoader",
         "DeepSpeedDataLoader": Name(
-            f"{_ADAPTERS}.data:DeepSpeedDataLoader",
+            f"{_ADAPTERS}.root.data:DeepSpeedDataLoader",
             "num_local_io_workers is 0 unless given; a curriculum is refused (section data_efficiency).",
         ),
     },
     "monitor.config": _of(
-        "monitors",
+        "utilities.monitors",
         "CSVConfig", "CometConfig", "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "get_monitor_config",
     ),
     "monitor.monitor": _of(
-        "monitors", "CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"
+        "utilities.monitors",
+        "CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor",
     ),
-    "monitor.csv_monitor": _of("monitors", "csvMonitor"),
-    "monitor.tensorboard": _of("monitors", "TensorBoardMonitor"),
-    "monitor.wandb": _of("monitors", "WandbMonitor"),
-    "monitor.comet": _of("monitors", "CometMonitor"),
+    "monitor.csv_monitor": _of("utilities.monitors", "csvMonitor"),
+    "monitor.tensorboard": _of("utilities.monitors", "TensorBoardMonitor"),
+    "monitor.wandb": _of("utilities.monitors", "WandbMonitor"),
+    "monitor.comet": _of("utilities.monitors", "CometMonitor"),
     "checkpoint.utils": {"clone_tensors_for_torch_save": "zoo.checkpointing:clone_tensors_for_torch_save"},
     "checkpointing": _CHECKPOINTING,
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,

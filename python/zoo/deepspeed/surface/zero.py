@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zoo.deepspeed.modules import Name, Names, Table
 
-_LAYERS = "zoo.deepspeed.adapters.linear_layers"
-_WHOLE = "zoo.deepspeed.adapters.whole_models"
+_LAYERS = "zoo.deepspeed.adapters.zero.linear_layers"
+_WHOLE = "zoo.deepspeed.adapters.zero.whole_models"
 
 _TILES: Names = {
     "TiledLinear": Name(f"{_LAYERS}:TiledLinear", "tiles are the modules .tile(row, column)."),
@@ -19,9 +19,9 @@ _WRAP: Names = {
     )
 }
 
-_HOOKS = "zoo.deepspeed.adapters.backward_hooks"
-_OFFLOAD = "zoo.deepspeed.adapters.offload_activations"
-_PINNED = "zoo.deepspeed.adapters.pinned"
+_HOOKS = "zoo.deepspeed.adapters.zero.backward_hooks"
+_OFFLOAD = "zoo.deepspeed.adapters.zero.offload_activations"
+_PINNED = "zoo.deepspeed.adapters.zero.pinned"
 
 _ACCOUNT: Names = {
     "pinned_memory_summary": f"{_PINNED}:pinned_memory_summary",

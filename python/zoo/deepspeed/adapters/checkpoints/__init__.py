@@ -1,0 +1,1 @@
+"""DeepSpeed's files, their names and shapes of ranks; weights out of checkpoints."""

@@ -1,0 +1,1 @@
+"""``deepspeed.comm``, and process groups by name (``deepspeed.utils.groups``)."""

@@ -1,0 +1,1 @@
+"""``deepspeed.ops`` and ``deepspeed.runtime``: optimizers, loss scalers, schedules."""

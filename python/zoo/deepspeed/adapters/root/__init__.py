@@ -1,0 +1,1 @@
+"""``deepspeed.initialize`` and what it returns: engine, optimizer, data loader."""

@@ -1,0 +1,1 @@
+"""``deepspeed.sequence`` and ``deepspeed.runtime.sequence_parallel``."""

@@ -1,0 +1,1 @@
+"""``deepspeed.zero``: contexts, parameters and layers; host memory."""
