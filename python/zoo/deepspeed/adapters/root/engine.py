@@ -7,7 +7,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from zoo.deepspeed.adapters import asserting
 from zoo.deepspeed.adapters.root.config_getters import Questions, tell_of_replaced
 from zoo.deepspeed.adapters.root.data import loader_of
 from zoo.deepspeed.adapters.root.lifetimes import keep, thaw
-from zoo.deepspeed.adapters.root.optimizer import view_of
-from zoo.deepspeed.adapters.utilities.logs import warning_once
+from zoo.deepspeed.adapters.root.optimizer import refuse_endless_overflows, smallest_scale, view_of
 from zoo.deepspeed.adapters.utilities.timers import throughput_timer
 from zoo.engine import Engine
 
@@ -108,7 +106,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         finally:
             self._stepping = False
         self.tput_timer.stop(global_step=engine.global_steps > steps)
-        self._give_up(scale)
+        refuse_endless_overflows(self.engine, scale)
 
     def _for_schedule(self) -> Mapping[str, Any] | None:
         """For a schedule whose step wants an argument, as Megatron's ``step(increment)``: the samples of a step."""
@@ -123,25 +121,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         return None if name is None else {name: self.train_batch_size()}
 
     def _smallest_scale(self) -> float | None:
-        """The loss scale, where it moves with overflows and the next one would make it smaller than it may be; stages 1
-        to 3."""
-        scaler = self.engine.optimizer.scaler if self.trains and self.zero_optimization_stage() else None
-        if scaler is None or not scaler.dynamic or scaler.lives > 1:
-            return None
-        return float(scaler.scale) if scaler.scale <= scaler.min_scale else None
-
-    def _give_up(self, scale: float | None) -> None:
-        """A training that overflows at the smallest scale would go on without ever moving.
-
-        Raises:
-            RuntimeError: it did so just now.
-        """
-        record = self.engine.record if scale is not None and self.engine.clock.micro_batch == 0 else None
-        if record is not None and record.skipped:
-            raise RuntimeError(
-                f"the gradients overflow at the smallest loss scale, {scale:g}: no step moves the parameters any more. "
-                "The model diverges in fp16: train in bf16, or lower the learning rate."
-            )
+        return smallest_scale(self.engine) if self.trains and self.zero_optimization_stage() else None
 
     @asserting
     def scale(self, loss: Any) -> torch.Tensor:
@@ -221,7 +201,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         self._forget_empty_step()
         scale = self._smallest_scale()
         loss = self.engine.train_batch(data_iter, lr_kwargs=self._for_schedule())
-        self._give_up(scale)
+        refuse_endless_overflows(self.engine, scale)
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -420,20 +400,9 @@ class DeepSpeedEngine(Questions, nn.Module):
             ValueError: what kept it from being written, see :meth:`zoo.engine.Engine.save_checkpoint`; or an
                 AssertionError too: ranks give other tags, and ``checkpoint.tag_validation`` is "Fail".
         """
-        from zoo.deepspeed.adapters.configuration.documents import get_checkpoint_tag_validation_mode
-        from zoo.deepspeed.adapters.root.saves import agreed
+        from zoo.deepspeed.adapters.root.engine_checkpoints import save
 
-        mode = get_checkpoint_tag_validation_mode(self._document.get("checkpoint") or {})
-        tag, state = agreed(self.engine.sharded.everyone, save_dir, tag, client_state, mode)
-        self._forget_empty_step()
-        if self.trains and (self.engine.clock.micro_batch or self.engine.optimizer.holds_gradients):
-            warning_once(
-                "save_checkpoint() in the middle of a step: the gradients of its micro-batches are not part of the "
-                "checkpoint. Whoever loads it begins this step anew."
-            )
-        self.engine.save_checkpoint(
-            save_dir, tag, state, save_latest, exclude_frozen_parameters, asynchronous=False, within_step=True
-        )
+        save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -456,28 +425,12 @@ class DeepSpeedEngine(Questions, nn.Module):
             ValueError: (zoo.checkpointing.CheckpointError) what is wrong with the checkpoint that is there; or there is
                 none with the tag; or ``load_dir`` is no path.
         """
-        from zoo.checkpointing import alike
-        from zoo.engine.state_dicts import check_place
+        from zoo.deepspeed.adapters.root.engine_checkpoints import load
 
-        alike(self.engine.sharded.everyone, "load_checkpoint()", lambda: check_place(load_dir))
-        if tag is None and self._has_none(load_dir):
-            _log.warning("load_checkpoint(%r): there is no checkpoint; nothing is loaded.", str(load_dir))
-            return None, None
-        path, client_state = self.engine.load_checkpoint(
-            load_dir, None if tag is None else str(tag), load_module_strict, load_optimizer_states,
-            load_lr_scheduler_states, load_module_only, custom_load_fn,
+        return load(
+            self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+            custom_load_fn,
         )  # fmt: skip
-        self.loaded_checkpoint_tag = Path(path).name
-        return path, client_state
-
-    def _has_none(self, folder: str | os.PathLike[str]) -> bool:
-        """Whether no rank sees a checkpoint there, of either system. Collective."""
-        place = Path(folder)
-        seen = "://" in str(folder) or (
-            place.is_dir() and ((place / "latest").exists() or (place / "latest_universal").exists() or _any(place))
-        )
-        found: list[bool] = self.engine.sharded.everyone.all_gather_object(seen)
-        return not any(found)
 
     def module_state_dict(
         self,
@@ -488,14 +441,9 @@ class DeepSpeedEngine(Questions, nn.Module):
     ) -> dict[str, Any]:
         """The model's ``state_dict`` as it is at stages 0 to 2; the whole one, on the CPU, at stage 3. There it is a
         collective."""
-        if self.zero_optimization_stage() == 3:
-            return dict(self.engine.module_state_dict(exclude_frozen_parameters))
-        found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    found.pop(prefix + name, None)
-        return found
+        from zoo.deepspeed.adapters.root.engine_checkpoints import state_dict_of
+
+        return state_dict_of(self, destination, prefix, keep_vars, exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,
@@ -549,9 +497,3 @@ class DeepSpeedEngine(Questions, nn.Module):
     ) -> bool:  # fmt: skip
         """:meth:`save_16bit_model` under its older name."""
         return self.save_16bit_model(save_dir, save_filename)
-
-
-def _any(folder: Path) -> bool:
-    from zoo.checkpointing.listing import listing
-
-    return bool(listing(folder))

@@ -400,3 +400,28 @@ def view_of(engine: Engine) -> OptimizerView | DeepSpeedZeRoOffload | None:
     inner = type(engine.optimizer.inner)  # DeepSpeed has flat fp16 groups for its own Adam only
     fused = inner.__module__.startswith("zoo.") and "adam" in inner.__name__.lower()
     return FP16_Optimizer(engine) if fused else FP16_UnfusedOptimizer(engine)
+
+
+def smallest_scale(engine: Engine) -> float | None:
+    """The loss scale, where it moves with overflows and the next one would make it smaller than it may be."""
+    scaler = engine.optimizer.scaler
+    if scaler is None or not scaler.dynamic or scaler.lives > 1:
+        return None
+    return float(scaler.scale) if scaler.scale <= scaler.min_scale else None
+
+
+def refuse_endless_overflows(engine: Engine, scale: float | None) -> None:
+    """A training that overflows at the smallest scale would go on without ever moving.
+
+    Args:
+        scale: :func:`smallest_scale` before the step.
+
+    Raises:
+        RuntimeError: it did so just now.
+    """
+    record = engine.record if scale is not None and engine.clock.micro_batch == 0 else None
+    if record is not None and record.skipped:
+        raise RuntimeError(
+            f"the gradients overflow at the smallest loss scale, {scale:g}: no step moves the parameters any more. "
+            "The model diverges in fp16: train in bf16, or lower the learning rate."
+        )
