@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpointing.manifest import SUM, sum_of
+from zoo.checkpointing.format.manifest import SUM, sum_of
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -37,7 +37,7 @@ class Node:
 
 
 class ModelDisk:
-    """A :class:`zoo.checkpointing.disk.Disk`.
+    """A :class:`zoo.checkpointing.format.disk.Disk`.
 
     Args:
         crash_at: the number of the call at which power is lost, before it takes effect. fail_at: (number, errno) of a

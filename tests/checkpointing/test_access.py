@@ -31,8 +31,8 @@ from zoo.checkpointing import (
     under_way,
 )
 from zoo.checkpointing.consolidation import write_script
-from zoo.checkpointing.disk import LARGE_BYTES, LOCAL, LocalDisk, put
 from zoo.checkpointing.errors import UnreadableError
+from zoo.checkpointing.format.disk import LARGE_BYTES, LOCAL, LocalDisk, put
 from zoo.checkpointing.listing import listing
 from zoo.checkpointing.resharding import reshard
 from zoo.comm import Communicator

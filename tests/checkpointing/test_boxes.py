@@ -19,7 +19,7 @@ from tests.profiles import examples
 from zoo import sim
 from zoo.checkpointing import CheckpointError, load, save, zero_to_fp32
 from zoo.checkpointing.comparing import compare
-from zoo.checkpointing.index import Index
+from zoo.checkpointing.format.index import Index
 from zoo.checkpointing.resharding import reshard
 from zoo.comm import Communicator
 from zoo.layout import Box, StateSlice, tiles

@@ -24,9 +24,9 @@ from tests.profiles import examples
 
 from zoo import sim
 from zoo.checkpointing import Checkpoint, CheckpointError, MissingStateError, latest_tag, load, prune, save
-from zoo.checkpointing.data_files import AHEAD, CHUNK_BYTES
-from zoo.checkpointing.disk import LocalDisk
-from zoo.checkpointing.index import OF_PIECES, FileEntry, Index, State, empty_columns
+from zoo.checkpointing.format.data_files import AHEAD, CHUNK_BYTES
+from zoo.checkpointing.format.disk import LocalDisk
+from zoo.checkpointing.format.index import OF_PIECES, FileEntry, Index, State, empty_columns
 from zoo.comm import Communicator
 from zoo.layout import Box, FlatLayout, LogicalTensor, StateSlice
 

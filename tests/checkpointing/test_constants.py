@@ -18,7 +18,7 @@ from torch import nn
 from zoo import sim
 from zoo.checkpointing import BackgroundSaver, load, prune, save, zero_to_fp32
 from zoo.checkpointing.constants import Constants
-from zoo.checkpointing.disk import LocalDisk
+from zoo.checkpointing.format.disk import LocalDisk
 from zoo.comm import Communicator
 from zoo.engine import initialize
 from zoo.layout import StateSlice

@@ -24,7 +24,7 @@ from tests.profiles import examples
 
 from zoo import sim
 from zoo.checkpointing import CheckpointError, load, save
-from zoo.checkpointing.disk import put
+from zoo.checkpointing.format.disk import put
 from zoo.comm import Communicator
 
 ROOT = Path("/runs/a")

@@ -16,7 +16,7 @@ from tests.checkpointing.test_checkpoints import check_values, pieces, write
 from tests.processes import run_ranks
 
 from zoo.checkpointing import BackgroundSaver, CheckpointError, load, save
-from zoo.checkpointing.disk import LocalDisk
+from zoo.checkpointing.format.disk import LocalDisk
 from zoo.comm import Communicator
 
 WORLD = 3

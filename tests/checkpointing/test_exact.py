@@ -25,8 +25,8 @@ from tests.checkpointing.manifests import rewrite
 from tests.profiles import examples
 
 from zoo.checkpointing import CheckpointError, load, save
-from zoo.checkpointing.exact import decode, dtype_named, dumps
-from zoo.checkpointing.manifest import SUM
+from zoo.checkpointing.format.exact import decode, dtype_named, dumps
+from zoo.checkpointing.format.manifest import SUM
 
 numbers = st.integers() | st.floats() | st.booleans() | st.none() | st.complex_numbers() | st.binary(max_size=5)
 strings = st.text(max_size=5) | st.text("ab\ud83d\ude00", max_size=3) | st.sampled_from(["__zoo__", "", "1"])

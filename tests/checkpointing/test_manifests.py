@@ -18,10 +18,11 @@ from tests.checkpointing.manifests import rewrite
 from tests.checkpointing.test_checkpoints import pieces, write
 
 from zoo import sim
-from zoo.checkpointing import BackgroundSaver, CheckpointError, load, manifest, prune, save, writing, zero_to_fp32
-from zoo.checkpointing.disk import LocalDisk
-from zoo.checkpointing.exact import encode
-from zoo.checkpointing.index import FileEntry, Index, State, empty_columns
+from zoo.checkpointing import BackgroundSaver, CheckpointError, load, prune, save, writing, zero_to_fp32
+from zoo.checkpointing.format import manifest
+from zoo.checkpointing.format.disk import LocalDisk
+from zoo.checkpointing.format.exact import encode
+from zoo.checkpointing.format.index import FileEntry, Index, State, empty_columns
 from zoo.comm import Communicator
 from zoo.layout import StateSlice
 

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from zoo import sim
 from zoo.checkpointing import BackgroundSaver, CheckpointError, latest_tag, load, prune, save
-from zoo.checkpointing.disk import place_of
+from zoo.checkpointing.format.disk import place_of
+from zoo.checkpointing.format.object_store import ObjectStore
 from zoo.checkpointing.listing import DAMAGED, UNFINISHED, WHOLE, listing
-from zoo.checkpointing.object_store import ObjectStore
 from zoo.cli import app
 from zoo.comm import Communicator
 from zoo.engine import initialize

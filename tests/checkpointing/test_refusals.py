@@ -86,7 +86,7 @@ def test_a_file_whose_beginning_cannot_be_written_leaves_nothing(
         Path(path).touch()
         return Full()
 
-    monkeypatch.setattr("zoo.checkpointing.tensors.open", opened, raising=False)
+    monkeypatch.setattr("zoo.checkpointing.format.tensors.open", opened, raising=False)
     with pytest.raises(OSError, match="No space left"):
         TensorFile(tmp_path / "f.safetensors", {"a": (torch.float32, (1,))}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["closed"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from zoo.checkpointing import CheckpointError, load, prune, save
-from zoo.checkpointing.disk import LocalDisk
+from zoo.checkpointing.format.disk import LocalDisk
 from zoo.checkpointing.listing import listing
 from zoo.layout import StateSlice
 

@@ -17,7 +17,7 @@ from tests.checkpointing.test_consolidation import GOLDEN, Values, put, same
 from typer.testing import CliRunner
 
 from zoo.checkpointing import load
-from zoo.checkpointing.manifest import VERSION
+from zoo.checkpointing.format.manifest import VERSION
 from zoo.cli import app
 
 

@@ -261,7 +261,7 @@ def test_a_rank_0_that_cannot_write_is_an_error_everywhere_and_the_old_file_stay
 
     with monkeypatch.context() as patch:
         if at == "begin":
-            patch.setattr("zoo.checkpointing.tensors.open", breaking(open), raising=False)
+            patch.setattr("zoo.checkpointing.format.tensors.open", breaking(open), raising=False)
         elif at == "middle":
             patch.setattr(TensorFile, "put", breaking(TensorFile.put))
         else:

@@ -15,12 +15,13 @@ from .errors import (
 from .errors import (
     together as together,
 )
-from .names import (
+from .format.names import (
     StateSlice as StateSlice,
 )
-from .names import (
+from .format.names import (
     latest_tag as latest_tag,
 )
+from .format.tensors import TensorFile as TensorFile
 from .pruning import prune as prune
 from .reading import (
     Checkpoint as Checkpoint,
@@ -28,5 +29,4 @@ from .reading import (
 from .reading import (
     load as load,
 )
-from .tensors import TensorFile as TensorFile
 from .writing import save as save

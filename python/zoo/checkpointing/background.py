@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from zoo.checkpointing import under_way
 from zoo.checkpointing.constants import Constants
-from zoo.checkpointing.disk import Disk, place_of
 from zoo.checkpointing.errors import alike
-from zoo.checkpointing.tensors import check_dtype
+from zoo.checkpointing.format.disk import Disk, place_of
+from zoo.checkpointing.format.tensors import check_dtype
 from zoo.checkpointing.writing import Told, check_slice, save
 from zoo.comm import Communicator, before_teardown
 from zoo.comm.groups import make_groups

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.exact import decode, dumps
+from zoo.checkpointing.format.exact import decode, dumps
 
 CLIENT, RANKS, OF_RANK = "client", "client_ranks", "client_state"
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.checkpointing.exact import dumps
+from zoo.checkpointing.format.exact import dumps
 from zoo.checkpointing.reading import Checkpoint
 
 _PIECE = 1 << 21

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from zoo.checkpointing import zero_to_fp32
-from zoo.checkpointing.disk import Disk, put, read_file
-from zoo.checkpointing.disk import place_of as disk_of
 from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.format.disk import Disk, put, read_file
+from zoo.checkpointing.format.disk import place_of as disk_of
 from zoo.checkpointing.reading import load
 from zoo.checkpointing.zero_to_fp32 import LazyTensor, place_of, state_dict_of, tensors_of, write_model
 from zoo.comm import Communicator

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zoo.checkpointing.data_files import Written, sums_of, write_data
-from zoo.checkpointing.disk import Disk
-from zoo.checkpointing.tensors import Entry
+from zoo.checkpointing.format.data_files import Written, sums_of, write_data
+from zoo.checkpointing.format.disk import Disk
+from zoo.checkpointing.format.tensors import Entry
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Constants:
         the device; its name is for the caller to force.
 
         Raises:
-            CheckpointError, OSError: as :func:`zoo.checkpointing.data_files.write_data` does.
+            CheckpointError, OSError: as :func:`zoo.checkpointing.format.data_files.write_data` does.
         """
         described = tuple((entry.key, entry.dtype, entry.length) for entry in entries)
         known = self._known

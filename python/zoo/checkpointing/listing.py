@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo.checkpointing.disk import Disk, place_of
 from zoo.checkpointing.errors import CheckpointError, UnreadableError
-from zoo.checkpointing.manifest import number_of
-from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, names_in, tag_of
+from zoo.checkpointing.format.disk import Disk, place_of
+from zoo.checkpointing.format.manifest import number_of
+from zoo.checkpointing.format.names import MANIFEST, is_ours, latest_tag, names_in, tag_of
 from zoo.checkpointing.reading import load
 from zoo.comm import Communicator
 

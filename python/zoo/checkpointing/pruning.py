@@ -15,11 +15,19 @@ import numpy as np
 import torch
 
 from zoo.checkpointing import under_way
-from zoo.checkpointing.disk import Disk, discard, place_of, write_file
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.exact import decode
-from zoo.checkpointing.manifest import attempt_of, files_named, meta_of, number_of, numbered, read_document, scalars_of
-from zoo.checkpointing.names import MANIFEST, is_ours, latest_tag, names_in, new_attempt
+from zoo.checkpointing.format.disk import Disk, discard, place_of, write_file
+from zoo.checkpointing.format.exact import decode
+from zoo.checkpointing.format.manifest import (
+    attempt_of,
+    files_named,
+    meta_of,
+    number_of,
+    numbered,
+    read_document,
+    scalars_of,
+)
+from zoo.checkpointing.format.names import MANIFEST, is_ours, latest_tag, names_in, new_attempt
 from zoo.checkpointing.reading import load
 from zoo.comm import Communicator
 

@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.checkpointing import under_way, version2
-from zoo.checkpointing.data_files import Cache, DataFile
-from zoo.checkpointing.disk import Disk, place_of, read_file
+from zoo.checkpointing import under_way
 from zoo.checkpointing.errors import (
     CheckpointError,
     DamageError,
@@ -28,9 +26,12 @@ from zoo.checkpointing.errors import (
     anywhere,
     no_access,
 )
-from zoo.checkpointing.exact import dtype_named
-from zoo.checkpointing.index import Index
-from zoo.checkpointing.manifest import (
+from zoo.checkpointing.format import version2
+from zoo.checkpointing.format.data_files import Cache, DataFile
+from zoo.checkpointing.format.disk import Disk, place_of, read_file
+from zoo.checkpointing.format.exact import dtype_named
+from zoo.checkpointing.format.index import Index
+from zoo.checkpointing.format.manifest import (
     INDEXED,
     Manifest,
     attempt_of,
@@ -42,7 +43,7 @@ from zoo.checkpointing.manifest import (
     text_of,
     world_size_of,
 )
-from zoo.checkpointing.names import LATEST, MANIFEST, check_tag, find, latest_tag
+from zoo.checkpointing.format.names import LATEST, MANIFEST, check_tag, find, latest_tag
 from zoo.comm import Communicator
 from zoo.layout import Box
 

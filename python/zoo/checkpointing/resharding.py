@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 
 from zoo.checkpointing.client_state import OF_RANK, RANKS
-from zoo.checkpointing.disk import LOCAL, place_of
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.exact import dtype_named
-from zoo.checkpointing.names import tags_of
+from zoo.checkpointing.format.disk import LOCAL, place_of
+from zoo.checkpointing.format.exact import dtype_named
+from zoo.checkpointing.format.names import tags_of
 from zoo.checkpointing.reading import Checkpoint
 from zoo.checkpointing.writing import save
 from zoo.comm import Communicator

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 
 from zoo.checkpointing.constants import Constants
-from zoo.checkpointing.data_files import Written, write_data
-from zoo.checkpointing.disk import Disk, discard, make_directories, place_of, put, write_file
 from zoo.checkpointing.errors import CheckpointError, alike
-from zoo.checkpointing.exact import MARK, encode
-from zoo.checkpointing.index import OF_PIECES, Column, FileEntry, Index, State, empty_columns
-from zoo.checkpointing.manifest import (
+from zoo.checkpointing.format.data_files import Written, write_data
+from zoo.checkpointing.format.disk import Disk, discard, make_directories, place_of, put, write_file
+from zoo.checkpointing.format.exact import MARK, encode
+from zoo.checkpointing.format.index import OF_PIECES, Column, FileEntry, Index, State, empty_columns
+from zoo.checkpointing.format.manifest import (
     FORMAT,
     MOST_META_BYTES,
     SUM,
@@ -42,7 +42,7 @@ from zoo.checkpointing.manifest import (
     sum_of,
     written,
 )
-from zoo.checkpointing.names import (
+from zoo.checkpointing.format.names import (
     LATEST,
     MANIFEST,
     RANK_ROLE,
@@ -54,7 +54,7 @@ from zoo.checkpointing.names import (
     key_of,
     new_attempt,
 )
-from zoo.checkpointing.tensors import Entry
+from zoo.checkpointing.format.tensors import Entry
 from zoo.comm import Communicator, gather_object
 from zoo.layout import Box
 
@@ -124,7 +124,7 @@ def save(
             roles.
         scalars: numbers by name, from any rank; ranks that give the same name must give the same value.
         meta: a dict of plain values, of which rank 0's is kept; it comes back exactly, types included
-            (zoo.checkpointing.exact says which values that holds).
+            (zoo.checkpointing.format.exact says which values that holds).
         comm: the ranks that save together; a world of one if not given.
         rank_state: tensors of this rank alone, read back by a rank of the same number.
         latest: whether it becomes the one that is loaded where no tag is given.

@@ -310,7 +310,7 @@ def prune(
     gone."""
     with one_sentence(shared=False):
         from zoo.checkpointing import prune as remove
-        from zoo.checkpointing.disk import place_of
+        from zoo.checkpointing.format.disk import place_of
 
         disk, root = place_of(directory)
         if not disk.is_directory(root):
@@ -326,7 +326,7 @@ def prune(
 
 def _split(place: str) -> tuple[str, str | None]:
     """The directory, and the tag where there is one."""
-    from zoo.checkpointing.disk import place_of
+    from zoo.checkpointing.format.disk import place_of
 
     disk, path = place_of(place)
     above = str(place).rstrip("/").rpartition("/")[0] if "://" in str(place) else str(path.parent)
@@ -349,8 +349,8 @@ def _described(found: Checkpoint, part: str) -> dict[str, Any]:
     """What ``zoo ckpt show`` says, as JSON has it."""
     import numpy as np
 
-    from zoo.checkpointing.exact import dtype_named, encode
-    from zoo.checkpointing.manifest import number_of
+    from zoo.checkpointing.format.exact import dtype_named, encode
+    from zoo.checkpointing.format.manifest import number_of
 
     pieces = np.bincount(found.index.columns["state"], minlength=len(found.index.states)).tolist()
     tensors: dict[str, Any] = {}
@@ -397,7 +397,7 @@ def _print(table: Table) -> None:
 
 
 def _print_json(value: Any) -> None:
-    from zoo.checkpointing.exact import encode
+    from zoo.checkpointing.format.exact import encode
 
     typer.echo(json.dumps(encode(value, "it"), indent=1))
 

@@ -40,7 +40,7 @@ class Reads:
                 raise
             except Exception as error:  # damage, or what this machine cannot do: the others must hear of both
                 self._error = error
-        from zoo.checkpointing.exact import dtype_named
+        from zoo.checkpointing.format.exact import dtype_named
 
         return torch.zeros(length, dtype=dtype_named(self._found.roles[name][role]))
 

@@ -73,7 +73,7 @@ class Checkpoints(WholeStates):
 
         Args:
             tag: ``global_step<N>`` if not given.
-            client_state: plain values (zoo.checkpointing.exact says which), which may be others on each rank;
+            client_state: plain values (zoo.checkpointing.format.exact says which), which may be others on each rank;
                 :meth:`load_checkpoint` gives them back exactly.
             save_latest: whether it becomes the one that is loaded where no tag is given.
             exclude_frozen_parameters: leave out what was frozen when the optimizer was built. Whoever loads it keeps
@@ -148,8 +148,8 @@ class Checkpoints(WholeStates):
     def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str], tag: Any) -> None:
         """What goes beside tensors; and on rank 0 the script that makes fp32 weights of a checkpoint without zoo."""
         from zoo.checkpointing.consolidation import write_script
-        from zoo.checkpointing.disk import make_directories, place_of
-        from zoo.checkpointing.names import check_tag
+        from zoo.checkpointing.format.disk import make_directories, place_of
+        from zoo.checkpointing.format.names import check_tag
         from zoo.engine.state import engine_meta
 
         check_place(directory)

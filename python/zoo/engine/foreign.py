@@ -73,8 +73,8 @@ def _begun_otherwise(name: str, starts: Mapping[str, str]) -> str:
 
 
 def _is_deepspeeds(directory: str | os.PathLike[str], tag: str | None) -> bool:
-    from zoo.checkpointing.disk import LOCAL, place_of
-    from zoo.checkpointing.names import tags_of
+    from zoo.checkpointing.format.disk import LOCAL, place_of
+    from zoo.checkpointing.format.names import tags_of
 
     disk, root = place_of(directory)
     if disk is not LOCAL:

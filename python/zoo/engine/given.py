@@ -61,7 +61,7 @@ def _cannot_be_saved(buffer: torch.Tensor) -> str:
         return f"it is a sparse tensor ({buffer.layout}), and a checkpoint holds dense ones"
     if buffer.dtype in _HELD:
         return ""
-    from zoo.checkpointing.tensors import CODES, PAIRS  # for few models
+    from zoo.checkpointing.format.tensors import CODES, PAIRS  # for few models
 
     return "" if buffer.dtype in CODES or buffer.dtype in PAIRS else f"no checkpoint holds {buffer.dtype}"
 

@@ -84,7 +84,7 @@ class Kept:
         if self._stays(name, role):
             return self._held(name, role, start, length)
         if name in self._lacking or (name in self._beginning and role != PARAMETER):
-            from zoo.checkpointing.exact import dtype_named
+            from zoo.checkpointing.format.exact import dtype_named
 
             return torch.zeros(length, dtype=dtype_named(self._dtype_of(role)))
         return self._reads.read(name, role, start, length)

@@ -90,7 +90,7 @@ def _open(
     tied: dict[str, str],
 ) -> checkpointing.TensorFile | foreign.TorchFile:  # fmt: skip
     """The file, with its buffers."""
-    from zoo.checkpointing.disk import LOCAL, make_directories
+    from zoo.checkpointing.format.disk import LOCAL, make_directories
 
     make_directories(LOCAL, Path(os.path.abspath(path.parent)))
     described = {**parameters, **{name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()}}

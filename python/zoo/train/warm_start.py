@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zoo.checkpointing import load
-from zoo.checkpointing.tensors import COMPLEX
+from zoo.checkpointing.format.tensors import COMPLEX
 from zoo.comm import Communicator
 from zoo.train.config import WarmStart
 

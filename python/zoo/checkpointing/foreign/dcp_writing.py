@@ -14,7 +14,7 @@ import torch
 from zoo.checkpointing.errors import CheckpointError, together
 from zoo.checkpointing.foreign.dcp import BUFFERS, METADATA
 from zoo.checkpointing.foreign.local import make_folder, replace, sync
-from zoo.checkpointing.names import StateSlice
+from zoo.checkpointing.format.names import StateSlice
 from zoo.comm import Communicator
 from zoo.layout import Box, tiles
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpointing.disk import LOCAL
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.foreign.dcp import METADATA, load_dcp
 from zoo.checkpointing.foreign.deepspeed import load_deepspeed
@@ -17,7 +16,8 @@ from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.regions import Region, StoredTensor
 from zoo.checkpointing.foreign.safetensors_folder import load_safetensors
 from zoo.checkpointing.foreign.torch_files import load_torch
-from zoo.checkpointing.names import MANIFEST, tags_of
+from zoo.checkpointing.format.disk import LOCAL
+from zoo.checkpointing.format.names import MANIFEST, tags_of
 from zoo.comm import Communicator
 
 FORMATS = ("deepspeed", "dcp", "safetensors", "gguf", "torch")

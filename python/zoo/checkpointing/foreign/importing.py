@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpointing.disk import place_of
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.exact import dtype_named
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
+from zoo.checkpointing.format.disk import place_of
+from zoo.checkpointing.format.exact import dtype_named
 from zoo.checkpointing.resharding import PIECE_BYTES, slice_to_read
 from zoo.checkpointing.writing import save
 from zoo.comm import Communicator

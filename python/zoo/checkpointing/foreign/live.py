@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zoo.checkpointing.errors import CheckpointError, alike
-from zoo.checkpointing.names import StateSlice
+from zoo.checkpointing.format.names import StateSlice
 from zoo.comm import Communicator
 from zoo.layout import Box
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zoo.checkpointing.disk import LOCAL, make_directories, put
+from zoo.checkpointing.format.disk import LOCAL, make_directories, put
 
 
 def sync(folder: Path) -> None:

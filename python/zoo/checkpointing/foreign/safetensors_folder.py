@@ -22,7 +22,7 @@ from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.foreign.local import make_folder, replace
 from zoo.checkpointing.foreign.pieces import ForeignCheckpoint
 from zoo.checkpointing.foreign.regions import MAX_DIMS, Region, StoredTensor, is_size
-from zoo.checkpointing.tensors import CODES, COMPLEX, PAIRS, TensorFile
+from zoo.checkpointing.format.tensors import CODES, COMPLEX, PAIRS, TensorFile
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}\.safetensors")

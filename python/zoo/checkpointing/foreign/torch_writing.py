@@ -18,7 +18,7 @@ import torch
 
 from zoo.checkpointing.errors import CheckpointError
 from zoo.checkpointing.foreign.known import STAND_INS, StorageKind
-from zoo.checkpointing.tensors import NewFile
+from zoo.checkpointing.format.tensors import NewFile
 
 _ROOT, _ALIGNMENT, _LARGE = "archive", 64, 0xFFFFFFFF
 _TYPED = {
@@ -44,7 +44,7 @@ class _Entry:
 
 
 class TorchFile(NewFile):
-    """A file of tensors by name for ``torch.load``: see :class:`zoo.checkpointing.tensors.NewFile`.
+    """A file of tensors by name for ``torch.load``: see :class:`zoo.checkpointing.format.tensors.NewFile`.
 
     Args:
         path: of the file, in a folder that exists.

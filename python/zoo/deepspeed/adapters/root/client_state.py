@@ -17,7 +17,7 @@ from zoo.checkpointing import CheckpointError
 def plain_state(value: Mapping[str, Any] | None) -> Any:
     """``value`` with members of enums that are numbers or strings, ``torch.__version__`` and other subclasses of int,
     float and str as these, to which they are equal; and parameters as tensors. The rest is left as it is, which
-    :mod:`zoo.checkpointing.exact` holds or refuses.
+    :mod:`zoo.checkpointing.format.exact` holds or refuses.
 
     Raises:
         CheckpointError: it contains itself.

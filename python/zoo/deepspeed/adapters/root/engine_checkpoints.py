@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.checkpointing import CheckpointError, alike, together
-from zoo.checkpointing.disk import check_named
+from zoo.checkpointing.format.disk import check_named
 from zoo.checkpointing.listing import listing
 from zoo.comm import Communicator
 from zoo.deepspeed.adapters.configuration.documents import get_checkpoint_tag_validation_mode

@@ -187,7 +187,7 @@ def place_of(directory: str | os.PathLike[str], disk: Disk | None = None) -> tup
     text = os.fspath(directory)
     scheme, bar, rest = text.partition("://")
     if disk is None and bar and scheme not in ("", "file", "local"):
-        from zoo.checkpointing.object_store import open_store
+        from zoo.checkpointing.format.object_store import open_store
 
         return open_store(text)
     return disk if disk is not None else LOCAL, Path(os.path.abspath(rest if bar and disk is None else text))

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zoo.checkpointing.disk import LOCAL, beside
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.names import parse_key
+from zoo.checkpointing.format.disk import LOCAL, beside
+from zoo.checkpointing.format.names import parse_key
 from zoo.layout import Lent
 
 if TYPE_CHECKING:

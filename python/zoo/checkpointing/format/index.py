@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.exact import dtype_named
-from zoo.checkpointing.names import check_file
+from zoo.checkpointing.format.exact import dtype_named
+from zoo.checkpointing.format.names import check_file
 from zoo.layout import Box, tiles
 
 BLOCK_BYTES = 1 << 20

@@ -1,7 +1,7 @@
 """The manifest: parsed and checked by hand, because it comes from outside. Its appearance is the checkpoint.
 
 Since version 3: the name, size and SHA-256 of the index, the numbers, what the job keeps beside tensors, and the
-SHA-256 of all that. Versions 1 and 2 had the tensors and files in it (:mod:`zoo.checkpointing.version2`).
+SHA-256 of all that. Versions 1 and 2 had the tensors and files in it (:mod:`zoo.checkpointing.format.version2`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpointing.disk import Disk, read_beginning, read_file
 from zoo.checkpointing.errors import CheckpointError, UnreadableError
-from zoo.checkpointing.exact import decode
-from zoo.checkpointing.names import (
+from zoo.checkpointing.format.disk import Disk, read_beginning, read_file
+from zoo.checkpointing.format.exact import decode
+from zoo.checkpointing.format.names import (
     ATTEMPT,
     MANIFEST,
     check_index,
@@ -32,7 +32,7 @@ from zoo.checkpointing.names import (
 FORMAT = "zoo-checkpoint"
 VERSION = 4
 READABLE = (1, 2, 3, 4)
-"""Versions that are read. 2: ``meta`` as zoo.checkpointing.exact writes it. 3: an index beside it. 4: boxes in it."""
+"""Versions that are read. 2: ``meta`` as ``exact.py`` writes it. 3: an index beside it. 4: boxes in it."""
 INDEXED = 3
 """The first version with an index."""
 SUM = "sha256"

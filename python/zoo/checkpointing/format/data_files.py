@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zoo.checkpointing.disk import Disk, LocalSource, Reading, Sink, Source
 from zoo.checkpointing.errors import DamageError, UnreadableError, no_access
-from zoo.checkpointing.index import BLOCK_BYTES, Column
-from zoo.checkpointing.tensors import Entry, flat_of, header_of
+from zoo.checkpointing.format.disk import Disk, LocalSource, Reading, Sink, Source
+from zoo.checkpointing.format.index import BLOCK_BYTES, Column
+from zoo.checkpointing.format.tensors import Entry, flat_of, header_of
 from zoo.layout import Lent
 
 STAGE_BYTES = 8 << 20

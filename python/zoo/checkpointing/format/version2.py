@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.checkpointing.disk import Disk
 from zoo.checkpointing.errors import CheckpointError
-from zoo.checkpointing.exact import dtype_named
-from zoo.checkpointing.index import FileEntry, Index, State, empty_columns
-from zoo.checkpointing.manifest import world_size_of
-from zoo.checkpointing.names import RANK_ROLE, check_file, old_file_of, parse_key
-from zoo.checkpointing.tensors import CODES
+from zoo.checkpointing.format.disk import Disk
+from zoo.checkpointing.format.exact import dtype_named
+from zoo.checkpointing.format.index import FileEntry, Index, State, empty_columns
+from zoo.checkpointing.format.manifest import world_size_of
+from zoo.checkpointing.format.names import RANK_ROLE, check_file, old_file_of, parse_key
+from zoo.checkpointing.format.tensors import CODES
 
 _DTYPES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
 _MOST_HEADER_BYTES = 1 << 30

@@ -1,4 +1,4 @@
-"""Objects of the standard library that :mod:`zoo.checkpointing.exact` holds: bags of attributes, paths, times."""
+"""Objects of the standard library that ``exact.py`` holds: bags of attributes, paths, times."""
 
 from __future__ import annotations
 

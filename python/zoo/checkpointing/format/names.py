@@ -9,8 +9,8 @@ import secrets
 from pathlib import Path
 
 from zoo.checkpointing import under_way
-from zoo.checkpointing.disk import Disk, place_of, read_file
 from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.format.disk import Disk, place_of, read_file
 from zoo.layout import StateSlice as StateSlice
 
 MANIFEST = "manifest.json"

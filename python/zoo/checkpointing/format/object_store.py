@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.disk import Sink, Source
+from zoo.checkpointing.format.disk import Sink, Source
 
 _READERS = 4
 _MANY = 8 << 20
@@ -41,7 +41,7 @@ def open_store(url: str) -> tuple[ObjectStore, Path]:
 
 
 class ObjectStore:
-    """A :class:`zoo.checkpointing.disk.Disk`. Paths are those of the store, bucket first, below "/".
+    """A :class:`zoo.checkpointing.format.disk.Disk`. Paths are those of the store, bucket first, below "/".
 
     Args:
         fs: of fsspec.

@@ -43,8 +43,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.checkpointing import exact_objects as objects
 from zoo.checkpointing.errors import CheckpointError
+from zoo.checkpointing.format import exact_objects as objects
 
 MARK = "__zoo__"
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size"}
