@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.checkpointing.activation import ActivationCheckpointing, ActivationCheckpointingConfig
-from zoo.checkpointing.activation.storages import Contiguous, Nvme
+from zoo.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingConfig
+from zoo.activation_checkpointing.storages import Contiguous, Nvme
 
 Checkpoint = Callable[..., Any]
 

@@ -238,7 +238,7 @@ OTHERS: dict[str, str] = {
 
 EFFECTS: dict[str, str] = {
     "activation_checkpointing":
-        "tests/checkpointing/activation/test_engine.py::test_every_key_of_the_section_does_what_it_says",
+        "tests/activation_checkpointing/test_engine.py::test_every_key_of_the_section_does_what_it_says",
     "pipeline.stages": "tests/pipe/test_faults.py::test_a_configuration_for_other_stages_is_refused",
     "tensorboard": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",
     "wandb": "tests/monitor/test_battery.py::test_its_reader_finds_what_was_written",

@@ -19,7 +19,7 @@ from zoo.deepspeed.utils import pin_memory, pin_memory_tracker
 
 import zoo.deepspeed as deepspeed
 from zoo import sim
-from zoo.checkpointing.activation.storages import Held
+from zoo.activation_checkpointing.storages import Held
 
 
 def test_hooks_on_outputs_see_each_backward_begin_and_each_gradient() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from zoo.checkpointing.activation import ActivationCheckpointing, ActivationCheckpointingConfig, CudaRNGStatesTracker
-from zoo.checkpointing.activation.storages import Contiguous, Host, Keep, Nvme, Storage
+from zoo.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingConfig, CudaRNGStatesTracker
+from zoo.activation_checkpointing.storages import Contiguous, Host, Keep, Nvme, Storage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 STORAGES = ("keep", "contiguous", "host", "contiguous host", "nvme")

@@ -20,7 +20,7 @@ from tests import processes
 from tests.io.cufile import Stub, build, environment, gpu, stand_in
 from tests.profiles import examples
 
-from zoo.checkpointing.activation.storages import Nvme
+from zoo.activation_checkpointing.storages import Nvme
 from zoo.io import (
     AioConfig,
     BufferPool,

@@ -70,7 +70,7 @@ class PipelineModule(Documented, nn.Module):
             :func:`zoo.pipe.measure` returns.
         activation_checkpoint_interval: layers between two activations that are kept; 0 keeps all.
         activation_checkpoint_func: ``f(function, *inputs)``; by default the component ``activation_checkpoint.zoo``,
-            that is :func:`zoo.checkpointing.activation.checkpoint`, which follows ``configure`` and the section
+            that is :func:`zoo.activation_checkpointing.checkpoint`, which follows ``configure`` and the section
             ``activation_checkpointing``.
         checkpointable_layers: names of classes; only runs in which one of them is are checkpointed. None: all.
         schedule: name of the schedule, or a builder (``zoo.pipe.schedules``): it says how many stages a rank has.

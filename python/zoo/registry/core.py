@@ -10,8 +10,8 @@ __all__ = ["CORE"]
 
 CORE: dict[str, dict[str, str]] = {
     "activation_checkpoint": {
-        "non_reentrant": "zoo.checkpointing.activation.api:non_reentrant_checkpoint",
-        "zoo": "zoo.checkpointing.activation.api:checkpoint",
+        "non_reentrant": "zoo.activation_checkpointing.api:non_reentrant_checkpoint",
+        "zoo": "zoo.activation_checkpointing.api:checkpoint",
     },
     "compressor": {
         "blockwise": "zoo.comm.compression:Blockwise",
@@ -37,7 +37,7 @@ CORE: dict[str, dict[str, str]] = {
         "zoo.zero.options.root:ZeroRoot",
     ),
     "config_section": {
-        "activation_checkpointing": "zoo.checkpointing.activation.config:ActivationCheckpointingConfig",
+        "activation_checkpointing": "zoo.activation_checkpointing.config:ActivationCheckpointingConfig",
         "aio": "zoo.io.config:AioConfig",
         "checkpoint": "zoo.checkpointing.config:CheckpointConfig",
         "comet": "zoo.monitor.comet:CometSection",
@@ -57,7 +57,7 @@ CORE: dict[str, dict[str, str]] = {
         "plain": "zoo.engine.engine:Engine",
     },
     "engine_part": {
-        "activation_checkpointing": "zoo.checkpointing.activation.part:ActivationCheckpointingPart",
+        "activation_checkpointing": "zoo.activation_checkpointing.part:ActivationCheckpointingPart",
         "curriculum_learning": "zoo.data_efficiency.curriculum:CurriculumLearning",
         "data_efficiency": "zoo.data_efficiency.part:DataEfficiency",
         "progressive_layer_drop": "zoo.data_efficiency.layer_drop:ProgressiveLayerDrop",

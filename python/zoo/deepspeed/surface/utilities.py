@@ -118,7 +118,7 @@ _TIMERS = _of(
 _TIMERS |= _of("utilities.timers", "NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean")
 _CHECKPOINTING: Names = {
     **{
-        name: f"zoo.checkpointing.activation:{name}"
+        name: f"zoo.activation_checkpointing:{name}"
         for name in (
             "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker",
             "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",

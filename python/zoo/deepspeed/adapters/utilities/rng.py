@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.activation import CudaRNGStatesTracker, get_cuda_rng_tracker
-from zoo.checkpointing.activation.rng import MODEL_PARALLEL, default_device, set_state
+from zoo.activation_checkpointing import CudaRNGStatesTracker, get_cuda_rng_tracker
+from zoo.activation_checkpointing.rng import MODEL_PARALLEL, default_device, set_state
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
 

@@ -1,7 +1,7 @@
 """``deepspeed.runtime.activation_checkpointing.offload_activations``: what checkpointed layers keep waits on the host.
 
 The layers are those of transformers (``GradientCheckpointingLayer``); where their inputs wait is a storage of
-``zoo.checkpointing.activation``.
+``zoo.activation_checkpointing``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.activation.forms import Form, flatten, stays, unflatten
-from zoo.checkpointing.activation.storages import Held, Host, Storage
+from zoo.activation_checkpointing.forms import Form, flatten, stays, unflatten
+from zoo.activation_checkpointing.storages import Held, Host, Storage
 
 _LAYER = "GradientCheckpointingLayer"
 

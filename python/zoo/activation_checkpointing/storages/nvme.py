@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.activation.storages.extents import Extents
-from zoo.checkpointing.activation.storages.protocol import Held
+from zoo.activation_checkpointing.storages.extents import Extents
+from zoo.activation_checkpointing.storages.protocol import Held
 from zoo.io import AioConfig, BufferPool, Future, Handle
 
 __all__ = ["Nvme"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zoo.checkpointing.activation.api import (
+    from zoo.activation_checkpointing.api import (
         CheckpointFunction,
         checkpoint,
         configure,
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
         reset,
         set_num_layers,
     )
-    from zoo.checkpointing.activation.config import ActivationCheckpointingConfig
-    from zoo.checkpointing.activation.planning import Plan, UnitCosts, choose, measure, plan
-    from zoo.checkpointing.activation.recomputing import ActivationCheckpointing
-    from zoo.checkpointing.activation.rng import CudaRNGStatesTracker
+    from zoo.activation_checkpointing.config import ActivationCheckpointingConfig
+    from zoo.activation_checkpointing.planning import Plan, UnitCosts, choose, measure, plan
+    from zoo.activation_checkpointing.recomputing import ActivationCheckpointing
+    from zoo.activation_checkpointing.rng import CudaRNGStatesTracker
 
 __all__ = [
     "ActivationCheckpointing",

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zoo.engine
+from zoo import activation_checkpointing as activation
 from zoo import sim
-from zoo.checkpointing import activation
-from zoo.checkpointing.activation import ActivationCheckpointing
-from zoo.checkpointing.activation.state import current
-from zoo.checkpointing.activation.storages import Contiguous, Host, Nvme, Partition
+from zoo.activation_checkpointing import ActivationCheckpointing
+from zoo.activation_checkpointing.state import current
+from zoo.activation_checkpointing.storages import Contiguous, Host, Nvme, Partition
 from zoo.config import load
 from zoo.moe import MixtureOfExperts, ModuleExperts, TopKGate
 from zoo.pipe import LayerSpec, PipelineModule
@@ -156,7 +156,7 @@ def test_every_key_of_the_section_does_what_it_says(tmp_path: Path, caplog: pyte
     def count(engine: Any) -> None:
         synchronised.append(1)
 
-    with caplog.at_level(logging.INFO, "zoo.checkpointing.activation"):
+    with caplog.at_level(logging.INFO, "zoo.activation_checkpointing"):
         section = {"profile": True, "synchronize_checkpoint_boundary": True, "blocks": ["blocks.1"]}
         found = train(0, {"activation_checkpointing": section}, steps=1, inspect=count)
     same(found, train(0, {}, steps=1))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.checkpointing.activation.recomputing import ActivationCheckpointing
+from zoo.activation_checkpointing.recomputing import ActivationCheckpointing
 
 __all__ = ["Plan", "UnitCosts", "choose", "measure", "peak_bytes", "plan", "waiting_bytes"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zoo.checkpointing.activation.storages.protocol import Held, Keep, Storage
+from zoo.activation_checkpointing.storages.protocol import Held, Keep, Storage
 from zoo.comm import Communicator
 
 __all__ = ["Partition"]

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from zoo.checkpointing.activation import state
-from zoo.checkpointing.activation.config import ActivationCheckpointingConfig
-from zoo.checkpointing.activation.recomputing import ActivationCheckpointing
+from zoo.activation_checkpointing import state
+from zoo.activation_checkpointing.config import ActivationCheckpointingConfig
+from zoo.activation_checkpointing.recomputing import ActivationCheckpointing
 from zoo.comm import Communicator
 from zoo.nn.blocks import Blocks, find_blocks
 from zoo.parts import Environment
@@ -19,7 +19,7 @@ __all__ = ["ActivationCheckpointingPart"]
 
 _WHO = "activation_checkpointing"
 _AXIS = "tensor"
-_log = logging.getLogger("zoo.checkpointing.activation")
+_log = logging.getLogger("zoo.activation_checkpointing")
 
 
 class ActivationCheckpointingPart:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zoo.checkpointing.activation.storages.protocol import Held
+from zoo.activation_checkpointing.storages.protocol import Held
 
 __all__ = ["Contiguous", "Ring", "Slot"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from zoo.checkpointing.activation import get_cuda_rng_tracker
-from zoo.checkpointing.activation.state import State, entered
+from zoo.activation_checkpointing import get_cuda_rng_tracker
+from zoo.activation_checkpointing.state import State, entered
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpointing.activation import peers
+from tests.activation_checkpointing import peers
 from torch import nn
 
+from zoo import activation_checkpointing as activation
 from zoo import sim
-from zoo.checkpointing import activation
-from zoo.checkpointing.activation import (
+from zoo.activation_checkpointing import (
     ActivationCheckpointingConfig,
     CheckpointFunction,
     CudaRNGStatesTracker,
@@ -32,7 +32,8 @@ from zoo.checkpointing.activation import (
     non_reentrant_checkpoint,
     reset,
 )
-from zoo.checkpointing.activation.storages import Contiguous, Host, Partition
+from zoo.activation_checkpointing.storages import Contiguous, Host, Partition
+from zoo.checkpointing import activation as earlier
 from zoo.config import ConfigError
 
 
@@ -238,6 +239,7 @@ def test_every_name_is_there() -> None:
     assert all(getattr(activation, name) is not None for name in activation.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'checkpointt'"):
         _ = activation.checkpointt  # type: ignore[attr-defined]
+    assert all(getattr(earlier, name) is getattr(activation, name) for name in activation.__all__)
 
 
 PEERS = json.loads(peers.FILE.read_text(encoding="utf-8"))
@@ -269,7 +271,7 @@ def test_gradients_and_random_numbers_are_those_of_deepspeed() -> None:
 def test_what_is_kept_of_deepspeed_is_current() -> None:
     code = (
         "import json, logging; logging.disable(logging.CRITICAL)\n"
-        "from tests.checkpointing.activation import peers\n"
+        "from tests.activation_checkpointing import peers\n"
         "from deepspeed.runtime.activation_checkpointing import checkpointing\n"
         "print(json.dumps(peers.signatures(checkpointing)))"
     )

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zoo.checkpointing.activation.rng import CudaRNGStatesTracker
+from zoo.activation_checkpointing.rng import CudaRNGStatesTracker
 
 if TYPE_CHECKING:
-    from zoo.checkpointing.activation.recomputing import ActivationCheckpointing
+    from zoo.activation_checkpointing.recomputing import ActivationCheckpointing
 
 __all__ = ["State", "current", "entered", "own"]
 

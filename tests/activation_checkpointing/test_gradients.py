@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.checkpointing.activation import ActivationCheckpointing, ActivationCheckpointingConfig, CudaRNGStatesTracker
-from zoo.checkpointing.activation.storages import Contiguous, Host, Keep, Nvme, Storage
+from zoo.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingConfig, CudaRNGStatesTracker
+from zoo.activation_checkpointing.storages import Contiguous, Host, Keep, Nvme, Storage
 
 WIDTH, CALLS = 8, 8
 Checkpoint = Callable[..., Any]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpointing.activation import state
-from zoo.checkpointing.activation.config import ActivationCheckpointingConfig
-from zoo.checkpointing.activation.recomputing import ActivationCheckpointing
-from zoo.checkpointing.activation.rng import OFFSET, CudaRNGStatesTracker, seed_device, seed_model_parallel
+from zoo.activation_checkpointing import state
+from zoo.activation_checkpointing.config import ActivationCheckpointingConfig
+from zoo.activation_checkpointing.recomputing import ActivationCheckpointing
+from zoo.activation_checkpointing.rng import OFFSET, CudaRNGStatesTracker, seed_device, seed_model_parallel
 from zoo.comm import Communicator
 from zoo.config import Config, read_section
 

@@ -20,19 +20,19 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zoo.checkpointing.activation.config import ActivationCheckpointingConfig
-from zoo.checkpointing.activation.forms import Form, flatten, stays, unflatten
-from zoo.checkpointing.activation.reentrant import Reentrant
-from zoo.checkpointing.activation.rng import CudaRNGStatesTracker, replaying, set_state, state_of
-from zoo.checkpointing.activation.selective import contexts_of
-from zoo.checkpointing.activation.state import State, current, entered
-from zoo.checkpointing.activation.storages import Contiguous, Held, Host, Keep, Nvme, Partition, Storage
+from zoo.activation_checkpointing.config import ActivationCheckpointingConfig
+from zoo.activation_checkpointing.forms import Form, flatten, stays, unflatten
+from zoo.activation_checkpointing.reentrant import Reentrant
+from zoo.activation_checkpointing.rng import CudaRNGStatesTracker, replaying, set_state, state_of
+from zoo.activation_checkpointing.selective import contexts_of
+from zoo.activation_checkpointing.state import State, current, entered
+from zoo.activation_checkpointing.storages import Contiguous, Held, Host, Keep, Nvme, Partition, Storage
 from zoo.comm import Communicator
 from zoo.io import AioConfig
 
 __all__ = ["ActivationCheckpointing"]
 
-_log = logging.getLogger("zoo.checkpointing.activation")
+_log = logging.getLogger("zoo.activation_checkpointing")
 
 
 class _Inside(threading.local):
@@ -57,7 +57,7 @@ class ActivationCheckpointing:
             tensor-parallel ranks.
         storage: where saved arguments wait, in the place of what the configuration says.
         tracker: whose random states are replayed with the generators' own; by default that of
-            :func:`~zoo.checkpointing.activation.get_cuda_rng_tracker`.
+            :func:`~zoo.activation_checkpointing.get_cuda_rng_tracker`.
         aio: how files are read and written.
 
     Raises:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from torch import nn
 
-from zoo.checkpointing.activation import Plan, UnitCosts, choose, measure, plan
-from zoo.checkpointing.activation.planning import peak_bytes, waiting_bytes
+from zoo.activation_checkpointing import Plan, UnitCosts, choose, measure, plan
+from zoo.activation_checkpointing.planning import peak_bytes, waiting_bytes
 
 
 class Wide(nn.Module):

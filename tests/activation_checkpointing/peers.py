@@ -1,6 +1,6 @@
 """DeepSpeed's activation checkpointing: its signatures, and what it computes on a CPU with tensor rank 1 of 2.
 
-``DS_ACCELERATOR=cpu python tests/checkpointing/activation/peers.py`` in an environment that has deepspeed, with ninja
+``DS_ACCELERATOR=cpu python tests/activation_checkpointing/peers.py`` in an environment that has deepspeed, with ninja
 on the PATH, writes peers.json, which quick tests read.
 """
 

@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo import sim
-from zoo.checkpointing.activation import ActivationCheckpointing, ActivationCheckpointingConfig
-from zoo.checkpointing.activation.forms import flatten, stays, unflatten
-from zoo.checkpointing.activation.storages import Contiguous, Host, Keep, Nvme, Partition, Ring
-from zoo.checkpointing.activation.storages.extents import Extents
-from zoo.checkpointing.activation.storages.host import _OnHost
+from zoo.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingConfig
+from zoo.activation_checkpointing.forms import flatten, stays, unflatten
+from zoo.activation_checkpointing.storages import Contiguous, Host, Keep, Nvme, Partition, Ring
+from zoo.activation_checkpointing.storages.extents import Extents
+from zoo.activation_checkpointing.storages.host import _OnHost
 from zoo.comm import Communicator
 from zoo.io import File, Handle
 
@@ -395,7 +395,7 @@ def test_a_file_that_cannot_be_opened_twice_leaves_no_name(tmp_path: Path, monke
 
 FORKED = """
 import os, sys, torch
-from zoo.checkpointing.activation.storages import Nvme
+from zoo.activation_checkpointing.storages import Nvme
 storage = Nvme(sys.argv[1])
 child = os.fork()
 if child == 0:

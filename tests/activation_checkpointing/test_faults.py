@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from zoo.checkpointing.activation import (
+from zoo.activation_checkpointing import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
     CudaRNGStatesTracker,
     checkpoint,
     state,
 )
-from zoo.checkpointing.activation.storages import Contiguous, Keep
+from zoo.activation_checkpointing.storages import Contiguous, Keep
 
 FORMS = pytest.mark.parametrize("reentrant", [False, True], ids=["not re-entrant", "re-entrant"])
 
@@ -70,7 +70,7 @@ def test_without_an_argument_that_needs_a_gradient_parameters_still_get_theirs(
 ) -> None:
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
     checkpointing = make(reentrant)
-    with caplog.at_level(logging.INFO, "zoo.checkpointing.activation"):
+    with caplog.at_level(logging.INFO, "zoo.activation_checkpointing"):
         checkpointing(layer, x)
         checkpointing(layer, x).sum().backward()
     said = "Linear has no argument that needs a gradient: it is not re-entrant"
@@ -198,7 +198,7 @@ def test_a_function_that_is_not_the_same_again() -> None:
 @FORMS
 def test_profile_logs_forward_and_recomputation(reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
     checkpointing = make(reentrant, profile=True, synchronize_checkpoint_boundary=True)
-    with caplog.at_level(logging.INFO, "zoo.checkpointing.activation"):
+    with caplog.at_level(logging.INFO, "zoo.activation_checkpointing"):
         checkpointing(nn.functional.gelu, torch.ones(2, requires_grad=True)).sum().backward()
     assert [re.sub(r"[\d.]+ ms", "N ms", text) for text in caplog.messages] == [
         "forward of checkpointed gelu: N ms", "recomputation of checkpointed gelu: N ms",

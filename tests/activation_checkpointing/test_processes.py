@@ -9,7 +9,7 @@ import torch
 from tests.processes import run, run_ranks
 from torch import nn
 
-from zoo.checkpointing.activation import checkpoint, configure, current, model_parallel_cuda_manual_seed
+from zoo.activation_checkpointing import checkpoint, configure, current, model_parallel_cuda_manual_seed
 
 
 class Mpu:
@@ -53,8 +53,8 @@ def test_ranks_of_a_gloo_job_share_what_is_saved(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys, torch
-from zoo.checkpointing.activation import ActivationCheckpointing
-from zoo.checkpointing.activation.storages import Nvme
+from zoo.activation_checkpointing import ActivationCheckpointing
+from zoo.activation_checkpointing.storages import Nvme
 storage = Nvme(sys.argv[1])
 y = torch.randn(100_000, requires_grad=True)
 for _ in range(4):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from zoo.checkpointing.activation.storages.protocol import Held, Keep
-from zoo.checkpointing.activation.storages.slots import Ring
+from zoo.activation_checkpointing.storages.protocol import Held, Keep
+from zoo.activation_checkpointing.storages.slots import Ring
 from zoo.io import BufferPool
 
 __all__ = ["Host"]
