@@ -44,5 +44,5 @@ from .topology import (
 from .topology import (
     ProcessTopology as ProcessTopology,
 )
-from .tracing import split as split
+from .tracing.split import split as split
 from .validate import check as check

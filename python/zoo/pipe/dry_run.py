@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.comm import no_collectives
 from zoo.pipe.runtime.losses import Attached, attaching
-from zoo.pipe.segments import Segment
 from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+from zoo.pipe.tracing.segments import Segment
 from zoo.pipe.trees import flatten, outline_text, unflatten
 
 __all__ = ["misfit", "outline_of"]

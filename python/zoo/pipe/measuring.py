@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zoo.pipe.module import PipelineModule, call_of
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+from zoo.pipe.module import PipelineModule
+from zoo.pipe.specs import LayerSpec, TiedCall, TiedLayerSpec
 from zoo.pipe.trees import flatten, unflatten
 
 __all__ = ["measure"]
@@ -123,7 +123,7 @@ def _built(layer: Any, device: torch.device, tied: dict[str, nn.Module]) -> Call
             return layer.build()
         if layer.key not in tied:
             tied[layer.key] = layer.build()
-    return call_of(layer, tied[layer.key])
+    return TiedCall(tied[layer.key], layer.forward_fn)
 
 
 def _parameters(call: Any) -> list[nn.Parameter]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,10 @@ from zoo.pipe.dry_run import misfit, outline_of
 from zoo.pipe.estimates import LayerSize
 from zoo.pipe.partition import split_layers
 from zoo.pipe.runtime.losses import again
-from zoo.pipe.segments import Segment
 from zoo.pipe.sizes import size_of
-from zoo.pipe.specs import LayerSpec, TiedLayerSpec
+from zoo.pipe.specs import LayerSpec, TiedCall, TiedLayerSpec
 from zoo.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from zoo.pipe.tracing.segments import Segment
 from zoo.pipe.trees import outline_text
 from zoo.registry import DEFAULT
 
@@ -216,7 +215,7 @@ class PipelineModule(Documented, nn.Module):
             if isinstance(spec, TiedLayerSpec):
                 if spec.key not in self.tied_modules:
                     self.tied_modules[spec.key] = spec.build()
-                self._calls[number] = _Tied(self.tied_modules[spec.key], spec.forward_fn)
+                self._calls[number] = TiedCall(self.tied_modules[spec.key], spec.forward_fn)
                 return
             layer = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, nn.Module):
@@ -293,7 +292,7 @@ class PipelineModule(Documented, nn.Module):
         found: dict[str, None] = {}
         for number in range(self.bounds[stage], self.bounds[stage + 1]):
             call = self._calls[number]
-            if isinstance(call, _Tied):
+            if isinstance(call, TiedCall):
                 key = next(key for key, module in self.tied_modules.items() if module is call.module)
                 found[f"tied_modules.{key}"] = None
             elif isinstance(call, nn.Module):
@@ -306,7 +305,7 @@ class PipelineModule(Documented, nn.Module):
 
     def _layer(self, number: int) -> Any:
         call = self._calls[number]
-        return call.module if isinstance(call, _Tied) else call
+        return call.module if isinstance(call, TiedCall) else call
 
     def _run_layers(self, x: Any, numbers: range, offset: int | None = None) -> Any:
         offset = self.micro_offset if offset is None else offset
@@ -363,41 +362,6 @@ class PipelineModule(Documented, nn.Module):
         return None
 
 
-class _Tied:
-    """A use of a module that other layers use too."""
-
-    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None) -> None:
-        self.module, self._forward_fn = module, forward_fn
-
-    @property
-    def as_given(self) -> Callable[[Any], Any]:
-        """The module, or ``forward_fn`` of it."""
-        return self.module if self._forward_fn is None else functools.partial(self._forward_fn, self.module)
-
-    def __call__(self, x: Any) -> Any:
-        forward_fn, module = self._forward_fn, self.module
-        if forward_fn is None:
-            return module(x)
-        # Through the module's own call, so that whoever gathers its parameters knows that they are needed.
-        own = module.__dict__.get("forward")
-
-        def restore() -> None:
-            if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own
-
-        def instead(given: Any) -> Any:
-            restore()
-            return forward_fn(module, given)
-
-        module.__dict__["forward"] = instead
-        try:
-            return module(x)
-        finally:
-            restore()
-
-
 def _topology(num_stages: int | None, topology: ProcessTopology | None, mesh: Any) -> ProcessTopology:
     given = [
         name
@@ -425,11 +389,6 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, mesh: An
     if num_stages is not None and topology.get_dim(AXIS) != num_stages:
         raise ValueError(f"num_stages={num_stages}, and the topology has {topology.get_dim(AXIS)}; give one of them.")
     return topology
-
-
-def call_of(spec: TiedLayerSpec, module: nn.Module) -> Callable[[Any], Any]:
-    """A use of the tied module."""
-    return _Tied(module, spec.forward_fn)
 
 
 def builder(schedule: Any) -> Any:
@@ -471,7 +430,7 @@ def _name_of(layer: Any) -> str:
 
 
 def _parameters(layer: Any) -> list[nn.Parameter]:
-    module = layer.module if isinstance(layer, _Tied) else layer
+    module = layer.module if isinstance(layer, TiedCall) else layer
     if isinstance(module, Segment):
         return module.parameters()
     return list(module.parameters()) if isinstance(module, nn.Module) else []

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from zoo.pipe.estimates import LayerSize
-from zoo.pipe.segments import Segment
 from zoo.pipe.specs import LayerSpec
+from zoo.pipe.tracing.segments import Segment
 
 __all__ = ["size_of"]
 

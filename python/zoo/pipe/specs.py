@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,3 +79,38 @@ class TiedLayerSpec(LayerSpec):
                 "and at least one name of a parameter."
             )
         self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, names
+
+
+class TiedCall:
+    """A use of a module that other layers use too."""
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None) -> None:
+        self.module, self._forward_fn = module, forward_fn
+
+    @property
+    def as_given(self) -> Callable[[Any], Any]:
+        """The module, or ``forward_fn`` of it."""
+        return self.module if self._forward_fn is None else functools.partial(self._forward_fn, self.module)
+
+    def __call__(self, x: Any) -> Any:
+        forward_fn, module = self._forward_fn, self.module
+        if forward_fn is None:
+            return module(x)
+        # Through the module's own call, so that whoever gathers its parameters knows that they are needed.
+        own = module.__dict__.get("forward")
+
+        def restore() -> None:
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
+
+        def instead(given: Any) -> Any:
+            restore()
+            return forward_fn(module, given)
+
+        module.__dict__["forward"] = instead
+        try:
+            return module(x)
+        finally:
+            restore()

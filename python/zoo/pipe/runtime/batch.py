@@ -13,7 +13,7 @@ from zoo.pipe.runtime.channels import Channels, Meta, Name
 from zoo.pipe.runtime.losses import Attached, attaching
 from zoo.pipe.runtime.splitting import Split, split_backward
 from zoo.pipe.schedules.table import Computation, Kind
-from zoo.pipe.segments import loss_of
+from zoo.pipe.tracing.segments import loss_of
 from zoo.pipe.trees import flatten, outline_text, unflatten
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.pipe.leaves import changed_in_place
-from zoo.pipe.regions import Around
-from zoo.pipe.symbols import Recorded, filled
+from zoo.pipe.tracing.leaves import changed_in_place
+from zoo.pipe.tracing.regions import Around
+from zoo.pipe.tracing.symbols import Recorded, filled
 
 __all__ = ["Segment", "Use", "cut", "loss_of"]
 

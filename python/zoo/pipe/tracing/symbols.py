@@ -22,8 +22,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from zoo.pipe.leaves import FACTORIES, IN_PLACE, Refused, has_symbols, leaf_functions, unchanged
-from zoo.pipe.regions import Regions
+from zoo.pipe.tracing.leaves import FACTORIES, IN_PLACE, Refused, has_symbols, leaf_functions, unchanged
+from zoo.pipe.tracing.regions import Regions
 
 __all__ = ["Recorded", "Refused", "filled", "guard", "record"]
 
@@ -76,7 +76,7 @@ def record(
 
 _LASTING = ("path", "key", "region", "checkpoint")
 """What is known of a node and needed when it runs: see ``_Tracer.create_node``, ``create_args_for_root``, and
-``zoo.pipe.leaves``."""
+``zoo.pipe.tracing.leaves``."""
 
 
 class _Symbol(fx.Proxy):

@@ -14,8 +14,8 @@ from torch import nn
 from zoo.layout import declare_tied, declare_unit, is_unit
 from zoo.parts import BACKWARD, FORWARD, has_user_hooks, is_watched
 from zoo.pipe.module import PipelineModule, builder
-from zoo.pipe.segments import Segment, cut, used
-from zoo.pipe.symbols import Recorded, record
+from zoo.pipe.tracing.segments import Segment, cut, used
+from zoo.pipe.tracing.symbols import Recorded, record
 
 if TYPE_CHECKING:
     from torch import fx
