@@ -182,13 +182,13 @@ def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
     kept: dict[Any, set[str]] = {}
     states = states_of(found)
     for segment in optimizer.updater.segments:
-        if not optimizer.updater.tells_states:
+        if not optimizer.updater.expected.known:
             break
-        kind = optimizer.updater.kind_of(segment)
+        kind = optimizer.updater.expected.kind_of(segment)
         if kind not in kept:
             plain = {key: value for key, value in options[segment.group].items() if key != "params"}
             try:
-                kept[kind] = optimizer.updater.keeps_with(segment, plain).names
+                kept[kind] = optimizer.updater.expected.with_options(segment, plain).names
             except Exception as error:
                 raise checkpointing.CheckpointError(
                     f"checkpoint {found.tag!r} was written by {meta_of(found).get('optimizer', 'another optimizer')}; "

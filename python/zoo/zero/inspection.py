@@ -190,7 +190,7 @@ class Inspection:
         from zoo.zero.forecast.offload import nvme_traffic, tier_bytes
 
         self._updater.decide(self.param_groups)
-        states, runtime = self._updater.forecast_bytes(), self._runtime
+        states, runtime = self._updater.expected.num_bytes(self._updater.segments), self._runtime
         plan = runtime.plan() if drives is None else runtime.plan_window(drives, max_bytes)
         clips = self.clipping.measures
         found = make_forecast(

@@ -103,7 +103,7 @@ def states_kept(optimizer: ZeroOptimizer, bucket: Bucket, slot: int, options: Ma
     """What is kept of a parameter with the options of its group; a master, of a 16-bit one, is among the states."""
     updater = optimizer.updater
     dtype = updater.dtype_of(bucket)
-    found = updater.keeps_of(bucket.spec.groups[slot], dtype, options, bucket.spec.parameters[slot])
+    found = updater.expected.of_dtype(bucket.spec.groups[slot], dtype, options, bucket.spec.parameters[slot])
     if dtype is bucket.spec.dtype or MASTER in found.states:
         return found
     return Keeps({**found.states, MASTER: dtype}, found.scalar_bytes, found.numbers, found.others)
@@ -310,7 +310,7 @@ def begun_slices(optimizer: ZeroOptimizer, *, owned: bool) -> list[StateSlice]:
         if owned and not segment.bucket.owns(segment.chunk):
             continue
         options = {k: v for k, v in optimizer.param_groups[segment.group].items() if k != "params"}
-        for role, dtype in optimizer.updater.keeps_with(segment, options).states.items():
+        for role, dtype in optimizer.updater.expected.with_options(segment, options).states.items():
             if role == MASTER:
                 continue
             for run in runs_of(segment.bucket, segment.slices()):
@@ -326,7 +326,7 @@ def begun_scalars(optimizer: ZeroOptimizer) -> dict[str, float]:
     found: dict[str, float] = {}
     for segment in optimizer.updater.segments:
         options = {k: v for k, v in optimizer.param_groups[segment.group].items() if k != "params"}
-        for role in optimizer.updater.keeps_with(segment, options).numbers:
+        for role in optimizer.updater.expected.with_options(segment, options).numbers:
             runs = runs_of(segment.bucket, segment.slices())
             found |= {f"{role}/{run.name}": 0.0 for run in runs if run.name not in segment.bucket.gone}
     return found | optimizer.state_scalars()

@@ -302,7 +302,7 @@ def _check_states(
     others: Mapping[str, Mapping[str, int]], groups: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     """All states that the optimizer keeps with the saved options are there, and no other ones; or none at all."""
-    if not optimizer.updater.tells_states:
+    if not optimizer.updater.expected.known:
         return
     keeps_of: dict[tuple[Any, ...], Keeps] = {}
     starts = _starts(runs)
@@ -310,9 +310,9 @@ def _check_states(
     empty: list[str] = []
     full: list[str] = []
     for segment in optimizer.updater.segments:
-        kind = optimizer.updater.kind_of(segment)
+        kind = optimizer.updater.expected.kind_of(segment)
         if kind not in keeps_of:
-            keeps_of[kind] = optimizer.updater.keeps_with(segment, groups[segment.group])
+            keeps_of[kind] = optimizer.updater.expected.with_options(segment, groups[segment.group])
         wanted = keeps_of[kind].names
         for key, name in _keys_of(segment, starts):
             found = roles_of.get(key, set()) | roles_of.get(name, set()) | others.get(name, {}).keys()

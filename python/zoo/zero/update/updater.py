@@ -15,9 +15,9 @@ from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.config import OffloadOptimizerConfig
 from zoo.shard.offload.tiers import OffloadError, Tier
 from zoo.shard.roles import ORIGINAL
+from zoo.zero.update.expected import ExpectedStates
 from zoo.zero.update.gradient_scale import Factors
 from zoo.zero.update.outcome import SkipsOnDevice
-from zoo.zero.update.probe import Keeps, counts_calls, kept_of, takes_found_inf, what_it_keeps
 from zoo.zero.update.segments import Segment, cut_segments, in_pieces, lay_flat, original_of, updated_dtype
 from zoo.zero.update.tensor_collectives import BucketParts
 
@@ -72,18 +72,17 @@ class Updater:
         self._scales = bool(getattr(optimizer, "keeps_masters", False))
         self.skips_on_device = SkipsOnDevice(self._takes_found_inf, "capturable" if self._scales else "fused")
         name = getattr(optimizer, "__name__", str(optimizer))
-        plain = _without_params(groups)
+        self.expected = ExpectedStates(optimizer, groups, options, unsplit=unsplit, objects=objects)
         what = "whole tensors" if whole else "the other ranks" if switch is not None else ""
         if what and in_backward:
             raise ValueError(
                 f"update_in_backward=True with {name}, which needs {what}: ranks would meet in the middle of "
                 "backward. Use an elementwise optimizer, or leave update_in_backward out."
             )
-        self._plain, self._optimizer, self._options = plain, optimizer, options
+        self._optimizer = optimizer
         self.follows: Follows | None = None
-        self._unsplit, self._objects, self._asked = unsplit, objects, asked
-        self._known: dict[tuple[Any, ...], Keeps] = {}
-        fused = bool(options.get("fused") or any(group.get("fused") for group in plain))
+        self._unsplit, self._asked = unsplit, asked
+        fused = bool(options.get("fused") or any(group.get("fused") for group in groups))
         self.segments: list[Segment] = []
         if unsplit:
             from zoo.zero.update.unsplit import whole_segments
@@ -104,7 +103,7 @@ class Updater:
         if self._parts is not None:
             self._parts.adopt(self.segments, buckets)
             options = {**options, "parts": self._parts} if whole else options
-        self.inner = self._build(groups, options, instance)
+        self.inner = self.expected.inner = self._build(groups, options, instance)
         self._meetings: Meetings | None = None
         if switch is not None:
             from zoo.zero.synced.driver import Meetings
@@ -117,18 +116,14 @@ class Updater:
 
             streams = needs_stream(buckets)
         copies = multiplies and not self._scales
-        if (
-            not (whole or unsplit)
-            and switch is None
-            and counts_calls(lambda tensors: optimizer([{**plain[0], "params": tensors}], **options))
-        ):
+        if not (whole or unsplit) and switch is None and self.expected.counts_calls():
             sub_group_size = self._in_one_piece(name, streams=streams, in_backward=in_backward)
         self._pieces = self._cut(sub_group_size, small=streams or copies, in_backward=in_backward)
         self._stream: StateStream | None = None
         depth = DEPTH_IN_BACKWARD if in_backward else 1
         if scratch is not None and streams:
             self._stream = StateStream(
-                scratch, offload.nvme_path, [piece for _, piece in self._pieces], self._states_of, self.inner.state,
+                scratch, offload.nvme_path, self.pieces(), self.expected.dtypes, self.inner.state,
                 ahead=depth * offload.pipeline_read, behind=depth * offload.pipeline_write,
             )  # fmt: skip
             scratch.check_room(self.buffer_bytes())
@@ -143,7 +138,7 @@ class Updater:
 
             if are_parameters(self._buckets, masters=not self._scales):
                 return double_of(instance)
-        inner: list[dict[str, Any]] = [{**g, "params": []} for g in self._plain]
+        inner: list[dict[str, Any]] = [{**g, "params": []} for g in self.expected.groups]
         for segment in self.segments:
             inner[segment.group]["params"].append(segment.tensor)
         for made, group in zip(inner, groups, strict=True):
@@ -198,66 +193,9 @@ class Updater:
         """In which the wrapped optimizer gets the parameters of ``bucket``."""
         return updated_dtype(bucket, masters=not self._scales)
 
-    def _keeps(self, segment: Segment) -> Keeps:
-        key = self.kind_of(segment)
-        if key not in self._known:
-            self._known[key] = self.keeps_with(segment, {})
-        return self._known[key]
-
-    def kind_of(self, segment: Segment) -> tuple[Any, ...]:
-        """Of segments of one kind the same is kept."""
-        if not self._unsplit:
-            return segment.group, segment.tensor.dtype
-        return segment.group, segment.tensor.dtype, segment  # by what else a parameter is too
-
-    def keeps_with(self, segment: Segment, options: Mapping[str, Any]) -> Keeps:
-        """What would be kept of a segment if its parameter group had these options."""
-        if self._unsplit and (entries := self.inner.state.get(segment.tensor)):
-            return kept_of(segment.tensor, entries)
-        return self.keeps_of(segment.group, segment.tensor.dtype, options, segment.tensor)
-
-    def keeps_of(
-        self, group: int, dtype: torch.dtype, options: Mapping[str, Any], like: torch.Tensor | None = None
-    ) -> Keeps:  # fmt: skip
-        """What would be kept of a tensor of ``dtype`` in parameter group ``group`` if that had these options.
-
-        Args:
-            like: the parameter, for an optimizer that gets it whole.
-        """
-        plain = {**self._plain[group], **options}
-
-        def build(tensors: list[torch.Tensor]) -> Any:
-            return self._optimizer([{**plain, "params": tensors}], **self._options)
-
-        if not self._unsplit or like is None:
-            return what_it_keeps(build, dtype)
-        from zoo.zero.update.trial import stand_in
-
-        try:  # there it takes no memory
-            return what_it_keeps(build, dtype, stand_in(like, dtype, "meta"))
-        except Exception:
-            return what_it_keeps(build, dtype, stand_in(like, dtype, "cpu"))
-
-    @property
-    def tells_states(self) -> bool:
-        """Whether it can be told before the first step which states there will be of a parameter."""
-        return not self._objects or bool(self.inner.state)
-
     def check_places(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if other states than at construction are kept with the options of ``groups``, on NVMe."""
-        kinds = {(s.group, s.tensor.dtype): s for s in self.segments} if self._stream is not None else {}
-        for segment in kinds.values():
-            kept = self.keeps_with(segment, _without_params(groups)[segment.group]).states
-            if kept.keys() != self._keeps(segment).states.keys():
-                raise ValueError(
-                    f"with the options of the state {type(self.inner).__name__} keeps "
-                    f"{', '.join(map(repr, kept)) or 'nothing'}; its files on NVMe were made for others. "
-                    "Nothing was loaded. Construct the ZeRO optimizer with the options that the state was saved with."
-                )
-
-    def _states_of(self, segment: Segment) -> dict[str, torch.dtype]:
-        given = {} if segment.target is None else {"": segment.tensor.dtype}
-        return {**given, **self._keeps(segment).states}
+        self.expected.check_places(self.segments if self._stream is not None else (), groups)
 
     def buffer_bytes(self) -> int:
         """The most host memory that offloading to NVMe takes at one time, beside what stays in memory."""
@@ -314,11 +252,11 @@ class Updater:
             values = segment.values()
             if values.data_ptr() != found.data_ptr():
                 values.copy_(found)
-        elif (dtype := self._keeps(segment).states.get("master")) is not None:
+        elif (dtype := self.expected.of(segment).states.get("master")) is not None:
             self.inner.state[segment.tensor]["master"] = found.to(segment.tensor.device, dtype)
 
     def _make_master(self, segment: Segment) -> None:
-        dtype = self._keeps(segment).states.get("master")
+        dtype = self.expected.of(segment).states.get("master")
         if dtype is not None and "master" not in self.inner.state.get(segment.tensor, {}):
             self.inner.state[segment.tensor]["master"] = segment.tensor.detach().to(dtype, copy=True)
 
@@ -532,12 +470,7 @@ class Updater:
         off = any(s.tensor.device != s.bucket.device for s in self.segments)
         if self._parts is not None or self._stream is not None or off or self._unsplit:
             return False
-        return takes_found_inf(
-            lambda tensors: self._optimizer(
-                [{**group, "params": [t]} for group, t in zip(self._plain, tensors, strict=True)], **self._options
-            ),
-            len(self._plain),
-        )
+        return self.expected.takes_found_inf()
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -594,7 +527,7 @@ class Updater:
         if self._stream is not None:
             self._stream.forget()
         self._take_options(groups)
-        self._plain, self._known = _without_params(groups), {}
+        self.expected.take(groups)
         with self._failing(), self._restoring_groups():
             for index, (buckets, piece) in enumerate(self._pieces):
                 self._restrict(piece)
@@ -654,18 +587,3 @@ class Updater:
         found: dict[str, Any] = {"": segment.tensor} if segment.target is not None else {}
         found |= self.inner.state.get(segment.tensor, {})
         return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and k not in away}
-
-    def forecast_bytes(self) -> dict[Tier, int]:
-        """What masters and optimizer states will take after the first step, by tier."""
-        found = dict.fromkeys(Tier, 0)
-        for segment in self.segments:
-            keeps, n = self._keeps(segment), segment.tensor.numel()
-            given = segment.tensor.itemsize if segment.target is not None else 0
-            tier = segment.bucket.placements.states.tier
-            found[tier] += n * (keeps.bytes_per_element + given)
-            found[Tier.HOST if tier is Tier.NVME else tier] += keeps.scalar_bytes
-        return found
-
-
-def _without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
