@@ -146,7 +146,7 @@ def test_states_that_are_looked_for_before_the_first_step_change_nothing(stage: 
 
     def fn(rank: int) -> None:
         model, optimizer = make(stage, kind)
-        memory = optimizer.updater.state_bytes()
+        memory = optimizer.memory()["optimizer"]
         assert optimizer.state
         for parameter, states in optimizer.state.items():
             assert all(states[role] == 0 for role in states if role == "step")
@@ -160,7 +160,7 @@ def test_states_that_are_looked_for_before_the_first_step_change_nothing(stage: 
         assert before.keys() == after.keys()
         assert all(torch.equal(value, after[key]) for key, value in before.items())
         assert not optimizer.inner.state or "master" in next(iter(optimizer.inner.state.values()))
-        assert optimizer.updater.state_bytes() == memory
+        assert optimizer.memory()["optimizer"] == memory
         other_model, other = make(stage, kind)
         for number in range(2):
             step(model, optimizer, rank, number)

@@ -349,7 +349,7 @@ class Checkpoints(WholeStates):
         from zoo.engine.state import load_buffers, load_extra_state
 
         buckets, everyone = self.sharded.buckets, self.sharded.everyone
-        held = list(slices_of([], {}, buckets, owned=False))
+        held = list(slices_of([], buckets, owned=False))
         checkpointing.together(everyone, what, lambda: check_model(found, self.module, self.sharded, wanted))
         check_names(found, self.module, self.sharded, wanted)
         if custom_load_fn is not None:

@@ -87,22 +87,23 @@ class RoleBuffer:
         tier: where they live.
         pack: keeps them as int8 with scales; None to keep them as they are.
         scratch: buffers of host memory, for the other tiers; None: they come from torch.
-        store, region: where they are on NVMe.
+        store, region, offset: where they are on NVMe, from byte ``offset`` of a region on.
 
     Attributes:
         values: (n,) the elements; None while they are on NVMe or packed.
         packed: int8 and scales; None while they are on NVMe or plain.
-        pack, first, tier: as given.
+        pack, first, tier, offset: as given.
         kept: there are elements, wherever.
     """
 
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, first: int = 0, tier: Tier = Tier.DEVICE,
         pack: Packer | None = None, scratch: Scratch | None = None, store: Store | None = None, region: int = 0,
+        offset: int = 0,
     ) -> None:  # fmt: skip
         self.numel, self.dtype, self.device, self.pack = numel, dtype, device, pack
         self.first, self.tier = first, tier
-        self._scratch, self._store, self._region = scratch, store, region
+        self._scratch, self._store, self._region, self.offset = scratch, store, region, offset
         self.values: torch.Tensor | None = None
         self.packed: Packed | None = None
         self.kept = self._is_view = False
@@ -192,7 +193,11 @@ class RoleBuffer:
             return None
         if self._store is None or not hasattr(self._store, "lend"):
             return None
-        return cast("NvmeFile", self._store).lender(self._region, start * self.dtype.itemsize)
+        return cast("NvmeFile", self._store).lender(self._region, self.offset + start * self.dtype.itemsize)
+
+    def lend(self, start: int = 0, stop: int | None = None, *, read: bool = True) -> Loan:
+        """Elements [start, stop) of what is on NVMe, which begin to come in; ``read=False``: room for others."""
+        return Loan(self, start, (self.numel if stop is None else stop) - start, read=read)
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
@@ -292,19 +297,23 @@ class RoleBuffer:
         """Whether what is on NVMe travels between it and a device without host memory in between."""
         return device.type == "cuda" and bool(getattr(self._store, "gds", False))
 
+    def part_of(self, region: torch.Tensor) -> torch.Tensor:
+        """(n,) the elements in a copy of their region, as bytes."""
+        return region[self.offset : self.offset + self.stored_nbytes].view(self.dtype)
+
     def begin_read(self, into: torch.Tensor, start: int = 0, *, urgent: bool = False) -> Any:
         """Begin reading from NVMe, from element ``start`` (of what is packed: byte) on.
 
         ``urgent``: to compute with it.
         """
-        return self._there().read(self._region, into, start * into.itemsize, urgent=urgent)
+        return self._there().read(self._region, into, self.offset + start * into.itemsize, urgent=urgent)
 
-    def begin_write(self, values: torch.Tensor, start: int = 0) -> Any:
+    def begin_write(self, values: torch.Tensor, start: int = 0, *, urgent: bool = True) -> Any:
         """Begin writing to NVMe, from element ``start`` (of what is packed: byte) on.
 
-        The next forward may wait for it.
+        ``urgent``: the next forward may wait for it.
         """
-        return self._there().write(self._region, values, start * values.itemsize, urgent=True)
+        return self._there().write(self._region, values, self.offset + start * values.itemsize, urgent=urgent)
 
     def finish(self, future: Any) -> None:
         """Wait for what :meth:`begin_read` or :meth:`begin_write` began."""
@@ -318,3 +327,30 @@ class RoleBuffer:
         if self._store is None:
             raise AssertionError("elements that are in memory are looked for on NVMe.")
         return self._store
+
+
+class Loan:
+    """Elements of a role in memory for a while: read ahead, used, and stored again or not.
+
+    Attributes:
+        values: (n,) they; valid from :meth:`finish` on, and until what :meth:`store` began is finished.
+    """
+
+    def __init__(self, role: RoleBuffer, start: int, numel: int, *, read: bool) -> None:
+        self._role, self._start = role, start
+        self.values = role.buffer(numel, role.dtype)
+        self._future: Any = role.begin_read(self.values, start) if read else None
+
+    def done(self) -> bool:
+        """Whether :meth:`finish` would not have to wait."""
+        return self._future is None or bool(self._future.done())
+
+    def finish(self) -> None:
+        """Wait for what was begun."""
+        future, self._future = self._future, None
+        if future is not None:
+            self._role.finish(future)
+
+    def store(self, *, urgent: bool = True) -> None:
+        """Begin to bring the values back."""
+        self._future = self._role.begin_write(self.values, self._start, urgent=urgent)

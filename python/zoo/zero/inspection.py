@@ -149,7 +149,7 @@ class Inspection:
         Beside them "feedback": errors of quantised reductions; "nvme": bytes of this rank's files; "buffers": host
         memory of the buffers that serve them.
         """
-        optimizer = self._updater.state_bytes()
+        optimizer = sum(t.nbytes for segment in self._updater.segments for t in segment.in_memory().values())
         parameters = sum(b.parameters.memory_bytes() for b in self._buckets)
         gradients = sum(g.memory_bytes() for g in self._gradients)
         total = parameters + gradients + optimizer

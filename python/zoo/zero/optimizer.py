@@ -34,7 +34,6 @@ from zoo.zero.options.arguments import (
     tell_of_gradients,
 )
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
-from zoo.zero.state.by_parameter import look
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
 from zoo.zero.update.alike import ADDED, CHANGES, CLIPPED, REFUSED, SCALE, WRITES, Alike, how_to_be_alike
@@ -670,6 +669,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
 
     def _look_at_states(self, parameter: Any) -> tuple[Sequence[str], Mapping[str, float]]:
         """What ``self.state[parameter]`` shows; nothing is communicated, read or made."""
+        from zoo.zero.state.by_parameter import look
+
         return look(self, parameter)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

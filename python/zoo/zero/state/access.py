@@ -26,7 +26,6 @@ from zoo.shard.guard import ShardedParameter
 from zoo.shard.roles import PARAMETER
 from zoo.shard.values.editing import Values, overlaps, write_values
 from zoo.shard.values.whole import Pieces, share_range
-from zoo.zero.state.logical import scalar_states, tensor_states
 from zoo.zero.update.segments import Segment
 
 if TYPE_CHECKING:
@@ -167,10 +166,10 @@ def _kept(place: _Place) -> dict[str, Any]:
     numbers: dict[str, float] = {}
     if place.bucket.spec.trainable:
         group = place.bucket.spec.groups[place.slot]
-        for segment, state in place.states.segments(place.bucket):
+        for segment in place.states.segments(place.bucket):
             if segment.group == group and not tensors and not numbers:
-                tensors = {k: str(v.dtype).removeprefix("torch.") for k, v in tensor_states(state, segment).items()}
-                numbers = scalar_states(state, segment)
+                tensors = {k: str(v.dtype).removeprefix("torch.") for k, v in segment.states().items()}
+                numbers = segment.numbers()
     return {"tensors": tensors, "numbers": numbers}
 
 

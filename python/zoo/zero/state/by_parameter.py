@@ -22,7 +22,7 @@ from zoo.shard.agreement import described
 from zoo.shard.buckets import Bucket
 from zoo.shard.dtensors import is_dtensor, rows_of
 from zoo.shard.roles import PARAMETER
-from zoo.zero.state.logical import StateSlice, gone_of, runs_of, scalar_states
+from zoo.zero.state.logical import StateSlice, gone_of, runs_of
 from zoo.zero.update.probe import Keeps
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def look(optimizer: ZeroOptimizer, parameter: Any) -> tuple[list[str], dict[str,
     numbers = {} if optimizer.inner.state else dict.fromkeys(kept.numbers, 0.0)
     for segment in updater.segments:
         if segment.bucket is bucket and segment.group == group and any(s.name == name for s in segment.slices()):
-            numbers |= scalar_states(optimizer.inner.state.get(segment.tensor, {}), segment)
+            numbers |= segment.numbers()
             break
     return sorted(kept.numbers | kept.states.keys() | kept.others.keys()), numbers
 

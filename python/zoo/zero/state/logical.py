@@ -23,24 +23,14 @@ Reader = Callable[[str, str, Any, int], torch.Tensor]
 of a tensor that are no run of it, ``start`` is a :class:`zoo.layout.Box` of ``length`` elements."""
 
 
-def slices_of(
-    segments: Iterable[Segment], state: Mapping[Any, Any], buckets: Sequence[Bucket], *, owned: bool = True,
-    stored: Callable[[Segment], Mapping[str, Stored]] | None = None,
-) -> Iterator[StateSlice]:  # fmt: skip
-    """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap.
-
-    ``stored`` gives, by role, what of a segment is on NVMe.
-    """
+def slices_of(segments: Iterable[Segment], buckets: Sequence[Bucket], *, owned: bool = True) -> Iterator[StateSlice]:
+    """The slices this rank holds; with ``owned`` only its own chunk of every bucket, so that no two ranks overlap."""
     for segment in segments:
         if owned and not segment.bucket.owns(segment.chunk):
             continue
-        entries = state.get(segment.tensor, {})
-        roles: dict[str, torch.Tensor | Stored] = {"parameter": segment.value(entries)}
-        roles |= tensor_states(entries, segment)
-        roles |= stored(segment) if stored is not None else {}
-        for role, tensor in roles.items():
-            yield from _cut(segment.bucket, segment.slices(), role, tensor)
-        yield from _of_other_shapes(entries, segment)
+        for role, source in segment.sources().items():
+            yield from _cut(segment.bucket, segment.slices(), role, source)
+        yield from _of_other_shapes(segment)
     for bucket in buckets:
         if not bucket.spec.trainable:
             if owned and not any(bucket.owns(chunk) for chunk in range(bucket.num_chunks)):
@@ -69,15 +59,13 @@ APART = "apart."
 """Roles of what each of the ranks that repeat a state has for itself: ``apart.<rank among them>.<role>``."""
 
 
-def apart_slices(segments: Iterable[Segment], state: Mapping[Any, Any]) -> Iterator[StateSlice]:
+def apart_slices(segments: Iterable[Segment]) -> Iterator[StateSlice]:
     """The parameters and states of this rank, where it steps by itself and so do those that repeat them."""
     for segment in segments:
         axes, repeat = segment.bucket.routes.axes, segment.bucket.placements.states.repeat
         if not axes.counts or repeat.size == 1 or segment.bucket.routes.feedback is None:
             continue
-        entries = state.get(segment.tensor, {})
-        roles = {"parameter": segment.value(entries), **tensor_states(entries, segment)}
-        for role, tensor in roles.items():
+        for role, tensor in segment.roles().items():
             yield from _cut(segment.bucket, segment.slices(), f"{APART}{repeat.rank}.{role}", tensor)
 
 
@@ -287,38 +275,8 @@ def runs_of(bucket: Bucket, pieces: Iterable[Slice]) -> Iterator[Run]:
             offset += box.numel
 
 
-def tensor_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
-    """The states that have one element for each of the segment's, flat; a master is not one of them, but the
-    parameter."""
-    return {
-        k: v.reshape(-1)
-        for k, v in state.items()
-        if isinstance(v, torch.Tensor) and v.shape == segment.tensor.shape and k != "master"
-    }
-
-
-def scalar_states(state: Mapping[str, Any], segment: Segment) -> dict[str, float | int]:
-    """The states that are one number for the whole segment, such as Adam's step. What is a tensor, is a float here."""
-    rest = {k: v for k, v in state.items() if k != "master" and k not in tensor_states(state, segment)}
-    found: dict[str, float | int] = {}
-    for role, value in rest.items():
-        if isinstance(value, int):
-            found[role] = int(value)  # a bool too
-        elif isinstance(value, float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            found[role] = float(value)
-    return found
-
-
 OF = "::"
 """Between the name of a parameter and that of a state of another shape: together the name of a logical tensor."""
-
-
-def other_states(state: Mapping[str, Any], segment: Segment) -> dict[str, torch.Tensor]:
-    """The states of other shapes than the parameter's, where all of that is here."""
-    if not segment.keeps_any_shape:
-        return {}
-    rest = state.keys() - {"master"} - tensor_states(state, segment).keys() - scalar_states(state, segment).keys()
-    return {k: state[k] for k in sorted(rest) if isinstance(state[k], torch.Tensor)}
 
 
 def split_name(name: str, role: str) -> str | None:
@@ -327,18 +285,17 @@ def split_name(name: str, role: str) -> str | None:
     return base if found and last == role else None
 
 
-def _of_other_shapes(state: Mapping[str, Any], segment: Segment) -> Iterator[StateSlice]:
-    for role, value in other_states(state, segment).items():
+def _of_other_shapes(segment: Segment) -> Iterator[StateSlice]:
+    for role, value in segment.of_any_shape().items():
         name = f"{segment.bucket.logical(segment.slices()[0].name)[0]}{OF}{role}"
         yield StateSlice(name, role, 0, value.numel(), tuple(value.shape), value.reshape(-1))
 
 
-def _check_kinds(state: Mapping[str, Any], segment: Segment, name: str) -> None:
-    """Raise ValueError for a state that is neither: it would be lost."""
-    lost = set(state) - {"master"} - set(tensor_states(state, segment)) - set(scalar_states(state, segment))
-    lost -= set(other_states(state, segment))
-    for role in sorted(role for role in lost if state[role] is not None):
-        value = state[role]
+def _check_kinds(segment: Segment, name: str) -> None:
+    """Raise ValueError for a state that cannot be saved: it would be lost."""
+    saved = segment.of_any_shape()
+    lost = {role: value for role, value in segment.others().items() if role not in saved and value is not None}
+    for role, value in lost.items():
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(
             f"the optimizer keeps the state {role!r} of {name!r}, {what}; states that can be saved are numbers, and "
@@ -346,7 +303,7 @@ def _check_kinds(state: Mapping[str, Any], segment: Segment, name: str) -> None:
         )
 
 
-def scalars_of(segments: Sequence[Segment], state: Mapping[Any, Any]) -> dict[str, float | int]:
+def scalars_of(segments: Sequence[Segment]) -> dict[str, float | int]:
     """``"<role>/<name>" -> value`` for the scalar states of every tensor this rank has a part of.
 
     Raises:
@@ -354,30 +311,30 @@ def scalars_of(segments: Sequence[Segment], state: Mapping[Any, Any]) -> dict[st
     """
     found: dict[str, float | int] = {}
     for segment in segments:
-        entries, runs = state.get(segment.tensor, {}), list(runs_of(segment.bucket, segment.slices()))
+        runs = list(runs_of(segment.bucket, segment.slices()))
         if runs:
-            _check_kinds(entries, segment, runs[0].name)
-        for role, value in scalar_states(entries, segment).items():
+            _check_kinds(segment, runs[0].name)
+        for role, value in segment.numbers().items():
             for run in runs:
                 found[f"{role}/{run.name}"] = value
     return found
 
 
-def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars: Mapping[str, float]) -> bool:
+def fill_segment(segment: Segment, read: Reader, scalars: Mapping[str, float]) -> bool:
     """Load a segment's parameters and states; False if the source has no optimizer state for it.
 
-    ``state`` must hold the entries that the optimizer makes in a step: they are what is looked for.
+    The optimizer must have the entries that it makes in a step: they are what is looked for.
     """
     pieces = []
     for piece in runs_of(segment.bucket, segment.slices()):
         value = _known(segment.bucket, piece, read)
         if value is not None:
-            segment.value(state)[piece.offset : piece.offset + piece.length].copy_(value)
+            segment.value()[piece.offset : piece.offset + piece.length].copy_(value)
             pieces.append(piece)
     if not pieces:
         return True
     found: set[bool] = set()
-    for role, tensor in tensor_states(state, segment).items():
+    for role, tensor in segment.states().items():
         tensor.zero_()  # padding
         for piece in pieces:
             try:
@@ -387,7 +344,7 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
                 continue
             found.add(True)
             tensor[piece.offset : piece.offset + piece.length].copy_(value)
-    for role, other in other_states(state, segment).items():
+    for role, other in segment.of_any_shape().items():
         try:
             value = read(f"{pieces[0].name}{OF}{role}", role, 0, other.numel())
         except KeyError:
@@ -395,7 +352,7 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
             continue
         found.add(True)
         other.view(-1).copy_(value)
-    for role in scalar_states(state, segment):
+    for role in segment.numbers():
         numbers = {scalars.get(f"{role}/{piece.name}") for piece in pieces}
         found |= {v is not None for v in numbers}
         if len(numbers) > 1:
@@ -408,7 +365,7 @@ def fill_segment(segment: Segment, state: dict[str, Any], read: Reader, scalars:
         if role == "step" and number == 0:
             return False  # what was saved before the first step, whatever the states begin with
         if number is not None:
-            state[role] = _like(state[role], number)
+            segment.entries[role] = _like(segment.entries[role], number)
     if len(found) > 1:
         raise ValueError(f"the source holds only part of the optimizer state of {', '.join(p.name for p in pieces)}.")
     return found != {False}

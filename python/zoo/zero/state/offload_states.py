@@ -21,7 +21,7 @@ one is its own master); reduced gradients."""
 def tensors_of(optimizer: ZeroOptimizer, include: Collection[str]) -> Iterator[torch.Tensor]:
     """The tensors on the device that ``include`` names; what lives in another tier is elsewhere already."""
     for segment in optimizer.updater.segments:
-        for name, tensor in optimizer.updater.in_memory(segment).items():
+        for name, tensor in segment.in_memory().items():
             if tensor.dim() and ("hp_params" if name in ("", "master") else "optim_states") in include:
                 yield tensor
     for bucket in optimizer.buckets:

@@ -6,6 +6,7 @@ A bucket asks here (``bucket.states``) for what it does not hold itself.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.shard.buckets import Bucket
-from zoo.shard.roles import ORIGINAL, PARAMETER
-from zoo.zero.state.logical import tensor_states
-from zoo.zero.update.segments import Segment
+from zoo.shard.offload.tiers import Tier
+from zoo.shard.roles import ORIGINAL
+from zoo.zero.update.segments import Segment, original_of
 
 if TYPE_CHECKING:
     from zoo.zero.optimizer import ZeroOptimizer
+    from zoo.zero.update.updater import Updater
 
 
 class OptimizerStates:
@@ -51,22 +53,28 @@ class OptimizerStates:
         found = self._optimizer()
         return found is not None and found.updater.broken is None
 
-    def segments(self, bucket: Bucket) -> Iterator[tuple[Segment, dict[str, Any]]]:
-        """Each segment of a bucket and its entries in the optimizer's state, while they are in memory, to be read.
+    def _pieces(self, buckets: Collection[Bucket]) -> Iterator[int]:
+        """The numbers of the pieces that have something of ``buckets``; what the latest step wrote is there."""
+        updater = self.optimizer.updater
+        updater.settle()
+        return (i for i, piece in enumerate(updater.pieces()) if any(s.bucket in buckets for s in piece))
+
+    def segments(self, bucket: Bucket) -> Iterator[Segment]:
+        """Each segment of a bucket, while what is kept of it is in memory, to be read.
 
         Go to the end: what came from NVMe is put away afterwards.
         """
-        optimizer = self.optimizer
-        for segment in optimizer.updater.visit([bucket]):
-            yield segment, optimizer.inner.state.get(segment.tensor, {})
+        for index in self._pieces([bucket]):
+            with self.optimizer.updater.in_memory(index, write=False) as piece:
+                yield from (segment for segment in piece if segment.bucket is bucket)
 
     def read(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """By role what this rank has of a bucket, piece by piece: where it begins in the flat buffer, and elements.
 
         "parameter" is the value that the optimizer updates, exact.
         """
-        for segment, entries in self.segments(bucket):
-            yield segment.first, {PARAMETER: segment.value(entries), **tensor_states(entries, segment)}
+        for segment in self.segments(bucket):
+            yield segment.first, segment.roles()
 
     def edit(
         self, buckets: Collection[Bucket], change: Callable[[Segment, dict[str, torch.Tensor]], None], *,
@@ -78,11 +86,16 @@ class OptimizerStates:
             precise: values may have more bits than the parameters: an optimizer that makes its masters in the first
                 step gets them now.
         """
-
-        def apply(segment: Segment, entries: dict[str, Any]) -> None:
-            change(segment, {PARAMETER: segment.value(entries), **tensor_states(entries, segment)})
-
-        self.optimizer.updater.edit(buckets, apply, precise=precise)
+        updater = self.optimizer.updater
+        for index in self._pieces(buckets):
+            with updater.in_memory(index, write=True) as piece:
+                for segment in piece:
+                    if segment.bucket in buckets:
+                        if precise:
+                            _make_master(updater, segment)
+                        segment.lay_flat()
+                        change(segment, segment.roles())
+                    segment.round_parameters()  # all of a piece: what is on NVMe is written back whole
 
     @property
     def that_follow(self) -> Collection[str]:
@@ -103,11 +116,39 @@ class OptimizerStates:
             raise
 
 
+def _make_master(updater: Updater, segment: Segment) -> None:
+    dtype = updater.expected.of(segment).states.get("master")
+    if dtype is not None and "master" not in segment.entries:
+        updater.inner.state[segment.tensor]["master"] = segment.tensor.detach().to(dtype, copy=True)
+
+
 def _take_originals(optimizer: ZeroOptimizer) -> None:
-    """Masters become what the parameters came with; nothing else keeps that any more."""
-    optimizer.updater.take_originals()
-    sharded = optimizer.sharded
+    """The values that parameters came with become those of the masters, wherever these live; nothing else keeps them
+    any more."""
+    updater, sharded = optimizer.updater, optimizer.sharded
+    for index, piece in enumerate(updater.pieces()):
+        kept = [s for s in piece if ORIGINAL in s.bucket.roles and s.bucket.device.type != "meta"]
+        on_nvme = any(s.bucket.placements.states.tier is Tier.NVME for s in kept)
+        with updater.in_memory(index, write=True) if on_nvme else contextlib.nullcontext():
+            for segment in kept:
+                _take_original(updater, segment)
     files: Mapping[int, Any] = {id(f): f for b in sharded.trainable if (f := b.stores.get(ORIGINAL)) is not None}
+    for bucket in updater.buckets:
+        if ORIGINAL in bucket.roles:
+            bucket.roles.pop(ORIGINAL).drop()
     for file in files.values():
         if sharded.scratch is not None:
             sharded.scratch.drop(file)
+
+
+def _take_original(updater: Updater, segment: Segment) -> None:
+    bucket = segment.bucket
+    found = original_of(bucket, segment.chunk, segment.start, segment.stop)
+    if found is None:
+        found = bucket.roles[ORIGINAL].read(segment.start, segment.stop - segment.start)
+    if segment.tensor.dtype is not bucket.spec.dtype:
+        values = segment.values()
+        if values.data_ptr() != found.data_ptr():
+            values.copy_(found)
+    elif (dtype := updater.expected.of(segment).states.get("master")) is not None:
+        updater.inner.state[segment.tensor]["master"] = found.to(segment.tensor.device, dtype)

@@ -11,7 +11,6 @@ import torch
 import zoo.zero.state.logical as state_io
 from zoo.comm import Communicator
 from zoo.shard.config import ZeroConfig
-from zoo.zero.state.by_parameter import begun_scalars, begun_slices, named_groups
 
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
@@ -85,7 +84,7 @@ class SavedState:
         """The same, of what the model does not have any more too: as :meth:`held_slices`."""
         self._whole._check_open()
         self._whole.read_outcome()
-        found = state_io.scalars_of(self._updater.segments, self.inner.state)
+        found = state_io.scalars_of(self._updater.segments)
         if self._scaler is not None:
             found |= {f"zero/{key}": value for key, value in self._scaler.state().items()}
         if self._feedback:
@@ -97,14 +96,20 @@ class SavedState:
 
     def live_slices(self, *, owned: bool) -> list[state_io.StateSlice]:
         """As :meth:`held_slices`, with zeros for the states that there will be after the first step."""
+        from zoo.zero.state.by_parameter import begun_slices
+
         return begun_slices(self._whole, owned=owned)
 
     def live_scalars(self) -> dict[str, float]:
         """As :meth:`state_scalars`, with 0 for the numbers that there will be after the first step."""
+        from zoo.zero.state.by_parameter import begun_scalars
+
         return begun_scalars(self._whole)
 
     def named_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, with names of the whole model in the place of parameters."""
+        from zoo.zero.state.by_parameter import named_groups
+
         return named_groups(self._whole)
 
     @torch.no_grad()
@@ -126,10 +131,10 @@ class SavedState:
             self._whole.zero_grad()
         exact, apart = self.config.load_from_fp32_weights, bool(scalars.get("zero/apart"))
 
-        def fill(segment: Segment, state: dict[str, Any]) -> bool:
+        def fill(segment: Segment) -> bool:
             reader = state_io.from_ranks_apart(read, segment.bucket, scalars) if apart else read
             reader = reader if exact else state_io.rounded(reader, segment.bucket.spec.dtype)
-            return state_io.fill_segment(segment, state, reader, scalars)
+            return state_io.fill_segment(segment, reader, scalars)
 
         self._updater.load(fill, self._whole._options_of_update())
         state_io.fill_frozen([b for b in self._buckets if not b.spec.trainable], read)
@@ -180,10 +185,7 @@ class SavedState:
         self.sharded.members.check()
         self._whole.take_writes()
         self._updater.settle()
-        stored = self._updater.stored
-        found = list(
-            state_io.slices_of(self._updater.segments, self.inner.state, self._buckets, owned=owned, stored=stored)
-        )
+        found = list(state_io.slices_of(self._updater.segments, self._buckets, owned=owned))
         if owned and self._updater.apart:
-            found += state_io.apart_slices(self._updater.segments, self.inner.state)
+            found += state_io.apart_slices(self._updater.segments)
         return found + [s for b in self._trainable for s in state_io.feedback_slices(b, owned=owned)]

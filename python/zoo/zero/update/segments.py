@@ -11,18 +11,18 @@ in parts of :data:`CACHED_BYTES`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from zoo.layout import Slice
+from zoo.layout import Slice, Stored
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import BucketGradients
 from zoo.shard.offload.tiers import Tier
-from zoo.shard.roles import ORIGINAL
+from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
 
 CACHED_BYTES = 1 << 19
 """Of a segment that the CPU updates; gradient, states and temporaries come to six times as much. It is small enough for
@@ -47,6 +47,10 @@ class Segment:
     target: torch.Tensor | None
     keeps_any_shape: ClassVar[bool] = False
     """States of any shape are of all of one parameter: they can be saved."""
+    inner: Any = None
+    """The optimizer."""
+    stored: dict[str, RoleBuffer] = field(default_factory=dict)
+    """What lives on NVMe of the states, by name; "" is a master that the optimizer got as its parameter."""
     loaded_gradient: torch.Tensor | None = None
 
     @property
@@ -71,10 +75,88 @@ class Segment:
         """(stop - start,) what the optimizer updates."""
         return self.tensor.detach()
 
-    def value(self, state: Mapping[str, Any]) -> torch.Tensor:
+    # What the optimizer keeps of it: its own tensors, which stay the same objects.
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """All of that, by name."""
+        found: dict[str, Any] = self.inner.state.get(self.tensor, {})
+        return found
+
+    def value(self) -> torch.Tensor:
         """The parameters in the precision in which they are kept: the master where there is one. Flat."""
-        master: torch.Tensor | None = state.get("master")
+        master: torch.Tensor | None = self.entries.get("master")
         return self.values() if master is None else master.detach().view(-1)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """What has one element for each of the segment's, flat; a master is not among them, but the parameter."""
+        shape = self.tensor.shape
+        return {
+            k: v.reshape(-1)
+            for k, v in self.entries.items()
+            if isinstance(v, torch.Tensor) and v.shape == shape and k != "master"
+        }
+
+    def numbers(self) -> dict[str, float | int]:
+        """What is one number for the whole segment, such as Adam's step. What is a tensor, is a float here."""
+        found, states = dict[str, float | int](), self.states()
+        for name, value in self.entries.items():
+            if name in states or name == "master":
+                continue
+            if isinstance(value, int):
+                found[name] = int(value)  # a bool too
+            elif isinstance(value, float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                found[name] = float(value)
+        return found
+
+    def others(self) -> dict[str, Any]:
+        """What is neither; where the segment is all of a parameter, tensors among it can be saved."""
+        rest = self.entries.keys() - {"master"} - self.states().keys() - self.numbers().keys()
+        return {name: self.entries[name] for name in sorted(rest)}
+
+    def of_any_shape(self) -> dict[str, torch.Tensor]:
+        """The tensors of other shapes that can be saved."""
+        return {k: v for k, v in self.others().items() if self.keeps_any_shape and isinstance(v, torch.Tensor)}
+
+    def roles(self) -> dict[str, torch.Tensor]:
+        """By role the elements: "parameter", exact, and :meth:`states`. What is on NVMe has no values here."""
+        return {PARAMETER: self.value(), **self.states()}
+
+    def sources(self) -> dict[str, torch.Tensor | Stored]:
+        """The same for a :class:`~zoo.layout.StateSlice`: what is on NVMe is not read yet."""
+        found: dict[str, torch.Tensor | Stored] = {**self.roles()}
+        master = "master" if "master" in self.entries else "" if self.target is not None else None
+        if master in self.stored or (master is None and self.bucket.parameters_on_nvme):
+            # Where no master exists yet the parameters are all there is.
+            if self.bucket.parameters_on_nvme or self.target is None:
+                found[PARAMETER] = self.bucket.parameters.shard.source(self.start, self.stop - self.start)
+            else:
+                found[PARAMETER] = self.target
+        for name, role in self.stored.items():
+            if role.kept:
+                found[PARAMETER if name in ("", "master") else name] = role.source()
+        return found
+
+    def lay_flat(self) -> None:
+        """Make the tensors among what is kept such that a flat view of each is its memory."""
+        entries = self.entries
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                entries[key] = value.contiguous()
+
+    def round_parameters(self) -> None:
+        """The parameters become what :meth:`value` is by now."""
+        value, own = self.value(), self.values()
+        if self.target is not None:
+            self.target.copy_(self.tensor)
+        elif value.data_ptr() != own.data_ptr():
+            own.copy_(value)
+
+    def in_memory(self) -> dict[str, torch.Tensor]:
+        """The tensors that are in memory between updates, by name; "" is a master that the optimizer got."""
+        found: dict[str, Any] = {"": self.tensor} if self.target is not None else {}
+        found |= self.entries
+        return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and k not in self.stored}
 
     def moved_to(self, part: torch.Tensor) -> None:
         """The memory of the parameters is another one now: ``part``, flat."""
@@ -86,13 +168,6 @@ class Segment:
     def slices(self) -> list[Slice]:
         """The pieces of logical tensors in this segment, with offsets into it."""
         return self.bucket.layout.slices(self.first, self.first + self.stop - self.start)
-
-
-def lay_flat(state: dict[str, Any]) -> None:
-    """Make the tensors among states such that a flat view of each is its memory."""
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and not value.is_contiguous():
-            state[key] = value.contiguous()
 
 
 def cut_segments(bucket: Bucket, *, masters: bool, by_tensor: bool, in_one_pass: bool = False) -> list[Segment]:

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import Communicator
-from zoo.layout import Stored
 from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.offload.config import OffloadOptimizerConfig
-from zoo.shard.offload.tiers import OffloadError, Tier
-from zoo.shard.roles import ORIGINAL
+from zoo.shard.offload.tiers import OffloadError
 from zoo.zero.update.expected import ExpectedStates
 from zoo.zero.update.gradient_scale import Factors
 from zoo.zero.update.outcome import SkipsOnDevice
-from zoo.zero.update.segments import Segment, cut_segments, in_pieces, lay_flat, original_of, updated_dtype
+from zoo.zero.update.segments import Segment, cut_segments, in_pieces, updated_dtype
 from zoo.zero.update.tensor_collectives import BucketParts
 
 if TYPE_CHECKING:
@@ -104,6 +102,8 @@ class Updater:
             self._parts.adopt(self.segments, buckets)
             options = {**options, "parts": self._parts} if whole else options
         self.inner = self.expected.inner = self._build(groups, options, instance)
+        for segment in self.segments:
+            segment.inner = self.inner
         self._meetings: Meetings | None = None
         if switch is not None:
             from zoo.zero.synced.driver import Meetings
@@ -123,7 +123,7 @@ class Updater:
         depth = DEPTH_IN_BACKWARD if in_backward else 1
         if scratch is not None and streams:
             self._stream = StateStream(
-                scratch, offload.nvme_path, self.pieces(), self.expected.dtypes, self.inner.state,
+                scratch, offload.nvme_path, self.pieces(), self.expected.dtypes,
                 ahead=depth * offload.pipeline_read, behind=depth * offload.pipeline_write,
             )  # fmt: skip
             scratch.check_room(self.buffer_bytes())
@@ -228,37 +228,6 @@ class Updater:
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes that an update reads from and writes to NVMe, once states exist."""
         return self._stream.traffic() if self._stream is not None else (0, 0)
-
-    def take_originals(self) -> None:
-        """The values that parameters came with become those of the masters, wherever these live; nothing else does."""
-        for index, (_, piece) in enumerate(self._pieces):
-            kept = [s for s in piece if ORIGINAL in s.bucket.roles and s.bucket.device.type != "meta"]
-            stream = self._stream if any(s.bucket.placements.states.tier is Tier.NVME for s in kept) else None
-            with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
-                for segment in kept:
-                    self._take_original(segment)
-        for bucket in self._buckets:
-            if ORIGINAL in bucket.roles:
-                bucket.roles.pop(ORIGINAL).drop()
-
-    def _take_original(self, segment: Segment) -> None:
-        bucket, originals = segment.bucket, segment.bucket.roles.get(ORIGINAL)
-        found = original_of(bucket, segment.chunk, segment.start, segment.stop)
-        if found is None:
-            if originals is None:
-                return
-            found = originals.read(segment.start, segment.stop - segment.start)
-        if segment.tensor.dtype is not bucket.spec.dtype:
-            values = segment.values()
-            if values.data_ptr() != found.data_ptr():
-                values.copy_(found)
-        elif (dtype := self.expected.of(segment).states.get("master")) is not None:
-            self.inner.state[segment.tensor]["master"] = found.to(segment.tensor.device, dtype)
-
-    def _make_master(self, segment: Segment) -> None:
-        dtype = self.expected.of(segment).states.get("master")
-        if dtype is not None and "master" not in self.inner.state.get(segment.tensor, {}):
-            self.inner.state[segment.tensor]["master"] = segment.tensor.detach().to(dtype, copy=True)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -474,46 +443,13 @@ class Updater:
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def stored(self, segment: Segment) -> dict[str, Stored]:
-        """By role, what of a segment is on NVMe."""
-        return self._stream.stored(segment) if self._stream is not None else {}
+    @contextlib.contextmanager
+    def in_memory(self, index: int, *, write: bool) -> Iterator[Sequence[Segment]]:
+        """The segments of piece ``index``, with their values and states in memory; ``write``: they change."""
+        with self._stream.in_memory(index, write=write) if self._stream is not None else contextlib.nullcontext():
+            yield self._pieces[index][1]
 
-    def visit(self, buckets: Collection[Bucket] | None = None) -> Iterator[Segment]:
-        """Each segment (of ``buckets``) while its values and states are in memory, to be read."""
-        self.settle()
-        for index, (_, piece) in enumerate(self._pieces):
-            if buckets is not None and not any(s.bucket in buckets for s in piece):
-                continue
-            with self._stream.in_memory(index, write=False) if self._stream is not None else contextlib.nullcontext():
-                yield from (s for s in piece if buckets is None or s.bucket in buckets)
-
-    def edit(
-        self, buckets: Collection[Bucket], change: Callable[[Segment, dict[str, Any]], None], *, precise: bool = False
-    ) -> None:  # fmt: skip
-        """Let ``change`` write to the values (:meth:`Segment.value`) and states of each segment of ``buckets``.
-
-        Args:
-            precise: values may have more bits than the parameters: an optimizer that makes its masters in the first
-                step gets them now.
-        """
-        self.settle()
-        for index, (_, piece) in enumerate(self._pieces):
-            if not any(s.bucket in buckets for s in piece):
-                continue
-            stream = self._stream
-            with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
-                for segment in piece:
-                    if segment.bucket in buckets:
-                        if precise:
-                            self._make_master(segment)
-                        lay_flat(self.inner.state.get(segment.tensor, {}))
-                        change(segment, self.inner.state.get(segment.tensor, {}))
-                    # All of a piece: what is on NVMe is written back whole.
-                    self._write_back(segment)
-
-    def load(
-        self, fill: Callable[[Segment, dict[str, Any]], bool], groups: Sequence[dict[str, Any]]
-    ) -> None:  # fmt: skip
+    def load(self, fill: Callable[[Segment], bool], groups: Sequence[dict[str, Any]]) -> None:
         """Fill every segment and its states by ``fill``, which says whether there was an optimizer state for it.
 
         The states are those that the optimizer keeps with the options of ``groups``. A failure leaves a mixture of two
@@ -533,11 +469,13 @@ class Updater:
                 self._restrict(piece)
                 if self._parts is not None:
                     self._parts.about(buckets)
-                stream = self._stream
-                with stream.in_memory(index, write=True) if stream is not None else contextlib.nullcontext():
+                with self.in_memory(index, write=True):
                     self._make_states(piece)
                     for segment in piece:
-                        self._fill(segment, fill)
+                        if not fill(segment):  # nothing but parameters yet; a master is one
+                            kept = {k: v for k, v in segment.entries.items() if k == "master"}
+                            self.inner.state[segment.tensor] = kept
+                        segment.round_parameters()
         if self._meetings is not None:
             self._meetings.resume()
             self._give_options()
@@ -560,30 +498,4 @@ class Updater:
                 self.inner.step()
             for segment in piece:
                 segment.tensor.grad = None
-                lay_flat(self.inner.state.get(segment.tensor, {}))
-
-    def _fill(self, segment: Segment, fill: Callable[[Segment, dict[str, Any]], bool]) -> None:
-        state = self.inner.state[segment.tensor]
-        if not fill(segment, state):
-            # Nothing but parameters yet; a master is one.
-            self.inner.state[segment.tensor] = {k: v for k, v in state.items() if k == "master"}
-        self._write_back(segment)
-
-    def _write_back(self, segment: Segment) -> None:
-        if segment.target is not None:
-            segment.target.copy_(segment.tensor)
-            return
-        value, own = segment.value(self.inner.state.get(segment.tensor, {})), segment.values()
-        if value.data_ptr() != own.data_ptr():
-            own.copy_(value)
-
-    def state_bytes(self) -> int:
-        """Bytes of masters and optimizer states in this rank's memory."""
-        return sum(t.nbytes for segment in self.segments for t in self.in_memory(segment).values())
-
-    def in_memory(self, segment: Segment) -> dict[str, torch.Tensor]:
-        """The states of a segment that are in memory between updates, by name; "" is a master that is its parameter."""
-        away = self._stream.away(segment) if self._stream is not None else ()
-        found: dict[str, Any] = {"": segment.tensor} if segment.target is not None else {}
-        found |= self.inner.state.get(segment.tensor, {})
-        return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and k not in away}
+                segment.lay_flat()
