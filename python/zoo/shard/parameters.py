@@ -16,6 +16,7 @@ from zoo.shard.guard import assign_data
 from zoo.shard.guard import release as release_parameter
 from zoo.shard.offload.tiers import OffloadError
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
+from zoo.shard.values.samples import Samples
 
 if TYPE_CHECKING:
     from zoo.shard.buckets import Bucket
@@ -46,6 +47,7 @@ class BucketParameters:
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
         self._reading: tuple[Any, torch.Tensor] | None = None
+        self._samples: Samples | None = None
         self._lay_out(source)
 
     def _lay_out(self, source: RoleBuffer | None) -> None:
@@ -235,6 +237,8 @@ class BucketParameters:
             self.renew()  # NumPy has had it, and may have it still
             self._storage.resize_(0)
         self._guard.close()
+        if self._samples is not None:
+            self._samples.forget()
         self.live = False
         self.hide()
 
@@ -283,12 +287,27 @@ class BucketParameters:
         offset = self.bucket.layout.offsets[slot]
         return self.full[offset : offset + self.bucket.layout.tensors[slot].numel]
 
+    def watch(self) -> None:
+        """From now on :meth:`versions` counts on a CPU what autograd does not (:mod:`~zoo.shard.values.samples`)."""
+        if self.full.device.type == "cpu" and self.live:
+            self._samples = self._samples or Samples(self.bucket.layout)
+            self._samples.note(self.full)
+
+    def written(self) -> None:
+        """The runtime has written the values that are here now: no write to count."""
+        if self._samples is not None and self.live:
+            self._samples.note(self.full)
+
     def versions(self) -> list[int]:
         """How often each parameter was written to in place, by anybody but the runtime."""
         with torch._C.DisableTorchFunctionSubclass():
             found = list(map(_VERSION, self.bucket.spec.parameters))
         for slot, alias in self._aliases.items():
             found[slot] += alias._version
+        if self._samples is not None:
+            self._samples.look(self.full)
+            for slot, count in self._samples.counts.items():
+                found[slot] += count
         return found
 
     def take_back(self, slot: int) -> None:

@@ -229,6 +229,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self._runtime.backward.scale = self.loss_scale
         late = self._reads_late
         self._late = sharded.buckets[0].device.type == "cuda" if late is None else late
+        if not self._late:
+            sharded.writes.watch()
         self.inner = self._updater.inner
         self.states = OptimizerStates(self)
         self.seal(wrapped.groups, self.inner, self._look_at_states)

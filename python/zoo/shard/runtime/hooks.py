@@ -477,6 +477,8 @@ class Runtime:
         parameters.wait(exact=True)
         bucket.active += 1
         if bucket not in self.held:
+            if bucket.partitioned:
+                parameters.watch()
             self.note(bucket)
         return before
 

@@ -16,7 +16,8 @@ def publish(buckets: Iterable[Bucket]) -> Callable[[], None]:
     """Bring the updated shards of ``buckets`` to everyone; what is returned waits for the last of them."""
     under_way: deque[tuple[Handle, int]] = deque()
     num_bytes = 0
-    for bucket in buckets:
+    updated = list(buckets)
+    for bucket in updated:
         size = bucket.num_bytes // bucket.shard_group.size
         while under_way and num_bytes + size > BYTES_UNDER_WAY:
             handle, done = under_way.popleft()
@@ -30,5 +31,7 @@ def publish(buckets: Iterable[Bucket]) -> Callable[[], None]:
     def finish() -> None:
         while under_way:
             under_way.popleft()[0].wait()
+        for bucket in updated:
+            bucket.parameters.written()
 
     return finish

@@ -48,8 +48,10 @@ def write_values(changes: Mapping[Bucket, Values], *, keep_equal: bool) -> None:
         parameters = bucket.parameters
         parameters.drop_secondary()
         if parameters.live:
+            parameters.versions()  # others may have been written to
             for offset, part in overlaps(values, bucket.layout.slices(0, bucket.layout.size)):
                 parameters.full[offset : offset + part.numel()].copy_(part)
+            parameters.written()
         for name, role in bucket.roles.items():
             if name == ORIGINAL or (name == PARAMETER and bucket.partitioned):
                 _write(bucket, role, values, keep_equal=keep_equal and name == ORIGINAL)

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from zoo.comm import Communicator
 from zoo.shard.buckets import Bucket
+from zoo.shard.offload.tiers import Tier
 from zoo.shard.roles import ORIGINAL
 
 
@@ -25,6 +26,14 @@ class Writes:
         self._noted = {bucket: bucket.parameters.versions() for bucket in buckets}
         self._whole: set[tuple[Bucket, int]] = set()
         self._given: dict[tuple[Bucket, int], torch.Tensor] = {}
+
+    def watch(self) -> None:
+        """See also what autograd does not count, on a CPU, where an exact value elsewhere would undo it; it is compared
+        at each step, which waits for a device."""
+        for bucket in self._noted:
+            kept_elsewhere = bucket.spec.dtype.itemsize < 4 or bucket.placements.states.tier is not Tier.DEVICE
+            if kept_elsewhere and bucket.spec.trainable and not bucket.partitioned:
+                bucket.parameters.watch()
 
     def note(self, bucket: Bucket) -> None:
         """What was written to ``bucket`` until now is known."""

@@ -395,6 +395,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         handle = place.bucket.parameters.publish()
         if handle is not None:
             handle.wait()
+        place.bucket.parameters.written()
 
 
 def _write_param(place: _Place, values: tuple[int, torch.Tensor]) -> None:

@@ -414,3 +414,5 @@ def fill_frozen(buckets: Sequence[Bucket], read: Reader) -> None:
     for handle in handles:
         if handle is not None:
             handle.wait()
+    for bucket in buckets:
+        bucket.parameters.written()
