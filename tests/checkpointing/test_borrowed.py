@@ -19,7 +19,7 @@ from tests.zero.test_offload import build, section, train
 from zoo.checkpointing import BackgroundSaver, CheckpointError, load, save
 from zoo.checkpointing.comparing import compare
 from zoo.comm import Communicator
-from zoo.zero import ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
+from zoo.zero import Precision, ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
 
 Pair = tuple[torch.nn.Sequential, ZeroOptimizer]
 
@@ -112,7 +112,7 @@ def test_checkpoints_of_any_steps_are_those_of_a_run_that_waits(
             options = {
                 "offload_optimizer": section("nvme", root / f"nvme-{name}", ratio=ratio), "sub_group_size": sub_group,
                 "offload_param": section(parameters, root / f"nvme-{name}"), "update_in_backward": False,
-                "param_dtype": torch.bfloat16 if low else None,
+                "precision": Precision(param=torch.bfloat16 if low else None),
             }  # fmt: skip
             model, optimizer = build(root / f"nvme-{name}", **options)
             saver, losses = BackgroundSaver(Communicator()), []

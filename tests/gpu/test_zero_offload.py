@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zoo.optim import AdamW
-from zoo.zero import ZeroOptimizer
+from zoo.zero import Precision, ZeroOptimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -23,7 +23,7 @@ def run(
     model[1].requires_grad_(computes is None)
     optimizer = ZeroOptimizer(
         model, stage=stage, optimizer=AdamW, lr=0.01, clip_norm=0.1, param_persistence_threshold=0,
-        reduce_bucket_size=4500, sub_group_size=4500, param_dtype=computes, **options,
+        reduce_bucket_size=4500, sub_group_size=4500, precision=Precision(param=computes), **options,
     )  # fmt: skip
     losses = []
     for step in range(4):

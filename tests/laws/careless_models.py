@@ -29,7 +29,7 @@ class Setting:
     host: bool = False  # optimizer states in host memory, at stage 3 parameters too
     shard_size: int = -1
     seed: int = 0
-    came_in: torch.dtype | None = None  # the model's own dtype, where ``dtype`` is param_dtype
+    came_in: torch.dtype | None = None  # the model's own dtype, where ``dtype`` is Precision.param
     ep_size: int = 0  # with a layer of experts, which so many ranks share
     grouped: bool = True  # experts as one tensor, or as modules
     recomputes: bool = False  # what the experts computed

@@ -1,7 +1,7 @@
-"""Law: gradients of several backwards are added up in accumulate_dtype, whatever the stage: G = Σ A(mean_r R(Σ A(g))).
+"""Law: gradients of several backwards are added up in ``accumulate`` at every stage: G = Σ A(mean_r R(Σ A(g))).
 
-A is accumulate_dtype, R is reduce_dtype or else A; the inner sum is over the backwards of a rank since the latest
-reduction, the outer one over reductions. The reference does it in one process, operation by operation.
+A is Precision.accumulate, R is Precision.reduce or else A; the inner sum is over the backwards of a rank since the
+latest reduction, the outer one over reductions. The reference does it in one process, operation by operation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import zoo.optim
 from zoo import sim
-from zoo.zero import ZeroOptimizer, safe_get_full_grad
+from zoo.zero import Precision, ZeroOptimizer, safe_get_full_grad
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Values = dict[str, torch.Tensor]
@@ -137,7 +137,7 @@ def test_gradients_are_added_up_in_the_dtype_that_was_asked_for(
 
     def fn(rank: int) -> tuple[list[Values], Values]:
         return train(
-            cls, rank, steps, dtype, stage=stage, accumulate_dtype=accumulate, reduce_dtype=reduce,
+            cls, rank, steps, dtype, stage=stage, precision=Precision(accumulate=accumulate, reduce=reduce),
             reduce_bucket_size=bucket, param_persistence_threshold=threshold,
         )[:2]  # fmt: skip
 
@@ -150,6 +150,7 @@ def test_gradients_are_added_up_in_the_dtype_that_was_asked_for(
                 assert torch.equal(found[name], master), name
 
 
+SUMS = Precision(accumulate=FP32)
 STEPS = [[False, True, True], [True, False]]
 
 
@@ -159,7 +160,9 @@ STEPS = [[False, True, True], [True, False]]
 def test_offloading_changes_no_bit(stage: int, tier: str, cls: Any, tmp_path: Any) -> None:
     def fn(rank: int) -> None:
         plain, offloaded = (
-            train(cls, rank, STEPS, BF16, stage=stage, accumulate_dtype=FP32, sub_group_size=50, **options)[:2]
+            train(
+                cls, rank, STEPS, BF16, stage=stage, precision=Precision(accumulate=FP32), sub_group_size=50, **options
+            )[:2]
             for options in ({}, {"offload_optimizer": {"device": tier, "nvme_path": str(tmp_path)}})
         )
         for one, other in zip([*plain[0], plain[1]], [*offloaded[0], offloaded[1]], strict=True):
@@ -178,7 +181,7 @@ def test_files_of_gradients_have_room(stage: int, tmp_path: Any) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(BF16)
             optimizer = ZeroOptimizer(
-                model, stage=stage, lr=0.01, reduce_bucket_size=1, accumulate_dtype=FP32, sub_group_size=3000,
+                model, stage=stage, lr=0.01, reduce_bucket_size=1, precision=SUMS, sub_group_size=3000,
                 param_persistence_threshold=0, offload_optimizer={"device": device, "nvme_path": str(tmp_path)},
             )  # fmt: skip
             for step in range(3):
@@ -203,7 +206,7 @@ def test_the_forecast_is_what_is_held_and_sent(stage: int, accumulate: Any, redu
     def fn(rank: int) -> None:
         model = Net().to(BF16)
         optimizer = ZeroOptimizer(
-            model, stage=stage, lr=0.01, accumulate_dtype=accumulate, reduce_dtype=reduce, clip_norm=1.0,
+            model, stage=stage, lr=0.01, precision=Precision(accumulate=accumulate, reduce=reduce), clip_norm=1.0,
             param_persistence_threshold=10,
         )  # fmt: skip
         for index in range(2):
@@ -231,7 +234,7 @@ def test_a_loss_scale_and_clipping(stage: int) -> None:
         for scale in (None, 1024.0):
             model = Net().to(BF16)
             optimizer = ZeroOptimizer(
-                model, stage=stage, optimizer=torch.optim.SGD, lr=0.01, accumulate_dtype=FP32, loss_scale=scale,
+                model, stage=stage, optimizer=torch.optim.SGD, lr=0.01, precision=SUMS, loss_scale=scale,
                 clip_norm=0.01,
             )  # fmt: skip
             for index in range(3):
@@ -254,7 +257,9 @@ def test_sums_that_bfloat16_would_round_away(stage: int) -> None:
 
     def fn(rank: int, accumulate: torch.dtype | None) -> float:
         model = nn.Linear(1, 1, bias=False, dtype=BF16)
-        optimizer = ZeroOptimizer(model, stage=stage, optimizer=torch.optim.SGD, lr=0.01, accumulate_dtype=accumulate)
+        optimizer = ZeroOptimizer(
+            model, stage=stage, optimizer=torch.optim.SGD, lr=0.01, precision=Precision(accumulate=accumulate)
+        )
         for value in (256.0, *[1.0] * 8):  # reduced each time
             model(torch.tensor([[value]], dtype=BF16)).sum().backward()
         gradient = safe_get_full_grad(model.weight)
@@ -269,7 +274,7 @@ def test_sums_that_bfloat16_would_round_away(stage: int) -> None:
 def test_what_grad_is_and_how_a_model_comes_back() -> None:
     def fn(rank: int) -> None:
         model = Net().to(BF16)
-        optimizer = ZeroOptimizer(model, stage=1, lr=0.01, accumulate_dtype=FP32)
+        optimizer = ZeroOptimizer(model, stage=1, lr=0.01, precision=Precision(accumulate=FP32))
         with optimizer.no_sync():
             loss_of(model, rank, 0, BF16).backward()  # type: ignore[no-untyped-call]
         weight = model.first.weight
@@ -295,5 +300,7 @@ def test_what_grad_is_and_how_a_model_comes_back() -> None:
 
 
 def test_a_dtype_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"accumulate_dtype=torch.int32; the gradients of several backwards are added"):
-        ZeroOptimizer(nn.Linear(2, 2), lr=0.1, accumulate_dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"Precision\(accumulate=torch.int32\); the gradients of several backwards are added"
+    ):
+        ZeroOptimizer(nn.Linear(2, 2), lr=0.1, precision=Precision(accumulate=torch.int32))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from zoo import sim
 from zoo.plan import Actions, Collective, Kind
-from zoo.zero import ZeroOptimizer
+from zoo.zero import Precision, ZeroOptimizer
 
 from .cases import Case, accumulate, cases, groups_of, loss_of, make_model, num_micro, optimizer_of
 
@@ -93,7 +93,7 @@ def test_the_list_is_what_the_ranks_did(
     case: Case, stage: int, drives: bool, seed: int, computes: torch.dtype | None
 ) -> None:
     case = replace(case, world=max(case.world, 2), clip_norm=0.0)
-    check(case, stage, windowed if drives else accumulate, seed, param_dtype=computes)
+    check(case, stage, windowed if drives else accumulate, seed, precision=Precision(param=computes))
 
 
 def test_shard_groups_and_secondary_copies() -> None:

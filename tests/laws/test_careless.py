@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zoo import sim
 from zoo.layout import split_of
-from zoo.zero import ZeroOptimizer
+from zoo.zero import Precision, ZeroOptimizer
 
 from .careless import Side, Use, check_refusal, programs
 from .careless_models import RATE, Model, Setting, data, model_of, settings_of, settings_with_experts
@@ -98,7 +98,7 @@ class Twin(torch.optim.SGD):
 
 
 def make_zero(setting: Setting, rank: int) -> Side:
-    options: dict[str, Any] = {"param_dtype": setting.dtype} if setting.came_in else {}
+    options: dict[str, Any] = {"precision": Precision(param=setting.dtype)} if setting.came_in else {}
     ep_size = max(setting.ep_size, 1)
     model = model_of(setting, ep_size, rank % ep_size).to(setting.came_in or setting.dtype)
     if ep_size > 1:

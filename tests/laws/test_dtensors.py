@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from zoo import sim
 from zoo.shard.dtensors import HoldsDTensors
-from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer, safe_get_full_fp32_param
+from zoo.zero import Precision, ShardedModel, ZeroConfig, ZeroOptimizer, safe_get_full_fp32_param
 
 AXES = ("data", "tensor")
 
@@ -313,7 +313,9 @@ def test_they_compute_in_another_dtype_and_come_back_as_they_were(stage: int) ->
         mesh = mesh_of(case)
         model = Model(case, mesh["tensor"]).float()
         held = model.pair.columns
-        optimizer = ZeroOptimizer(model, mesh=mesh, lr=0.0, param_dtype=torch.bfloat16, **options_of(case))
+        optimizer = ZeroOptimizer(
+            model, mesh=mesh, lr=0.0, precision=Precision(param=torch.bfloat16), **options_of(case)
+        )
         train(model, optimizer, rank // case.tensor, range(1))
         with optimizer.gathered():
             assert model.pair.columns.dtype is model(tokens(0, 0)).dtype is torch.bfloat16

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zoo import sim
-from zoo.zero import DryRun, ZeroOptimizer
+from zoo.zero import DryRun, Precision, ZeroOptimizer
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
@@ -87,7 +87,7 @@ def test_memory_and_traffic_are_as_forecast(
             model.to("meta") if group is not None else model, stage=stage, optimizer=cls, units=[nn.Linear],
             clip_norm=0.0 if early else clip, reduce_bucket_size=bucket_size, param_persistence_threshold=threshold,
             group=group, max_live_parameters=keep, prefetch_bucket_size=prefetch, update_in_backward=early,
-            param_dtype=computes, **options,
+            precision=Precision(param=computes), **options,
         )  # fmt: skip
 
     def fn(rank: int) -> None:

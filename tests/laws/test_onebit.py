@@ -14,7 +14,7 @@ from torch import nn
 
 from zoo import sim
 from zoo.optim import AdamW, DiLoCo, LocalSGD, OnebitAdam, OnebitLamb, ZeroOneAdam
-from zoo.zero import DryRun, ZeroOptimizer
+from zoo.zero import DryRun, Precision, ZeroOptimizer
 
 GROUP = {"type": "onebit", "params": {"group_size": 64}}
 PURE = [{"stage": s} for s in range(4)]
@@ -303,7 +303,9 @@ def test_the_forecast_is_what_is_sent_and_held(way: dict[str, Any], placement: d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_and_a_loss_scale(dtype: torch.dtype) -> None:
     def fn(rank: int, scale: float | None) -> dict[str, torch.Tensor]:
-        model, optimizer = build(dtype, **ADAM, stage=0, loss_scale=scale, accumulate_dtype=torch.float32)
+        model, optimizer = build(
+            dtype, **ADAM, stage=0, loss_scale=scale, precision=Precision(accumulate=torch.float32)
+        )
         for step in range(6):
             advance(model, optimizer, rank, step)
         return optimizer.consolidated_parameters()

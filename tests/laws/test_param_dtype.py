@@ -1,4 +1,4 @@
-"""Law: with param_dtype the run is that of one process with fp32 masters and a copy of the model in param_dtype.
+"""Law: with Precision.param the run is that of one process with fp32 masters and a copy of the model in that dtype.
 
 The masters are the values that the model came with, the copy computes, its gradients are averaged in their own dtype in
 the order of the ranks, the optimizer runs on the masters, and the copy is the rounded masters: bit by bit.
@@ -19,7 +19,7 @@ from torch import nn
 
 import zoo.optim
 from zoo import sim
-from zoo.zero import ZeroOptimizer
+from zoo.zero import Precision, ZeroOptimizer
 
 OPTIMIZERS: list[Any] = [torch.optim.AdamW, zoo.optim.AdamW, torch.optim.SGD]
 USUAL: dict[str, Any] = {"dtype": torch.bfloat16, "threshold": 0, "num_steps": 3, "seed": 0}
@@ -121,8 +121,8 @@ def test_training_is_that_of_fp32_masters_and_a_rounded_copy(
             for p in model.parameters():
                 p.data.add_(1.0)
         optimizer = ZeroOptimizer(
-            model, stage=stage, optimizer=cls, lr=0.01, param_dtype=dtype, reduce_bucket_size=bucket_size,
-            param_persistence_threshold=threshold,
+            model, stage=stage, optimizer=cls, lr=0.01, precision=Precision(param=dtype),
+            reduce_bucket_size=bucket_size, param_persistence_threshold=threshold,
         )  # fmt: skip
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert model.shift.dtype is torch.float32
@@ -173,7 +173,7 @@ def test_it_is_a_16_bit_model_whose_masters_are_the_originals(
     world = math.prod(where)
     folder = tmp_path_factory.mktemp("nvme")
     options: dict[str, Any] = {
-        "stage": stage, "clip_norm": 0.0 if early else clip, "reduce_dtype": reduce_dtype, "update_in_backward": early,
+        "stage": stage, "clip_norm": 0.0 if early else clip, "update_in_backward": early,
         "param_persistence_threshold": 6, "reduce_bucket_size": 60, "optimizer": cls, "lr": 0.01, "sub_group_size": 40,
     }  # fmt: skip
     if stage > 0:
@@ -185,7 +185,7 @@ def test_it_is_a_16_bit_model_whose_masters_are_the_originals(
             "hpz": {"zero_hpz_partition_size": where[1], "ranks_per_node": where[1]} if where[1] > 1 else {},
             "gradients": {"zero_quantized_gradients": True, "ranks_per_node": where[1]},
         }.get(extra, {})  # fmt: skip
-    check_converted(world, dtype, lambda model: options)
+    check_converted(world, dtype, lambda model: options, reduce_dtype)
 
 
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
@@ -204,7 +204,9 @@ def test_optimizers_of_whole_tensors_start_from_the_originals_too(name: str, sta
     check_converted(2, torch.bfloat16, options)
 
 
-def check_converted(world: int, dtype: torch.dtype, options: Callable[[nn.Module], dict[str, Any]]) -> None:
+def check_converted(
+    world: int, dtype: torch.dtype, options: Callable[[nn.Module], dict[str, Any]], reduce: torch.dtype | None = None
+) -> None:  # fmt: skip
     originals = {n: p.detach().flatten() for n, p in Net().named_parameters()}
 
     def train(rank: int, model: nn.Module, optimizer: ZeroOptimizer) -> Any:
@@ -221,13 +223,14 @@ def check_converted(world: int, dtype: torch.dtype, options: Callable[[nn.Module
         model = Net()
         for p in model.parameters():
             p.data = p.data.to(dtype)
-        optimizer = ZeroOptimizer(model, **options(model))
+        optimizer = ZeroOptimizer(model, precision=Precision(reduce=reduce), **options(model))
         optimizer.load_state(lambda name, role, start, n: _only(role, originals[name][start : start + n]), {})
         return train(rank, model, optimizer)
 
     def with_param_dtype(rank: int) -> Any:
         model = Net()
-        return train(rank, model, ZeroOptimizer(model, param_dtype=dtype, **options(model)))
+        optimizer = ZeroOptimizer(model, precision=Precision(param=dtype, reduce=reduce), **options(model))
+        return train(rank, model, optimizer)
 
     for (expected, slices), (got, others) in zip(
         sim.run(world, converted), sim.run(world, with_param_dtype), strict=True

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zoo import sim
-from zoo.zero import ZeroOptimizer
+from zoo.zero import Precision, ZeroOptimizer
 
 from .cases import Case, accumulate, cases, loss_of, make_model, train_reference, train_zero
 
@@ -77,7 +77,7 @@ def test_low_precision_stays_within_the_rounding_of_the_sum(
     case = replace(case, dtype=dtype, num_steps=1, accumulation="one", clip_norm=0.0, optimizer="SGD", two_groups=False)
     rate = 0.1
     model_parameters, gradients = local_gradients(case)
-    options = {"momentum": 0.0, "weight_decay": 0.0, "lr": rate, "reduce_dtype": reduce_dtype}
+    options = {"momentum": 0.0, "weight_decay": 0.0, "lr": rate, "precision": Precision(reduce=reduce_dtype)}
 
     def fn(rank: int) -> dict[str, torch.Tensor]:
         return masters(case, stage, rank, options)

@@ -21,7 +21,7 @@ from zoo.comm import Communicator
 from zoo.shard.collectives.routes import FlatReduce
 from zoo.shard.collectives.rows import RowReduce
 from zoo.shard.placement.axes import make_axes
-from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer, safe_get_full_grad
+from zoo.zero import Precision, ShardedModel, ZeroConfig, ZeroOptimizer, safe_get_full_grad
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 USUAL: dict[str, Any] = {"rows": 40, "width": 3, "share": 0.1, "semantics": "gloo"}
@@ -163,7 +163,9 @@ def test_training_has_the_bits_of_dense_gradients(
     world: int, stage: int, cls: Any, dtype: torch.dtype, accumulate: torch.dtype | None, reduce: torch.dtype | None,
     spread: int, steps: list[list[bool]], options: dict[str, Any], seed: int,
 ) -> None:  # fmt: skip
-    options = {**options, "stage": stage, "optimizer": cls, "accumulate_dtype": accumulate, "reduce_dtype": reduce}
+    precision = Precision(accumulate=accumulate, reduce=reduce, predivide=options.get("predivide", 1.0))
+    options = {k: v for k, v in options.items() if k != "predivide"}
+    options |= {"stage": stage, "optimizer": cls, "precision": precision}
 
     def fn(rank: int) -> None:
         dense, _ = train(rank, steps, spread, dtype, **options)

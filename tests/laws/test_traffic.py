@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo import sim
 from zoo.comm import CommsLog
-from zoo.zero import DryRun, Forecast, ZeroOptimizer
+from zoo.zero import DryRun, Forecast, Precision, ZeroOptimizer
 
 
 def step_of(
@@ -90,7 +90,7 @@ def test_every_byte_is_forecast_with_where_it_goes(
     options = data.draw(axes_options(*where))
     options |= {
         "clip_norm": clip, "reduce_bucket_size": bucket_size, "max_live_parameters": keep,
-        "reduce_dtype": reduce_dtype, "ranks_per_node": where[1],
+        "precision": Precision(reduce=reduce_dtype), "ranks_per_node": where[1],
     }  # fmt: skip
 
     def fn(rank: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zoo.optim import AdamW
-from zoo.zero import Init, Stage3Optimizer
+from zoo.zero import Init, Precision, Stage3Optimizer
 
 
 def status_bytes(key: str) -> int:
@@ -70,7 +70,7 @@ def main() -> None:
     }  # fmt: skip
     here: dict[str, Any] = {"offload_param": {"device": "none"}}
     for options in (offloaded, here):
-        options["param_dtype"] = getattr(torch, sys.argv[6]) if len(sys.argv) > 6 else None
+        options["precision"] = Precision(param=getattr(torch, sys.argv[6]) if len(sys.argv) > 6 else None)
     run(64, 2, offloaded, 2)
     gc.collect()  # what that used is free again before anything is counted
     before = status_bytes("VmData")

@@ -11,8 +11,9 @@ from torch import nn
 
 from zoo import sim
 from zoo.comm import CollectiveMismatchError
-from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer
+from zoo.zero import Precision, ShardedModel, ZeroConfig, ZeroOptimizer
 
+FP32_SUMS = Precision(reduce=torch.float32)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lr": ({"lr": 0.1}, {"lr": 0.2}, r"lr: 0\.1 on rank 0, 0\.2 on rank 1"),
     "class": ({}, {"optimizer": torch.optim.AdamW}, r"optimizer: .*SGD on rank 0, .*AdamW on rank 1"),
@@ -20,11 +21,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clip_norm": ({"clip_norm": 0.01}, {}, r"clip_norm: 0\.01 on rank 0, 0\.0 on rank 1"),
     "loss_scale": ({"loss_scale": 8.0}, {"loss_scale": 16.0}, r"loss_scale: .*8\.0.* on rank 0, .*16\.0.* on rank 1"),
     "nonfinite": ({}, {"nonfinite_gradients": "error"}, r"nonfinite_gradients: 'skip' on rank 0, 'error' on rank 1"),
-    "reduce_dtype": ({}, {"reduce_dtype": torch.float32}, r"reduce_dtype: None on rank 0, torch\.float32 on rank 1"),
-    "accumulate_dtype": (
-        {"accumulate_dtype": torch.float32},
+    "reduce": ({}, {"precision": FP32_SUMS}, r"Precision.reduce: None on rank 0, torch\.float32 on rank 1"),
+    "accumulate": (
+        {"precision": Precision(accumulate=torch.float32)},
         {},
-        r"accumulate_dtype: torch\.float32 on rank 0, None on rank 1",
+        r"Precision.accumulate: torch\.float32 on rank 0, None on rank 1",
     ),
     "sparse_gradients": ({"sparse_gradients": True}, {}, r"sparse_gradients: True on rank 0, False on rank 1"),
     "check": ({}, {"check": True}, r"check: False on rank 0, True on rank 1"),

@@ -20,7 +20,15 @@ from torch import nn
 
 import zoo.optim
 from zoo import sim
-from zoo.zero import Stage0Optimizer, Stage1Optimizer, Stage2Optimizer, Stage3Optimizer, ZeroConfig, ZeroOptimizer
+from zoo.zero import (
+    Precision,
+    Stage0Optimizer,
+    Stage1Optimizer,
+    Stage2Optimizer,
+    Stage3Optimizer,
+    ZeroConfig,
+    ZeroOptimizer,
+)
 from zoo.zero.options.keywords import OptimizerArguments
 from zoo.zero.options.zero_options import ZeroOptions
 
@@ -366,16 +374,21 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weight_dekay": 1.0}, TypeError, "Did you mean weight_decay"),
     ({"group": 7}, ValueError, "group=7 is a int; allowed are a process group"),
     ({"group": [0, 1]}, ValueError, "group=.* is a list"),
-    ({"reduce_dtype": "fp32"}, ValueError, "reduce_dtype='fp32'; gradients are sent and added in one of.*bfloat16"),
-    ({"reduce_dtype": torch.int8}, ValueError, r"reduce_dtype=torch\.int8"),
-    ({"reduce_dtype": torch.complex64}, ValueError, r"reduce_dtype=torch\.complex64"),
+    (
+        {"precision": Precision(reduce="fp32")},
+        ValueError,
+        r"reduce='fp32'\); gradients are.*in one of.*bfloat16",
+    ),
+    ({"precision": Precision(reduce=torch.int8)}, ValueError, r"reduce=torch\.int8"),
+    ({"precision": Precision(reduce=torch.complex64)}, ValueError, r"reduce=torch\.complex64"),
+    ({"precision": torch.bfloat16}, ValueError, r"precision=torch.bfloat16; it takes a zoo\.zero\.Precision"),
     ({"units": "x"}, ValueError, "units='x' is a str; allowed are a list"),
     ({"units": nn.Linear}, ValueError, "units=<class .* is a type; allowed are a list"),
     ({"units": ["x"]}, ValueError, "units= has 'x' in it"),
     ({"units": [nn.Conv2d]}, ValueError, r"units=\[Conv2d\] matches no module"),
     ({"params": 5}, ValueError, "params=5 is a int; give parameters"),
     ({"params": torch.ones(2)}, ValueError, "is a Tensor; give parameters"),
-    ({"predivide": "a"}, ValueError, "predivide='a'; gradients are divided by a number"),
+    ({"precision": Precision(predivide="a")}, ValueError, r"predivide='a'\); gradients are divided by a number"),
     ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ValueError, "are one option; leave one out"),
 ]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zoo import sim
-from zoo.zero import ShardedModel, ZeroConfig, ZeroOptimizer
+from zoo.zero import Precision, ShardedModel, ZeroConfig, ZeroOptimizer
 
 
 class Packing:
@@ -150,7 +150,7 @@ def test_they_are_neither_converted_nor_quantised() -> None:
         sharded = ShardedModel(
             model,
             config=ZeroConfig(stage=3, zero_quantized_weights=True, param_persistence_threshold=0),
-            param_dtype=torch.bfloat16,
+            precision=Precision(param=torch.bfloat16),
         )
         found = {b.spec.cls: b for b in sharded.buckets if "0.weight" in b.spec.names}
         assert list(found) == [Codes]

@@ -21,7 +21,7 @@ from zoo.checkpointing import load, save
 from zoo.io import Handle, Mock, TransferError, UnavailableError
 from zoo.optim import AdamW
 from zoo.shard.offload import OffloadError
-from zoo.zero import DryRun, GatheredParameters, Stage3Optimizer, ZeroOptimizer, get_full_fp32_params
+from zoo.zero import DryRun, GatheredParameters, Precision, Stage3Optimizer, ZeroOptimizer, get_full_fp32_params
 
 TIERS = ["none", "cpu", "nvme"]
 
@@ -359,7 +359,7 @@ def test_a_plan_for_gpus_has_the_states_on_the_host(stage: int, dtype: torch.dty
 @pytest.mark.parametrize("world", [1, 2])
 def test_close_goes_on_where_a_device_failed(tmp_path: Path, param_dtype: torch.dtype | None, world: int) -> None:
     def fn(rank: int, after: int) -> None:
-        model, optimizer = build(tmp_path, param_dtype=param_dtype)
+        model, optimizer = build(tmp_path, precision=Precision(param=param_dtype))
         train(model, optimizer, range(1))
         expected = {n: p.clone() for n, p in get_full_fp32_params(model.parameters()) if p is not None}
         failing = Failing(optimizer.sharded.scratch.handle, "read", after if rank == 0 else 10**9)  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from zoo.comm import CollectiveMismatchError
 from zoo.zero import (
     GatheredParameters,
     Init,
+    Precision,
     ShardedModel,
     Stage3Optimizer,
     ZeroConfig,
@@ -48,9 +49,11 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def build(model: nn.Module, stage: int, **options: Any) -> ZeroOptimizer:
-    given = {"lr": 0.01, "param_persistence_threshold": 5, "reduce_bucket_size": 40, "param_dtype": BF16, **options}
-    return ZeroOptimizer(model, stage=stage, **given)
+def build(
+    model: nn.Module, stage: int, *, param: Any = BF16, cast_inputs: bool = True, **options: Any
+) -> ZeroOptimizer:
+    given = {"lr": 0.01, "param_persistence_threshold": 5, "reduce_bucket_size": 40, **options}
+    return ZeroOptimizer(model, stage=stage, precision=Precision(param=param, cast_inputs=cast_inputs), **given)
 
 
 def train(model: nn.Module, optimizer: ZeroOptimizer, rank: int, num_steps: int) -> None:
@@ -70,8 +73,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn, "bf16"])
 def test_what_models_do_not_compute_in_is_refused(dtype: Any) -> None:
     model, before = small(), values(small())
-    with pytest.raises(ValueError, match=r"param_dtype=.*; allowed are torch.bfloat16, torch.float16"):
-        build(model, 3, param_dtype=dtype)
+    with pytest.raises(ValueError, match=r"Precision\(param=.*; allowed are torch.bfloat16, torch.float16"):
+        build(model, 3, param=dtype)
     same(values(model), before)
 
 
@@ -80,12 +83,12 @@ def test_fp64_parameters_are_refused_where_masters_would_round_them() -> None:
     model[0].double()
     with pytest.raises(ValueError, match=r"parameters of torch.float64 \('0.weight', '0.bias'\).*model.float\(\)"):
         build(model, 2)
-    build(model.double(), 2, param_dtype=torch.float64).close()
+    build(model.double(), 2, param=torch.float64).close()
 
 
 def test_ranks_must_agree_on_it() -> None:
     with pytest.raises(sim.RankError) as caught:
-        sim.run(2, lambda rank: build(small(), 2, param_dtype=[BF16, torch.float16][rank]) and None)
+        sim.run(2, lambda rank: build(small(), 2, param=[BF16, torch.float16][rank]) and None)
     assert isinstance(caught.value.__cause__, CollectiveMismatchError)
 
 
@@ -151,7 +154,7 @@ def test_inputs_are_left_alone_where_that_is_asked_for() -> None:
         model(data(0))
     assert model(data(0).to(BF16)).dtype is BF16
     plain = Asks()
-    build(plain, 1, param_dtype=None)
+    build(plain, 1, param=None)
     assert plain(data(0)).dtype is torch.float32
 
 
@@ -179,7 +182,7 @@ def test_states_move_between_dtypes_stages_and_worlds(
 
     def save(rank: int) -> Any:
         model = small()
-        optimizer = build(model, stages[0], param_dtype=dtypes[0], optimizer=classes[0])
+        optimizer = build(model, stages[0], param=dtypes[0], optimizer=classes[0])
         train(model, optimizer, rank, num_steps)
         return collect(optimizer)
 
@@ -187,7 +190,7 @@ def test_states_move_between_dtypes_stages_and_worlds(
 
     def load(rank: int) -> Any:
         model = small()
-        optimizer = build(model, stages[1], param_dtype=dtypes[1], optimizer=classes[1])
+        optimizer = build(model, stages[1], param=dtypes[1], optimizer=classes[1])
         optimizer.load_state(lambda name, role, start, n: state[name, role][start : start + n], scalars)
         for name, value in optimizer.consolidated_parameters().items():
             expected = state[name, "parameter"]
@@ -247,7 +250,7 @@ def test_new_values_reach_masters_and_what_frozen_parameters_came_with(stage: in
 def test_each_rank_sets_its_elements_of_a_frozen_parameter(stage: int, dtype: torch.dtype | None) -> None:
     def fn(rank: int) -> None:
         model = small()
-        optimizer = build(model, stage, param_dtype=dtype)
+        optimizer = build(model, stage, param=dtype)
         own = safe_get_local_fp32_param(model[2].weight)
         safe_set_local_fp32_param(model[2].weight, torch.full_like(own, 1.001))
         expected = torch.full((6, 6), 1.001)
@@ -310,7 +313,7 @@ def test_forward_alone_runs_in_that_dtype(stage: int) -> None:
     def fn(rank: int) -> None:
         model, plain = small(), small().to(BF16)
         config = ZeroConfig(stage=stage, param_persistence_threshold=0)
-        sharded = ShardedModel(model, config=config, trains=False, param_dtype=BF16)
+        sharded = ShardedModel(model, config=config, trains=False, precision=Precision(param=BF16))
         with torch.no_grad():
             assert torch.equal(model(data(rank)), plain(data(rank).to(BF16)))
         assert all("original" not in b.roles for b in sharded.buckets)
@@ -325,7 +328,7 @@ def test_without_an_optimizer_nothing_is_lost_either(stage: int) -> None:
     def fn(rank: int) -> None:
         model = small()
         config = ZeroConfig(stage=stage, param_persistence_threshold=0)
-        sharded = ShardedModel(model, config=config, param_dtype=BF16)
+        sharded = ShardedModel(model, config=config, precision=Precision(param=BF16))
         model(data(rank)).sum().backward()
         sharded.close()
         same(values(model), values(small()))
@@ -359,7 +362,7 @@ def test_any_dtype_becomes_any_other(came: torch.dtype, dtype: torch.dtype) -> N
         model.register_parameter("count", nn.Parameter(torch.tensor(3), requires_grad=False))
         model[4].float()
         before = values(model)
-        optimizer = build(model, 3, param_dtype=dtype)
+        optimizer = build(model, 3, param=dtype)
         assert model.count.dtype is torch.int64
         assert {p.dtype for n, p in model.named_parameters() if n != "count"} == {dtype}
         for name, p in model.named_parameters():
@@ -401,7 +404,7 @@ def test_a_frozen_layer_as_int8_is_what_int8_stands_for() -> None:
 def test_states_go_away_and_come_back() -> None:
     def fn(rank: int) -> None:
         model = small()
-        optimizer = Stage3Optimizer(model, lr=0.1, param_persistence_threshold=0, param_dtype=BF16)
+        optimizer = Stage3Optimizer(model, lr=0.1, param_persistence_threshold=0, precision=Precision(param=BF16))
         kept = sum(b.layout.size // 2 for b in optimizer.buckets)
         assert optimizer.offload_states(["hp_params"]) == 4 * kept
         optimizer.reload_states()
@@ -414,7 +417,7 @@ def test_states_go_away_and_come_back() -> None:
 def test_fp16_with_a_loss_scale_skips_and_goes_on(stage: int) -> None:
     def fn(rank: int) -> None:
         model = small()
-        optimizer = build(model, stage, param_dtype=torch.float16, loss_scale="dynamic", clip_norm=1.0)
+        optimizer = build(model, stage, param=torch.float16, loss_scale="dynamic", clip_norm=1.0)
         optimizer.backward(model(data(rank)).float().square().mean() * 1e9)
         optimizer.step()
         assert optimizer.skipped

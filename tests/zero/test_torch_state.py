@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zoo.optim
 from zoo import sim
-from zoo.zero import ZeroOptimizer
+from zoo.zero import Precision, ZeroOptimizer
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"optimizer": torch.optim.AdamW, "weight_decay": 0.1},
     "momentum": {"optimizer": torch.optim.SGD, "momentum": 0.9},
     "SGD": {"optimizer": torch.optim.SGD},
-    "masters": {"optimizer": torch.optim.AdamW, "param_dtype": torch.bfloat16},
-    "own masters": {"optimizer": zoo.optim.AdamW, "param_dtype": torch.bfloat16},
+    "masters": {"optimizer": torch.optim.AdamW, "precision": Precision(param=torch.bfloat16)},
+    "own masters": {"optimizer": zoo.optim.AdamW, "precision": Precision(param=torch.bfloat16)},
     "NAdam": {"optimizer": torch.optim.NAdam},
     "whole": {"optimizer": zoo.optim.Lamb},
 }

@@ -15,7 +15,7 @@ from zoo.config import Config
 from zoo.layout import axes_of
 from zoo.parts import Environment
 from zoo.registry import Registry
-from zoo.shard import ShardedModel
+from zoo.shard import Precision, ShardedModel
 from zoo.zero import LossScaler, ZeroOptimizer
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -62,9 +62,11 @@ def shard_options(config: Config, group: Any, mesh: Any) -> dict[str, Any]:
     axes = {} if mesh is None else {"data_axes": config.mesh.data_axes, "layer_axes": config.mesh.layer_axes}
     return {
         "config": section, "group": group, "mesh": mesh, **axes, "check": config.comm.check, "aio": config.aio,
-        "accumulate_dtype": DTYPES[accumulated] if (accumulated := config.data_types.grad_accum_dtype) else None,
-        "reduce_dtype": DTYPES[config.communication_data_type] if config.communication_data_type else None,
-        "predivide": float("inf") if config.prescale_gradients else config.gradient_predivide_factor,
+        "precision": Precision(
+            accumulate=DTYPES[accumulated] if (accumulated := config.data_types.grad_accum_dtype) else None,
+            reduce=DTYPES[config.communication_data_type] if config.communication_data_type else None,
+            predivide=float("inf") if config.prescale_gradients else config.gradient_predivide_factor,
+        ),
         "sparse_gradients": config.sparse_gradients,
     }  # fmt: skip
 

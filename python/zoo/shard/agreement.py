@@ -1,4 +1,4 @@
-"""What ranks settle when they construct: the kinds of arguments, what all give alike, and whether all have kernels."""
+"""What ranks settle when they construct: what a group is, what all give alike, and whether all have kernels."""
 
 from __future__ import annotations
 
@@ -17,28 +17,17 @@ from pydantic import BaseModel
 from zoo.comm import CollectiveMismatchError, Communicator, agree_none_failed
 
 CONSTRUCTION = "construction of a ZeRO optimizer"
-_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("zoo.zero")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum, PurePath, BaseModel)
 
 
-def check_kinds(group: Any, reduce_dtype: Any, accumulate_dtype: Any = None, *, name: str = "group") -> None:
-    """Raise ValueError for arguments that cannot be what they should be; ``name``: what the group is called."""
+def check_group(group: Any, *, name: str = "group") -> None:
+    """Raise ValueError for what is no group; ``name``: what it is called."""
     numbers = isinstance(group, (int, float, str, list, tuple, dict, set, range))
     if numbers and group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"{name}={group!r} is a {type(group).__name__}; allowed are a process group (torch.distributed.new_group "
             "makes one of a list of ranks), a DeviceMesh, a zoo.comm.Communicator, or None for all ranks."
-        )
-    allowed = ", ".join(map(str, _SUMMED))
-    if reduce_dtype not in (None, *_SUMMED):
-        raise ValueError(
-            f"reduce_dtype={reduce_dtype!r}; gradients are sent and added in one of {allowed}, or None for their own."
-        )
-    if accumulate_dtype not in (None, *_SUMMED):
-        raise ValueError(
-            f"accumulate_dtype={accumulate_dtype!r}; the gradients of several backwards are added up in one of "
-            f"{allowed}, or None for the parameters' own."
         )
 
 

@@ -44,8 +44,8 @@ from zoo.shard.placement.families import (
 )
 from zoo.shard.placement.packing import BucketSpec, plan_buckets
 from zoo.shard.placement.placements import offload, place
+from zoo.shard.placement.precision import Precision, resolve_precision, rounds
 from zoo.shard.placement.precision import cast_inputs as casting
-from zoo.shard.placement.precision import check_param_dtype, rounds
 from zoo.shard.placement.tables import check_rows, find_tables
 from zoo.shard.placement.units import UnitChoice, UnitSpec, check_parameters, find_units
 from zoo.shard.quantised_parameters import meaning
@@ -71,9 +71,7 @@ def refuse_copy(what: object) -> NoReturn:
     )
 
 
-def _check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any, predivide: Any) -> None:
-    if not isinstance(predivide, (int, float)) or not predivide >= 1.0:
-        raise ValueError(f"predivide={predivide!r}; gradients are divided by a number from 1 to the number of ranks.")
+def _check_ranks(group: Any, mesh: Any, data_axes: Any, layer_axes: Any) -> None:
     if mesh is not None and group is not None:
         raise ValueError("group= and mesh= say the same thing in two ways; give one of them.")
     if mesh is None and (layer_axes or data_axes):
@@ -97,12 +95,9 @@ class ShardedModel:
         units: which modules are gathered as one; see :func:`~zoo.shard.placement.units.find_units`.
         trains: False: there will be no backward; no gradients are kept, and no parameter requires one.
         group_of: the parameter group of a parameter; parameters of one group lie together.
-        param_dtype: dtype of the parameters while they are split, None for the one in which they came; see
-            :class:`~zoo.zero.ZeroOptimizer`. Without training they are converted, and :meth:`close` leaves them so.
-        cast_inputs: with ``param_dtype``: so are floating-point tensors among the arguments of the module's forward.
-        accumulate_dtype: dtype in which gradients are added up on a rank and kept; None for the parameters' own.
-        reduce_dtype: dtype in which gradients are sent and added; None for that in which they are kept.
-        predivide, sparse_gradients: see :class:`~zoo.zero.ZeroOptimizer`.
+        precision: in which dtypes it computes, and gradients are kept and sent. Without training parameters are
+            converted, and :meth:`close` leaves them so.
+        sparse_gradients: see :class:`~zoo.zero.ZeroOptimizer`.
         keep_norms: of gradients that leave the device.
         check: agree on a fingerprint of each collective before it.
         aio: how to reach NVMe.
@@ -110,7 +105,7 @@ class ShardedModel:
         switch: whether gradients are left to an optimizer that brings ranks together by itself; None: they never are.
 
     Attributes:
-        module, config, comm: as given.
+        module, config, comm, precision: as given.
         axes: which ranks split what, for dense parameters; families: for each set of axes along which they are parts.
         layers: the ranks with the other layers of the model, None where there are none.
         everyone: all ranks that have some of the model.
@@ -135,11 +130,7 @@ class ShardedModel:
         units: UnitChoice | None = None,
         trains: bool = True,
         group_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
-        param_dtype: torch.dtype | None = None,
-        cast_inputs: bool = True,
-        accumulate_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        predivide: float = 1.0,
+        precision: Precision | None = None,
         sparse_gradients: bool = False,
         keep_norms: bool = False,
         check: bool = False,
@@ -149,12 +140,11 @@ class ShardedModel:
     ) -> None:
         with raise_in_next(lambda: all_ranks(group, mesh), CONSTRUCTION):
             check_parameters(module, dry=isinstance(group, Communicator) and group.is_dry)
-            check_param_dtype(module, param_dtype)
+            self.precision = resolve_precision(precision)
+            self.precision.check(module)
             check_rows(sparse_gradients, config)
-            _check_ranks(group, mesh, data_axes, layer_axes, predivide)
-        self.param_dtype, self._cast_inputs = param_dtype, cast_inputs and param_dtype is not None
-        self.module, self.config, self.reduce_dtype, self._predivide = module, config, reduce_dtype, predivide
-        self.accumulate_dtype, self.sparse_gradients = accumulate_dtype, sparse_gradients and trains
+            _check_ranks(group, mesh, data_axes, layer_axes)
+        self.module, self.config, self.sparse_gradients = module, config, sparse_gradients and trains
         nodes = config.ranks_per_node
         if mesh is not None:
             agree_none_failed(all_ranks(None, mesh), CONSTRUCTION)  # before groups are made
@@ -179,7 +169,7 @@ class ShardedModel:
         for parameter in self._frozen_here:
             parameter.requires_grad_(False)
         alike = {
-            **dict(config), "accumulate_dtype": accumulate_dtype, "reduce_dtype": reduce_dtype, "predivide": predivide,
+            **dict(config), **{f"Precision.{key}": value for key, value in vars(self.precision).items()},
             "sparse_gradients": sparse_gradients, "check": check, "trains": trains, **(arguments or {}),
         }  # fmt: skip
         try:
@@ -230,7 +220,7 @@ class ShardedModel:
             spec.keeps_originals = self._trains and rounds(spec.original, spec.dtype) and not placed.parameters.packed
         if self.switch is not None:
             self.refuse_together(cannot_be_left(plan, cfg))
-        routes = choose_routes(plan, placements, self.families, cfg, self.reduce_dtype, self._predivide, self.switch)
+        routes = choose_routes(plan, placements, self.families, cfg, self.precision, self.switch)
         chunks = [route.axes.shard.size for route in routes]
         placements = offload(plan, placements, chunks, cfg)
         memory = StepMemory()
@@ -263,8 +253,7 @@ class ShardedModel:
             model_persistence_threshold=cfg.model_persistence_threshold,
             group_of=group_of,
             axes_of=lambda name, parameter: family_of(parameter),
-            param_dtype=self.param_dtype,
-            accumulate_dtype=self.accumulate_dtype,
+            precision=self.precision,
             is_table=find_tables(self.module) if self.sparse_gradients else lambda parameter: False,
         )
         for spec in plan:
@@ -273,7 +262,7 @@ class ShardedModel:
             (b.names, [tuple(p.shape) for p in b.parameters], f"{b.original} as {b.dtype}", b.groups, b.axes, b.row)
             for b in plan
         ]  # fmt: skip
-        layout = hashlib.blake2b(repr((described, self._cast_inputs)).encode(), digest_size=8).hexdigest()
+        layout = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
         return specs, plan, layout
 
     def _hook(self, specs: Sequence[UnitSpec]) -> None:
@@ -298,14 +287,14 @@ class ShardedModel:
             specs,
             self.buckets,
             comm=self.comm,
-            reduce_dtype=self.reduce_dtype,
+            reduce_dtype=self.precision.reduce,
             overlap=cfg.overlap_comm,
             votes=self.votes,
             demand_all=not cfg.ignore_unused_parameters,
             # One rank gathers by copying its own shard from memory: there is nothing to overlap.
             prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
             keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
-            cast_inputs=casting(self.param_dtype) if self._cast_inputs and self.param_dtype else None,
+            cast_inputs=None if self.precision.inputs is None else casting(self.precision.inputs),
         )
         if self.comm.size > 1 and self.votes is None and not self.comm.is_dry:
             self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
@@ -587,8 +576,8 @@ class ShardedModel:
     def close(self) -> None:
         """Give the module back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
 
-        With ``param_dtype`` it is collective at every stage, and parameters have the dtype again in which they came:
-        trained ones the values of their masters, frozen ones what they were.
+        With ``Precision.param`` it is collective at every stage, and parameters have the dtype again in which they
+        came: trained ones the values of their masters, frozen ones what they were.
 
         Raises:
             OffloadError: values cannot be read. What is given back already stays so; another call goes on from there.

@@ -28,6 +28,7 @@ from .names import OffloadError as OffloadError
 from .names import OffloadOptimizerConfig as OffloadOptimizerConfig
 from .names import OffloadParamConfig as OffloadParamConfig
 from .names import PartitionedAccessError as PartitionedAccessError
+from .names import Precision as Precision
 from .names import ShardedModel as ShardedModel
 from .names import Window as Window
 from .names import ZeroConfig as ZeroConfig

@@ -196,7 +196,7 @@ class Inspection:
         found = make_forecast(
             self._buckets,
             plan=plan,
-            reduce_dtype=self.sharded.reduce_dtype,
+            reduce_dtype=self.sharded.precision.reduce,
             optimizer_bytes=states,
             clips=clips,
             others=self.sharded.hops_of_step(clips=clips) + self._updater.hops() + (self._row_hops() if clips else []),

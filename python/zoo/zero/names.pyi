@@ -7,6 +7,7 @@ from zoo.shard import OffloadError as OffloadError
 from zoo.shard import OffloadOptimizerConfig as OffloadOptimizerConfig
 from zoo.shard import OffloadParamConfig as OffloadParamConfig
 from zoo.shard import PartitionedAccessError as PartitionedAccessError
+from zoo.shard import Precision as Precision
 from zoo.shard import ShardedModel as ShardedModel
 from zoo.shard import Window as Window
 from zoo.shard import ZeroConfig as ZeroConfig

@@ -16,7 +16,7 @@ from torch import nn
 
 from zoo import io
 from zoo.comm import CollectiveMismatchError, Communicator, raise_in_next, raise_together
-from zoo.shard.agreement import CONSTRUCTION, all_ranks, check_kinds, of_groups
+from zoo.shard.agreement import CONSTRUCTION, all_ranks, check_group, of_groups
 from zoo.shard.buckets import Bucket
 from zoo.shard.config import ZeroConfig
 from zoo.shard.gradients import BucketGradients, Phase
@@ -51,6 +51,7 @@ from zoo.zero.update.updater import Updater
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from zoo.shard.placement.precision import Precision
     from zoo.zero.options.keywords import Keywords
     from zoo.zero.state.offload_states import StatesAway
 
@@ -95,14 +96,9 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         nonfinite_gradients: what a step does whose gradients have a norm that is not finite, where the norm is known
             (with clipping or a loss scale): "skip" it and count it, or raise an "error", which change nothing; or "use"
             them, as torch does: without a loss scale only.
-        param_dtype: dtype that the model computes in, e.g. ``torch.bfloat16`` for a model in fp32: its parameters get
-            this dtype; the fp32 masters start from the exact values, and :meth:`close` gives these back, trained.
-        cast_inputs: with ``param_dtype``, floating-point tensors among the arguments of the model's forward are cast.
-        accumulate_dtype: dtype in which a rank keeps gradients and adds up those of several backwards, e.g.
-            ``torch.float32`` under parameters in bf16; None for the parameters' own.
-        reduce_dtype: dtype in which gradients are sent and added over ranks; None for that in which they are kept.
-        predivide: divide gradients by this before they are added up over the N ranks, by N / predivide afterwards; at
-            most N, so that ``math.inf`` divides by all of it first. For sums of 16-bit gradients that would overflow.
+        precision: in which dtypes the model computes, and gradients are kept and sent: a :class:`~zoo.zero.Precision`.
+            With ``Precision(param=torch.bfloat16)`` of a model in fp32 :meth:`close` gives the exact values back,
+            trained.
         sparse_gradients: the gradient of an ``nn.Embedding`` or ``nn.EmbeddingBag`` travels as the rows that were
             touched wherever that takes at most half of the bytes; the mean has the same bits.
         check: agree on a fingerprint of each collective before it, for debugging.
@@ -140,11 +136,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         clip_norm: float = 0.0,
         loss_scale: float | str | LossScaler | None = None,
         nonfinite_gradients: Nonfinite = "skip",
-        param_dtype: torch.dtype | None = None,
-        cast_inputs: bool = True,
-        accumulate_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        predivide: float = 1.0,
+        precision: Precision | None = None,
         sparse_gradients: bool = False,
         check: bool = False,
         config: ZeroConfig | Mapping[str, Any] | None = None,
@@ -153,7 +145,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         **options: Unpack[Keywords],
     ) -> None:
         with raise_in_next(lambda: all_ranks(group, mesh), CONSTRUCTION):
-            check_kinds(group, reduce_dtype, accumulate_dtype)
+            check_group(group)
             given = options_of(type(self), options, optimizer_options)
             self._scaler = make_scaler(loss_scale)
             self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
@@ -186,8 +178,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 switch = switch_for(wrapped.make, wrapped.groups, wrapped.options)
         self.sharded = ShardedModel(
             model, config=self.config, group=group, mesh=mesh, data_axes=data_axes, layer_axes=layer_axes, units=units,
-            group_of=lambda p: group_of.get(id(p), -1), param_dtype=param_dtype, cast_inputs=cast_inputs,
-            accumulate_dtype=accumulate_dtype, reduce_dtype=reduce_dtype, predivide=predivide,
+            group_of=lambda p: group_of.get(id(p), -1), precision=precision,
             sparse_gradients=sparse_gradients, check=check, aio=aio, keep_norms=self.clipping.measures,
             arguments=alike, switch=switch,
         )  # fmt: skip
@@ -239,7 +230,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             from zoo.zero.synced.collectives import tell_ratio
 
             sent = sum(self.forecast().wire_bytes.values())
-            tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.reduce_dtype)
+            tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.precision.reduce)
 
     def _cannot_be_sent(self, optimizer: Any) -> NotImplementedError | None:
         if self.sharded.switch is None:
@@ -663,8 +654,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
     def close(self) -> None:
         """Give the model back: ordinary parameters with memory of their own, no hooks. Collective at stage 3.
 
-        See :meth:`~zoo.shard.sharded.ShardedModel.close` for what it is with ``param_dtype``. The memory of buffers and
-        states is free when the optimizer is dropped.
+        See :meth:`~zoo.shard.sharded.ShardedModel.close` for what it is with ``Precision.param``. The memory of
+        buffers and states is free when the optimizer is dropped.
         """
         self.read_outcome()
         self.sharded.close()

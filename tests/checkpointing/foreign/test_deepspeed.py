@@ -17,7 +17,7 @@ from zoo.checkpointing import CheckpointError, MissingStateError
 from zoo.checkpointing.foreign import ForeignCheckpoint, load_deepspeed, load_torch
 from zoo.checkpointing.foreign.deepspeed_whole import _with_steps
 from zoo.layout import Box
-from zoo.zero import ZeroOptimizer, safe_get_full_fp32_param
+from zoo.zero import Precision, ZeroOptimizer, safe_get_full_fp32_param
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = ["experts", "pipeline", "pipeline_tied", "stage0", "stage0_fp16", "stage1", "stage1_bf16", "stage2",
@@ -68,7 +68,7 @@ def losses(
     found: ForeignCheckpoint, stage: int, world: int, dtype: torch.dtype = torch.float32, grouped: Any = groups
 ) -> list[list[float]]:
     """By rank, those of the steps after the checkpoint."""
-    half = {} if dtype is torch.float32 else {"param_dtype": dtype}
+    half = {} if dtype is torch.float32 else {"precision": Precision(param=dtype)}
     scale = {"loss_scale": "dynamic"} if dtype is torch.float16 else {}
 
     def job(rank: int) -> list[float]:

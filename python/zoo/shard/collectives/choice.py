@@ -16,11 +16,12 @@ from zoo.shard.placement.placements import Placements
 if TYPE_CHECKING:
     from zoo.shard.collectives.compressed import Switch
     from zoo.shard.config import ZeroConfig
+    from zoo.shard.placement.precision import Precision
 
 
 def choose_routes(
     plan: Sequence[BucketSpec], placements: Sequence[Placements], axes: Mapping[tuple[str, ...], Axes],
-    config: ZeroConfig, reduce_dtype: torch.dtype | None, predivide: float = 1.0, switch: Switch | None = None,
+    config: ZeroConfig, precision: Precision, switch: Switch | None = None,
 ) -> list[Routes]:  # fmt: skip
     """How each bucket travels. Sets the ``group_size`` of those of which something is quantised.
 
@@ -31,6 +32,7 @@ def choose_routes(
         ValueError: options that exclude each other.
         NotImplementedError: for a dtype that cannot be quantised.
     """
+    predivide = precision.predivide
     if predivide != 1.0 and config.zero_quantized_gradients:
         raise ValueError(
             f"predivide={predivide} with zero_quantized_gradients: quantised gradients have scales and overflow "
@@ -38,7 +40,7 @@ def choose_routes(
         )
     staged = config.mics_hierarchical_params_gather
     every = {key: plain_routes(of, two_stages=staged, predivide=predivide) for key, of in axes.items()}
-    found = _choose(plan, placements, every, config, reduce_dtype)
+    found = _choose(plan, placements, every, config, precision.reduce)
     if switch is not None:
         from zoo.shard.collectives.compressed import left_to_the_optimizer  # the only part that needs a codec
 

@@ -15,7 +15,7 @@ from zoo import io
 from zoo.comm import Communicator
 from zoo.config import read_section
 from zoo.config.reading import read_source
-from zoo.shard.agreement import check_kinds
+from zoo.shard.agreement import check_group
 from zoo.shard.config import ZeroConfig
 from zoo.shard.init import patching
 from zoo.shard.init.groups import axes_of
@@ -140,7 +140,7 @@ class Init:
         store: Files | Swapped | None = None
         if scratch is not None and tier is Tier.NVME:
             store = Swapped(swapper) if swapper is not None else Files(scratch, zero.offload_param.nvme_path)
-        check_kinds(zero_param_parallel_group, None, name="zero_param_parallel_group")
+        check_group(zero_param_parallel_group, name="zero_param_parallel_group")
         axes = axes_of(comm, self.get_partition_rank(), zero_param_parallel_group)
         sharing = Sharing(
             axes=axes,
@@ -181,7 +181,7 @@ class Init:
     def _communicator(self) -> Communicator:
         if self._comm is None:
             group = self.get_dp_process_group()
-            check_kinds(group, None, name="data_parallel_group")
+            check_group(group, name="data_parallel_group")
             self._comm = group if isinstance(group, Communicator) else Communicator(group)
         return self._comm
 

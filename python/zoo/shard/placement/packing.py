@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zoo.layout import FlatLayout, LogicalTensor
-from zoo.shard.placement.precision import compute_dtype
+from zoo.shard.placement.precision import Precision, compute_dtype
 from zoo.shard.placement.units import UnitSpec
 from zoo.shard.quantised_parameters import class_of
 
@@ -82,8 +82,7 @@ def plan_buckets(
     model_persistence_threshold: int,
     group_of: Callable[[nn.Parameter], int],
     axes_of: Callable[[str, nn.Parameter], tuple[str, ...]] = lambda name, parameter: (),
-    param_dtype: torch.dtype | None = None,
-    accumulate_dtype: torch.dtype | None = None,
+    precision: Precision | None = None,
     is_table: Callable[[nn.Parameter], bool] = lambda parameter: False,
 ) -> list[BucketSpec]:
     """Coalesce the parameters of consecutive units into buckets of at most ``bucket_size`` elements.
@@ -92,10 +91,11 @@ def plan_buckets(
     ``persistence_threshold`` elements are *resident* (whole on every rank at stage 3 too) until
     ``model_persistence_threshold`` elements are. Parameters that are parts along other mesh axes (``axes_of``) travel
     between other ranks, and have buckets of their own. A unit that contains other units has buckets of its own: it is
-    open while they run, and would keep what it shares a bucket with gathered. With ``param_dtype`` the parameters of a
-    bucket have that dtype, and they came in one too; with ``accumulate_dtype`` their gradients have that one.
+    open while they run, and would keep what it shares a bucket with gathered. The parameters of a
+    bucket have one dtype, which ``precision`` says, and they came in one too; so have their gradients.
     A parameter that ``is_table`` has a bucket of its own, and its ``row`` is set.
     """
+    precision = precision or Precision()
     buckets: list[BucketSpec] = []
     still_open: dict[_Key, BucketSpec] = {}
     budget = model_persistence_threshold
@@ -104,7 +104,7 @@ def plan_buckets(
         for name, parameter in unit.parameters.items():
             resident = parameter.numel() <= persistence_threshold and parameter.numel() <= budget
             budget -= parameter.numel() if resident else 0
-            dtypes = compute_dtype(parameter, param_dtype), parameter.dtype
+            dtypes = compute_dtype(parameter, precision.param), parameter.dtype
             axes = axes_of(name, parameter)
             table = name if is_table(parameter) else ""
             key = (dtypes, parameter.requires_grad, resident, axes, table, class_of(parameter))
@@ -116,8 +116,8 @@ def plan_buckets(
             if alone or spec is None or spec.numel + size > bucket_size:
                 (dtype, original), trainable, resident, axes, table, cls = key
                 spec = BucketSpec(dtype, trainable, resident, [], [], [], [], axes, came_in=original, cls=cls)
-                if trainable and accumulate_dtype is not dtype:
-                    spec.accumulate = accumulate_dtype
+                if trainable and precision.accumulate is not dtype:
+                    spec.accumulate = precision.accumulate
                 if table:
                     spec.row = members[0][1].shape[1]
                 buckets.append(spec)

@@ -1,13 +1,14 @@
-"""In which dtype a model computes whose parameters came in another one (``param_dtype``).
+"""In which dtypes a model computes, and its gradients are added up.
 
-The parameter objects become ones of that dtype. What they came with is not lost where rounding changes it: it is what
-the fp32 masters of trainable parameters start from, and of frozen ones it is kept beside them
-(``roles.py``).
+Where that is another dtype than the one in which its parameters came (``Precision.param``), the parameter objects
+become ones of that dtype. What they came with is not lost where rounding changes it: it is what the fp32 masters of
+trainable parameters start from, and of frozen ones it is kept beside them (``roles.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,23 +23,77 @@ COMPUTES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What models compute in: parameters of other dtypes (int8, fp8) mean something only to their modules, and stay."""
 
 
-def check_param_dtype(model: nn.Module, param_dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a dtype that models do not compute in, and for parameters that fp32 masters would round."""
-    if param_dtype is None:
-        return
-    if param_dtype not in COMPUTES:
-        raise ValueError(
-            f"param_dtype={param_dtype!r}; allowed are {', '.join(map(str, COMPUTES))}, or None for the dtypes that "
-            "the parameters have."
-        )
-    if param_dtype is torch.float64:
-        return
-    wide = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
-    if wide:
-        raise ValueError(
-            f"param_dtype={param_dtype} with parameters of torch.float64 ({', '.join(map(repr, wide[:5]))}), whose "
-            "masters in fp32 would be rounded. Convert them first (model.float()), or leave param_dtype out."
-        )
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """In which dtypes a model computes, and its gradients are kept and sent.
+
+    Attributes:
+        param: dtype that the model computes in, e.g. ``torch.bfloat16`` for a model in fp32: its parameters get this
+            dtype; fp32 masters start from the exact values. None for the dtypes in which they came.
+        accumulate: dtype in which a rank keeps gradients and adds up those of several backwards, e.g. ``torch.float32``
+            under parameters in bf16; None for the parameters' own.
+        reduce: dtype in which gradients are sent and added over ranks; None for that in which they are kept.
+        cast_inputs: with ``param``, floating-point tensors among the arguments of the model's forward are cast.
+        predivide: divide gradients by this before they are added up over the N ranks, by N / predivide afterwards; at
+            most N, so that ``math.inf`` divides by all of it first. For sums of 16-bit gradients that would overflow.
+    """
+
+    param: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    cast_inputs: bool = True
+    predivide: float = 1.0
+
+    @property
+    def inputs(self) -> torch.dtype | None:
+        """To which arguments of the model's forward are cast; None where they stay."""
+        return self.param if self.cast_inputs else None
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError for what no model is computed or summed in, and for parameters that masters would round."""
+        allowed = ", ".join(map(str, _SUMMED))
+        if self.reduce not in (None, *_SUMMED):
+            raise ValueError(
+                f"Precision(reduce={self.reduce!r}); gradients are sent and added in one of {allowed}, or None for "
+                "their own."
+            )
+        if self.accumulate not in (None, *_SUMMED):
+            raise ValueError(
+                f"Precision(accumulate={self.accumulate!r}); the gradients of several backwards are added up in one "
+                f"of {allowed}, or None for the parameters' own."
+            )
+        given: Any = self.predivide
+        if not isinstance(given, (int, float)) or not given >= 1.0:
+            raise ValueError(
+                f"Precision(predivide={given!r}); gradients are divided by a number from 1 to the number of ranks."
+            )
+        if self.param not in (None, *COMPUTES):
+            raise ValueError(
+                f"Precision(param={self.param!r}); allowed are {', '.join(map(str, COMPUTES))}, or None for the dtypes "
+                "that the parameters have."
+            )
+        wide = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
+        if self.param not in (None, torch.float64) and wide:
+            raise ValueError(
+                f"Precision(param={self.param}) with parameters of torch.float64 ({', '.join(map(repr, wide[:5]))}), "
+                "whose masters in fp32 would be rounded. Convert them first (model.float()), or leave param out."
+            )
+
+
+def resolve_precision(precision: Any) -> Precision:
+    """``precision=`` of a constructor, None for the usual one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if precision is None:
+        return Precision()
+    if not isinstance(precision, Precision):
+        raise ValueError(f"precision={precision!r}; it takes a zoo.zero.Precision(param=torch.bfloat16, ...), or None.")
+    return precision
 
 
 def compute_dtype(parameter: torch.Tensor, param_dtype: torch.dtype | None) -> torch.dtype:
