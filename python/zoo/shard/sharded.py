@@ -383,9 +383,15 @@ class ShardedModel:
         self, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
     ) -> None:  # fmt: skip
         """See :class:`~zoo.shard.values.gathered.Owner`."""
-        from zoo.shard.values.editing import publish
+        from zoo.shard.values.editing import take_from, write_values
 
-        publish(self, slots, rank, seen)
+        changes, wrote = take_from(rank, slots, seen)
+        if wrote:
+            self.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
+        for bucket, chosen in slots.items():
+            self.runtime.note(bucket)
+            self.writes.published(bucket, chosen)
+        write_values(changes, keep_equal=True)
 
     # Verbs -----------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from zoo.shard.runtime.without_graph import go_backward
 from zoo.shard.sharded import ShardedModel, refuse_copy
 from zoo.zero.inspection import Inspection
 from zoo.zero.options.arguments import (
-    Wrapped,
     find_optimizer,
     resolve_config,
     resolve_optimizer,
@@ -40,10 +39,11 @@ from zoo.zero.update.alike import ADDED, CHANGES, CLIPPED, REFUSED, SCALE, WRITE
 from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
 from zoo.zero.update.gradient_scale import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
+from zoo.zero.update.instances import retire
 from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
-from zoo.zero.update.probe import Tried, try_out
+from zoo.zero.update.probe import Tried, Wrapped, try_out
 from zoo.zero.update.tensor_collectives import cannot_be_whole
 from zoo.zero.update.torch_interface import OuterOptimizer
 from zoo.zero.update.updater import Updater
@@ -149,7 +149,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             given = options_of(type(self), options, optimizer_options)
             self._scaler = make_scaler(loss_scale)
             self.config = resolve_config(config, stage_of(type(self), self._stage, stage), given)
-            optimizer, given, clip_norm = resolve_optimizer(optimizer, given, clip_norm)
+            optimizer, given, clip_norm = resolve_optimizer(optimizer, given, clip_norm, owner=type(self))
             self.clipping = Clipping(clip_norm, self._scaler, nonfinite_gradients)
             if self.config.update_in_backward and (clip_norm or loss_scale is not None):
                 other = f"clip_norm={clip_norm}" if clip_norm else f"loss_scale={loss_scale!r}"
@@ -159,7 +159,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
                 )
             check_parameters(model, dry=isinstance(group, Communicator) and group.is_dry)
             tell_of_gradients(model)
-            wrapped = find_optimizer(model, optimizer, params, given)
+            wrapped = find_optimizer(model, optimizer, params, given, owner=type(self))
             self.model = model
             self._away: StatesAway | None = None
             self.num_updates = 0  # that all ranks have made together; of a state that was loaded, at least its own
@@ -225,7 +225,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.inner = self._updater.inner
         self.states = OptimizerStates(self)
         self.seal(wrapped.groups, self.inner, self._look_at_states)
-        wrapped.taken_over_by(self)
+        if wrapped.instance is not None:
+            self._updater.follows = retire(wrapped.instance, self, self.inner)
         if sharded.switch is not None and self.comm.rank == 0 and self._feedback and not sharded.switch.own:
             from zoo.zero.synced.collectives import tell_ratio
 

@@ -7,15 +7,12 @@ optimizer updates, in its tier. Writing to one alone would be undone by the next
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zoo.shard.buckets import Bucket
 from zoo.shard.roles import ORIGINAL, PARAMETER, RoleBuffer
-
-if TYPE_CHECKING:
-    from zoo.shard.sharded import ShardedModel
 
 Values = Mapping[str, tuple[int, torch.Tensor]]
 """By the name of a parameter: new values of its elements [start, start + len) in its row-major order."""
@@ -86,11 +83,18 @@ def _overwrite(old: torch.Tensor, value: torch.Tensor, bucket: Bucket, *, keep_e
     old.copy_(new)
 
 
-def publish(
-    model: ShardedModel, slots: Mapping[Bucket, Sequence[int]], rank: int, seen: Mapping[Bucket, Sequence[int]]
-) -> None:  # fmt: skip
-    """See :meth:`zoo.shard.values.gathered.Owner.publish`."""
-    changes: dict[Bucket, dict[str, tuple[int, torch.Tensor]]] = {}
+def take_from(
+    rank: int, slots: Mapping[Bucket, Sequence[int]], seen: Mapping[Bucket, Sequence[int]]
+) -> tuple[dict[Bucket, Values], bool]:
+    """Bring the values that ``rank`` has of parameters to everybody, in the whole copies; and give them back, with
+    whether it has written to any of these buckets so that autograd saw it. Collective.
+
+    ``seen``: the versions of a bucket's parameters before, as autograd counts them.
+
+    Raises:
+        RuntimeError: a whole copy is gone.
+    """
+    changes, wrote = dict[Bucket, Values](), False
     for bucket in slots:  # before anything changes
         bucket.check_writable()
     for bucket, chosen in slots.items():
@@ -99,17 +103,15 @@ def publish(
                 f"the parameters of {bucket.label} were partitioned again inside GatheredParameters, by a step or "
                 "a nested context: what was written to them is lost. Step outside of it."
             )
-        changes[bucket] = {}
+        found = {}
         for slot in chosen:
             view = bucket.parameters.flat_of(slot)
             if view.numel():
                 bucket.routes.axes.world.broadcast(view, rank).wait()
-            changes[bucket][bucket.spec.names[slot]] = (0, view)
-        if _wrote(bucket, rank, seen[bucket]):
-            model.runtime.contexts.refuse_older()  # as torch does on the rank that wrote
-        model.runtime.note(bucket)
-        model.writes.published(bucket, chosen)
-    write_values(changes, keep_equal=True)
+            found[bucket.spec.names[slot]] = (0, view)
+        changes[bucket] = found
+        wrote = _wrote(bucket, rank, seen[bucket]) or wrote
+    return changes, wrote
 
 
 def _wrote(bucket: Bucket, rank: int, seen: Sequence[int]) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +17,7 @@ from zoo.registry import ByKeywords, config_class, known_keys, make_config, near
 from zoo.shard.config import ZeroConfig
 from zoo.zero.options.keywords import OptimizerArguments
 from zoo.zero.update import instances
-
-if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+from zoo.zero.update.probe import Wrapped
 
 _log = logging.getLogger("zoo.zero")
 
@@ -60,31 +57,9 @@ def _of_today(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in found.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wrapped:
-    """The optimizer to wrap.
-
-    Attributes:
-        make: builds it: ``make(groups, **options)``.
-        groups: parameter groups, each trainable parameter of the model in exactly one. Those of an instance are the
-            very dicts of the instance.
-        instance: what ``optimizer=`` was, if it was an instance.
-        cannot_rebuild: why ``make`` makes no other one like the instance, as a clause.
-    """
-
-    make: Any
-    groups: Sequence[dict[str, Any]]
-    options: dict[str, Any]
-    instance: torch.optim.Optimizer | None = None
-    cannot_rebuild: str | None = None
-
-    def taken_over_by(self, owner: ZeroOptimizer) -> None:
-        """From now on ``owner`` does what an instance was made for."""
-        if self.instance is not None:
-            instances.retire(self.instance, owner)
-
-
-def resolve_optimizer(optimizer: Any, options: dict[str, Any], clip_norm: float) -> tuple[Any, dict[str, Any], float]:
+def resolve_optimizer(
+    optimizer: Any, options: dict[str, Any], clip_norm: float, *, owner: type
+) -> tuple[Any, dict[str, Any], float]:  # fmt: skip
     """What to wrap, its arguments, and the norm to clip to, where a name was given that means something else.
 
     A name is looked up in the registry (kind "optimizer"). A component with ``stands_for(config)`` is a way to write
@@ -101,7 +76,7 @@ def resolve_optimizer(optimizer: Any, options: dict[str, Any], clip_norm: float)
     schema = config_class(optimizer)
     if schema is None or not hasattr(optimizer, "stands_for"):
         return optimizer, options, clip_norm
-    _check_options(ByKeywords(optimizer, "params"), options)
+    _check_options(ByKeywords(optimizer, "params"), options, owner)
     made, given, own_norm = optimizer.stands_for(make_config(f"optimizer={optimizer.__name__}", schema, options))
     if own_norm and isinstance(clip_norm, Real):
         clip_norm = min(clip_norm, own_norm) if clip_norm else own_norm
@@ -119,9 +94,9 @@ def tell_of_gradients(model: nn.Module) -> None:
 
 
 def find_optimizer(
-    model: nn.Module, optimizer: Any, params: Iterable[Any] | None, options: Mapping[str, Any]
+    model: nn.Module, optimizer: Any, params: Iterable[Any] | None, options: Mapping[str, Any], *, owner: type
 ) -> Wrapped:
-    """What to wrap, from a class or an instance.
+    """What to wrap, from a class or an instance; ``owner`` is what will wrap it, whose arguments are meant too.
 
     Raises:
         ValueError: it is neither, an instance that cannot be taken over, or groups that do not fit the model.
@@ -144,18 +119,19 @@ def find_optimizer(
         )
     if config_class(optimizer) is not None:
         optimizer = ByKeywords(optimizer, "params")
-    _check_options(optimizer, options)
+    _check_options(optimizer, options, owner)
     return Wrapped(make=optimizer, groups=param_groups_of(model, params), options=dict(options))
 
 
-def _check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
+def _check_options(optimizer: Any, options: Mapping[str, Any], owner: type) -> None:
     """Raise TypeError for options that are neither of ZeRO nor of the optimizer, with those that are near."""
     known = _keys_of(optimizer)
     if known is None:
         return
     for key in options:
         if key not in known:
-            close = near(key, known | KEYS | _keywords())
+            ours = set(inspect.signature(owner).parameters) - set(OptimizerArguments.__annotations__)
+            close = near(key, known | KEYS | ours)
             meant = f" Did you mean {' or '.join(close)}?" if close else ""
             raise TypeError(
                 f"{key}={options[key]!r} is an option neither of ZeRO nor of {optimizer.__name__}, which takes "
@@ -176,12 +152,6 @@ def _keys_of(optimizer: Any) -> set[str] | None:
     if taken is None or any(p.kind is p.VAR_KEYWORD for p in taken):
         return None
     return {p.name for p in taken}
-
-
-def _keywords() -> set[str]:
-    from zoo.zero.optimizer import ZeroOptimizer
-
-    return set(inspect.signature(ZeroOptimizer).parameters) - set(OptimizerArguments.__annotations__)
 
 
 def param_groups_of(model: nn.Module, params: Iterable[Any] | None, *, source: str = "params=") -> list[dict[str, Any]]:

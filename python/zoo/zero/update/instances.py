@@ -12,15 +12,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from zoo.zero.update.probe import fresh, replaced
-
-if TYPE_CHECKING:
-    from zoo.zero.optimizer import ZeroOptimizer
+from zoo.zero.update.torch_interface import OuterOptimizer
 
 _HOOKS = tuple(
     f"_optimizer_{method}_{when}_hooks"
@@ -35,10 +33,8 @@ _INSTEAD = "pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3
 
 def check(instance: torch.optim.Optimizer, params: Iterable[Any] | None, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an instance that was used, is a wrapper itself, or came with arguments that are its own."""
-    from zoo.zero.optimizer import ZeroOptimizer
-
     name = type(instance).__name__
-    if isinstance(instance, ZeroOptimizer):
+    if isinstance(instance, OuterOptimizer):
         raise ValueError(f"optimizer= is a {name}, which wraps an optimizer itself and cannot be wrapped again.")
     if options:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
@@ -199,7 +195,7 @@ class Follows:
             self._seen[name] = value
 
 
-def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
+def retire(instance: torch.optim.Optimizer, owner: torch.optim.Optimizer, inner: Any) -> Follows:
     """While ``owner`` exists the instance holds options only: a step of its own would be a second update, and its
     state is none. Hooks that were registered on it, or will be, are hooks of the owner."""
     for name in _HOOKS:
@@ -223,6 +219,6 @@ def retire(instance: torch.optim.Optimizer, owner: ZeroOptimizer) -> None:
     for name in ("add_param_group", "state_dict", "load_state_dict"):
         setattr(held, name, refused(name, getattr(held, name)))
     owner.register_step_post_hook(lambda *_: setattr(held, "_opt_called", True))
-    if owner.inner.state is not instance.state:
+    if inner.state is not instance.state:
         instance.state.clear()
-    owner.updater.follows = Follows(instance, owner.inner)
+    return Follows(instance, inner)

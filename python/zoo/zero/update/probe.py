@@ -7,16 +7,32 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from zoo.zero.options.arguments import Wrapped
-
 LR = 1e-2
 """The learning rate of a trial: a schedule may begin with 0, and what is multiplied by little shows little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapped:
+    """The optimizer to wrap.
+
+    Attributes:
+        make: builds it: ``make(groups, **options)``.
+        groups: parameter groups, each trainable parameter of the model in exactly one. Those of an instance are the
+            very dicts of the instance.
+        instance: what ``optimizer=`` was, if it was an instance.
+        cannot_rebuild: why ``make`` makes no other one like the instance, as a clause.
+    """
+
+    make: Any
+    groups: Sequence[dict[str, Any]]
+    options: dict[str, Any]
+    instance: torch.optim.Optimizer | None = None
+    cannot_rebuild: str | None = None
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from zoo.zero.update.segments import Segment, original_of, updated_dtype
 from zoo.zero.update.tensor_collectives import is_part
 
 if TYPE_CHECKING:
-    from zoo.zero.options.arguments import Wrapped
-    from zoo.zero.update.probe import Tried
+    from zoo.zero.update.probe import Tried, Wrapped
 
 _CLASS = " Or pass the class (optimizer=torch.optim.AdamW) and its arguments (lr=3e-4) in the place of an instance."
 
