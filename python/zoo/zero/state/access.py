@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,6 @@ from zoo.comm import together
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import BucketGradients
 from zoo.shard.guard import ShardedParameter
-from zoo.shard.roles import PARAMETER
 from zoo.shard.values.editing import Values, overlaps, write_values
 from zoo.shard.values.whole import Pieces, share_range
 from zoo.zero.update.segments import Segment
@@ -101,12 +101,6 @@ def _find(param: Any) -> _Place:
 
 
 # What this rank has ----------------------------------------------------------------------------------------------
-
-
-def _state_pieces(place: _Place, key: str) -> Pieces:
-    for first, roles in place.states.read(place.bucket) if place.bucket.spec.trainable else ():
-        if key in roles and key != PARAMETER:
-            yield first, roles[key]
 
 
 def _reduced_gradients(place: _Place) -> BucketGradients | None:
@@ -201,6 +195,38 @@ def _check_key(place: _Place, kept: Mapping[str, Any], key: str) -> bool:
 
 # Reading ---------------------------------------------------------------------------------------------------------
 
+_Found = tuple[Pieces, torch.dtype] | torch.Tensor | None
+"""Elements of a role that this rank has, and the dtype to read them in; a number; or None where there is no such."""
+_Source = Callable[[_Place, bool], _Found]
+"""``source(place, agreed)`` finds a role of a bucket; ``agreed``: all ranks ask, and get the same answer."""
+
+
+def _gradient(place: _Place, agreed: bool) -> _Found:
+    gradients = _reduced_gradients(place)
+    if gradients is None:
+        return None
+    factor = 1.0 / place.optimizer.loss_scale
+    return ((base, values.to(place.dtype) * factor) for base, values in _grad_pieces(gradients)), place.dtype
+
+
+def _state(place: _Place, agreed: bool, *, key: str) -> _Found:
+    kept = _agreed_kept(place) if agreed else _kept(place)
+    if not _check_key(place, kept, key):
+        return None
+    if key in kept["numbers"]:
+        return torch.tensor(float(kept["numbers"][key]))
+    dtype = torch.promote_types(getattr(torch, kept["tensors"][key]), torch.float32)
+    return ((first, roles[key]) for first, roles in place.states.read(place.bucket) if key in roles), dtype
+
+
+@torch.no_grad()
+def _read(param: nn.Parameter, source: _Source, *, whole: bool) -> torch.Tensor | None:
+    place = _find(param)
+    found = source(place, whole)
+    if found is None or isinstance(found, torch.Tensor):
+        return found
+    return (_full if whole else _local)(place, *found)
+
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -209,30 +235,17 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     return _full(place, place.bucket.values(), place.dtype)
 
 
-@torch.no_grad()
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of the whole gradient, or None where there is none. Collective."""
-    place = _find(param)
-    gradients = _reduced_gradients(place)
-    if gradients is None:
-        return None
-    return _full(place, _grad_pieces(gradients), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
+    return _read(param, _gradient, whole=True)
 
 
-@torch.no_grad()
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A copy of a whole state such as "exp_avg"; a number such as "step" as a tensor without dimensions. Collective.
 
     None before the first step and for frozen parameters. Raises ValueError for a key that the optimizer does not have.
     """
-    place = _find(param)
-    kept = _agreed_kept(place)
-    if not _check_key(place, kept, optim_state_key):
-        return None
-    if optim_state_key in kept["numbers"]:
-        return torch.tensor(float(kept["numbers"][optim_state_key]))
-    dtype = torch.promote_types(getattr(torch, kept["tensors"][optim_state_key]), torch.float32)
-    return _full(place, _state_pieces(place, optim_state_key), dtype)
+    return _read(param, partial(_state, key=optim_state_key), whole=True)
 
 
 @torch.no_grad()
@@ -242,49 +255,33 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     return _local(place, place.bucket.values(), place.dtype)
 
 
-@torch.no_grad()
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """A flat copy of this rank's elements of the gradient, or None where there is none.
 
     Collective only if gradients that ``no_sync()`` left on each rank are to be brought together first.
     """
-    place = _find(param)
-    gradients = _reduced_gradients(place)
-    if gradients is None:
-        return None
-    return _local(place, _grad_pieces(gradients), place.dtype).mul_(1.0 / place.optimizer.loss_scale)
+    return _read(param, _gradient, whole=False)
 
 
-@torch.no_grad()
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A flat copy of this rank's elements of a state; see :func:`safe_get_full_optimizer_state`."""
-    place = _find(param)
-    kept = _kept(place)
-    if not _check_key(place, kept, optim_state_key):
-        return None
-    if optim_state_key in kept["numbers"]:
-        return torch.tensor(float(kept["numbers"][optim_state_key]))
-    dtype = torch.promote_types(getattr(torch, kept["tensors"][optim_state_key]), torch.float32)
-    return _local(place, _state_pieces(place, optim_state_key), dtype)
+    return _read(param, partial(_state, key=optim_state_key), whole=False)
 
 
 # Many at once ----------------------------------------------------------------------------------------------------
 
 
-def _bulk(
-    params: Iterable[nn.Parameter], read: Callable[[_Place], tuple[Pieces, torch.dtype] | None]
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    places = [_find(p) for p in params]
+def _bulk(params: Iterable[nn.Parameter], source: _Source) -> Iterator[tuple[str, torch.Tensor | None]]:
     buckets: dict[Bucket, list[_Place]] = {}
-    for place in places:
+    for place in [_find(p) for p in params]:
         buckets.setdefault(place.bucket, []).append(place)
     for bucket in sorted(buckets, key=lambda b: b.index):
         group = buckets[bucket]
-        source = read(group[0])
-        if source is None:
+        found = source(group[0], True)
+        if found is None or isinstance(found, torch.Tensor):
             yield from ((place.name, None) for place in group)
             continue
-        flat = _window(group[0], 0, bucket.layout.size, *source)
+        flat = _window(group[0], 0, bucket.layout.size, *found)
         for place in group:
             yield place.name, flat[place.start : place.stop].view(place.shape).clone()
 
@@ -295,21 +292,13 @@ def get_full_fp32_params(params: Iterable[nn.Parameter]) -> Iterator[tuple[str, 
 
     Collective: every rank consumes it to the end.
     """
-    return _bulk(params, lambda place: (place.bucket.values(), place.dtype))
+    return _bulk(params, lambda place, agreed: (place.bucket.values(), place.dtype))
 
 
 @torch.no_grad()
 def get_full_grads(params: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, whole gradient or None) of many parameters; see :func:`get_full_fp32_params`."""
-
-    def scaled(place: _Place) -> tuple[Pieces, torch.dtype] | None:
-        gradients = _reduced_gradients(place)
-        if gradients is None:
-            return None
-        factor = 1.0 / place.optimizer.loss_scale
-        return ((base, values.to(place.dtype) * factor) for base, values in _grad_pieces(gradients)), place.dtype
-
-    return _bulk(params, scaled)
+    return _bulk(params, _gradient)
 
 
 @torch.no_grad()
@@ -317,21 +306,13 @@ def get_full_optimizer_states(
     params: Iterable[nn.Parameter], optim_state_key: str
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, whole state or None) of many parameters; see :func:`get_full_fp32_params`. Not for numbers ("step")."""
-
-    def state(place: _Place) -> tuple[Pieces, torch.dtype] | None:
-        kept = _agreed_kept(place)
-        if not _check_key(place, kept, optim_state_key) or optim_state_key in kept["numbers"]:
-            return None
-        dtype = torch.promote_types(getattr(torch, kept["tensors"][optim_state_key]), torch.float32)
-        return _state_pieces(place, optim_state_key), dtype
-
-    return _bulk(params, state)
+    return _bulk(params, partial(_state, key=optim_state_key))
 
 
 # Setting ---------------------------------------------------------------------------------------------------------
 
 
-def _agree_to_set(place: _Place, check: Callable[[], None]) -> None:
+def _agree_to_set(place: _Place, check: Callable[[], Any]) -> None:
     """Run ``check`` on all ranks, which set a value together: where it fails on one, all raise. Collective."""
     together(
         place.bucket.routes.axes.world, f"setting a value of {place.name!r}", check,
@@ -354,10 +335,6 @@ def _whole_value(place: _Place, value: Any) -> torch.Tensor:
     if flat.numel():
         place.bucket.routes.axes.world.broadcast(flat).wait()
     return flat
-
-
-def _check_local(place: _Place, value: Any) -> None:
-    _local_value(place, value)
 
 
 def _local_value(place: _Place, value: Any) -> tuple[int, torch.Tensor]:
@@ -389,7 +366,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's elements. Every rank calls it, each with its own."""
     place = _find(param)
     if not place.bucket.partitioned:  # all ranks get the values of each
-        _agree_to_set(place, lambda: _check_local(place, value))
+        _agree_to_set(place, partial(_local_value, place, value))
     _write_param(place, _local_value(place, value))
     if not place.bucket.partitioned:
         handle = place.bucket.parameters.publish()
