@@ -28,7 +28,7 @@ from zoo.shard.partitioned import (
     PartitionedGradient,
     PartitionedValues,
     changes_nothing,
-    tensors_in,
+    flat_tensors,
 )
 from zoo.shard.quantised_parameters import class_of, ordinary, shown
 from zoo.shard.valueless import UNREAD, VIEWS, look_at
@@ -117,7 +117,7 @@ def cannot_convert(name: str, parameter: torch.Tensor, value: torch.Tensor) -> s
 
 def sharded_in(value: Any) -> list[ShardedParameter]:
     """The parameters of buckets in nested arguments."""
-    return [tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedParameter)]
+    return [tensor for tensor in flat_tensors(value) if isinstance(tensor, ShardedParameter)]
 
 
 def _name(parameter: Any) -> str:

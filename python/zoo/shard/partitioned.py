@@ -49,7 +49,7 @@ class PartitionedValues(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Reads metadata, converts to the same; refuses the rest."""
-        found: Any = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        found: Any = next(value for value in flat_tensors((args, kwargs or {})) if isinstance(value, cls))
         if func in MAKES and args and args[0] is found:
             args = (found._zoo_parameter, *args[1:])
         seen = look_at(func, args, kwargs or {})
@@ -64,7 +64,7 @@ class PartitionedValues(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What gets past the above has no values to work on."""
-        found: Any = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        found: Any = next(value for value in flat_tensors((args, kwargs or {})) if isinstance(value, cls))
         return found._zoo_refuse(func)
 
 
@@ -100,7 +100,7 @@ class PartitionedGradient(torch.Tensor):
         if func in _OF_GRADIENTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        found: Any = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        found: Any = next(value for value in flat_tensors((args, kwargs or {})) if isinstance(value, cls))
         if func is torch.Tensor.zero_:
             found._zoo_gradients.clear(found._zoo_slot)
             return found
@@ -119,7 +119,7 @@ class PartitionedGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What gets past the above has no values to work on."""
-        found = next(value for value in tensors_in((args, kwargs or {})) if isinstance(value, cls))
+        found = next(value for value in flat_tensors((args, kwargs or {})) if isinstance(value, cls))
         return found.refuse(func)
 
     def refuse(self, func: Any) -> NoReturn:
@@ -175,13 +175,13 @@ class WholeGradient(torch.Tensor):
         return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def flat_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in nested arguments."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = tuple(value.values())
-    return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+    return [t for item in value for t in flat_tensors(item)] if isinstance(value, (tuple, list)) else []
 
 
 def changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zoo import io
-from zoo.comm import CollectiveMismatchError, Communicator, raise_in_next, raise_together
+from zoo.comm import Communicator, raise_in_next, raise_together
 from zoo.shard.agreement import CONSTRUCTION, all_ranks, check_group, of_groups
 from zoo.shard.buckets import Bucket
 from zoo.shard.config import ZeroConfig
@@ -35,7 +35,7 @@ from zoo.zero.options.arguments import (
 from zoo.zero.options.keywords import options_of, shows_keywords, stage_of
 from zoo.zero.state.optimizer_states import OptimizerStates
 from zoo.zero.state.saved import SavedState
-from zoo.zero.update.alike import ADDED, CHANGES, CLIPPED, REFUSED, SCALE, WRITES, Alike, how_to_be_alike
+from zoo.zero.update.alike import Alike, Comparison
 from zoo.zero.update.clipping import Clipping, Nonfinite, NonFiniteGradientsError
 from zoo.zero.update.gradient_scale import UNCHANGED, Factors
 from zoo.zero.update.in_backward import UpdateInBackward, UpdateInStep
@@ -204,7 +204,6 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
         self.clipping.adopt(self._gradients, sharded.layers)
-        self.clipping.refuses = self._refuse_unlike
         self._updater = Updater(
             self._trainable, wrapped.make, wrapped.groups, wrapped.options,
             sub_group_size=self.config.sub_group_size, offload=self.config.offload_optimizer, scratch=sharded.scratch,
@@ -212,6 +211,11 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             everyone=sharded.everyone, unsplit=self._is_unsplit(tried), objects=tried.objects,
             instance=wrapped.instance, asked=tried.asked,
         )  # fmt: skip
+        self._comparison = Comparison(
+            self._alike, sharded, self.clipping, self._gradients, self._updater.give_up,
+            counts=not self.config.update_in_backward,
+        )  # fmt: skip
+        self.clipping.refuses = self._comparison.refuse
         self._in_backward = (
             UpdateInBackward(self._updater, self._options_of_update, self._publish, self.take_writes)
             if self.config.update_in_backward else None
@@ -387,7 +391,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.sharded.wait_for_layers()
         self._settle()
         self.sharded.sync_buffers()
-        tally = self._tally(mine, alike, groups)
+        tally = self._comparison.tally(mine, alike, groups, self.loss_scale)
 
         def told(*, made: bool) -> Outcome | None:
             return None if tally is None or mine is None else Outcome(None, tally.sums(), tally.rows(), made=made)
@@ -405,7 +409,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             rest = told(made=False)
             if rest is not None:
                 rest.read()
-                self._refuse_unlike(rest)
+                self._comparison.refuse(rest)
         try:
             factors = self._measured(tally, mine is not None, groups) if measured else UNCHANGED
         except NonFiniteGradientsError:
@@ -436,52 +440,8 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             found = Outcome(None, None, tally.rows())
         if found is not None and not self._late:
             found.read()
-            self._refuse_unlike(found)
+            self._comparison.refuse(found)
         return found
-
-    def _tally(
-        self, mine: torch.Tensor | None, alike: Mapping[str, float], groups: list[dict[str, Any]]
-    ) -> Tally | None:  # fmt: skip
-        """What a step sends beside norms; with ``mine`` it may take a collective of its own."""
-        layers = self.sharded.layers
-        if mine is None and (layers is not None or not self.clipping.may_skip):
-            return None
-        if self.comm.size == 1 and layers is None:  # nobody to be alike with
-            return None if mine is None else Tally(mine, self.comm, layers)
-        added: dict[str, float | torch.Tensor] = dict.fromkeys(ADDED, 0.0)
-        added[REFUSED] = float(self._runtime.backward.refused)
-        if self._in_backward is None:
-            added[CHANGES] = float(sum(g.num_changes for g in self._gradients))
-            added[WRITES] = self.sharded.writes.digest()
-            added |= {SCALE: self.loss_scale, CLIPPED: self.clipping.clipped}
-        more = {**alike, **added}
-        row = self._alike.row(groups, more, self.sharded.buckets[0].device)
-        return Tally(row.new_empty(0) if mine is None else mine, self.comm, layers, row)
-
-    def _refuse_unlike(self, outcome: Outcome) -> None:
-        """Raise CollectiveMismatchError where ranks do not have alike what they have to; ``outcome`` was read."""
-        if not outcome.rows:
-            return
-        elsewhere, *rows = outcome.rows
-        told = self._alike.told(rows, self.comm.ranks)
-        if not told and elsewhere:
-            told = "they differ between ranks with other layers of the model, whose own messages say what"
-        if not told or self._have_written_alike(told, outcome):
-            return
-        text = f"what all ranks need alike for a step differs: {told}"
-        if outcome.made:
-            self._updater.give_up(text)
-            raise CollectiveMismatchError(
-                f"{text}. The update was made before that was known, so that this model is of no one set of options. "
-                "Give all ranks the same and load a checkpoint."
-            )
-        raise CollectiveMismatchError(f"{text}. Nothing has changed. {how_to_be_alike(told)}")
-
-    def _have_written_alike(self, told: str, outcome: Outcome) -> bool:
-        """Whether ranks that have noticed other writes have the same values. Collective where they have, and only
-        then."""
-        alone = told.startswith(WRITES) and "; " not in told
-        return alone and not outcome.made and self.sharded.layers is None and self.sharded.writes.settle(self.comm)
 
     def _measured(self, tally: Tally | None, tallies: bool, groups: list[dict[str, Any]]) -> Factors | None:
         """What the update multiplies by; None for no update. Waits for the norm unless the update can do without.

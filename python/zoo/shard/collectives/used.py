@@ -11,7 +11,7 @@ from zoo.layout import FlatLayout
 
 
 @dataclass(frozen=True)
-class Run:
+class UsedRun:
     """``length`` elements from ``start`` of the bucket, which are those from ``at`` without padding."""
 
     start: int
@@ -27,24 +27,24 @@ class Used:
     """
 
     def __init__(self, layout: FlatLayout, start: int, stop: int) -> None:
-        self.start, self.stop, self._runs = start, stop, list[Run]()
+        self.start, self.stop, self._runs = start, stop, list[UsedRun]()
         self.numel = 0
         for piece in layout.slices(start, stop):
             first = start + piece.offset
             if self._runs and self._runs[-1].start + self._runs[-1].length == first:
                 last = self._runs.pop()
-                self._runs.append(Run(last.start, last.length + piece.length, last.at))
+                self._runs.append(UsedRun(last.start, last.length + piece.length, last.at))
             else:
-                self._runs.append(Run(first, piece.length, self.numel))
+                self._runs.append(UsedRun(first, piece.length, self.numel))
             self.numel += piece.length
 
-    def within(self, start: int, stop: int) -> list[Run]:
+    def within(self, start: int, stop: int) -> list[UsedRun]:
         """The runs inside of [start, stop) of the bucket."""
         found = []
         for run in self._runs:
             low, high = max(run.start, start), min(run.start + run.length, stop)
             if low < high:
-                found.append(Run(low, high - low, run.at + low - run.start))
+                found.append(UsedRun(low, high - low, run.at + low - run.start))
         return found
 
     def range_of(self, first: int, last: int) -> tuple[int, int]:
@@ -66,8 +66,8 @@ class Used:
         parts = [values[run.start - low : run.start - low + run.length] for run in self._between(first, last)]
         return torch.cat(parts) if parts else values.new_empty(0)
 
-    def _between(self, first: int, last: int) -> Iterator[Run]:
+    def _between(self, first: int, last: int) -> Iterator[UsedRun]:
         for run in self._runs:
             low, high = max(run.at, first), min(run.at + run.length, last)
             if low < high:
-                yield Run(run.start + low - run.at, high - low, low)
+                yield UsedRun(run.start + low - run.at, high - low, low)

@@ -30,7 +30,7 @@ SET_DATA: Any = _DATA.__set__
 
 
 class InitParameter(ShardedParameter):
-    """What a parameter is between ``Init`` and the optimizer; its bucket is a :class:`Part`."""
+    """What a parameter is between ``Init`` and the optimizer; its bucket is a :class:`InitBucket`."""
 
     _zoo_adoptable = True  # the optimizer may take it
 
@@ -80,18 +80,18 @@ class InitParameter(ShardedParameter):
         return copy  # type: ignore[no-any-return]
 
 
-def part_of(parameter: Any) -> Part | None:
+def part_of(parameter: Any) -> InitBucket | None:
     """The bucket of a parameter that ``Init`` partitioned, else None."""
     return parameter._zoo_bucket if type(parameter) is InitParameter else None
 
 
-def parts_in(value: Any) -> list[Part]:
+def parts_in(value: Any) -> list[InitBucket]:
     """The buckets of all parameters in nested arguments that ``Init`` partitioned."""
     found = [part for part in map(part_of, sharded_in(value)) if part is not None]
     return list({id(part): part for part in found}.values())
 
 
-def refuse_closed(func: Any, parts: Sequence[Part]) -> Any:
+def refuse_closed(func: Any, parts: Sequence[InitBucket]) -> Any:
     """Raise for the first use of parameters of which only parts are here."""
     closed = [part.name for part in parts if not part.whole]
     if closed:
@@ -106,7 +106,7 @@ def refuse_closed(func: Any, parts: Sequence[Part]) -> Any:
 class InitGuard(Guard):
     """Makes a parameter an :class:`InitParameter`, which finds out by itself whether it is whole."""
 
-    def __init__(self, bucket: Part, storage: torch.UntypedStorage) -> None:
+    def __init__(self, bucket: InitBucket, storage: torch.UntypedStorage) -> None:
         super().__init__(
             bucket, storage, lambda: f"{bucket.name!r} (or a view of it) was touched while zoo.zero.Init has "
             "partitioned it: only a part of it is on this rank.",
@@ -129,7 +129,7 @@ class InitGuard(Guard):
         """Its class does not refuse it."""
 
 
-class Part(Bucket):
+class InitBucket(Bucket):
     """The bucket of one partitioned parameter.
 
     Args:
@@ -144,11 +144,11 @@ class Part(Bucket):
     """
 
     def __init__(
-        self, parameter: nn.Parameter, name: str, sharing: Sharing, dtype: torch.dtype, source: Part | None = None
+        self, parameter: nn.Parameter, name: str, sharing: Sharing, dtype: torch.dtype, source: InitBucket | None = None
     ) -> None:
         self._sharing, self._parameter = sharing, weakref.ref(parameter)
         self.name, self.comm = name, sharing.comm
-        self.origin: Part | None = None
+        self.origin: InitBucket | None = None
         self.aliased, self.version, self._exact = False, -1, True
         self.writers = 0
         self._build(parameter, dtype, source, source.spec.group_size if source is not None else 0)
@@ -156,7 +156,7 @@ class Part(Bucket):
         self._ends = weakref.finalize(parameter, self.end)
         self._ends.atexit = False
 
-    def _build(self, parameter: nn.Parameter, dtype: torch.dtype, source: Part | None, group_size: int) -> None:
+    def _build(self, parameter: nn.Parameter, dtype: torch.dtype, source: InitBucket | None, group_size: int) -> None:
         sharing = self._sharing
         spec = sharing.spec_of(parameter, self.name, dtype, group_size)
         super().__init__(
@@ -241,7 +241,7 @@ class Part(Bucket):
         if was_whole:
             self.make_whole(exact=True)
 
-    def _rebuild(self, data: torch.Tensor, source: Part | None) -> None:
+    def _rebuild(self, data: torch.Tensor, source: InitBucket | None) -> None:
         """Other memory; views of what the value was before keep that, as in torch."""
         parameter, before, group_size = self.parameter, self.parameters.shard, self.spec.group_size
         release_parameter(parameter)
@@ -348,7 +348,7 @@ class Part(Bucket):
 
     def _copy(self, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         made = nn.Parameter(_hollow(self.shape, dtype, device), self.parameter.requires_grad)
-        Part(made, f"copy of {self.name}", self._sharing, dtype, self)
+        InitBucket(made, f"copy of {self.name}", self._sharing, dtype, self)
         return made
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from zoo.layout import split_of
 from zoo.shard.init.materialise import Materialiser
-from zoo.shard.init.parts import SET_DATA, Part, part_of
+from zoo.shard.init.parts import SET_DATA, InitBucket, part_of
 from zoo.shard.init.report import InitReport, Touch
 from zoo.shard.init.sharing import Sharing
 from zoo.shard.offload.heap import map_large_blocks
@@ -58,9 +58,9 @@ class Session:
         map_large_blocks()  # else building and freeing one module after another takes as much as all of them
         self._building: list[nn.Module] = []
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._open: dict[Part, nn.Parameter] = {}
+        self._open: dict[InitBucket, nn.Parameter] = {}
         self._applying: str = ""
-        self._touches: dict[tuple[Part, str], list[Any]] = {}
+        self._touches: dict[tuple[InitBucket, str], list[Any]] = {}
         self._twins: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = []
         self._num = self._numel = self._largest = 0
 
@@ -117,18 +117,18 @@ class Session:
             f"{leaf} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for leaf, p in own.items()
         )
         self.comm.agree(f"parameter number {self._num} of an Init, in {label}:", described)
-        done: dict[int, Part] = {}
+        done: dict[int, InitBucket] = {}
         for leaf, parameter in own.items():
             if id(parameter) not in done:
                 dtype = self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
-                done[id(parameter)] = Part(parameter, f"{label}.{leaf}", self._sharing, dtype)
+                done[id(parameter)] = InitBucket(parameter, f"{label}.{leaf}", self._sharing, dtype)
         numel = sum(part.numel for part in done.values())
         self._num, self._numel = self._num + len(done), self._numel + numel
         self._largest = max(self._largest, numel)
 
     # Initialisers ----------------------------------------------------------------------------------------------------
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[InitBucket]) -> Any:
         """``func(*args, **kwargs)`` on whole values. Collective if any of them is not whole yet."""
         name = _name_of(func)
         if func is torch.Tensor.detach and sys._getframe(2).f_code is _NEW_PARAMETER:
@@ -151,7 +151,7 @@ class Session:
             self._audit(part, name, wrote=part.parameter._version != version)
         return result
 
-    def _parameter_of(self, part: Part) -> nn.Parameter:
+    def _parameter_of(self, part: InitBucket) -> nn.Parameter:
         # nn.Parameter(partitioned) shares memory with it, in an ordinary construction. Mostly the other one is dropped
         # (reparametrisation); if both stay it would be a tie that nobody sees, which finish() looks for.
         made = part.copy()
@@ -184,7 +184,7 @@ class Session:
         part.replace(value)
         self._audit(part, name, wrote=True)
 
-    def _bring(self, parts: Sequence[Part], name: str) -> None:
+    def _bring(self, parts: Sequence[InitBucket], name: str) -> None:
         fresh = [part for part in parts if part not in self._open and not (part.active and part.whole)]
         if not fresh:
             return
@@ -194,18 +194,18 @@ class Session:
             part.make_whole(exact=True)  # what an initialiser does to a rounded value would be kept
             self._open[part] = part.parameter
 
-    def _agree_on(self, part: Part, name: str) -> None:
+    def _agree_on(self, part: InitBucket, name: str) -> None:
         self.comm.agree("initialiser on a partitioned parameter:", f"{name} on {part.name}")
 
-    def uses(self, part: Part) -> bool:
+    def uses(self, part: InitBucket) -> bool:
         """An initialiser touched it, and it is still whole."""
         return part in self._open
 
-    def forget(self, part: Part) -> None:
+    def forget(self, part: InitBucket) -> None:
         """What is whole of it, and was written to that, is not used any more."""
         self._open.pop(part, None)
 
-    def settle(self, keep: Sequence[Part] = ()) -> bool:
+    def settle(self, keep: Sequence[InitBucket] = ()) -> bool:
         """Store what was written, and free what is whole; False if views of some of it exist. Collective."""
         free = True
         for part in list(self._open):
@@ -230,7 +230,7 @@ class Session:
         self.comm.all_reduce(found, "max").wait()
         return bool(found)
 
-    def _audit(self, part: Part, name: str, *, wrote: bool) -> None:
+    def _audit(self, part: InitBucket, name: str, *, wrote: bool) -> None:
         entry = self._touches.setdefault((part, self._applying or name), [0, False])
         entry[0] += 1
         entry[1] |= wrote

@@ -29,7 +29,7 @@ from zoo.shard.placement.placements import Placements
 from zoo.shard.roles import RoleBuffer
 
 if TYPE_CHECKING:
-    from zoo.shard.init.parts import Part
+    from zoo.shard.init.parts import InitBucket
 
 _UNIT = 64  # elements: a cache line of the smallest dtype, and whole units of the quantisation kernels
 
@@ -76,7 +76,7 @@ class Sharing:
         device = torch.device("cuda" if "nccl" in self.comm.backend else "cpu")
         return self._recovery.agree_on(error, device) if self._recovery is not None else ""
 
-    def hold(self, part: Part, *, writes: bool) -> bool:
+    def hold(self, part: InitBucket, *, writes: bool) -> bool:
         """See :class:`~zoo.shard.values.gathered.Owner`."""
         from zoo.shard.init.session import current
 
@@ -88,7 +88,7 @@ class Sharing:
         part.writers += writes
         return writes
 
-    def let_go(self, part: Part, held: bool, *, forget: bool) -> None:
+    def let_go(self, part: InitBucket, held: bool, *, forget: bool) -> None:
         """See :class:`~zoo.shard.values.gathered.Owner`."""
         from zoo.shard.init.session import current
 
@@ -102,11 +102,13 @@ class Sharing:
         if session is None or not session.uses(part):
             part.drop_whole()
 
-    def noted(self, part: Part) -> list[int]:
+    def noted(self, part: InitBucket) -> list[int]:
         """See :class:`~zoo.shard.values.gathered.Owner`."""
         return [part.version]
 
-    def publish(self, slots: Mapping[Part, Sequence[int]], rank: int, seen: Mapping[Part, Sequence[int]]) -> None:
+    def publish(
+        self, slots: Mapping[InitBucket, Sequence[int]], rank: int, seen: Mapping[InitBucket, Sequence[int]]
+    ) -> None:
         """See :class:`~zoo.shard.values.gathered.Owner`."""
         for part in slots:
             part.store(rank)

@@ -146,7 +146,7 @@ def _keys_of(optimizer: Any) -> set[str] | None:
         keys = None if schema is None else known_keys(schema)
         return None if keys is None else set(keys)
     try:
-        taken = instances.parameters_of(optimizer) if isinstance(optimizer, type) else None
+        taken = instances.signature_of(optimizer) if isinstance(optimizer, type) else None
     except ValueError:  # a class without a signature
         return None
     if taken is None or any(p.kind is p.VAR_KEYWORD for p in taken):

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zoo.comm import CollectiveMismatchError
 from zoo.shard.agreement import described
+from zoo.zero.update.norms import Tally
+
+if TYPE_CHECKING:
+    from zoo.shard.gradients import BucketGradients
+    from zoo.shard.sharded import ShardedModel
+    from zoo.zero.update.clipping import Clipping
+    from zoo.zero.update.outcome import Outcome
 
 CHANGES = "changes of reduced gradients since they were dropped"
 """How often any was reduced or cleared: ranks that step with others' sums, or with none, have another number."""
@@ -111,6 +119,68 @@ class Alike:
             return f"{name}: {_listed(others)} wrote others than rank {ranks[0]}"
         here = ", ".join(described(group.get(name)) for group in self._groups)
         return f"{name} ({here} in the groups of this rank): {_listed(others)} other than rank {ranks[0]}"
+
+
+class Comparison:
+    """Sends this rank's row with a step, and refuses the step where ranks do not have alike what they have to.
+
+    Args:
+        alike: makes the rows.
+        sharded, clipping, gradients: of the optimizer that makes the step.
+        give_up: called with why, where the update was made before that was known.
+        counts: what happened to gradients counts; in backward they are used up before the step.
+    """
+
+    def __init__(
+        self, alike: Alike, sharded: ShardedModel, clipping: Clipping, gradients: Sequence[BucketGradients],
+        give_up: Callable[[str], None], *, counts: bool,
+    ) -> None:  # fmt: skip
+        self._alike, self._sharded, self._clipping, self._gradients = alike, sharded, clipping, gradients
+        self._give_up, self._counts = give_up, counts
+
+    def tally(
+        self, mine: torch.Tensor | None, alike: Mapping[str, float], groups: list[dict[str, Any]], loss_scale: float
+    ) -> Tally | None:  # fmt: skip
+        """What a step sends beside norms; with ``mine`` it may take a collective of its own."""
+        sharded, clipping = self._sharded, self._clipping
+        comm, layers = sharded.comm, sharded.layers
+        if mine is None and (layers is not None or not clipping.may_skip):
+            return None
+        if comm.size == 1 and layers is None:  # nobody to be alike with
+            return None if mine is None else Tally(mine, comm, layers)
+        added: dict[str, float | torch.Tensor] = dict.fromkeys(ADDED, 0.0)
+        added[REFUSED] = float(sharded.runtime.backward.refused)
+        if self._counts:
+            added[CHANGES] = float(sum(g.num_changes for g in self._gradients))
+            added[WRITES] = sharded.writes.digest()
+            added |= {SCALE: loss_scale, CLIPPED: clipping.clipped}
+        row = self._alike.row(groups, {**alike, **added}, sharded.buckets[0].device)
+        return Tally(row.new_empty(0) if mine is None else mine, comm, layers, row)
+
+    def refuse(self, outcome: Outcome) -> None:
+        """Raise CollectiveMismatchError where ranks do not have alike what they have to; ``outcome`` was read."""
+        if not outcome.rows:
+            return
+        elsewhere, *rows = outcome.rows
+        told = self._alike.told(rows, self._sharded.comm.ranks)
+        if not told and elsewhere:
+            told = "they differ between ranks with other layers of the model, whose own messages say what"
+        if not told or self._have_written_alike(told, outcome):
+            return
+        text = f"what all ranks need alike for a step differs: {told}"
+        if outcome.made:
+            self._give_up(text)
+            raise CollectiveMismatchError(
+                f"{text}. The update was made before that was known, so that this model is of no one set of options. "
+                "Give all ranks the same and load a checkpoint."
+            )
+        raise CollectiveMismatchError(f"{text}. Nothing has changed. {how_to_be_alike(told)}")
+
+    def _have_written_alike(self, told: str, outcome: Outcome) -> bool:
+        """Whether ranks that have noticed other writes have the same values. Collective where they have, and only
+        then."""
+        sharded, alone = self._sharded, told.startswith(WRITES) and "; " not in told
+        return alone and not outcome.made and sharded.layers is None and sharded.writes.settle(sharded.comm)
 
 
 def how_to_be_alike(told: str) -> str:

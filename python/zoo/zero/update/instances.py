@@ -117,7 +117,7 @@ def another_like(instance: torch.optim.Optimizer) -> tuple[Any, dict[str, Any]]:
 
 def _arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for parameter in parameters_of(type(instance)):
+    for parameter in signature_of(type(instance)):
         if parameter.name in instance.defaults:
             found[parameter.name] = instance.defaults[parameter.name]
         elif parameter.name in vars(instance):
@@ -155,7 +155,7 @@ def double_of(instance: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return double  # type: ignore[no-any-return]
 
 
-def parameters_of(cls: type) -> list[inspect.Parameter]:
+def signature_of(cls: type) -> list[inspect.Parameter]:
     """What the constructor takes beside itself and the parameters; through ``**kwargs`` what its bases take too."""
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:

@@ -14,7 +14,7 @@ _INSTEAD = (
 )
 
 
-class States(MutableMapping[torch.Tensor, Any]):
+class ParameterStates(MutableMapping[torch.Tensor, Any]):
     """The states of each trainable parameter, by its name: which there are, and numbers such as "step".
 
     They are there before the first step too, as zeros that take no memory. What is split over ranks has no value on one
@@ -111,19 +111,21 @@ def _refuse(use: str, key: object, state: str) -> NoReturn:
 class OuterOptimizer(torch.optim.Optimizer):
     """Takes its groups once, from :meth:`seal` on, and shows the states of the optimizer that it wraps."""
 
-    _kept: States | None = None
+    _kept: ParameterStates | None = None
     _lists: tuple[tuple[list[torch.Tensor], int], ...] = ()
 
     def seal(self, groups: Sequence[dict[str, Any]], inner: torch.optim.Optimizer, look: Look) -> None:
-        """Be the optimizer of these groups, with the defaults of ``inner``; for ``look`` see :class:`States`."""
+        """Be the optimizer of these groups, with the defaults of ``inner``; ``look``: of :class:`ParameterStates`."""
         super().__init__(groups, inner.defaults)
-        self._kept = States([p for g in self.param_groups for p in g["params"] if p._zoo_bucket.spec.trainable], look)
+        self._kept = ParameterStates(
+            [p for g in self.param_groups for p in g["params"] if p._zoo_bucket.spec.trainable], look
+        )
         self._lists = tuple((group["params"], len(group["params"])) for group in self.param_groups)
         self._members = [list(group["params"]) for group in self.param_groups]
 
     @property
     def state(self) -> Any:
-        """Which states each parameter has; see :class:`States`."""
+        """Which states each parameter has; see :class:`ParameterStates`."""
         return {} if self._kept is None else self._kept
 
     @state.setter

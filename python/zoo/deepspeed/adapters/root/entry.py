@@ -303,10 +303,10 @@ def _end_earlier(model: nn.Module) -> None:
 
 def _owner(parameter: ShardedParameter) -> Any:
     """What shards it; None where that is ``Init`` alone, or gone."""
-    from zoo.shard.init.parts import Part
+    from zoo.shard.init.parts import InitBucket
 
     bucket = parameter._zoo_bucket
-    return bucket.owner() if bucket is not None and not isinstance(bucket, Part) and bucket.owner else None
+    return bucket.owner() if bucket is not None and not isinstance(bucket, InitBucket) and bucket.owner else None
 
 
 _IN_ZOO = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd", "onebitadam", "onebitlamb", "zerooneadam")

@@ -45,10 +45,10 @@ _NUMBERS = itertools.count()
 
 
 def _is_stage3(parameter: Any) -> bool:
-    from zoo.shard.init.parts import Part
+    from zoo.shard.init.parts import InitBucket
 
     bucket = parameter._zoo_bucket
-    if isinstance(bucket, Part):
+    if isinstance(bucket, InitBucket):
         return True
     owner = bucket.owner() if bucket.owner is not None else None
     return owner is not None and owner.config.stage == 3
@@ -148,10 +148,10 @@ class _Gathering:
 
     def wait(self, **_: Any) -> None:
         """The parameters are whole after this, on every rank."""
-        from zoo.shard.init.parts import Part
+        from zoo.shard.init.parts import InitBucket
 
         for bucket in _buckets_of(self._parameters):
-            bucket.make_whole() if isinstance(bucket, Part) else bucket.owner().wait([bucket])
+            bucket.make_whole() if isinstance(bucket, InitBucket) else bucket.owner().wait([bucket])
 
 
 def _buckets_of(parameters: Iterable[Any]) -> list[Any]:
@@ -178,7 +178,7 @@ def partition(
     Raises:
         ValueError: ``has_been_updated``: who has written, and what the optimizer keeps, is not known here.
     """
-    from zoo.shard.init.parts import Part
+    from zoo.shard.init.parts import InitBucket
 
     if has_been_updated:
         raise ValueError(
@@ -186,7 +186,7 @@ def partition(
             "GatheredParameters(params, modifier_rank=0)`."
         )
     for bucket in _buckets_of([parameter] if param_list is None else param_list):
-        bucket.drop_whole() if isinstance(bucket, Part) else bucket.owner().reshard([bucket])
+        bucket.drop_whole() if isinstance(bucket, InitBucket) else bucket.owner().reshard([bucket])
 
 
 def ds_summary(parameter: Any, *_: Any, **__: Any) -> dict[str, Any]:
