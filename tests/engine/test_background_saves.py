@@ -49,7 +49,8 @@ def train(
     for step, x in enumerate(batches):
         if step % 3 == 2 or step == 9:
             engine.save_checkpoint(folder, f"s{step}", {"step": step})
-            under_way |= engine._saver is not None and engine._saver.pending
+            saver = engine.checkpoints._saver
+            under_way |= saver is not None and saver.pending
         losses.append(float(engine.train_batch(iter([(x, x.sum(1, keepdim=True))]))))
     _, client = engine.load_checkpoint(folder, "s9")
     assert client == {"step": 9}

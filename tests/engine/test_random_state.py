@@ -12,7 +12,7 @@ import torch
 from tests.engine.test_engine import stage, start
 
 from zoo import sim
-from zoo.engine.state import random_state, set_random_state
+from zoo.engine.checkpoint.random_state import random_state, set_random_state
 
 
 def drawn() -> list[float]:

@@ -1,4 +1,4 @@
-"""What an engine looks at in a batch: where its tensors are, how many samples and tokens it has."""
+"""The batches of an engine: its own, and what it looks at in one: where tensors are, how many samples and tokens."""
 
 from __future__ import annotations
 
@@ -51,3 +51,42 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (dict, UserDict)):
         for item in value.values():
             yield from _tensors(item)
+
+
+class OwnBatches:
+    """The batches of the engine's own loader, epoch after epoch.
+
+    Attributes:
+        loader: as ``initialize`` returned it; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self._batches: Iterator[Any] | None = None
+        self._serial: int | None = None  # of the loader's iteration that the latest batch is of
+
+    def next_ones(self) -> Iterator[Any]:
+        """From where the loader stands.
+
+        Raises:
+            ValueError: there is none.
+        """
+        from zoo.engine.loader import RepeatingLoader
+
+        if self.loader is None:
+            raise ValueError(
+                "train_batch() needs an iterator of batches, or data given to initialize(training_data=...)."
+            )
+        serial = getattr(self.loader, "serial", None)
+        if self._batches is None or serial != self._serial:  # somebody else has gone through it, or moved it
+            self._batches = iter(RepeatingLoader(self.loader))
+        return self._numbered(self._batches)
+
+    def _numbered(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._serial = getattr(self.loader, "serial", None)
+            yield batch
+
+    def forget(self) -> None:
+        """The loader was moved: the next batch is the one where it stands."""
+        self._batches = None

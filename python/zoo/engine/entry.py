@@ -115,8 +115,6 @@ def _built(
     loader: Mapping[str, Any], group: Any, parts: Any, sinks: Any, monitors: bool, registry: Registry,
 ) -> Engine:  # fmt: skip
     """The engine. ``undo`` gets what gives everything back where this raises: files, hooks, and the model itself."""
-    from zoo.engine.casting import cast
-
     attached, writers = attachments.build(
         config, environment, registry, everyone, parts=parts, sinks=sinks, monitors=monitors, model=model,
     )  # fmt: skip
@@ -131,7 +129,11 @@ def _built(
         batches = building.build_loader(config, data, collate_fn, environment, attached, loader)
         model = attached.prepare(model, mesh)
         buffers = config.data_types.buffer_dtype
-        cast(model, building.compute_dtype(config), building.DTYPES[buffers] if buffers else None, config.data_types)
+        dtype = building.compute_dtype(config)
+        if dtype is not None or buffers:
+            from zoo.engine.casting import cast
+
+            cast(model, dtype, building.DTYPES[buffers] if buffers else None, config.data_types)
         if optimizer is None and config.optimizer is not None:
             optimizer = registry.get("optimizer", config.optimizer.type)
         if optimizer is not None:

@@ -26,6 +26,11 @@ class PipelineEngine(Engine):
 
     _runner: PipelineRunner
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given = GivenBatches(needed=self.is_first_stage() or self.is_last_stage())
+        self.boundary.fix(True)  # it is driven batch by batch, and each ends in a step
+
     # -- whole batches ------------------------------------------------------------------------------------------------
 
     def train_batch(
@@ -45,7 +50,9 @@ class PipelineEngine(Engine):
             StopIteration: the data are at their end, on all ranks.
             ValueError: they ended in the middle of the batch, or not on all ranks.
         """
-        return super().train_batch(self._iterator(data_iter), lr_kwargs=lr_kwargs)
+        return super().train_batch(
+            self._given.iterator(data_iter, own=self.dataloader is not None), lr_kwargs=lr_kwargs
+        )
 
     def eval_batch(
         self, data_iter: Any = None, return_logits: bool = False, compute_loss: bool = True,
@@ -74,8 +81,8 @@ class PipelineEngine(Engine):
             raise ValueError(f"eval_batch got num_micro_batches={num_micro_batches}; at least 1.")
         if self._destroyed:
             raise ValueError("eval_batch() after destroy(): this engine is no more. Call initialize again.")
-        batches = self._iterator(data_iter)
-        batches = self._own_batches() if batches is None else batches
+        batches = self._given.iterator(data_iter, own=self.dataloader is not None)
+        batches = self._batches.next_ones() if batches is None else batches
         with evaluating(self.module), torch.no_grad():
             outputs, losses = self._runner.forward(
                 batches, n, outputs=return_logits or not compute_loss, losses=compute_loss
@@ -110,23 +117,9 @@ class PipelineEngine(Engine):
             return None
         return values.reshape(()) if how == "avg" else list(values.unbind())
 
-    def _iterator(self, given: Any) -> Any:
-        """None: the engine's own data. What is wrong is raised where all ranks are told."""
-        found = self._given if given is None else given
-        if found is None and self.dataloader is not None:
-            return None
-        if found is None and not (self.is_first_stage() or self.is_last_stage()):
-            return _NO_BATCHES
-        try:
-            return iter(found)
-        except TypeError:
-            return _Wrong(found)
-
-    _given: Any = None
-
     def set_dataiterator(self, iterator: Any) -> None:
         """Train on these batches from now on, where ``train_batch`` is given none; None: on the engine's own."""
-        self._given = None if iterator is None else iter(iterator)
+        self._given.set(iterator)
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
         """``fn(batch)`` → (inputs, labels), for each batch of the data; None for none."""
@@ -176,10 +169,6 @@ class PipelineEngine(Engine):
     def get_additional_losses(self) -> dict[str, float] | None:
         """Means of the latest batch, by name; None where there are none."""
         return self._runner.additional_losses or None
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True: a pipeline is driven batch by batch, and each ends in a step."""
-        return True
 
     def forecast(self, num_micro_batches: int | None = None) -> Forecast:
         """What a training batch will cost this rank: the schedule is the list of which the plan of gathers and
@@ -232,6 +221,36 @@ class PipelineEngine(Engine):
         if not self._destroyed:
             self._runner.close()
         super().destroy()
+
+
+class GivenBatches:
+    """What a script gives a pipeline to train on, where its ranks do not take the engine's own data.
+
+    Args:
+        needed: this rank has a stage that looks at batches, the first or the last.
+    """
+
+    def __init__(self, *, needed: bool) -> None:
+        self._needed, self._set = needed, None
+
+    _set: Iterator[Any] | None
+
+    def set(self, batches: Any) -> None:
+        """From now on these, where none are given; None: none."""
+        self._set = None if batches is None else iter(batches)
+
+    def iterator(self, given: Any, *, own: bool) -> Any:
+        """Of the batches of a call; None: the engine's ``own`` data. What is wrong is raised where all ranks are
+        told: when the first is taken."""
+        found: Any = self._set if given is None else given
+        if found is None and own:
+            return None
+        if found is None and not self._needed:
+            return _NO_BATCHES
+        try:
+            return iter(found)
+        except TypeError:
+            return _Wrong(found)
 
 
 class _NoBatches:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zoo.comm import failures
-from zoo.shard.runtime.backward import note_multiplied
 from zoo.shard.runtime.without_graph import NoGraphError
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ class PlainRunner:
     def accumulate(self, batches: Iterator[Any], n: int, scale: float) -> list[torch.Tensor]:
         """See :class:`zoo.parts.Runner`."""
         if not hasattr(batches, "__next__"):
+            from zoo.engine.numbers import kind_of
+
             raise ValueError(
                 f"train_batch got {kind_of(batches)}; it takes an iterator of batches: give iter(loader), made once, "
                 "so that the next step goes on where this one ends."
@@ -44,7 +45,7 @@ class PlainRunner:
                 if not error.told:
                     raise
                 refused = refused or error  # the other ranks go on to the step
-            self._engine.count_micro_batch()
+            self._engine.records.count_micro_batch()
         if refused is not None:
             raise refused
         return losses
@@ -74,48 +75,16 @@ class PlainRunner:
     def _one(self, batch: Any, scale: float, *, last: bool) -> torch.Tensor:
         loss = self.evaluate(batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            from zoo.engine.numbers import kind_of
+
             raise ValueError(
                 f"train_batch got {kind_of(loss)} from the model; it must return its mean loss, a tensor of one "
                 "element. Otherwise compute the loss outside and use engine(...), engine.backward(loss), engine.step()."
             )
-        return self._engine.go_backward(loss, scale, last=last)
+        return self._engine.passes.backward(loss, scale, last=last)
 
     def evaluate(self, batch: Any) -> Any:
         """The module's output; a tuple or list becomes its positional arguments, a mapping its keyword arguments."""
         if isinstance(batch, (tuple, list)):
             return self._engine(*batch)
         return self._engine(**batch) if isinstance(batch, Mapping) else self._engine(batch)
-
-
-def kind_of(value: Any) -> str:
-    """What it is, for a sentence."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
-
-
-def check_arguments(what: str, lr_kwargs: Any, schedule: Any) -> None:
-    """Raise ValueError for arguments of a schedule's step that are none, or that no schedule takes."""
-    if lr_kwargs is not None and not (
-        isinstance(lr_kwargs, Mapping) and all(isinstance(key, str) for key in lr_kwargs)
-    ):
-        from zoo.engine.numbers import shown
-
-        raise ValueError(f"{what} got lr_kwargs={shown(lr_kwargs)}; it takes arguments of the schedule's step by name.")
-    if lr_kwargs and schedule is None:
-        raise ValueError(
-            f"{what} got lr_kwargs={dict(lr_kwargs)}, and this engine has no schedule whose step would take them. "
-            "Leave them out, or give the configuration a scheduler section or initialize an lr_scheduler."
-        )
-
-
-def scaled_loss(loss: torch.Tensor, scale: float) -> torch.Tensor:
-    """``loss * scale``, of which other engines hear whose parameters its backward reaches."""
-
-    def begun(gradient: torch.Tensor) -> None:
-        note_multiplied("accumulation", scale)
-
-    found = loss * scale
-    if found.requires_grad:
-        found.register_hook(begun)  # type: ignore[no-untyped-call]
-    return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ import torch
 from zoo.parts import Clock, StepRecord
 
 if TYPE_CHECKING:
-    from zoo.comm import Communicator
     from zoo.config import Config
     from zoo.engine.attachments import Parts
     from zoo.engine.timing import Stopwatch
@@ -43,32 +43,116 @@ class Launched:
     outcome: Outcome | None
 
 
+class Boundary:
+    """Where steps end: after how many micro-batches, and how many of this one are over.
+
+    Attributes:
+        micro_batches: of one step. was_set: by hand, and not by the configuration: checkpoints keep it.
+        over: micro-batches since the latest update. broken: an exception has left gradients of this step behind.
+        local: gradients are this rank's alone, within :meth:`locally`.
+    """
+
+    def __init__(self, config: Config, optimizer: ZeroOptimizer | None) -> None:
+        self._optimizer = optimizer
+        section = config.zero_optimization
+        self._reduces_at_the_end = section.stage <= 1 or section.update_in_backward
+        self.micro_batches, self.was_set = int(config.gradient_accumulation_steps), False
+        self.over = 0
+        self.local = self.broken = False
+        self._fixed: bool | None = None
+
+    def reached(self) -> bool:
+        """Whether the micro-batch at hand is the last of its step."""
+        return self.over + 1 >= self.micro_batches if self._fixed is None else self._fixed
+
+    def fix(self, is_boundary: bool | None) -> None:
+        """See :meth:`~zoo.engine.Engine.set_gradient_accumulation_boundary`."""
+        given: Any = is_boundary
+        if getattr(given, "ndim", None) == 0:  # of torch or NumPy
+            given = given.item()
+        if given is not None and not (isinstance(given, int) and given in (0, 1)):
+            from zoo.engine.numbers import shown
+
+            raise ValueError(
+                f"set_gradient_accumulation_boundary() got {shown(is_boundary)}; it takes True, False or None."
+            )
+        self._fixed = None if given is None else bool(given)
+
+    def begin(self) -> None:
+        """No micro-batch of the step at hand is over."""
+        self.over, self.broken = 0, False
+
+    def fail(self) -> None:
+        """The step at hand has raised; its gradients are dropped when the next begins."""
+        self.broken = True  # to drop them now may wait for ranks that have not failed
+
+    def count(self) -> None:
+        """One more is over, and the step is not."""
+        self.over += 1
+
+    def set(self, micro_batches: int) -> None:
+        """Steps have so many from now on."""
+        self.micro_batches, self.was_set = micro_batches, True
+
+    def stays_local(self, *, last: bool) -> bool:
+        """The gradients of this micro-batch wait for those of the last."""
+        return self._reduces_at_the_end and not last and not self.local
+
+    @contextlib.contextmanager
+    def locally(self) -> Iterator[None]:
+        """Backwards inside leave gradients of this rank alone."""
+        outside, self.local = self.local, True
+        try:
+            yield
+        finally:
+            self.local = outside
+
+    def check_synchronous(self, what: str) -> None:
+        """Raise ValueError within :meth:`locally`."""
+        if self.local:
+            raise ValueError(
+                f"It is illegal to call Engine.{what} inside no_sync context manager: {what} inside of no_sync() has "
+                "this rank's gradients alone. Call it afterwards."
+            )
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise ValueError if there are gradients that no update has used."""
+        if self.over or (self._optimizer is not None and self._optimizer.holds_gradients):
+            raise ValueError(
+                f"{what} in the middle of a step, after {self.over} of {self.micro_batches} micro-batches: there "
+                "are gradients that no update has used, and they are not part of a checkpoint. Call it at the "
+                "boundary, or engine.zero_grad() first."
+            )
+
+
 class Records:
-    """The part of :class:`~zoo.engine.Engine` that counts and tells.
+    """Counts, and tells of each step.
 
     On a GPU a step returns before anybody knows what it came to, where its optimizer can (:mod:`zoo.zero`). Whatever
     depends on that happens in :meth:`read_outcome`: before the next update, before a save or a load, or when somebody
     asks for the record, a count, the clock or a learning rate.
+
+    Attributes:
+        global_steps: steps taken, skipped ones included. micro_steps: micro-batches of all steps.
+        losses: of the micro-batches of this step. schedule: of learning rates, None without one; it has seen the steps
+        whose outcome was read.
     """
 
-    config: Config
-    comm: Communicator
-    sharded: ShardedModel
-    feed: Feed
-    device: torch.device
-    batch_ranks: int
-    global_steps: int
-    _optimizer: ZeroOptimizer | None
-    _parts: Parts
-    _watch: Stopwatch | None
-    _in_step: int
-
-    def __init__(self) -> None:
+    def __init__(
+        self, *, config: Config, sharded: ShardedModel, optimizer: ZeroOptimizer | None, boundary: Boundary,
+        parts: Parts, feed: Feed, watch: Stopwatch | None, device: torch.device, batch_ranks: int,
+    ) -> None:  # fmt: skip
+        self._optimizer, self._boundary, self._parts, self._feed = optimizer, boundary, parts, feed
+        self._watch, self._device, self._print_every = watch, device, config.steps_per_print
+        self._comm = sharded.comm
+        self._layers = sharded.layers.size if sharded.layers is not None else 1
+        self._ranks, self._batch_ranks = sharded.comm.size * self._layers, batch_ranks
+        self.global_steps = self.micro_steps = 0
         self._record: StepRecord | None = None
         self._launched: Launched | None = None
-        self._schedule: Any = None
+        self.schedule: Any = None
         self._skipped_steps = self._samples = self._tokens = 0
-        self._losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []
         self._counts = [0, 0]  # samples and tokens of this step on this rank
         self._latest = (0, 0)  # those of the latest forward, which count when its micro-batch is over
         self._stop = False
@@ -106,17 +190,7 @@ class Records:
     def clock(self) -> Clock:
         """Where training stands; the same on all ranks."""
         self.read_outcome()
-        return Clock(self.global_steps, self._in_step, self._samples, self._tokens)
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The learning-rate schedule, None without one; it has seen the latest step."""
-        self.read_outcome()
-        return self._schedule
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, schedule: Any) -> None:
-        self._schedule = schedule
+        return Clock(self.global_steps, self._boundary.over, self._samples, self._tokens)
 
     def report(self, name: str, value: float) -> None:
         """A number for the next step's record, under ``name``, such as "user/accuracy"."""
@@ -132,35 +206,66 @@ class Records:
         """Tell all ranks that this one wants to stop: the next record's ``stop`` is true on each of them."""
         self._stop = True
 
-    def restore_counts(self, *, steps: int, skipped: int, samples: int, tokens: int) -> None:
-        """Go on from these."""
+    def restore_counts(
+        self, *, steps: int, skipped: int, samples: int, tokens: int, micro_steps: int | None = None
+    ) -> None:
+        """Go on from these. ``micro_steps``: None: as it is."""
         self.global_steps, self._skipped_steps, self._samples, self._tokens = steps, skipped, samples, tokens
+        self.micro_steps = self.micro_steps if micro_steps is None else micro_steps
 
     def restart_counts(self) -> None:
         """A step begins, whatever was before."""
-        self._in_step = 0
-        self._losses, self._counts, self._latest, self._began = [], [0, 0], (0, 0), None
+        self._boundary.begin()
+        self.losses, self._counts, self._latest, self._began = [], [0, 0], (0, 0), None
+
+    # -- a step under way ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The time of a step begins, unless it has."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def admitted(self, counts: tuple[int, int]) -> None:
+        """A micro-batch of so many samples and tokens goes through the model; they count when it is over."""
+        self._latest = counts
+
+    def take_counts(self) -> tuple[int, int]:
+        """Samples and tokens of the latest micro-batch that was admitted, which do not count yet."""
+        found, self._latest = self._latest, (0, 0)
+        return found
+
+    def note_counts(self, counts: Sequence[int]) -> None:
+        """So many samples and tokens are part of this step."""
+        self._counts = [before + here for before, here in zip(self._counts, counts, strict=True)]
+
+    def count_micro_batch(self) -> None:
+        """A micro-batch is over, and its step is not; the clock moves."""
+        self._boundary.count()
+        self.micro_steps += 1
+        self.note_counts(self.take_counts())
 
     # -- a step is over -----------------------------------------------------------------------------------------------
 
-    def _count(self) -> None:
-        self._counts = [before + here for before, here in zip(self._counts, self._latest, strict=True)]
-        self._latest = (0, 0)
-
-    def _tally(self) -> torch.Tensor:
+    def tally(self) -> torch.Tensor:
         """What ranks add up: losses, how many, samples, tokens, whether to stop."""
-        losses = [loss.reshape(()).double() for loss in self._losses]
-        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.device)
+        losses = [loss.reshape(()).double() for loss in self.losses]
+        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self._device)
         counts = [float(len(losses)), *self._counts, self._stop]
         if not total.is_cuda:
             return torch.cat([total.reshape(1), total.new_tensor(counts)])
         counted = torch.tensor(counts, dtype=torch.float64, pin_memory=True)
         return torch.cat([total.reshape(1), counted.to(total.device, non_blocking=True)])
 
-    def _launch(self, optimizer: ZeroOptimizer, lr: tuple[float, ...], scale: float, lr_kwargs: Any) -> None:
+    def launched(
+        self, optimizer: ZeroOptimizer, lr: tuple[float, ...], scale: float, lr_kwargs: Mapping[str, Any], *,
+        micro_steps: int,
+    ) -> None:  # fmt: skip
         """The update of a step has been launched; its record is made when what it came to is read: now, where the
-        optimizer has waited."""
-        now, sent, every = time.perf_counter(), self.comm.log.wire_bytes, self.config.steps_per_print
+        optimizer has waited. ``micro_steps``: of its micro-batches, how many :meth:`count_micro_batch` has not seen."""
+        self._boundary.begin()
+        self.global_steps += 1
+        self.micro_steps += micro_steps
+        now, sent, every = time.perf_counter(), self._comm.log.wire_bytes, self._print_every
         measured = every is not None and self.global_steps % every == 0
         timed = self._watch.read() if self._watch is not None else {}
         self._launched = Launched(
@@ -171,20 +276,20 @@ class Records:
             outcome=optimizer.outcome,
         )  # fmt: skip
         self._began, self._sent = now, sent
-        self._losses, self._counts = [], [0, 0]
+        self.losses, self._counts = [], [0, 0]
         self._reported.clear()
         if optimizer.outcome is None:
             self.read_outcome()
         else:
-            self.feed.expect(self.read_outcome)
+            self._feed.expect(self.read_outcome)
 
-    def _mean_loss(self) -> torch.Tensor:
+    def mean_loss(self) -> torch.Tensor:
         """Of the latest step, () fp32 on the device; does not wait. NaN where no loss went through the engine."""
         outcome = self._launched.outcome if self._launched is not None else None
         if outcome is not None and outcome.sums is not None:
             return (outcome.sums[0] / outcome.sums[1]).float()
         loss = self.record.loss if self.record is not None else None
-        return torch.tensor(float("nan") if loss is None else loss, dtype=torch.float32, device=self.device)
+        return torch.tensor(float("nan") if loss is None else loss, dtype=torch.float32, device=self._device)
 
     def read_outcome(self) -> None:
         """Wait for what the latest step came to, where it has not waited itself.
@@ -199,18 +304,17 @@ class Records:
         try:  # whatever raises from here on: the step is over, and is told
             self._after(self._record, self._optimizer, launched.lr_kwargs)
         finally:
-            self.feed.put(self._record)
+            self._feed.put(self._record)
 
     def _recorded(self, launched: Launched, optimizer: ZeroOptimizer) -> StepRecord:
         norm, skipped = optimizer.grad_norm, optimizer.skipped
-        sums: Sequence[float] = optimizer.tallied  # see _tally
+        sums: Sequence[float] = optimizer.tallied  # see tally
         if launched.outcome is not None:  # something may have been measured since
             norm, sums = launched.outcome.read()
             skipped = norm is not None and not math.isfinite(norm)
         loss, losses, samples, tokens, stop = sums
-        layers = self.sharded.layers.size if self.sharded.layers is not None else 1
-        samples = round(samples * self.batch_ranks / (self.comm.size * layers))  # some ranks see the same samples
-        tokens = round(tokens / layers)
+        samples = round(samples * self._batch_ranks / self._ranks)  # some ranks see the same samples
+        tokens = round(tokens / self._layers)
         self._samples += samples
         self._tokens += int(tokens)
         return StepRecord(
@@ -223,8 +327,8 @@ class Records:
 
     def _after(self, record: StepRecord, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         if not record.skipped:
-            if self._schedule is not None:
-                self._schedule.step(**lr_kwargs)
+            if self.schedule is not None:
+                self.schedule.step(**lr_kwargs)
         else:
             self._skipped_steps += 1
             if optimizer.scaler is None:

@@ -24,7 +24,7 @@ from zoo.comm.failures import together
 from zoo.config import Config
 from zoo.engine import Engine, initialize
 from zoo.engine.batches import evaluating
-from zoo.engine.saving import save_model
+from zoo.engine.checkpoint.saving import save_model
 from zoo.parts import StepRecord
 from zoo.registry import DEFAULT, Registry
 from zoo.train import output, report
@@ -275,7 +275,7 @@ class Job:
         """The checkpoint is written: what was trained is kept."""
         self.engine.zero_grad()  # of a step that got some of its micro-batches
         with self._explaining():
-            self.engine.read_outcome()
+            self.engine.records.read_outcome()
         self._tell(history, pace)  # the last whole one
         self._save()
         step = self.engine.global_steps

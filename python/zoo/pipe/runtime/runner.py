@@ -121,8 +121,8 @@ class PipelineRunner:
         try:
             with engine.sharded.window(max_bytes=self._option("max_bytes", None)) as window:
                 hooks = Hooks(
-                    window=window, accumulate=engine.sharded.accumulate, computing=engine.computing,
-                    final_loss=lambda loss, m: engine.final_loss(loss, ahead=m),
+                    window=window, accumulate=engine.sharded.accumulate, computing=engine.passes.computing,
+                    final_loss=lambda loss, m: engine.passes.final_loss(loss, ahead=m),
                     scale=scale * float(optimizer.loss_scale), reduce=self._reduces(plan),
                     timed=self._timing(),
                 )  # fmt: skip
@@ -133,7 +133,7 @@ class PipelineRunner:
             self._fail(error)
             raise
         for _ in range(n):
-            engine.count_micro_batch()
+            engine.records.count_micro_batch()
         self._report(batch)
         return [batch.losses[m] for m in sorted(batch.losses)]
 
@@ -149,8 +149,8 @@ class PipelineRunner:
         plan = self._plan(n, trains=False)
         loaded, metas, headers = self._load(batches, n, trains=False, labels=losses)
         hooks = Hooks(
-            window=None, computing=self._engine.computing, final_loss=lambda loss, m: loss, reduce=lambda c: False,
-            timed=self._timing(),
+            window=None, computing=self._engine.passes.computing, final_loss=lambda loss, m: loss,
+            reduce=lambda c: False, timed=self._timing(),
         )  # fmt: skip
         batch = self._batch(hooks, loaded, metas, keeps=outputs, computes_loss=losses)
         try:
@@ -331,7 +331,7 @@ class PipelineRunner:
                 if batches is None:
                     break
                 loaded.append(self._admit(next(batches), m, trains, labels))
-                counted = [a + b for a, b in zip(counted, engine.take_counts(), strict=True)]
+                counted = [a + b for a, b in zip(counted, engine.records.take_counts(), strict=True)]
             if loaded and not self._fits:
                 self._check_fit(loaded[0][0])
             signature = zlib.crc32(repr([_looks(inputs) for inputs, _ in loaded]).encode()) if loaded else 0
@@ -351,7 +351,7 @@ class PipelineRunner:
         if status == _SHORT:
             raise ValueError(f"the data ended after {len(loaded)} of {n} micro-batches of this batch.")
         if trains:
-            engine.note_counts(counted)
+            engine.records.note_counts(counted)
         key = hash((signature, n, module.training)), trains
         found = None if self._option("dynamic_shapes", False) else self._metas.pop(key, None)
         self._metas[key] = {} if found is None else found  # the latest one, on all ranks
@@ -372,7 +372,7 @@ class PipelineRunner:
             batch = self.batch_fn(batch)
         if not isinstance(batch, tuple | list):
             batch = (batch,)
-        args, kwargs = self._engine.admit(tuple(batch), {}, trains=trains, ahead=m)
+        args, kwargs = self._engine.passes.admit(tuple(batch), {}, trains=trains, ahead=m)
         if kwargs:
             raise ValueError(
                 f"engine parts gave the keyword arguments {', '.join(kwargs)}; layers of a pipeline take one argument."

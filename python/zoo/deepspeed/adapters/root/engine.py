@@ -85,7 +85,8 @@ class DeepSpeedEngine(Questions, nn.Module):
             The loss, so divided.
         """
         self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        self.engine.note_counts((0, self.engine.take_counts()[1]))  # there may be one step() for several of them
+        records = self.engine.records
+        records.note_counts((0, records.take_counts()[1]))  # there may be one step() for several of them
         return loss / self.engine.accumulation if scale_wrt_gas and self.engine.accumulation > 1 else loss
 
     @asserting
@@ -97,11 +98,11 @@ class DeepSpeedEngine(Questions, nn.Module):
         if engine.is_gradient_accumulation_boundary():  # DeepSpeed counts a step's samples by the configuration
             samples = engine.train_batch_size // engine.batch_ranks
             lr_kwargs = self._for_schedule() if lr_kwargs is None else lr_kwargs
-        engine.note_counts((samples, 0))
+        engine.records.note_counts((samples, 0))
         try:
             engine.step(lr_kwargs)
         except BaseException:
-            engine.note_counts((-samples, 0))  # there was no step
+            engine.records.note_counts((-samples, 0))  # there was no step
             raise
         finally:
             self._stepping = False
@@ -149,7 +150,7 @@ class DeepSpeedEngine(Questions, nn.Module):
         """A step whose gradients were all dropped begins anew: there is nothing that a checkpoint would lose."""
         engine = self.engine
         if self.trains and engine.clock.micro_batch and not engine.optimizer.holds_gradients:
-            engine.restart_counts()
+            engine.records.restart_counts()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside communicate nothing. For stages 0 and 1, not within another, as in DeepSpeed.
@@ -346,7 +347,7 @@ class DeepSpeedEngine(Questions, nn.Module):
     def _count_from(self, **counts: int) -> None:
         engine = self.engine
         now = {"steps": engine.global_steps, "skipped": engine.skipped_steps, "samples": engine.global_samples}
-        engine.restore_counts(**{**now, "tokens": engine.global_tokens, **counts})
+        engine.records.restore_counts(**{**now, "tokens": engine.global_tokens, **counts})
 
     @property
     def lr_scheduler(self) -> Any:

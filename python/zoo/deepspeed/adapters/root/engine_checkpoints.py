@@ -15,7 +15,7 @@ from zoo.comm import Communicator
 from zoo.deepspeed.adapters.configuration.documents import get_checkpoint_tag_validation_mode
 from zoo.deepspeed.adapters.root.client_state import plain_state
 from zoo.deepspeed.adapters.utilities.logs import warning_once
-from zoo.engine.state_dicts import check_place
+from zoo.engine.checkpoint.places import check_place
 
 if TYPE_CHECKING:
     from zoo.deepspeed.adapters.root.engine import DeepSpeedEngine

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
 from zoo import checkpointing
 from zoo.comm import Communicator
+from zoo.engine.checkpoint.contents import PARAMETER, AnyCheckpoint
 from zoo.layout import Box
-
-if TYPE_CHECKING:
-    from zoo.checkpointing import foreign
-
-AnyCheckpoint: TypeAlias = "checkpointing.Checkpoint | foreign.ForeignCheckpoint"
-"""What an engine loads: one of zoo's, or one of another system that is read like it."""
 
 
 class Reads:
@@ -44,7 +39,7 @@ class Reads:
 
         return torch.zeros(length, dtype=dtype_named(self._found.roles[name][role]))
 
-    def tensor(self, name: str, role: str = "parameter") -> torch.Tensor:
+    def tensor(self, name: str, role: str = PARAMETER) -> torch.Tensor:
         """As :meth:`zoo.checkpointing.Checkpoint.tensor`, or zeros."""
         shape = self.shapes.get(name, ())
         return self.read(name, role, 0, math.prod(shape)).view(shape)

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from zoo import checkpointing
 from zoo.checkpointing import foreign
+from zoo.engine.checkpoint.contents import AnyCheckpoint
 from zoo.layout import logical_name
 
 if TYPE_CHECKING:
-    from zoo.engine.agreed_reader import AnyCheckpoint
-    from zoo.engine.engine import Engine
-    from zoo.engine.partial_load import Wanted
+    from zoo.engine.checkpoint.partial_load import Wanted
+    from zoo.shard import ShardedModel
+    from zoo.zero import ZeroOptimizer
 
 _log = logging.getLogger("zoo.engine")
 _HOW_IT_RUNS = {
@@ -27,37 +29,40 @@ _HOW_IT_RUNS = {
 
 
 def open_checkpoint(
-    engine: Engine, directory: str | os.PathLike[str], tag: str | None, wanted: Wanted
-) -> AnyCheckpoint:
+    module: nn.Module, sharded: ShardedModel, optimizer: ZeroOptimizer | None, directory: str | os.PathLike[str],
+    tag: str | None, wanted: Wanted, *, universal: bool,
+) -> AnyCheckpoint:  # fmt: skip
     """One of zoo's, or one that DeepSpeed wrote, by what is in the directory. A collective.
+
+    Args:
+        universal: of DeepSpeed's, universal ones come first.
 
     Raises:
         CheckpointError: on all ranks alike: what is wrong with it, or checkpoints of both where no tag says which.
     """
-    everyone = engine.sharded.everyone
+    everyone = sharded.everyone
     what = f"loading the checkpoint {tag or 'latest'!r} of {str(directory)!r}"
     theirs = everyone.broadcast_object(
         checkpointing.alike(everyone, what, lambda: _is_deepspeeds(directory, tag) if everyone.rank == 0 else None)
     )
     if not theirs:
         return checkpointing.load(directory, tag, everyone)
-    section = getattr(engine.config, "checkpoint", None)
-    states = wanted.optimizer and engine.optimizer is not None
+    states = wanted.optimizer and optimizer is not None
     # Stages of a pipeline know only their own layers; the states of one without ZeRO have no other names.
-    groups = group_names(engine) if states and engine.sharded.layers is None else None
+    named = optimizer if states and sharded.layers is None else None
     found = foreign.load_deepspeed(
-        directory, tag, everyone, groups=groups, optimizer_states=states,
-        universal=getattr(section, "load_universal", False),
+        directory, tag, everyone, groups=None if named is None else _group_names(module, named),
+        optimizer_states=states, universal=universal,
     )  # fmt: skip
-    found.meta = checkpointing.alike(everyone, what, lambda: _told(engine, found))
+    found.meta = checkpointing.alike(everyone, what, lambda: _told(module, found))
     return found
 
 
-def _told(engine: Engine, found: foreign.ForeignCheckpoint) -> dict[str, Any]:
+def _told(module: nn.Module, found: foreign.ForeignCheckpoint) -> dict[str, Any]:
     """What it says of the training. What is in a layer whose ``foreign_names`` say how it is called elsewhere, {"begin
     of a name there": "begin of the name here"}, has the names of here then."""
     starts: dict[str, str] = {}
-    for place, layer in engine.module.named_modules():
+    for place, layer in module.named_modules():
         prefix = f"{place}." if place else ""
         starts |= {f"{prefix}{theirs}": f"{prefix}{own}" for theirs, own in getattr(layer, "foreign_names", {}).items()}
     if starts:
@@ -92,13 +97,15 @@ def _is_deepspeeds(directory: str | os.PathLike[str], tag: str | None) -> bool:
     return tag in theirs if tag is not None else bool(theirs)
 
 
-def group_names(engine: Engine) -> list[list[str]]:
+def _group_names(module: nn.Module, optimizer: ZeroOptimizer) -> list[list[str]]:
     """The names in the whole model of the parameters of each group of the optimizer, in its order."""
-    name_of = {id(p): logical_name(engine.module, name) for name, p in engine.module.named_parameters()}
-    return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in engine.optimizer.param_groups]
+    name_of = {id(p): logical_name(module, name) for name, p in module.named_parameters()}
+    return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in optimizer.param_groups]
 
 
-def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyCheckpoint) -> list[dict[str, Any]]:
+def options_of_groups(
+    module: nn.Module, optimizer: ZeroOptimizer, saved: list[dict[str, Any]], found: AnyCheckpoint
+) -> list[dict[str, Any]]:
     """Of a checkpoint that another system wrote: the options that each group of the optimizer goes on with.
 
     Groups are found by the names of their parameters; where the checkpoint has no names, by their order.
@@ -106,7 +113,7 @@ def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyChe
     Raises:
         CheckpointError: parameters of one group had different options there, or there are other groups.
     """
-    groups = engine.optimizer.param_groups
+    groups = optimizer.param_groups
     if not any(map(_names, saved)):
         while len(saved) > len(groups) and not saved[-1]:
             saved = saved[:-1]
@@ -116,7 +123,7 @@ def options_of_groups(engine: Engine, saved: list[dict[str, Any]], found: AnyChe
             )
         return [_options(own, theirs, found) for own, theirs in zip(groups, saved, strict=True)]
     chosen = []
-    for number, (own, names) in enumerate(zip(groups, group_names(engine), strict=True)):
+    for number, (own, names) in enumerate(zip(groups, _group_names(module, optimizer), strict=True)):
         theirs = [_options(own, group, found) for group in saved if _names(group) & set(names)]
         one = theirs[0] if theirs else {}
         odd = [key for key in one if any(other.get(key) != one[key] for other in theirs)]
@@ -165,15 +172,15 @@ def _is_like(mine: Any, value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def tell_what_is_missing(engine: Engine, meta: Mapping[str, Any], found: AnyCheckpoint) -> None:
-    """Say once what another system's checkpoint does not have, or has and is not taken over."""
-    if engine.sharded.everyone.rank:
+def tell_what_is_missing(found: AnyCheckpoint, steps: int, *, first: bool) -> None:
+    """Say once, on the ``first`` rank, what another system's checkpoint does not have, or has and is not taken over."""
+    if not first:
         return
     _log.warning(
         "checkpoint %r was written by another system: it has no position in the data and no states of random number "
-        "generators that could be used, so both begin anew, at step %d of training.", found.tag, engine.global_steps,
+        "generators that could be used, so both begin anew, at step %d of training.", found.tag, steps,
     )  # fmt: skip
-    said = meta.get("imported", {}).get("deepspeed", {})
+    said = found.meta.get("imported", {}).get("deepspeed", {})
     for key in ("data_sampler", "random_ltd"):
         if said.get(key):
             _log.warning("the state %r of checkpoint %r is not taken over.", key, found.tag)

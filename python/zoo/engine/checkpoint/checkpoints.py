@@ -1,61 +1,91 @@
-"""The checkpoints of an engine."""
+"""The checkpoints of an engine: what a script calls."""
 
 from __future__ import annotations
 
-import abc
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zoo import checkpointing
-from zoo.comm import Communicator
-from zoo.engine.state_dicts import CustomLoad, WholeStates, check_place, joined, load_custom
-from zoo.shard import ShardedModel
-from zoo.zero import ZeroOptimizer
-from zoo.zero.state.logical import fill_frozen, slices_of
 
 if TYPE_CHECKING:
     from zoo.checkpointing.constants import Constants
-    from zoo.engine.agreed_reader import AnyCheckpoint, Reads
-    from zoo.engine.engine import Engine
-    from zoo.engine.partial_load import Wanted
+    from zoo.config import Config
+    from zoo.engine.batches import OwnBatches
+    from zoo.engine.checkpoint.contents import AnyCheckpoint
+    from zoo.engine.checkpoint.partial_load import Wanted
+    from zoo.engine.checkpoint.state_dicts import CustomLoad
+    from zoo.engine.checkpoint.training_state import TrainingState
+    from zoo.engine.records import Boundary, Records
+    from zoo.shard import ShardedModel
+    from zoo.zero import ZeroOptimizer
 
 
 _log = logging.getLogger("zoo.engine")
 
 
-class Checkpoints(WholeStates):
-    """The part of :class:`~zoo.engine.Engine` that saves and loads."""
+class Checkpoints:
+    """Saves and loads a model and its training.
 
-    module: nn.Module
-    comm: Communicator
-    sharded: ShardedModel
-    global_steps: int
-    _optimizer: ZeroOptimizer | None
-    _saver: checkpointing.BackgroundSaver | None = None
-    _constants: Constants | None = None
-    _script_in: Path | None = None
-    _last_path: str | None = None
-    """Of the checkpoint that was saved or loaded last."""
-    _not_loaded = ""
-    """Why the state is that of no checkpoint: one was damaged, and a part of it is here already."""
+    Args:
+        config: whose section ``checkpoint``, where there is one, says how it is done.
+        optimizer: None where the engine only evaluates.
+        training: the optimizer, or a ValueError that says why there is none for what it is asked.
+        records, boundary, batches, parts: what is saved beside tensors.
 
-    @abc.abstractmethod
-    def training(self, what: str) -> ZeroOptimizer:
-        """See :class:`~zoo.engine.Engine`."""
+    Attributes:
+        not_loaded: why the state is that of no checkpoint: one was damaged, and a part of it is here already.
+        registered: what else is saved and loaded, by name.
+    """
 
-    @abc.abstractmethod
-    def check_between_steps(self, what: str) -> None:
-        """See :class:`~zoo.engine.Engine`."""
+    def __init__(
+        self, module: nn.Module, sharded: ShardedModel, *, config: Config, optimizer: ZeroOptimizer | None,
+        training: Callable[[str], ZeroOptimizer], records: Records, boundary: Boundary, batches: OwnBatches,
+        parts: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._module, self._sharded, self._everyone = module, sharded, sharded.everyone
+        self._config, self._optimizer, self._training = config, optimizer, training
+        self._records, self._boundary, self._batches, self._parts = records, boundary, batches, parts
+        self.registered: dict[str, Any] = {}
+        self.not_loaded = ""
+        self._saver: checkpointing.BackgroundSaver | None = None
+        self._constants: Constants | None = None
+        self._script_in: Path | None = None
+        self._last_path: str | None = None  # of the checkpoint that was saved or loaded last
 
     @property
-    def _engine(self) -> Engine:
-        return cast("Engine", self)
+    def _section(self) -> Any:
+        return getattr(self._config, "checkpoint", None)  # a program that saves nothing does not import it
+
+    def _state(self, optimizer: ZeroOptimizer) -> TrainingState:
+        from zoo.engine.checkpoint.training_state import TrainingState
+
+        return TrainingState(
+            module=self._module, optimizer=optimizer, records=self._records, boundary=self._boundary,
+            batches=self._batches, parts=self._parts, registered=self.registered,
+        )  # fmt: skip
+
+    def register_state(self, name: str, state: Any) -> None:
+        """Save and load ``state`` (with ``state_dict`` and ``load_state_dict``) in checkpoints, under ``name``."""
+        if not callable(getattr(state, "state_dict", None)) or not callable(getattr(state, "load_state_dict", None)):
+            raise ValueError(
+                f"register_state({name!r}, a {type(state).__name__}); it needs state_dict() and load_state_dict(state)."
+            )
+        if not isinstance(name, str):
+            from zoo.engine.numbers import shown
+
+            raise ValueError(f"register_state() got {shown(name)}; a name is a text.")
+        if name in self.registered:
+            raise ValueError(f"register_state({name!r}, ...): the name is taken by a {type(self.registered[name])}.")
+        self.registered[name] = state
+
+    # -- saving -------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -94,20 +124,22 @@ class Checkpoints(WholeStates):
                 rank from saving this one, or the one before it.
         """
         from zoo.checkpointing.client_state import ClientState, other_ranks
-        from zoo.engine.state import buffer_slices, model_meta, own_buffers, random_state
+        from zoo.engine.checkpoint.module_state import buffer_slices, model_meta, own_buffers
+        from zoo.engine.checkpoint.places import joined
+        from zoo.engine.checkpoint.random_state import random_state
 
-        self._engine.read_outcome()
-        everyone = self.sharded.everyone
-        tag = tag if tag is not None else f"global_step{self.global_steps}"
+        self._records.read_outcome()
+        module, sharded, everyone = self._module, self._sharded, self._everyone
+        tag = tag if tag is not None else f"global_step{self._records.global_steps}"
         what = f"saving the checkpoint {tag!r}"
-        self.sharded.members.agree(self.comm, everyone, what)
+        sharded.members.agree(sharded.comm, everyone, what)
         # What one rank raises alone, all raise: the others would wait for it.
-        scalars, states = checkpointing.alike(everyone, what, lambda: self._state(within_step))
-        if getattr(getattr(self._engine.config, "checkpoint", None), "errors", "ranks") == "folded":
-            states = list(self.training("save_checkpoint()").folded(states))
-        slices: list[checkpointing.StateSlice] = [*states, *buffer_slices(self.module, self.sharded)]
+        scalars, states = checkpointing.alike(everyone, what, lambda: self._states(within_step))
+        if getattr(self._section, "errors", "ranks") == "folded":
+            states = list(self._training("save_checkpoint()").folded(states))
+        slices: list[checkpointing.StateSlice] = [*states, *buffer_slices(module, sharded)]
         if exclude_frozen_parameters:
-            frozen = {name for b in self.sharded.buckets if not b.spec.trainable for name in b.in_model()}
+            frozen = {name for b in sharded.buckets if not b.spec.trainable for name in b.in_model()}
             slices = [item for item in slices if item.name not in frozen]
         meta: dict[str, Any] = {}
         clients: list[ClientState] = []
@@ -119,9 +151,9 @@ class Checkpoints(WholeStates):
 
         digests = checkpointing.together(everyone, what, tell)
         meta.update(client=clients[0].value, **other_ranks(digests))
-        meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(self.module, self.sharded))
+        meta["model"] = checkpointing.alike(everyone, what, lambda: model_meta(module, sharded))
         own = clients[0].of_rank() if digests[everyone.rank] != digests[0] else {}
-        mine = {**random_state(), **own_buffers(self.module, self.sharded), **own}
+        mine = {**random_state(), **own_buffers(module, sharded), **own}
         if self._in_background(asynchronous, slices):
             if self._saver is None:
                 self._saver = checkpointing.BackgroundSaver(everyone)
@@ -139,10 +171,10 @@ class Checkpoints(WholeStates):
         self._last_path = joined(directory, tag)
         return str(path) if "://" not in str(directory) else self._last_path
 
-    def _state(self, within_step: bool) -> tuple[Mapping[str, float], list[checkpointing.StateSlice]]:
+    def _states(self, within_step: bool) -> tuple[Mapping[str, float], list[checkpointing.StateSlice]]:
         if not within_step:
-            self.check_between_steps("save_checkpoint()")
-        optimizer = self.training("save_checkpoint()")
+            self._boundary.check_between_steps("save_checkpoint()")
+        optimizer = self._training("save_checkpoint()")
         return optimizer.state_scalars(), list(optimizer.state_slices())
 
     def _tell(self, meta: dict[str, Any], directory: str | os.PathLike[str], tag: Any) -> None:
@@ -150,25 +182,24 @@ class Checkpoints(WholeStates):
         from zoo.checkpointing.consolidation import write_script
         from zoo.checkpointing.format.disk import make_directories, place_of
         from zoo.checkpointing.format.names import check_tag
-        from zoo.engine.state import engine_meta
+        from zoo.engine.checkpoint.places import check_place
 
         check_place(directory)
         check_tag(tag)
-        meta["engine"] = engine_meta(self._engine)
+        meta["engine"] = self._state(self._training("save_checkpoint()")).meta()
         disk, root = place_of(directory)
-        if self.sharded.everyone.rank == 0 and self._script_in != root:
+        if self._everyone.rank == 0 and self._script_in != root:
             make_directories(disk, root)
             write_script(root, disk=disk)
             self._script_in = root
 
     def _in_background(self, asked: bool | None, slices: Iterable[checkpointing.StateSlice]) -> bool:
-        section = getattr(self._engine.config, "checkpoint", None)
-        wanted = getattr(section, "asynchronous", True) if asked is None else asked
-        if not wanted or self.sharded.config.offload_param.device != "nvme":
+        wanted = getattr(self._section, "asynchronous", True) if asked is None else asked
+        if not wanted or self._sharded.config.offload_param.device != "nvme":
             return wanted
         # Packed parameters are unpacked to be written, which needs the memory that they are kept out of.
         kept_out = any(item.is_kept_out for item in slices)
-        if not any(self.sharded.everyone.all_gather_object(kept_out)):
+        if not any(self._everyone.all_gather_object(kept_out)):
             return True
         if asked:
             raise ValueError(
@@ -185,6 +216,13 @@ class Checkpoints(WholeStates):
         """
         if self._saver is not None:
             self._saver.wait()
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and end its thread."""
+        if self._saver is not None:
+            self._saver.close()
+
+    # -- loading ------------------------------------------------------------------------------------------------------
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
@@ -231,10 +269,11 @@ class Checkpoints(WholeStates):
                 set that it does not fit.
         """
         from zoo.checkpointing import foreign
-        from zoo.engine.foreign import open_checkpoint
-        from zoo.engine.partial_load import Wanted
+        from zoo.engine.checkpoint.foreign import open_checkpoint
+        from zoo.engine.checkpoint.partial_load import Wanted
+        from zoo.engine.checkpoint.places import check_place, joined
 
-        self._engine.read_outcome()
+        self._records.read_outcome()
         if self._saver is not None:
             self._saver.settle()
         damaged: list[str] = []
@@ -243,18 +282,21 @@ class Checkpoints(WholeStates):
             lr_scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
             custom=custom_load_fn is not None,
         )  # fmt: skip
-        self.sharded.everyone.agree("load_checkpoint with", repr(wanted))
-        self.check_custom(custom_load_fn)
-        checkpointing.alike(self.sharded.everyone, "load_checkpoint()", lambda: check_place(directory, tag))
-        found = open_checkpoint(self._engine, directory, tag, wanted)
+        self._everyone.agree("load_checkpoint with", repr(wanted))
+        self._check_custom(custom_load_fn)
+        checkpointing.alike(self._everyone, "load_checkpoint()", lambda: check_place(directory, tag))
+        found = open_checkpoint(
+            self._module, self._sharded, self._optimizer, directory, tag, wanted,
+            universal=getattr(self._section, "load_universal", False),
+        )  # fmt: skip
         while True:
             try:
                 with found:
-                    loaded = self.load_opened(found, wanted, custom_load_fn)
+                    loaded = self._load(found, wanted, custom_load_fn)
                     self._last_path = joined(directory, found.tag)
                     return (self._last_path if "://" in str(directory) else loaded[0]), loaded[1]
             except checkpointing.DamageError as error:
-                self._not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
+                self.not_loaded = f"the checkpoint {found.tag!r} was found to be damaged while it was loaded."
                 damaged.append(found.tag)
                 if tag is not None or isinstance(found, foreign.ForeignCheckpoint):
                     raise
@@ -264,128 +306,53 @@ class Checkpoints(WholeStates):
         self, directory: str | os.PathLike[str], damaged: list[str], error: checkpointing.DamageError
     ) -> checkpointing.Checkpoint:
         try:
-            found = checkpointing.load(directory, None, self.sharded.everyone, skip=damaged)
+            found = checkpointing.load(directory, None, self._everyone, skip=damaged)
         except checkpointing.CheckpointError:
             raise error from None
-        if self.sharded.everyone.rank == 0:
+        if self._everyone.rank == 0:
             _log.warning("the checkpoint %r is passed over for %r: %s", damaged[-1], found.tag, error)
         return found
 
-    def load_opened(
+    def _load(
         self, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Take what is wanted of it; gives its path and the client state. Collective."""
-        from zoo.engine.agreed_reader import Reads
-        from zoo.engine.checks import check_engine, check_names
+        """Take what is wanted of an open one; gives its path and the client state. Collective."""
+        from zoo.engine.checkpoint.agreed_reader import Reads
+        from zoo.engine.checkpoint.loading import Load
 
-        everyone, reads = self.sharded.everyone, Reads(found)
-        what = f"loading the checkpoint {found.tag!r} into this model"
-        loaded = str(found.path), reads.client_state(everyone.rank)
+        reads = Reads(found)
+        loaded = str(found.path), reads.client_state(self._everyone.rank)
+        load = Load(
+            module=self._module, sharded=self._sharded, found=found, reads=reads, wanted=wanted, custom=custom_load_fn
+        )
         if self._optimizer is None:
-            self._load_weights(reads, found, wanted, custom_load_fn, what)
+            load.take_weights()
+            self.not_loaded = ""
             return loaded
-        before, self._not_loaded = self._not_loaded, ""
+        before, self.not_loaded = self.not_loaded, ""
         try:
-            optimizer = self.training("load_checkpoint()")
-            checkpointing.together(everyone, what, lambda: check_engine(self._engine, found, wanted))
-            check_names(found, self.module, self.sharded, wanted)
-            if not optimizer.config.update_in_backward:  # there load_state ends what a backward has begun
-                self._engine.zero_grad()
-            goes_on = found.world_size == everyone.size and not wanted.module_only
-            mine = reads.rank_state(everyone.rank) if goes_on else {}
-            if custom_load_fn is not None:
-                load_custom(self.module, reads, found, custom_load_fn, everyone, what, mine)
+            training = self._state(self._training("load_checkpoint()"))
+            mine = load.check(training)
         except BaseException:
-            self._not_loaded = before
+            self.not_loaded = before
             raise
         try:
-            self._take(found, reads, wanted, mine, custom=custom_load_fn is not None, what=what)
+            load.take(training, mine)
         except BaseException:
-            self._not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
+            self.not_loaded = f"loading the checkpoint {found.tag!r} has failed half-way."
             raise
         return loaded
 
-    def _take(
-        self, found: AnyCheckpoint, reads: Reads, wanted: Wanted, mine: Mapping[str, torch.Tensor], *, custom: bool,
-        what: str,
-    ) -> None:  # fmt: skip
-        """What is wanted of a checkpoint that fits."""
-        from zoo.engine.checks import beginning
-        from zoo.engine.partial_load import Kept
-        from zoo.engine.state import load_buffers, restore_options
-
-        optimizer, everyone = self.training("load_checkpoint()"), self.sharded.everyone
-        if wanted.optimizer:
-            restore_options(self._engine, found)
-        live = [] if wanted.all_of_it else optimizer.held_slices(owned=False)
-        begins = beginning(optimizer, found) if wanted.optimizer else set()
-        kept = Kept(reads, found, wanted, live, self._dtypes(), beginning=begins)
-        del live
-        optimizer.load_state(kept.read, kept.scalars(optimizer.held_scalars()))
-        if not custom:
-            load_buffers(self.module, reads, wanted)
-        reads.agree(everyone, what)
-        checkpointing.alike(everyone, what, lambda: self._restore(found, wanted, mine))
-
-    def _restore(self, found: AnyCheckpoint, wanted: Wanted, mine: Mapping[str, torch.Tensor]) -> None:
-        """What is beside parameters and states."""
-        from zoo.engine.state import load_extra_state, load_own_buffers, restore_meta, set_random_state
-
-        if not wanted.custom:
-            load_extra_state(self.module, found)
-        if not wanted.module_only:
-            restore_meta(self._engine, found, schedule=wanted.lr_scheduler_states)
-        if mine:
-            if not wanted.custom:
-                load_own_buffers(self.module, mine)
-            set_random_state(mine)
-
-    def _load_weights(
-        self, reads: Reads, found: AnyCheckpoint, wanted: Wanted, custom_load_fn: CustomLoad | None, what: str
-    ) -> None:
-        """Into an engine that only evaluates."""
-        from zoo.engine.checks import check_model, check_names
-        from zoo.engine.partial_load import Kept
-        from zoo.engine.state import load_buffers, load_extra_state
-
-        buckets, everyone = self.sharded.buckets, self.sharded.everyone
-        held = list(slices_of([], buckets, owned=False))
-        checkpointing.together(everyone, what, lambda: check_model(found, self.module, self.sharded, wanted))
-        check_names(found, self.module, self.sharded, wanted)
-        if custom_load_fn is not None:
-            load_custom(self.module, reads, found, custom_load_fn, everyone, what, {})
-        else:
-            fill_frozen(buckets, Kept(reads, found, wanted, held, self._dtypes()).read)
-            self.sharded.runtime.updated()
-            load_buffers(self.module, reads, wanted)
-        reads.agree(everyone, what)
-        if custom_load_fn is None:
-            checkpointing.alike(everyone, what, lambda: load_extra_state(self.module, found))
-        self._not_loaded = ""
-
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        return {b.logical(name)[0]: b.spec.dtype for b in self.sharded.buckets for name in b.spec.names}
-
-    def check_custom(self, custom_load_fn: Any) -> None:
+    def _check_custom(self, custom_load_fn: Any) -> None:
         """Raise ValueError where it cannot be called with the whole model; every rank gives one, or none does."""
         if custom_load_fn is not None:
+            from zoo.engine.checkpoint.state_dicts import check_custom
+
             checkpointing.alike(
-                self.sharded.everyone, "load with custom_load_fn", lambda: self._check_custom(custom_load_fn)
+                self._everyone, "load with custom_load_fn", lambda: check_custom(custom_load_fn, self._sharded)
             )
 
-    def _check_custom(self, custom_load_fn: Any) -> None:
-        if not callable(custom_load_fn):
-            raise ValueError(
-                f"custom_load_fn is a {type(custom_load_fn).__name__}; it is called as "
-                "custom_load_fn(src=state_dict, dst=module)."
-            )
-        axes = sorted({axis for bucket in self.sharded.buckets for axis in bucket.spec.axes})
-        if self.sharded.layers is not None or axes:
-            split = "over the stages of a pipeline" if not axes else f"along the mesh axes {', '.join(axes)}"
-            raise ValueError(
-                f"custom_load_fn with a model that is split {split}: no rank has all of it to be written to. Leave it "
-                "out; load_module_strict=False lets stay what the checkpoint lacks."
-            )
+    # -- weights alone ------------------------------------------------------------------------------------------------
 
     def save_16bit_model(
         self,
@@ -421,7 +388,79 @@ class Checkpoints(WholeStates):
             ValueError: ``filename`` cannot be used; or (zoo.checkpointing.CheckpointError, on all ranks) what kept some
                 rank from saving.
         """
-        from zoo.engine.saving import save_model
+        from zoo.engine.checkpoint.saving import save_model
 
-        self._engine.read_outcome()
-        return save_model(self.module, self.sharded, folder, filename, exclude_frozen=exclude_frozen_parameters)
+        self._records.read_outcome()
+        return save_model(self._module, self._sharded, folder, filename, exclude_frozen=exclude_frozen_parameters)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> OrderedDict[str, torch.Tensor]:
+        """The whole model's parameters and persistent buffers, copied to the CPU, on every rank, whatever the stage.
+        A collective.
+
+        The keys are those of ``module.state_dict()``, but for what ``get_extra_state`` returns, which is not in it. Of
+        a pipeline it is the whole model too, under its names there. Buffers are this rank's own. Parameters have the
+        dtype that the model computes with; tied ones share their memory. Every rank holds the whole model for this:
+        ``save_16bit_model`` does without, and ``save_checkpoint`` has what training goes on with.
+
+        Args:
+            exclude_frozen_parameters: leave out those that were frozen when the optimizer was built.
+        """
+        from zoo.engine.checkpoint.state_dicts import whole_state_dict
+
+        self._records.read_outcome()
+        return whole_state_dict(self._module, self._sharded, frozen=not exclude_frozen_parameters)
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any] | str | os.PathLike[str] | None, strict: bool = True,
+        custom_load_fn: CustomLoad | None = None, fetch_z3_params: bool = False,
+    ) -> None:  # fmt: skip
+        """Parameters and buffers take these values, in shards and fp32 masters too; everything else stays as it is. A
+        collective: every rank gives the same.
+
+        Args:
+            checkpoint: a state_dict of whole tensors, as :meth:`module_state_dict` returns, or a dict that has it under
+                "module"; or the path of a checkpoint, as :meth:`save_checkpoint` returns; None: of the one that this
+                engine has saved or loaded last.
+            strict: its names are those of the model. False: names that the model does not have are passed over, and
+                parameters and buffers that it does not have stay as they are.
+            custom_load_fn: as of :meth:`load_checkpoint`.
+            fetch_z3_params: makes no difference: shards are filled without gathering, and for ``custom_load_fn``
+                parameters are whole at every stage.
+
+        Masters take values of 16 bits only where these differ from what they round to, so that what came from this
+        model changes nothing.
+
+        Raises:
+            ValueError: (zoo.checkpointing.CheckpointError, on all ranks) names or shapes that are not the model's,
+                parameters that are not the same on all ranks, and whatever :meth:`load_checkpoint` raises of a path.
+        """
+        if checkpoint is None or isinstance(checkpoint, (str, os.PathLike)):
+            self._load_weights_of(checkpoint, strict, custom_load_fn)
+            return
+        from zoo.engine.checkpoint.partial_load import Wanted
+        from zoo.engine.checkpoint.state_dicts import open_state_dict
+
+        self._records.read_outcome()
+        custom = custom_load_fn is not None
+        self._everyone.agree("load_module_state_dict() with strict, custom_load_fn", repr((strict, custom)))
+        self._check_custom(custom_load_fn)
+        found = open_state_dict(checkpoint, self._module, self._sharded, strict=strict, custom=custom)
+        wanted = Wanted(module_strict=strict, module_only=True, custom=custom, given=True)
+        self._load(found, wanted, custom_load_fn)
+
+    def _load_weights_of(
+        self, place: str | os.PathLike[str] | None, strict: bool, custom_load_fn: CustomLoad | None
+    ) -> None:
+        """See :meth:`load_module_state_dict`."""
+        self.wait_for_checkpoint()
+        place = place if place is not None else self._last_path
+        if place is None:
+            raise ValueError(
+                "load_module_state_dict(None) of an engine that has neither saved nor loaded a checkpoint; give a "
+                "state_dict, or the path of a checkpoint."
+            )
+        text = os.fspath(place).rstrip("/")
+        directory, _, tag = (text if "://" in text else os.path.abspath(text)).rpartition("/")
+        self.load_checkpoint(
+            directory or "/", tag, load_module_strict=strict, load_module_only=True, custom_load_fn=custom_load_fn,
+        )  # fmt: skip

@@ -12,19 +12,17 @@ from torch import nn
 from zoo import checkpointing, lr_schedules
 from zoo.checkpointing import foreign
 from zoo.comm import gather_object
-from zoo.engine.state import BUFFER, meta_of, options_to_take, persistent_buffers
+from zoo.engine.checkpoint.contents import BUFFER, PARAMETER, AnyCheckpoint, meta_of, states_of
+from zoo.engine.checkpoint.module_state import persistent_buffers
 from zoo.layout import logical_name
-from zoo.zero.state.logical import parameters_of, runs_of, split_name
+from zoo.zero.state.logical import parameters_of, runs_of
 
 if TYPE_CHECKING:
-    from zoo.engine.agreed_reader import AnyCheckpoint
-    from zoo.engine.engine import Engine
-    from zoo.engine.partial_load import Wanted
+    from zoo.engine.checkpoint.partial_load import Wanted
+    from zoo.engine.checkpoint.training_state import TrainingState
     from zoo.shard import ShardedModel
     from zoo.zero import ZeroOptimizer
 
-PARAMETER = "parameter"
-_OF_RANKS = ("feedback.", "owed", "apart.")
 _log = logging.getLogger("zoo.engine")
 
 
@@ -128,35 +126,35 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-# The rest ------------------------------------------------------------------------------------------------------------
+# The training --------------------------------------------------------------------------------------------------------
 
 
-def check_engine(engine: Engine, found: AnyCheckpoint, wanted: Wanted) -> None:
+def check_training(training: TrainingState, found: AnyCheckpoint, wanted: Wanted) -> None:
     """Raise before anything has changed what loading would refuse later.
 
     Raises:
-        CheckpointError: it is of no engine, another model or another optimizer, or has another number of groups, or
-            another kind of schedule.
+        CheckpointError: it is of no engine or another optimizer, or has another number of groups, or another kind of
+            schedule.
         ValueError: it is of another data set.
     """
-    check_model(found, engine.module, engine.sharded, wanted)
     if wanted.module_only:
         return
-    meta, groups = meta_of(found), engine.optimizer.param_groups
+    meta, groups = meta_of(found), training.optimizer.param_groups
     if wanted.optimizer and not meta.get("imported"):
         if len(meta["param_groups"]) != len(groups):
             raise checkpointing.CheckpointError(
                 f"checkpoint {found.tag!r} has {len(meta['param_groups'])} parameter groups, the optimizer "
                 f"{len(groups)}"
             )
-        _check_states(engine, found)
+        _check_states(training, found)
     elif wanted.optimizer:
-        options_to_take(engine, found)
-    check_loader = getattr(engine.dataloader, "check_state", None)
+        training.options_of(found)
+    check_loader = getattr(training.batches.loader, "check_state", None)
     if check_loader is not None and meta["loader"] is not None:
         check_loader(meta["loader"])
-    if wanted.lr_scheduler_states and engine.lr_scheduler is not None and meta["lr_scheduler"] is not None:
-        _check_schedule(engine.lr_scheduler, meta["lr_scheduler"], found)
+    schedule = training.records.schedule
+    if wanted.lr_scheduler_states and schedule is not None and meta["lr_scheduler"] is not None:
+        _check_schedule(schedule, meta["lr_scheduler"], found)
 
 
 def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: AnyCheckpoint) -> None:
@@ -172,11 +170,11 @@ def _check_schedule(schedule: Any, saved: Mapping[str, Any], found: AnyCheckpoin
         )
 
 
-def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
+def _check_states(training: TrainingState, found: AnyCheckpoint) -> None:
     """Each parameter has the states in the checkpoint that the optimizer keeps with the options that it goes on with,
     or none: then it begins. The number of steps is told from the training's where it has none."""
-    optimizer = engine.optimizer
-    saved = options_to_take(engine, found)
+    optimizer = training.optimizer
+    saved = training.options_of(found)
     options = [{**group, **theirs} for group, theirs in zip(optimizer.param_groups, saved, strict=True)]
     optimizer.updater.check_places(options)
     kept: dict[Any, set[str]] = {}
@@ -204,23 +202,6 @@ def _check_states(engine: Engine, found: AnyCheckpoint) -> None:
                     f"{_listed(sorted(kept[kind]))} with these options. Continue with that optimizer, or load with "
                     "load_optimizer_states=False"
                 )
-
-
-def states_of(found: AnyCheckpoint) -> dict[str, set[str]]:
-    """By parameter, the states of an optimizer that a checkpoint has."""
-    states: dict[str, set[str]] = {}
-    for name, roles in found.roles.items():
-        states[name] = {role for role in roles if role not in (PARAMETER, BUFFER)}
-        states[name] -= {role for role in states[name] if role.startswith(_OF_RANKS)}
-    for name in list(states):
-        for role in states[name]:
-            if (whole := split_name(name, role)) in states:
-                states[whole].add(role)
-    for key in found.scalars:
-        role, _, name = key.partition("/")
-        if role != "zero" and name in states:
-            states[name].add(role)
-    return states
 
 
 def beginning(optimizer: ZeroOptimizer, found: AnyCheckpoint) -> set[str]:

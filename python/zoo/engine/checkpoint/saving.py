@@ -13,8 +13,8 @@ from torch import nn
 
 from zoo import checkpointing
 from zoo.checkpointing import foreign
-from zoo.engine.state import whole_buffers
-from zoo.engine.state_dicts import check_place
+from zoo.engine.checkpoint.module_state import whole_buffers
+from zoo.engine.checkpoint.places import check_place
 from zoo.layout import logical_name
 from zoo.shard import ShardedModel
 

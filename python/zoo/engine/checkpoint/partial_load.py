@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from zoo import checkpointing
-from zoo.engine.agreed_reader import AnyCheckpoint, Reads
+from zoo.engine.checkpoint.agreed_reader import Reads
+from zoo.engine.checkpoint.contents import PARAMETER, AnyCheckpoint, meta_of, states_of
 from zoo.layout import Box
 from zoo.zero.state.logical import Run
-
-PARAMETER = "parameter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +126,6 @@ class Kept:
     def _steps(self) -> dict[str, float]:
         """Of optimizers that keep no number of steps, as torch's SGD: the steps of the training that were not skipped,
         for those that do."""
-        from zoo.engine.checks import states_of
-        from zoo.engine.state import meta_of
-
         meta = meta_of(self._found)
         taken = int(meta["global_steps"]) - int(meta["skipped_steps"])
         names = {name for name, states in states_of(self._found).items() if states}
