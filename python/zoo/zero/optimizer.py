@@ -27,6 +27,7 @@ from zoo.shard.runtime.without_graph import go_backward
 from zoo.shard.sharded import ShardedModel, refuse_copy
 from zoo.zero.inspection import Inspection
 from zoo.zero.options.arguments import (
+    cannot_train,
     find_optimizer,
     resolve_config,
     resolve_optimizer,
@@ -44,7 +45,6 @@ from zoo.zero.update.loss_scaler import LossScaler, make_scaler
 from zoo.zero.update.norms import Tally
 from zoo.zero.update.outcome import Outcome
 from zoo.zero.update.probe import Tried, Wrapped, try_out
-from zoo.zero.update.tensor_collectives import cannot_be_whole
 from zoo.zero.update.torch_interface import OuterOptimizer
 from zoo.zero.update.updater import Updater
 
@@ -195,12 +195,7 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         self.comm, self._runtime, self._buckets = sharded.comm, sharded.runtime, sharded.buckets
         self._trainable = sharded.trainable
         self._feedback = [f for f in (b.routes.feedback for b in self._trainable) if f is not None]
-        sharded.refuse_together(
-            self._cannot_scale(wrapped.make)
-            or cannot_be_whole(wrapped.make, self._trainable)
-            or self._cannot_be_sent(wrapped.make)
-            or self._cannot_be_unsplit(tried, wrapped)
-        )
+        sharded.refuse_together(cannot_train(wrapped, tried, sharded, scaled=self._scaler is not None))
         sharded.dtensors.replace_in(wrapped.groups)
         self._gradients: list[BucketGradients] = [b.gradients for b in self._buckets if b.gradients is not None]
         self.clipping.adopt(self._gradients, sharded.layers)
@@ -237,13 +232,6 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
             sent = sum(self.forecast().wire_bytes.values())
             tell_ratio(self._trainable, wrapped.make.__name__, sent, sharded.precision.reduce)
 
-    def _cannot_be_sent(self, optimizer: Any) -> NotImplementedError | None:
-        if self.sharded.switch is None:
-            return None
-        from zoo.zero.synced.collectives import cannot_be_sent
-
-        return cannot_be_sent(self._trainable, optimizer)
-
     def _is_unsplit(self, tried: Tried) -> bool:
         """Whether the wrapped optimizer gets parameters whole and in their shapes."""
         if not tried.quantises:
@@ -251,24 +239,6 @@ class ZeroOptimizer(Inspection, SavedState, OuterOptimizer):
         from zoo.zero.update.unsplit import why_split
 
         return why_split(self._trainable, in_backward=self.config.update_in_backward) is None
-
-    def _cannot_be_unsplit(self, tried: Tried, wrapped: Wrapped) -> Exception | None:
-        if tried.why_whole is None:
-            return None
-        from zoo.zero.update.unsplit import cannot_be_unsplit
-
-        return cannot_be_unsplit(tried, wrapped, self._trainable, in_backward=self.config.update_in_backward)
-
-    def _cannot_scale(self, optimizer: Any) -> ValueError | None:
-        if self._scaler is None or not any(f.has_loss_scale for f in self._feedback):
-            return None
-        what = "quantized_gradients_feedback=True"
-        if self.sharded.switch is not None:
-            what = f"{optimizer.__name__}, whose states are split over all ranks,"
-        return ValueError(
-            f"{what} with a loss scale: errors are in units of the scale, which changes. Train in bf16, or leave "
-            "one of the two out (at stage 0 and among groups of mics_shard_size ranks errors are in another unit)."
-        )
 
     # Training --------------------------------------------------------------------------------------------------------
 

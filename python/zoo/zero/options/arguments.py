@@ -15,9 +15,11 @@ from zoo.config.fates import fates_of, of_today
 from zoo.config.section import fields_by_key
 from zoo.registry import ByKeywords, config_class, known_keys, make_config, near
 from zoo.shard.config import ZeroConfig
+from zoo.shard.sharded import ShardedModel
 from zoo.zero.options.keywords import OptimizerArguments
 from zoo.zero.update import instances
-from zoo.zero.update.probe import Wrapped
+from zoo.zero.update.probe import Tried, Wrapped
+from zoo.zero.update.tensor_collectives import cannot_be_whole
 
 _log = logging.getLogger("zoo.zero")
 
@@ -121,6 +123,37 @@ def find_optimizer(
         optimizer = ByKeywords(optimizer, "params")
     _check_options(optimizer, options, owner)
     return Wrapped(make=optimizer, groups=param_groups_of(model, params), options=dict(options))
+
+
+def cannot_train(wrapped: Wrapped, tried: Tried, sharded: ShardedModel, *, scaled: bool) -> Exception | None:
+    """What keeps the wrapped optimizer from training a model that is split already; None for nothing.
+
+    ``scaled``: there is a loss scale.
+    """
+    buckets, make, early = sharded.trainable, wrapped.make, sharded.config.update_in_backward
+    found: Exception | None = _cannot_scale(make, sharded) if scaled else None
+    found = found or cannot_be_whole(make, buckets)
+    if found is None and sharded.switch is not None:
+        from zoo.zero.synced.collectives import cannot_be_sent
+
+        found = cannot_be_sent(buckets, make)
+    if found is None and tried.why_whole is not None:
+        from zoo.zero.update.unsplit import cannot_be_unsplit
+
+        found = cannot_be_unsplit(tried, wrapped, buckets, in_backward=early)
+    return found
+
+
+def _cannot_scale(make: Any, sharded: ShardedModel) -> ValueError | None:
+    if not any(b.routes.feedback is not None and b.routes.feedback.has_loss_scale for b in sharded.trainable):
+        return None
+    what = "quantized_gradients_feedback=True"
+    if sharded.switch is not None:
+        what = f"{make.__name__}, whose states are split over all ranks,"
+    return ValueError(
+        f"{what} with a loss scale: errors are in units of the scale, which changes. Train in bf16, or leave "
+        "one of the two out (at stage 0 and among groups of mics_shard_size ranks errors are in another unit)."
+    )
 
 
 def _check_options(optimizer: Any, options: Mapping[str, Any], owner: type) -> None:

@@ -63,7 +63,7 @@ class Updater:
         unsplit: bool = False, objects: bool = False, instance: torch.optim.Optimizer | None = None,
         asked: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self._buckets = buckets
+        self.buckets = buckets
         self.broken: str | None = None
         self._outer: Sequence[dict[str, Any]] = ()
         whole = bool(getattr(optimizer, "needs_whole_tensors", False))
@@ -136,7 +136,7 @@ class Updater:
             from zoo.zero.update.instances import double_of
             from zoo.zero.update.unsplit import are_parameters
 
-            if are_parameters(self._buckets, masters=not self._scales):
+            if are_parameters(self.buckets, masters=not self._scales):
                 return double_of(instance)
         inner: list[dict[str, Any]] = [{**g, "params": []} for g in self.expected.groups]
         for segment in self.segments:
@@ -163,10 +163,10 @@ class Updater:
 
     def _cut(self, limit: int, *, small: bool, in_backward: bool) -> list[tuple[Sequence[Bucket], list[Segment]]]:
         if self._parts is not None:  # pieces of whole buckets, the same on every rank
-            together = [b for b in self._buckets if self._parts.is_cut(b)]
+            together = [b for b in self.buckets if self._parts.is_cut(b)]
             of_pieces: list[list[Bucket]] = []
             size = 0
-            for bucket in (b for b in self._buckets if b not in together):
+            for bucket in (b for b in self.buckets if b not in together):
                 if not of_pieces or size + bucket.layout.size > limit:
                     of_pieces.append([])
                     size = 0
@@ -177,17 +177,12 @@ class Updater:
         if self._unsplit:
             return [((), self.segments)]
         if in_backward:
-            backwards = [s for b in reversed(self._buckets) for s in self.segments if s.bucket is b]
+            backwards = [s for b in reversed(self.buckets) for s in self.segments if s.bucket is b]
             return [((), piece) for piece in in_pieces(backwards, limit)]
         # Gradients that are converted, or multiplied by a factor, are so piece by piece.
         if small or any(s.target is not None for s in self.segments):
             return [((), piece) for piece in in_pieces(self.segments, limit)]
         return [((), self.segments)]
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The trainable ones."""
-        return self._buckets
 
     def dtype_of(self, bucket: Bucket) -> torch.dtype:
         """In which the wrapped optimizer gets the parameters of ``bucket``."""
@@ -203,7 +198,7 @@ class Updater:
             return 0
         from zoo.shard.offload.write_behind import WriteBehind
 
-        shards = [b.num_gradient_bytes // b.num_chunks for b in self._buckets]
+        shards = [b.num_gradient_bytes // b.num_chunks for b in self.buckets]
         return max(self._stream.buffer_bytes(), WriteBehind.buffer_bytes(max(shards, default=0)))
 
     def hops(self) -> list[Hop]:
@@ -264,7 +259,7 @@ class Updater:
 
     def _check_asked(self) -> None:
         """Raise ValueError if a parameter has an attribute by now that the optimizer looks for."""
-        for bucket in self._buckets if self._asked else ():
+        for bucket in self.buckets if self._asked else ():
             for name, parameter in zip(bucket.spec.names, bucket.spec.parameters, strict=True):
                 for attribute in vars(parameter).keys() & self._asked:
                     raise ValueError(
