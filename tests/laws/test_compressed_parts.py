@@ -32,26 +32,31 @@ from zoo.compression.pruning.units import UnitMask
 from zoo.compression.ranks import Ranks
 from zoo.compression.techniques.activation_quantization import StaticInputQuantizer
 from zoo.engine import Engine, initialize
-from zoo.layout import declare_split
+from zoo.layout import Box, Boxes, declare_split
 from zoo.pipe import LayerSpec, PipelineModule
 
 WIDTH, HIDDEN, WORDS, STEPS, BATCH = 8, 12, 8, 4, 4
 
 
-def cut(parameter: nn.Parameter, dim: int, mine: slice) -> nn.Parameter:
-    """The part of a whole weight that a rank keeps."""
+def cut(parameter: nn.Parameter, dim: int, *mine: slice) -> nn.Parameter:
+    """The part of a whole weight that a rank keeps, side by side."""
     shape = tuple(parameter.shape)
-    part = nn.Parameter(parameter.detach()[(slice(None),) * dim + (mine,)].clone())
-    declare_split(part, ["tensor"], shape=shape, offsets=[mine.start if d == dim else 0 for d in range(len(shape))])
+    kept = [parameter.detach()[(slice(None),) * dim + (some,)] for some in mine]
+    part = nn.Parameter(torch.cat(kept, dim))
+    boxes = [
+        Box(tuple(some.start if d == dim else 0 for d in range(len(shape))), tuple(value.shape))
+        for some, value in zip(mine, kept, strict=True)
+    ]
+    declare_split(part, ["tensor"], shape=shape, boxes=Boxes.side_by_side(boxes, dim))
     return part
 
 
 class Columns(nn.Linear):
     """Each rank has some of the outputs."""
 
-    def keep(self, mine: slice, comm: Communicator) -> None:
+    def keep(self, *mine: slice, comm: Communicator) -> None:
         self.comm = comm
-        self.weight, self.bias = cut(self.weight, 0, mine), cut(self.bias, 0, mine)
+        self.weight, self.bias = cut(self.weight, 0, *mine), cut(self.bias, 0, *mine)
 
     def forward(self, x: Tensor) -> Tensor:
         comm = getattr(self, "comm", None)
@@ -61,9 +66,9 @@ class Columns(nn.Linear):
 class Rows(nn.Linear):
     """Each rank has some of the inputs."""
 
-    def keep(self, mine: slice, comm: Communicator) -> None:
+    def keep(self, *mine: slice, comm: Communicator) -> None:
         self.comm = comm
-        self.weight = cut(self.weight, 1, mine)
+        self.weight = cut(self.weight, 1, *mine)
 
     def forward(self, x: Tensor) -> Tensor:
         comm, out = getattr(self, "comm", None), F.linear(x, self.weight)
@@ -74,7 +79,7 @@ class Rows(nn.Linear):
 class Table(nn.Embedding):
     """Each rank has some of the features of every word."""
 
-    def keep(self, mine: slice, comm: Communicator) -> None:
+    def keep(self, mine: slice, *, comm: Communicator) -> None:
         self.comm, self.mine = comm, mine
         self.weight = cut(self.weight, 1, mine)
 
@@ -89,11 +94,13 @@ class Table(nn.Embedding):
 
 @dataclass(frozen=True)
 class Case:
-    """``ends``: where the parts end, as shares of 4; (2, 4) are halves."""
+    """``ends``: where the parts end, as shares of 4; (2, 4) are halves. ``fused``: hidden units are cut so in each half
+    of them, and a part has those of both, side by side."""
 
     data: int = 1
     ends: tuple[int, ...] = (2, 4)
     stage: int = 0
+    fused: bool = False
 
     @property
     def world(self) -> int:
@@ -102,6 +109,13 @@ class Case:
     def part(self, rank: int, size: int) -> slice:
         start, stop = ((0, *self.ends)[rank + i] * size // 4 for i in (0, 1))
         return slice(start, stop)
+
+    def parts(self, rank: int, size: int) -> list[slice]:
+        """Of hidden units."""
+        if not self.fused:
+            return [self.part(rank, size)]
+        mine = self.part(rank, size // 2)
+        return [mine, slice(mine.start + size // 2, mine.stop + size // 2)]
 
 
 class Net(nn.Module):
@@ -116,8 +130,9 @@ class Net(nn.Module):
             mesh = init_device_mesh("cpu", (case.data, len(case.ends)), mesh_dim_names=("data", "tensor"))
             self.__dict__["mesh"] = mesh
             comm = Communicator.of_axes(mesh, ["tensor"])
-            for layer, size in ((self.table, WIDTH), (self.up, HIDDEN), (self.down, HIDDEN)):
-                layer.keep(case.part(comm.rank, size), comm)
+            self.table.keep(case.part(comm.rank, WIDTH), comm=comm)
+            for layer in (self.up, self.down):
+                layer.keep(*case.parts(comm.rank, HIDDEN), comm=comm)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.table(x)
@@ -169,7 +184,7 @@ def compare(found: list[Outcome], wanted: Outcome) -> None:
 
 
 ENDS = st.sampled_from([(2, 4), (1, 4), (1, 3, 4), (0, 4)])
-CASES = st.builds(Case, data=st.sampled_from([1, 2]), ends=ENDS, stage=st.integers(0, 3))
+CASES = st.builds(Case, data=st.sampled_from([1, 2]), ends=ENDS, stage=st.integers(0, 3), fused=st.booleans())
 
 
 @st.composite
@@ -229,7 +244,7 @@ LEARNED = {
 @given(case=CASES, section=of_parts())
 @example(case=Case(), section=FIXED)
 @example(case=Case(data=2, ends=(1, 3, 4), stage=3), section=FIXED)
-@example(case=Case(data=2, ends=(1, 4), stage=2), section=LEARNED)
+@example(case=Case(data=2, ends=(1, 4), stage=2, fused=True), section=LEARNED)
 @example(case=Case(ends=(1, 4)), section=snip(block_pattern="4x1"))
 @example(case=Case(data=2, ends=(1, 3, 4)), section=snip("up|down", block_pattern="2:4"))
 def test_parts_train_as_one_process_trains_the_whole(case: Case, section: dict[str, Any]) -> None:
@@ -238,7 +253,7 @@ def test_parts_train_as_one_process_trains_the_whole(case: Case, section: dict[s
 
 @examples(times=0.5)
 @given(before=CASES, after=CASES, section=of_parts(), stop=st.integers(1, 3))
-@example(before=Case(), after=Case(ends=(1, 3, 4), stage=2), section=FIXED, stop=2)
+@example(before=Case(fused=True), after=Case(ends=(1, 3, 4), stage=2, fused=True), section=FIXED, stop=2)
 @example(before=Case(data=2), after=Case(ends=(4,)), section=LEARNED, stop=2)
 @example(before=Case(ends=(4,)), after=Case(), section=snip(), stop=2)
 def test_a_run_goes_on_with_other_parts(before: Case, after: Case, section: dict[str, Any], stop: int) -> None:
@@ -321,7 +336,7 @@ class Block(nn.Module):
         torch.manual_seed(number)
         self.up, self.down = Columns(WIDTH, HIDDEN), Rows(HIDDEN, WIDTH)
         for layer in (self.up, self.down) if comm is not None else ():
-            layer.keep(Case(ends=(1, 4)).part(comm.rank, HIDDEN), comm)  # type: ignore[union-attr]
+            layer.keep(Case(ends=(1, 4)).part(comm.rank, HIDDEN), comm=comm)  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(torch.tanh(self.up(x)))

@@ -21,7 +21,7 @@ import zoo.optim
 from zoo import sim
 from zoo.comm import Communicator
 from zoo.comm.exchange import exchange
-from zoo.layout import Box, declare_first, declare_split
+from zoo.layout import Box, Boxes, declare_first, declare_split
 from zoo.zero import ZeroOptimizer, safe_get_full_fp32_param, safe_set_full_fp32_param
 
 WIDTH = 4
@@ -163,25 +163,41 @@ class Leave(torch.autograd.Function):
 
 
 class Pair(nn.Module):
-    """A column-parallel and a row-parallel matrix."""
+    """Two column-parallel matrices, each with the gates and the inputs of a rank side by side, and a row-parallel one.
+
+    ``columns`` has the rows of a linear layer, ``turned`` is its transpose: the boxes lie along the other dim.
+    """
 
     def __init__(self, comm: Communicator | None) -> None:
         super().__init__()
         self.comm = comm
         size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
         hidden = 6 // size
-        columns, rows = weight("columns", 6, WIDTH), weight("rows", WIDTH, 6)
-        mine = slice(rank * hidden, (rank + 1) * hidden)
-        self.columns, self.rows = nn.Parameter(columns[mine].clone()), nn.Parameter(rows[:, mine].clone())
+        first, second = rank * hidden, 6 + rank * hidden
+        fused = torch.cat([torch.arange(first, first + hidden), torch.arange(second, second + hidden)])
+        columns, turned, rows = weight("columns", 12, WIDTH), weight("turned", WIDTH, 12), weight("rows", WIDTH, 6)
+        self.columns, self.turned = nn.Parameter(columns[fused]), nn.Parameter(turned[:, fused])
+        self.rows = nn.Parameter(rows[:, first : first + hidden].clone())
         self.bias = nn.Parameter(weight("pair", WIDTH))
-        declare_split(self.columns, ["tensor"], shape=(6, WIDTH), offsets=(rank * hidden, 0))
-        declare_split(self.rows, ["tensor"], shape=(WIDTH, 6), offsets=(0, rank * hidden))
+        declare_split(
+            self.columns, ["tensor"], shape=(12, WIDTH),
+            boxes=[Box((at, 0), (hidden, WIDTH)) for at in (first, second)],
+        )  # fmt: skip
+        declare_split(
+            self.turned, ["tensor"], shape=(WIDTH, 12),
+            boxes=Boxes.side_by_side([Box((0, at), (WIDTH, hidden)) for at in (first, second)], dim=1),
+        )  # fmt: skip
+        declare_split(self.rows, ["tensor"], shape=(WIDTH, 6), offsets=(0, first))
+
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
+        gates, inputs = (x @ self.columns.t() + x @ self.turned).chunk(2, dim=-1)
+        return torch.tanh(gates) * inputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.comm is None:
-            return torch.tanh(x @ self.columns.t()) @ self.rows.t() + self.bias
+            return self._hidden(x) @ self.rows.t() + self.bias
         inner: torch.Tensor = Enter.apply(x, self.comm)
-        out: torch.Tensor = Leave.apply(torch.tanh(inner @ self.columns.t()) @ self.rows.t(), self.comm)
+        out: torch.Tensor = Leave.apply(self._hidden(inner) @ self.rows.t(), self.comm)
         return out + self.bias
 
 
@@ -360,7 +376,7 @@ def test_a_state_moves_between_meshes(case: Case, other: Case) -> None:
 
 def test_columns_of_a_matrix_are_saved_and_loaded_as_boxes() -> None:
     """A rank's part is at most 2d - 1 slices, and as many questions to the reader; not one for each of the rows."""
-    case = Case(data=2, expert=1, tensor=2, stage=0)  # one data rank has all four rows of its half
+    case = Case(data=1, expert=1, tensor=2, stage=0)  # it has all four rows of its half
 
     def save(rank: int) -> Any:
         model, optimizer, replica = build(case, rank)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zoo.comm import Communicator
-from zoo.layout import Box, declare_partial, declare_split, declare_tied, split_of
+from zoo.layout import Box, Boxes, Part, boxes_of, declare_partial, declare_split, declare_tied, split_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +28,7 @@ class Place:
     apart: tuple[str, ...] = ()
     along: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
-    box: Box | None = None
+    box: Part | None = None
     partial: tuple[str, ...] = ()
     comm: Communicator | None = None
 
@@ -64,18 +64,30 @@ class Place:
             return value
         wide = value.to(torch.uint8) if value.dtype is torch.bool else value
         whole = wide.new_zeros(self.shape)
-        self.cut(whole).copy_(wide)
+        for laid in boxes_of(self.box):
+            whole[laid.box.ranges] = wide[laid.here.ranges]
         self.ranks.all_reduce(whole.view(-1)).wait()  # a number and zeros: exact in every dtype
         return whole.to(value.dtype)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole shape, as a view; of what spreads over it (sizes of 1) too."""
+        """This rank's part of a tensor of the whole shape, of what spreads over it (sizes of 1) too: a view where the
+        part is one box."""
         if self.box is None or not self.along:
             return whole
-        for dim, (offset, size) in enumerate(zip(self.box.offsets, self.box.sizes, strict=True)):
-            if whole.shape[dim] != 1:
-                whole = whole.narrow(dim, offset, size)
-        return whole
+        wide = [size != 1 for size in whole.shape]
+
+        def narrowed(tensor: Tensor, box: Box) -> Tensor:
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                if wide[dim]:
+                    tensor = tensor.narrow(dim, offset, size)
+            return tensor
+
+        if isinstance(self.box, Box):
+            return narrowed(whole, self.box)
+        part = whole.new_empty([size if w else 1 for size, w in zip(self.box.sizes, wide, strict=True)])
+        for laid in self.box.laid:
+            narrowed(part, laid.here).copy_(narrowed(whole, laid.box))
+        return part
 
     def largest(self, *values: Tensor) -> tuple[Tensor, ...]:
         """The larger element of all ranks that have parts, element by element; what is NaN counts as infinite, so that
@@ -100,8 +112,8 @@ def declare_like(parameter: Tensor, weight: Tensor, name: str) -> None:
     """A new parameter of the shape of a weight is split, summed and tied as the weight is."""
     split = split_of(weight)
     if split.axes:
-        offsets = split.box.offsets if split.box is not None else None
-        declare_split(parameter, split.axes, shape=split.shape, offsets=offsets)
+        boxes = None if split.box is None else Boxes(split.box.sizes, boxes_of(split.box))
+        declare_split(parameter, split.axes, shape=split.shape, boxes=boxes)
     _declare_rest(parameter, weight, split.partial, name)
 
 

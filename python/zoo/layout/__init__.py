@@ -1,6 +1,7 @@
 """Where the elements of logical tensors live: integer maths only, no torch.
 
 * :class:`Box`: a rectangular part of a tensor, (offsets, sizes); what a run of its row-major order is in boxes.
+* :class:`Boxes`: a part that is several boxes, side by side; :class:`Part`: either.
 * :class:`LogicalTensor`: name, full shape, dtype name, role, and the box of it that this rank's parameter is. What
   exists once in the mathematics of a training run.
 * :class:`FlatLayout`: parameters laid one after the other in one flat buffer, padded so that it splits evenly.

@@ -50,6 +50,18 @@ from .flat import (
 from .flat import (
     Slice as Slice,
 )
+from .laid import (
+    Boxes as Boxes,
+)
+from .laid import (
+    Laid as Laid,
+)
+from .laid import (
+    Part as Part,
+)
+from .laid import (
+    boxes_of as boxes_of,
+)
 from .mesh import (
     Mesh as Mesh,
 )

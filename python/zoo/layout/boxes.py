@@ -44,6 +44,11 @@ class Box:
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     @property
+    def ranges(self) -> tuple[slice, ...]:
+        """What indexes it: ``tensor[box.ranges]``."""
+        return tuple(slice(low, high) for low, high in zip(self.offsets, self.stops, strict=True))
+
+    @property
     def strides(self) -> tuple[int, ...]:
         """How far apart the numbers of neighbours are in each dim, in the box's own row-major order."""
         return tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))

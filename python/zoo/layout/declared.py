@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zoo.layout.boxes import Box
+from zoo.layout.laid import Boxes, Part
 
 _SPLIT, _FIRST, _UNIT, _AXIS = "_zoo_split", "_zoo_first", "_zoo_unit", "_zoo_axis"
 
@@ -33,14 +34,14 @@ class Split:
     Attributes:
         axes: mesh axes along which the ranks have different parts; along all others they have the same.
         shape: of the whole tensor; None where each part is a tensor of its own (an expert with a name of its own).
-        box: this rank's part of it.
+        box: this rank's part of it: a box, or several that lie side by side in the parameter.
         partial: mesh axes along which ranks have the same tensor, and each a summand of its gradient.
         tied: a key that ranks with other layers which have the same parameter declare too; empty for one layer only.
     """
 
     axes: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
-    box: Box | None = None
+    box: Part | None = None
     partial: tuple[str, ...] = ()
     tied: str = ""
 
@@ -49,28 +50,44 @@ WHOLE = Split()
 
 
 def declare_split(
-    parameter: Any, axes: Sequence[str], *, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
-) -> None:
+    parameter: Any, axes: Sequence[str], *, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None,
+    boxes: Sequence[Box] | Boxes | None = None,
+) -> None:  # fmt: skip
     """Say that ``parameter`` is a part: along each of ``axes`` other ranks have other parts.
 
     Args:
         parameter: anything with a ``shape``.
         axes: names of mesh axes.
-        shape, offsets: of the whole tensor, and where this part begins in it; both or none.
+        shape: of the whole tensor.
+        offsets: with ``shape``: where this part, one box, begins in it.
+        boxes: instead of ``offsets``: the boxes of the whole tensor that the part is, one after the other along the
+            first dim (this rank's queries, keys and values), or :class:`~zoo.layout.Boxes` that lie otherwise.
 
     Raises:
         ValueError: one without the other, or a part that is not in the tensor.
     """
-    if (shape is None) != (offsets is None):
-        raise ValueError("declare_split takes shape and offsets together: the whole tensor, and where the part begins.")
-    whole = box = None
-    if shape is not None and offsets is not None:
-        whole, box = tuple(shape), Box(tuple(offsets), tuple(parameter.shape))
-        if not box.fits(whole):
+    if (shape is None) != (offsets is None and boxes is None) or (offsets is not None and boxes is not None):
+        raise ValueError(
+            "declare_split takes shape and offsets, or shape and boxes: the whole tensor, and where the part is in it."
+        )
+    box: Part | None = None
+    if boxes is not None:
+        box = boxes if isinstance(boxes, Boxes) else Boxes.side_by_side(boxes)
+        if box.sizes != tuple(parameter.shape):
             raise ValueError(
-                f"declare_split got a part of shape {tuple(parameter.shape)} at {tuple(offsets)}, which is not inside "
-                f"of a tensor of shape {whole}."
+                f"declare_split got boxes that are a part of shape {box.sizes}, and the parameter has "
+                f"{tuple(parameter.shape)}."
             )
+        box = box.laid[0].box if len(box.laid) == 1 else box
+    elif offsets is not None:
+        box = Box(tuple(offsets), tuple(parameter.shape))
+    whole = None if shape is None else tuple(shape)
+    if box is not None and whole is not None and not box.fits(whole):
+        where = f"at {box.offsets}" if isinstance(box, Box) else "; ".join(str(laid.box) for laid in box.laid)
+        raise ValueError(
+            f"declare_split got a part of shape {tuple(parameter.shape)}, {where}, which is not inside of a tensor of "
+            f"shape {whole}."
+        )
     parameter.__dict__[_SPLIT] = replace(split_of(parameter), axes=tuple(axes), shape=whole, box=box)
 
 

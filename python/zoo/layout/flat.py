@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from zoo.layout.boxes import Box
+from zoo.layout.laid import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,9 @@ class LogicalTensor:
     optimizer's state.
 
     ``box`` is what of it this rank's parameter is, before any data-parallel sharding: all of it (None), the rows or
-    columns of a tensor-parallel rank, or expert e of E, ``Box((e, 0, 0), (1, m, n))`` of shape (E, m, n). The parameter
-    has the elements of the box in row-major order; its own shape may leave out dims of size 1.
+    columns of a tensor-parallel rank, or expert e of E, ``Box((e, 0, 0), (1, m, n))`` of shape (E, m, n); or several
+    boxes (:class:`~zoo.layout.Boxes`). The parameter has the elements of the part in row-major order; its own shape may
+    leave out dims of size 1.
 
     Raises:
         ValueError: a negative dim, or a box that is not in the tensor.
@@ -30,7 +32,7 @@ class LogicalTensor:
     shape: tuple[int, ...]
     dtype: str = "float32"
     role: str = "parameter"
-    box: Box | None = None
+    box: Part | None = None
 
     def __post_init__(self) -> None:
         if any(d < 0 for d in self.shape):
@@ -39,7 +41,7 @@ class LogicalTensor:
             raise ValueError(f"{self.name!r} has shape {self.shape}, in which there is no {self.part}.")
 
     @property
-    def part(self) -> Box:
+    def part(self) -> Part:
         """``box``, or all of the tensor."""
         return Box.whole(self.shape) if self.box is None else self.box
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.compression.place import Place
+from zoo.layout import boxes_of
 
 
 def grouped(value: Tensor, num_groups: int, name: str) -> Tensor:
@@ -38,7 +39,8 @@ def how_groups_lie(place: Place, num_groups: int) -> Lies:
         return "inside"
     shape, sizes = place.shape, place.box.sizes
     size = math.prod(shape) // num_groups
-    inside = all(start % size == 0 and length % size == 0 for start, length in place.box.runs_in(shape))
+    runs = [run for laid in boxes_of(place.box) for run in laid.box.runs_in(shape)]
+    inside = all(start % size == 0 and length % size == 0 for start, length in runs)
     dim = next((d for d in range(len(shape)) if sizes[d] != shape[d]), 0)
     shared = num_groups == 1 or (dim > 0 and size % math.prod(shape[dim:]) == 0)
     lacking = torch.tensor([not inside, not shared], dtype=torch.uint8, device=place.ranks.device)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from zoo.comm import Communicator
+from zoo.layout import Box, Part, boxes_of
 from zoo.shard.buckets import Bucket
 from zoo.shard.dtensors import rows_of
 from zoo.shard.placement.axes import Axes
@@ -85,7 +85,7 @@ class WholeModel:
             everybody = [mine] if parts is None else parts.all_gather_object(mine)
             for slot, pieces in zip(slots, zip(*everybody, strict=True), strict=True):
                 self._pieces[bucket, slot] = list(pieces)
-                self.described |= {called: (bucket.spec.dtype, shape) for called, shape, _, _ in pieces}
+                self.described |= {called: (bucket.spec.dtype, shape) for called, shape, _ in pieces}
         self._of_layers = [self.described] if layers is None else layers.all_gather_object(self.described)
         for there in self._of_layers:
             self.described = {**there, **self.described}
@@ -123,31 +123,30 @@ class WholeModel:
                         yield from [(pieces[0][0], tensor)] if parts is None else _joined(tensor, pieces, parts)
 
 
-_Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Name and shape of a whole tensor, offsets and sizes of a part of it."""
+_Piece = tuple[str, tuple[int, ...], Part]
+"""Name and shape of a whole tensor, and a part of it."""
 
 
 def _piece(bucket: Bucket, slot: int) -> _Piece:
     key = bucket.spec.names[slot]
     called, split = bucket.logical(key)
-    sizes = bucket.shape_of(key)
-    if split.shape is None or split.box is None:
-        return called, sizes, (0,) * len(sizes), sizes
-    return called, split.shape, split.box.offsets, split.box.sizes
+    shape = bucket.shape_of(key) if split.shape is None else split.shape
+    return called, shape, Box.whole(shape) if split.box is None else split.box
 
 
 def _joined(tensor: torch.Tensor, pieces: list[_Piece], parts: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
     """What the ranks' parts are together: one tensor, or several where each part is one of its own."""
-    most = max(math.prod(sizes) for _, _, _, sizes in pieces)
+    most = max(part.numel for _, _, part in pieces)
     mine = tensor.new_zeros(most)
     mine[: tensor.numel()] = tensor.detach().reshape(-1)
     every = tensor.new_empty(parts.size * most)
     parts.all_gather(every, mine, label="parts of a parameter").wait()
     found: dict[str, torch.Tensor] = {}
-    for r, (name, shape, offsets, sizes) in enumerate(pieces):
+    for r, (name, shape, part) in enumerate(pieces):
         whole = found.setdefault(name, tensor.new_zeros(shape))
-        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        whole[box] = every[r * most : r * most + math.prod(sizes)].view(sizes)
+        there = every[r * most : r * most + part.numel].view(part.sizes)
+        for laid in boxes_of(part):
+            whole[laid.box.ranges] = there[laid.here.ranges]
     yield from found.items()
 
 
