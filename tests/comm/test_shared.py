@@ -30,6 +30,7 @@ OPS = st.tuples(
     st.sampled_from(DTYPES),
     st.booleans(),  # in place
     st.sampled_from([1.0, 0.5]),
+    st.booleans(),  # gradients lie in the shared memory
 )
 
 
@@ -39,7 +40,7 @@ def data(rank: int, number: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def issue(transport: Any, rank: int, world: int, number: int, op: tuple[Any, ...]) -> tuple[Any, torch.Tensor]:
-    kind, n, dtype, inplace, scale = op
+    kind, n, dtype, inplace, scale, roomy = op
     mine = slice(rank * n, (rank + 1) * n)
     if kind == "all_gather":
         full, shard = torch.zeros(world * n, dtype=dtype), data(rank, number, n, dtype)
@@ -48,6 +49,9 @@ def issue(transport: Any, rank: int, world: int, number: int, op: tuple[Any, ...
             shard = full[mine]
         return transport.all_gather(full, shard, "x"), full
     full = data(rank, number, world * n, dtype)
+    room = transport.room(full.nbytes) if roomy and rank != number % world else None  # of some ranks only
+    if room is not None:
+        full = room.view(dtype).copy_(full)
     out = full[mine] if inplace else torch.zeros(n, dtype=dtype)
     return transport.reduce_scatter(full, out, scale if dtype.is_floating_point else 1.0, "x"), out
 
@@ -107,6 +111,43 @@ def test_a_slow_reader_finds_what_was_sent() -> None:
 
     for seed in range(4):
         sim.run(2, fn, seed=seed)
+
+
+def test_a_room_that_is_dropped_is_no_other_before_everybody_has_read_it() -> None:
+    def fn(rank: int) -> None:
+        transport = make_shared(PairwiseTransport(None))
+        assert isinstance(transport, SharedTransport)
+        handles, outs, places = [], [torch.zeros(4) for _ in range(20)], set()
+        for i in range(20):
+            room = transport.room(32)
+            assert room is not None
+            full = room.view(torch.float32).fill_(10.0 * i + rank)
+            places.add(full.data_ptr())
+            handles.append(transport.reduce_scatter(full, outs[i], 1.0))
+            if rank == 0:
+                handles[-1].wait()
+            del room, full
+        for i in reversed(range(20)):
+            handles[i].wait()
+            assert outs[i].tolist() == [20.0 * i + 1] * 4
+        assert len(places) == 20 or rank == 0
+        Communicator().barrier()
+        room = transport.room(32)
+        assert room is not None
+        assert room.data_ptr() in places  # and then it is
+
+    for seed in range(4):
+        sim.run(2, fn, seed=seed)
+
+
+def test_without_shared_memory_there_is_no_room() -> None:
+    def fn(rank: int) -> None:
+        assert PairwiseTransport(None).room(64) is None
+        shared = make_shared(PairwiseTransport(None))
+        assert shared.room(0) is None
+
+    sim.run(2, fn)
+    assert Communicator().room(64) is None
 
 
 def test_more_in_flight_than_can_be_told_apart_is_refused() -> None:
@@ -232,7 +273,14 @@ def in_processes(rank: int, world: int) -> bool:
         choice, own = random.Random(turn), random.Random(f"{turn} {rank}")
         kinds, sizes = ["all_gather", "reduce_scatter"], [0, 1, 999, 16_384, 50_000, 300_000]
         ops = [
-            (choice.choice(kinds), choice.choice(sizes), choice.choice(DTYPES), choice.random() < 0.5, 0.5)
+            (
+                choice.choice(kinds),
+                choice.choice(sizes),
+                choice.choice(DTYPES),
+                choice.random() < 0.5,
+                0.5,
+                choice.random() < 0.5,
+            )
             for _ in range(5)
         ]
         order = own.sample(range(5), 5)

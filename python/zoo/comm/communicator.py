@@ -297,6 +297,14 @@ class Communicator:
         transport = self._transport
         return self._issue("reduce_scatter", full, lambda: transport.reduce_scatter(full, out, scale, label))
 
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """(num_bytes,) uint8 memory that a :meth:`reduce_scatter` sends without a copy; None where there is none.
+
+        Fill it, reduce it as ``full``, and drop it: peers may read it as long as it lives, so nothing else is written
+        to it after that.
+        """
+        return self._transport.room(num_bytes) if self._transport is not None else None
+
     def all_to_all(self, out: torch.Tensor, given: torch.Tensor, *, label: str = "") -> Handle:
         """``out[r*n:(r+1)*n] = given of rank r [rank*n:(rank+1)*n]``, for every r: chunk r goes to rank r.
 

@@ -163,13 +163,60 @@ class OwnSegment(_Mapped):
         super().__init__(fd, size)
         self._rank = rank
         self._lent: dict[int, tuple[int, int]] = {}  # by number: begin and end of the block
+        self._rooms: dict[int, tuple[int, int]] = {}  # by address: the same
+        self._refs: dict[int, weakref.ref[Any]] = {}
         self._unread: dict[int, None] = {}  # numbers of collectives that this rank has not read, in their order
 
-    def lend(self, number: int, num_bytes: int, peers: Sequence[_Mapped], *, wait_s: float = 0.0) -> int:
+    def room(self, num_bytes: int, peers: Sequence[_Mapped]) -> torch.Tensor:
+        """(num_bytes,) memory of the segment as a storage of its own, whose content is sent without a copy.
+
+        It is taken until that storage dies, and what was sent of it until all ``peers`` have read.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        self._free_what_is_read(peers)
+        low, high = self._find(num_bytes)
+        memory: Any = self._bytes[low:high].numpy()
+        address = self._bytes.data_ptr() + low
+        self._rooms[address] = low, high
+        rooms, refs = self._rooms, self._refs
+
+        def leave(_: object) -> None:
+            del rooms[address], refs[address]
+
+        refs[address] = weakref.ref(memory, leave)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def room_of(self, tensor: torch.Tensor) -> int | None:
+        """The offset of a tensor that begins where a room does; None for others."""
+        low, high = self._rooms.get(tensor.data_ptr(), (0, 0))
+        return low if high - low >= max(tensor.nbytes, 1) else None
+
+    def _free_what_is_read(self, peers: Sequence[_Mapped]) -> None:
+        lent = self._lent
+        for other in [n for n in lent if all(peer.has_read(self._rank, n) for peer in peers)]:
+            del lent[other]
+
+    def _find(self, num_bytes: int) -> tuple[int, int]:
+        """Begin and end of the first gap of this size; the file grows if there is none."""
+        low = self._begin
+        for begin, end in sorted([*self._lent.values(), *list(self._rooms.values())]):
+            if begin - low >= num_bytes:
+                break
+            low = max(low, -(-end // _ALIGN) * _ALIGN)
+        if low + num_bytes > len(self._bytes):
+            os.ftruncate(self.fd, max(2 * len(self._bytes), low + num_bytes))
+            self._map()
+        return low, low + num_bytes
+
+    def lend(
+        self, number: int, num_bytes: int, peers: Sequence[_Mapped], *, wait_s: float = 0.0, at: int | None = None
+    ) -> int:  # fmt: skip
         """Room for block ``number``: its offset. Blocks that all ``peers`` have read are free again.
 
-        A peer that has not read what this rank sent so long ago is waited for: it may have issued that much itself, and
-        need nothing more from here to read it.
+        ``at``: it is there already, in what :meth:`room` gave. A peer that has not read what this rank sent so long
+        ago is waited for: it may have issued that much itself, and need nothing more from here to read it.
 
         Raises:
             OSError: there is no memory.
@@ -178,8 +225,7 @@ class OwnSegment(_Mapped):
         lent = self._lent
         deadline = 0.0
         while True:
-            for other in [n for n in lent if all(peer.has_read(self._rank, n) for peer in peers)]:
-                del lent[other]
+            self._free_what_is_read(peers)
             oldest = min(next(iter(lent), number), next(iter(self._unread), number))
             if number - oldest < _NUM_WORDS or oldest in self._unread:
                 break
@@ -192,14 +238,7 @@ class OwnSegment(_Mapped):
                 f"{number - oldest} collectives were issued since one that some rank has not waited for; at most "
                 f"{_NUM_WORDS} may be in flight: wait for handles, or drop them."
             )
-        low = self._begin
-        for begin, end in sorted(lent.values()):
-            if begin - low >= num_bytes:
-                break
-            low = -(-end // _ALIGN) * _ALIGN
-        if low + num_bytes > len(self._bytes):
-            os.ftruncate(self.fd, max(2 * len(self._bytes), low + num_bytes))
-            self._map()
+        low = self._find(num_bytes)[0] if at is None else at
         lent[number] = low, low + num_bytes
         self._unread[number] = None
         return low
@@ -216,5 +255,5 @@ class OwnSegment(_Mapped):
 
     @property
     def num_bytes_lent(self) -> int:
-        """Bytes up to the end of the last block that is not known to be read."""
-        return max((end for _, end in self._lent.values()), default=self._begin) - self._begin
+        """Bytes up to the end of the last room, or block that is not known to be read."""
+        return max((end for _, end in (*self._lent.values(), *self._rooms.values())), default=self._begin) - self._begin

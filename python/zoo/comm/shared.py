@@ -1,9 +1,9 @@
 """The transport of groups whose ranks are all on one host: what they send goes through memory that they share.
 
-For each message a rank copies its bytes into its own segment (``segments.py``) and sends every peer a *header*: where
-they are (``posts.py``). A peer that has the header copies, or adds, straight out of that segment, and then marks the
-block as read in a segment of its own, where the owner looks before it needs room. So issuing never waits, and the room
-needed is what is in flight.
+For each message a rank copies its bytes into its own segment (``segments.py``), unless they lie there already
+(:meth:`SharedTransport.room`), and sends every peer a *header*: where they are (``posts.py``). A peer that has the
+header copies, or adds, straight out of that segment, and then marks the block as read in a segment of its own, where
+the owner looks before it needs room. So issuing never waits, and the room needed is what is in flight.
 
 A header has the tag that messages of :class:`~zoo.comm.transport.PairwiseTransport` would have: of ranks that make two
 collectives in different order each waits for the other, up to the timeout. Tensors that are not on the CPU travel as
@@ -106,17 +106,22 @@ class SharedTransport(PairwiseTransport):
             return super().reduce_scatter(full, out, scale, label)
         full = full.data
         n = full.numel() // self._size
-        num_bytes = (self._size - 1) * n * full.element_size()
-        block, low, reading = self._lend("reduce_scatter", full, label, num_bytes)
+        room = self._segment.room_of(full)
+        but_own = (self._size - 1) * n * full.element_size()
+        num_bytes = but_own if room is None else full.nbytes
+        block, low, reading = self._lend("reduce_scatter", full, label, num_bytes, room)
         before = self._rank * n  # all chunks but this rank's own, in rank order
-        block[:before].copy_(full[:before])
-        block[before:].copy_(full[before + n : self._size * n])
+        if room is None:
+            block[:before].copy_(full[:before])
+            block[before:].copy_(full[before + n : self._size * n])
         waits, works = self._post.exchange(reading.key, low, num_bytes)
         parts = list(full.chunk(self._size))
 
         def take(peer: int) -> None:
-            theirs = self._find(peer, waits[peer](), reading.key, num_bytes, full.dtype)
-            place = self._rank - (peer < self._rank)
+            header = waits[peer]()
+            whole = header[2] != but_own  # the peer's gradients lie there themselves
+            theirs = self._find(peer, header, reading.key, full.nbytes if whole else but_own, full.dtype)
+            place = self._rank - (peer < self._rank and not whole)
             parts[peer] = theirs[place * n : (place + 1) * n]
 
         def add() -> None:
@@ -125,10 +130,19 @@ class SharedTransport(PairwiseTransport):
 
         return Pending([_Arrival(partial(take, peer)) for peer in self._peers] + works, add, self._peer_ranks)
 
-    def _lend(self, op: str, full: torch.Tensor, label: str, num_bytes: int) -> tuple[torch.Tensor, int, _Reading]:
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """See :class:`~zoo.comm.transport.Transport`."""
+        try:
+            return self._segment.room(num_bytes, self._readers) if num_bytes else None
+        except OSError:  # it is copied then
+            return None
+
+    def _lend(
+        self, op: str, full: torch.Tensor, label: str, num_bytes: int, at: int | None = None
+    ) -> tuple[torch.Tensor, int, _Reading]:
         """A block to write, its offset, and what this rank will read of the others' blocks of the same number."""
         number = self._next
-        low = self._segment.lend(number, num_bytes, self._readers, wait_s=self._wait_s)
+        low = self._segment.lend(number, num_bytes, self._readers, wait_s=self._wait_s, at=at)
         self._next += 1
         key = self._tag(f"shared {op}", full, label), number
         reading = _Reading(self._segment, self._post, key, self._peers)

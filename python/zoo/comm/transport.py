@@ -41,6 +41,12 @@ class Transport(Protocol):
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, scale: float, label: str = "") -> Pending:
         """``out`` (n,) = scale * sum over ranks of this rank's chunk of ``full``; ``out`` may be that chunk."""
 
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """(num_bytes,) uint8 memory for a ``full`` that is then reduced without a copy; None where there is none.
+
+        What was reduced from it must not change until the last tensor of this memory is dead.
+        """
+
 
 class NativeTransport:
     """The backend's own collectives (nccl, and simulated ranks)."""
@@ -56,6 +62,10 @@ class NativeTransport:
         """See :class:`Transport`."""
         work = dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
         return Pending([work], (lambda: _scale(out, scale)) if scale != 1.0 else None)
+
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """See :class:`Transport`."""
+        return None
 
 
 class PairwiseTransport:
@@ -103,6 +113,10 @@ class PairwiseTransport:
         works = [group.recv([parts[peer]], peer, tag) for peer in self._peers]
         works += [group.send([chunks[peer]], peer, tag) for peer in self._peers]
         return Pending(works, lambda: add_in_rank_order(parts, out, scale), self._peer_ranks, dropped=self._dropped)
+
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """See :class:`Transport`."""
+        return None
 
 
 def add_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:

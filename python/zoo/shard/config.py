@@ -37,14 +37,15 @@ class ZeroConfig(Section):
     prefetch_bucket_size: Annotated[int | None, Documented(50_000_000)] = Field(
         default=None, ge=0, alias="stage3_prefetch_bucket_size"
     )
-    """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: one bucket, or two where
-    a gather has two stages (from NVMe, or between nodes first)."""
+    """Stage 3: parameters gathered ahead of the running unit, in the recorded order. Default: the largest bucket of
+    a unit that contains no others, twice where a gather has two stages (from NVMe, or between nodes first)."""
 
     max_live_parameters: Annotated[int | None, Documented(1_000_000_000)] = Field(
         default=None, ge=0, alias="stage3_max_live_parameters"
     )
     """Stage 3: gathered parameters that may stay after forward because backward needs them soon, the latest units
-    first. Default: two buckets, and at least 2**22 elements. More means less communication and more memory."""
+    first. Default: twice the largest bucket of a unit that contains no others, and once that of one that does, which
+    backward needs first; at least 2**22 elements. More means less communication and more memory."""
 
     divergent: Annotated[bool, OWN] = False
     """Stage 3: ranks may run different units, or a unit a different number of times. They vote on each gather, nothing

@@ -97,7 +97,9 @@ class BucketGradients:
         self.check_strays()
         if not self._here:
             allow_storage(self._storage._cdata)
-            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes)
+            # A split gradient is dropped when it is reduced, and not written to again.
+            room = self.bucket.routes.room if self._split else None
+            self.bucket.memory.fill(self._storage, self.bucket.num_gradient_bytes, room=room)
             if not CAN_REFUSE_STORAGE:
                 self._attach()
         elif self.reduced:

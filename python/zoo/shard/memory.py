@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -21,19 +22,38 @@ THRESHOLD_BYTES = 1 << 20
 
 REGION_BYTES = 16 << 20
 
+SHARED_BYTES = 8 << 20
+"""Smaller gradients come from the pool, which serves gathered parameters too: what the ranks share serves nobody else,
+and to copy them to it costs little."""
+
+IDLE_BYTES = 64 << 20
+"""So much is kept from the end of a step to the next backward: to take it anew costs a fault for each huge page."""
+
+_PAGE = 4096
+
 _log = logging.getLogger("zoo.zero")
+
+
+Room = Callable[[int], torch.Tensor | None]
+"""Returns so many bytes of memory, which dies with its last tensor; None where there is none."""
 
 
 class Memory:
     """Memory from torch's allocator: what is freed goes back to it."""
 
-    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give an empty ``storage`` this many bytes of arbitrary content; ``storage.resize_(0)`` gives them back."""
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int, *, room: Room | None = None) -> None:
+        """Give an empty ``storage`` this many bytes of arbitrary content; ``storage.resize_(0)`` gives them back.
+
+        ``room``: gives other memory for that, or None.
+        """
         storage.resize_(num_bytes)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of arbitrary content."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_back(self) -> None:
+        """A step is over: what lies idle until gradients are reduced again goes to the system, if it is much."""
 
 
 class StepMemory(Memory):
@@ -47,14 +67,17 @@ class StepMemory(Memory):
         if large_blocks_are_mapped() and lends():
             reuse_large_blocks()  # building the model wanted otherwise
 
-    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int, *, room: Room | None = None) -> None:
         """See :class:`Memory`."""
         if num_bytes < THRESHOLD_BYTES or storage.device.type != "cpu" or not lends():
             storage.resize_(num_bytes)
             return
         from zoo.kernels.storage import lend
 
-        if not lend(storage, self._take(num_bytes, torch.uint8).untyped_storage()):
+        memory = room(num_bytes) if room is not None and num_bytes >= SHARED_BYTES else None
+        if memory is None:
+            memory = self._take(num_bytes, torch.uint8)
+        if not lend(storage, memory.untyped_storage()):
             raise AssertionError("a storage of the CPU did not take memory.")
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -63,11 +86,21 @@ class StepMemory(Memory):
             return torch.empty(numel, dtype=dtype, device=device)
         return self._take(numel, dtype)
 
+    def give_back(self) -> None:
+        """See :class:`Memory`."""
+        stats = [pool.stats() for pool in self._pools.values()]
+        if sum(s.reserved_bytes - s.in_use_bytes for s in stats) > IDLE_BYTES:
+            for pool in self._pools.values():
+                pool.trim()
+
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # A small buffer in the region of a large one would keep the next large one out of it.
         large = numel * dtype.itemsize > REGION_BYTES
         if large not in self._pools:
-            self._pools[large] = io.BufferPool(1 << 46, pinned=False, region_bytes=REGION_BYTES)
+            # A whole number of the first ones, which are those of a layer mostly, or two of its halves.
+            size = numel * dtype.itemsize + 2 * _PAGE
+            region = REGION_BYTES if large else max(REGION_BYTES // size, 1) * size
+            self._pools[large] = io.BufferPool(1 << 46, pinned=False, region_bytes=region)
         return self._pools[large].empty(numel, dtype=dtype)
 
 

@@ -267,7 +267,7 @@ class ShardedModel:
 
     def _hook(self, specs: Sequence[UnitSpec]) -> None:
         cfg = self.config
-        largest = max((b.num_bytes for b in self.buckets if b.partitioned), default=0)
+        inner, outer = self._largest(specs)
         reads = any(b.parameters_on_nvme for b in self.buckets)
         stages = 2 if reads or cfg.mics_hierarchical_params_gather else 1  # each has a unit's time
         itemsize = self.buckets[0].spec.dtype.itemsize
@@ -292,12 +292,26 @@ class ShardedModel:
             votes=self.votes,
             demand_all=not cfg.ignore_unused_parameters,
             # One rank gathers by copying its own shard from memory: there is nothing to overlap.
-            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * largest) if ahead else 0,
-            keep_bytes=budget(cfg.max_live_parameters, max(2 * largest, 2**22 * itemsize)),
+            prefetch_bytes=budget(cfg.prefetch_bucket_size, stages * (inner or outer)) if ahead else 0,
+            keep_bytes=budget(cfg.max_live_parameters, max(2 * inner + outer, 2**22 * itemsize)),
             cast_inputs=None if self.precision.inputs is None else casting(self.precision.inputs),
         )
         if self.comm.size > 1 and self.votes is None and not self.comm.is_dry:
             self.runtime.recovery = self.runtime.backward.recovery = Recovery(self.comm)
+
+    def _largest(self, specs: Sequence[UnitSpec]) -> tuple[int, int]:
+        """Bytes of the largest partitioned bucket of units without others inside of them, and of the others.
+
+        These are whole while all inside of them runs: nothing gathers them ahead, and they come first in backward.
+        """
+        parts = [spec.name.split(".") for spec in specs if spec.name]
+        around = {"", *(".".join(path[:i]) for path in parts for i in range(1, len(path)))} if len(specs) > 1 else set()
+        sizes = [0, 0]
+        for bucket in self.buckets:
+            if bucket.partitioned:
+                kind = any(unit in around for unit in bucket.spec.units)
+                sizes[kind] = max(sizes[kind], bucket.num_bytes)
+        return sizes[0], sizes[1]
 
     @property
     def obeyed(self) -> dict[str, int]:

@@ -155,6 +155,10 @@ class FlatReduce:
             full.mul_(1.0 / self._before)
         return self._comm.reduce_scatter(full, out, scale=self._scale, label=label)
 
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory for a ``full`` that is then reduced without a copy, once; None where there is none."""
+        return self._comm.room(num_bytes)
+
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`Reduce`."""
         return [Hop("reduce_scatter", self._comm, numel * itemsize)]
@@ -170,6 +174,10 @@ class ReplicaReduce:
         """See :class:`Reduce`."""
         inner = self._inner.start(full, out, label)
         return Then([inner], lambda: self._replicas.all_reduce(out), staged=True)
+
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """See :class:`FlatReduce`."""
+        return self._inner.room(num_bytes) if isinstance(self._inner, FlatReduce) else None
 
     def hops(self, numel: int, itemsize: int) -> list[Hop]:
         """See :class:`Reduce`."""
@@ -210,6 +218,11 @@ class Routes:
         if self.switch is None or not self.switch.own or not isinstance(self.feedback, CompressedMean):
             return None
         return self.feedback.comm
+
+    def room(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory for gradients that are reduced without a copy, and dropped then; None where there is none."""
+        reduce = self.reduce
+        return reduce.room(num_bytes) if isinstance(reduce, (FlatReduce, ReplicaReduce)) else None
 
     def shard_bytes(self, numel: int, itemsize: int) -> int:
         """What a chunk of n = ``numel`` elements takes where it is kept."""

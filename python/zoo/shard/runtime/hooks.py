@@ -466,6 +466,7 @@ class Runtime:
             for bucket in self._buckets:
                 if bucket.gradients is not None:
                     bucket.gradients.drop()
+            self._buckets[0].memory.give_back()
 
     # Held by the user ------------------------------------------------------------------------------------------------
 
