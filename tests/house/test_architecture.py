@@ -18,7 +18,7 @@ def test_the_picture_has_every_subpackage_and_no_other() -> None:
     assert sorted(drawn) == sorted(there)
 
 
-@pytest.mark.parametrize("package", ["shard", "zero"])
+@pytest.mark.parametrize("package", ["shard", "zero", "engine"])
 def test_the_table_of_a_package_has_every_folder_and_no_other(package: str) -> None:
     (table,) = re.findall(rf"^\| room of `zoo\.{package}` .*?(?=^\n)", text(PAGE), re.DOTALL | re.MULTILINE)
     there = [path.parent.name for path in (ROOT / "python/zoo" / package).glob("*/__init__.py")]

@@ -76,9 +76,7 @@ class PipelineEngine(Engine):
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"eval_batch got reduce_output={reduce_output!r}; allowed are 'avg' and None.")
-        n = self.accumulation if num_micro_batches is None else num_micro_batches
-        if n < 1:
-            raise ValueError(f"eval_batch got num_micro_batches={num_micro_batches}; at least 1.")
+        n = _number_of("eval_batch", num_micro_batches, self.accumulation)
         if self._destroyed:
             raise ValueError("eval_batch() after destroy(): this engine is no more. Call initialize again.")
         batches = self._given.iterator(data_iter, own=self.dataloader is not None)
@@ -181,9 +179,7 @@ class PipelineEngine(Engine):
         Args:
             num_micro_batches: of the batch; by default ``gradient_accumulation_steps``.
         """
-        n = self.accumulation if num_micro_batches is None else num_micro_batches
-        if n < 1:
-            raise ValueError(f"forecast got num_micro_batches={num_micro_batches}; at least 1.")
+        n = _number_of("forecast", num_micro_batches, self.accumulation)
         optimizer = self.training("forecast")
         drives = [Drive(**given) for given in self._runner.drives(n)]
         found = optimizer.forecast(drives, max_bytes=self.config.pipeline.max_bytes)
@@ -221,6 +217,13 @@ class PipelineEngine(Engine):
         if not self._destroyed:
             self._runner.close()
         super().destroy()
+
+
+def _number_of(what: str, given: int | None, otherwise: int) -> int:
+    n = otherwise if given is None else given
+    if n < 1:
+        raise ValueError(f"{what} got num_micro_batches={given}; at least 1.")
+    return n
 
 
 class GivenBatches:

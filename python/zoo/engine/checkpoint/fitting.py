@@ -13,8 +13,7 @@ from zoo import checkpointing, lr_schedules
 from zoo.checkpointing import foreign
 from zoo.comm import gather_object
 from zoo.engine.checkpoint.contents import BUFFER, PARAMETER, AnyCheckpoint, meta_of, states_of
-from zoo.engine.checkpoint.module_state import persistent_buffers
-from zoo.layout import logical_name
+from zoo.engine.checkpoint.module_state import persistent_buffers, tied_names
 from zoo.zero.state.logical import parameters_of, runs_of
 
 if TYPE_CHECKING:
@@ -111,14 +110,11 @@ def check_names(found: AnyCheckpoint, module: nn.Module, sharded: ShardedModel, 
 
 def _tied_names(found: AnyCheckpoint, module: nn.Module) -> set[str]:
     """Other names of what the model has under its first one."""
-    first: dict[int, str] = {}
-    other = set()
-    for named in (module.named_parameters, module.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            if first.setdefault(id(tensor), name) != name:
-                other.add(logical_name(module, name))
     # A file of weights may have a tied tensor under each name. One of zoo's that has it twice was not tied.
-    return other if isinstance(found, foreign.ForeignCheckpoint) else set()
+    if not isinstance(found, foreign.ForeignCheckpoint):
+        return set()
+    named = (module.named_parameters, module.named_buffers)
+    return {name for each in named for name in tied_names(module, each(remove_duplicate=False))}
 
 
 def _listed(names: list[str]) -> str:

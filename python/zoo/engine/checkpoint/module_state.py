@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,12 +89,7 @@ def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
     a parameter has. What ``get_extra_state`` of modules returns. Rank 0's is kept; of layers and experts that other
     ranks have it is told. Collective where there are such."""
     frozen = {name for b in sharded.buckets if not b.spec.trainable for name in b.in_model()}
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            tied[logical_name(module, name)] = logical_name(module, known)
+    tied = tied_names(module, module.named_parameters(remove_duplicate=False))
     extra = {key: child.get_extra_state() for key, child in with_extra_state(module)}
     mine = sorted(frozen), tied, extra
     parted = sharded.layers is not None or any(b.spec.axes for b in sharded.buckets)
@@ -104,6 +99,17 @@ def model_meta(module: nn.Module, sharded: ShardedModel) -> dict[str, Any]:
         "tied": {name: known for _, names, _ in everywhere for name, known in names.items()},
         "extra": {key: value for _, _, states in reversed(everywhere) for key, value in states.items()},
     }
+
+
+def tied_names(module: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """{further name: first name}, in the whole model, of tensors that ``named`` gives several times."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in named:
+        known = first.setdefault(id(tensor), name)
+        if known != name:
+            found[logical_name(module, name)] = logical_name(module, known)
+    return found
 
 
 def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
