@@ -268,7 +268,7 @@ def test_checkpoints_load_at_another_ep_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"ep_size": 3}, r"ep_size=3 for the 4 experts of DeepseekV3Experts; .* one of \[1, 2, 4\]"),
+        ({"ep_size": 3}, r"4 experts of DeepseekV3Experts on ep_size=3 ranks; .* one of \[1, 2, 4\]"),
         ({"chunks": 3}, "chunks=3 of 4 experts on a rank"),
         ({"modules": ("nothing.*",)}, "no experts were found in Small; known are MixtralExperts, .* presets="),
         ({"modules": "*"}, r"modules='\*'; it is a sequence"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zoo.layout import declare_split
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Tensor = torch.Tensor
 
@@ -29,26 +32,93 @@ def is_marked(parameter: Any) -> bool:
     return bool(getattr(parameter, "__dict__", {}).get(_EXPERT, False))
 
 
-class Experts(nn.Module):
-    """Experts first, …, first + num_local - 1 of num_experts; this rank has these.
+def check_ep_size(num_experts: int, ep_size: int, of: str = "") -> int:
+    """Experts of one rank.
+
+    Raises:
+        ValueError: not the same number on each rank; ``of`` says of what.
+    """
+    if num_experts < 1 or ep_size < 1 or num_experts % ep_size:
+        fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise ValueError(
+            f"{num_experts} experts{of} on ep_size={ep_size} ranks; every rank has the same number of experts, so that "
+            f"ep_size is one of {fitting}."
+        )
+    return num_experts // ep_size
+
+
+class LocalExperts(nn.Module):
+    """Experts first, …, first + num_local - 1 of num_experts, which this rank has: their parameters say so, and take
+    their own part of the state of all.
 
     Attributes:
         num_experts: of the layer, on all ranks. num_local: here. first: the number of the first one here.
     """
 
+    num_experts: int
+    num_local: int
+    first: int
     _whole: bool | None = None
+    """Whether parameters are parts of one tensor over all experts, or tensors of their own; None: not for this."""
+
+    def chunk(self, chunk: int, chunks: int) -> slice:
+        """Which of the experts here are those of one of ``chunks`` groups of consecutive ones."""
+        size = self.num_local // chunks
+        return slice(chunk * size, (chunk + 1) * size)
+
+    def declare(self) -> None:
+        """Say what parameters and buffers as they are now are parts of, along the expert axis.
+
+        What says so is an attribute of each parameter, and copies, ``to_empty`` and the like make other parameters.
+        """
+        if self._whole is None:  # a class of somebody else's, which declares for itself
+            return
+        for tensor in self._parts():
+            if isinstance(tensor, nn.Parameter):
+                mark_expert(tensor)
+            if self.num_local == self.num_experts:
+                continue
+            if self._whole:
+                shape = (self.num_experts, *tensor.shape[1:])
+                declare_split(tensor, [AXIS], shape=shape, offsets=(self.first, *(0 for _ in shape[1:])))
+            else:
+                declare_split(tensor, [AXIS])
+
+    def _parts(self) -> Iterator[Tensor]:
+        """What :meth:`declare` is about."""
+        yield from self.parameters()
+        yield from self.buffers()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Of tensors over all experts this rank takes its own part."""
+        taken = dict(state_dict) if self._whole else state_dict
+        for name, parameter in self.named_parameters(recurse=False) if self._whole else ():
+            given = state_dict.get(prefix + name)
+            if given is not None and given.shape == (self.num_experts, *parameter.shape[1:]):
+                taken[prefix + name] = given[self.first : self.first + self.num_local]
+        super()._load_from_state_dict(taken, prefix, *args, **kwargs)
+        self.declare()  # assign=True makes other parameters
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of copies and pickles."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.declare()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """``to`` and its kind."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.declare()
+        return self
+
+
+class Experts(LocalExperts):
+    """What a layer of this package has as its experts: called with rows that are sorted by expert."""
 
     def __init__(self, num_experts: int, *, ep_size: int = 1, ep_rank: int = 0) -> None:
         super().__init__()
-        if num_experts < 1 or ep_size < 1 or num_experts % ep_size:
-            fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise ValueError(
-                f"{num_experts} experts on ep_size={ep_size} ranks; every rank has the same number of experts, so "
-                f"that ep_size is one of {fitting}."
-            )
+        self.num_experts, self.num_local = num_experts, check_ep_size(num_experts, ep_size)
         if not 0 <= ep_rank < ep_size:
             raise ValueError(f"expert-parallel rank {ep_rank} of ep_size={ep_size}; it is from 0 to {ep_size - 1}.")
-        self.num_experts, self.num_local = num_experts, num_experts // ep_size
         self.first = ep_rank * self.num_local
 
     def move(self, ep_rank: int) -> None:
@@ -66,49 +136,15 @@ class Experts(nn.Module):
 
         It is a call of this module, so that whoever gathers its parameters does so on every rank, with rows or without.
         """
-        size = self.num_local // chunks
-        return functools.partial(self, which=slice(chunk * size, (chunk + 1) * size))
+        return functools.partial(self, which=self.chunk(chunk, chunks))
 
     def _declare(self, *, whole: bool) -> None:
         """At the end of a constructor: parameters are parts along the expert axis, of one tensor over all experts
         (``whole``), or tensors of their own."""
         self._whole = whole
         self.declare()
-        # assign=True makes other parameters
+        # assign=True makes other parameters, in children too
         self.register_load_state_dict_post_hook(_declare_again)  # type: ignore[no-untyped-call]
-
-    def declare(self) -> None:
-        """Say so of the parameters and buffers as they are now.
-
-        What says so is an attribute of each parameter, and copies, ``to_empty`` and the like make other parameters.
-        """
-        if self._whole is None:  # a class of somebody else's, which declares for itself
-            return
-        for parameter in self.parameters():
-            mark_expert(parameter)
-            self._declare_part(parameter)
-        for buffer in self.buffers():
-            self._declare_part(buffer)
-
-    def _declare_part(self, tensor: Tensor) -> None:
-        if self.num_local == self.num_experts:
-            return
-        if self._whole:
-            shape = (self.num_experts, *tensor.shape[1:])
-            declare_split(tensor, [AXIS], shape=shape, offsets=(self.first, *(0 for _ in shape[1:])))
-        else:
-            declare_split(tensor, [AXIS])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of copies and pickles."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.declare()
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:
-        """``to`` and its kind."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.declare()
-        return self
 
 
 def _declare_again(experts: Experts, keys: object) -> None:

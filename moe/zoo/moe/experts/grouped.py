@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zoo.moe.experts import grouped_mlp
 from zoo.moe.experts.base import Experts
-from zoo.moe.experts.grouped_linear import grouped_linear
+from zoo.moe.experts.perceptron import Linear, gate, perceptron
 from zoo.parts import mixed
 
 Tensor = torch.Tensor
@@ -79,33 +77,12 @@ class GroupedExperts(Experts):
                 bound = 1 / math.sqrt(max(weight.shape[0], 1))
                 weight.uniform_(-bound, bound, generator=generator)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Of tensors over all experts this rank takes its own part."""
-        taken = dict(state_dict)
-        for name, parameter in self.named_parameters(recurse=False):
-            given = state_dict.get(prefix + name)
-            if given is not None and given.shape == (self.num_experts, *parameter.shape[1:]):
-                taken[prefix + name] = given[self.first : self.first + self.num_local]
-        super()._load_from_state_dict(taken, prefix, *args, **kwargs)
-
     def forward(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """See :class:`Experts`."""
+        named = self.activation if isinstance(self.activation, str) else None
+        up, down = Linear(self.up, self.up_bias), Linear(self.down, self.down_bias)
+        return perceptron(x, counts, which, up, down, self._between, named=named, gated=self.gated)
 
-        def of_chunk(weight: Tensor) -> Tensor:
-            # A slice of all would copy its gradient once more.
-            return (weight if which is None else weight[which]).to(x.dtype)
-
-        up, down = of_chunk(self.up), of_chunk(self.down)
-        up_bias, down_bias = (None if b is None else of_chunk(b) for b in (self.up_bias, self.down_bias))
-        if isinstance(self.activation, str) and grouped_mlp.runs(x, self.activation):
-            return grouped_mlp.grouped_mlp(
-                x, up, down, counts, up_bias, down_bias, activation=self.activation, gated=self.gated
-            )
+    def _between(self, h: Tensor) -> Tensor:
         activation = ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
-        h = grouped_linear(x, up, counts, up_bias)
-        if self.gated:
-            g, u = h.chunk(2, -1)
-            h = activation(g) * u
-        else:
-            h = activation(h)
-        return grouped_linear(h, down, counts, down_bias)
+        return gate(h, activation) if self.gated else activation(h)

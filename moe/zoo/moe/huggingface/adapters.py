@@ -58,7 +58,7 @@ class ParallelAdapter(nn.Module):
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """(lhs, rhs, scale): the weights of this rank's experts change by scale · lhs @ rhs."""
         experts, all_a, all_b = self._experts[0], self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
-        mine = slice(experts._dispatch.first, experts._dispatch.first + experts._dispatch.num_local)
+        mine = slice(experts.first, experts.first + experts.num_local)
         a = all_a.reshape(experts.num_experts, -1, all_a.shape[-1])[mine]
         b = all_b.reshape(all_b.shape[0], -1, experts.num_experts)[..., mine].permute(2, 0, 1)
         lhs, rhs = (b, a) if self._did_swap_in_out_features else (a.transpose(1, 2), b.transpose(1, 2))

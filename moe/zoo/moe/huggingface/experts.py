@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from zoo.comm import Communicator
-from zoo.layout import declare_axis, declare_split, declare_unit
+from zoo.layout import declare_axis, declare_unit
 from zoo.moe.counted import CountedLayer
 from zoo.moe.dispatch import Dispatcher
-from zoo.moe.experts import grouped_mlp
-from zoo.moe.experts.base import AXIS, mark_expert
-from zoo.moe.experts.grouped_linear import grouped_linear
+from zoo.moe.experts.base import AXIS, LocalExperts, check_ep_size
+from zoo.moe.experts.perceptron import Linear, gate, perceptron
 from zoo.moe.huggingface.presets import ExpertsPreset, name_of_activation
 from zoo.moe.part import MoEPart
 from zoo.moe.routing import packed
@@ -27,7 +26,7 @@ from zoo.parts import declare_part
 Tensor = torch.Tensor
 
 
-class ParallelExperts(CountedLayer):
+class ParallelExperts(CountedLayer, LocalExperts):
     """What :func:`parallelise` makes of a module of experts: the same module, of a class derived from its own.
 
     Its parameters keep names and layout; with expert parallelism each rank has rows [first, first + num_local) of them.
@@ -63,52 +62,31 @@ class ParallelExperts(CountedLayer):
     def rows(self, x: Tensor, counts: Tensor, which: slice | None = None) -> Tensor:
         """This rank's experts, or some of them, on (R, D) that are sorted by expert."""
         preset = self._preset
-        if grouped_mlp.runs(x, self._named) and not self._low_rank:
-            (up, up_bias), (down, down_bias) = (
-                self._of(x, which, *names) for names in ((preset.up, preset.up_bias), (preset.down, preset.down_bias))
-            )
-            return grouped_mlp.grouped_mlp(
-                x, up, down, counts, up_bias, down_bias, activation=str(self._named), gated=preset.gated
-            )
-        h = self._map(x, preset.up, preset.up_bias, counts, which)
+        up, down = self._linear(preset.up, preset.up_bias), self._linear(preset.down, preset.down_bias)
+        return perceptron(x, counts, which, up, down, self._between, named=self._named, gated=preset.gated)
+
+    def _between(self, h: Tensor) -> Tensor:
+        preset = self._preset
         if preset.gated and preset.join is not None and hasattr(self, preset.join):
-            h = getattr(self, preset.join)(h)
-        elif preset.gated:
-            gate, up = h.chunk(2, -1)
-            h = getattr(self, preset.activation)(gate) * up
-        else:
-            h = getattr(self, preset.activation)(h)
-        return self._map(h, preset.down, preset.down_bias, counts, which)
+            joined: Tensor = getattr(self, preset.join)(h)
+            return joined
+        activation = getattr(self, preset.activation)
+        return gate(h, activation) if preset.gated else activation(h)
 
-    def _of(self, x: Tensor, which: slice | None, weight: str, bias: str | None) -> tuple[Tensor, Tensor | None]:
-        """(L, D_in, D_out) and (L, D_out) of these experts, in the dtype of ``x``."""
-        w = _some(getattr(self, weight), which, x.dtype)
-        b = None if bias is None else _some(getattr(self, bias), which, x.dtype)
-        return w if self._preset.transposed else w.transpose(1, 2), b
-
-    def _map(self, x: Tensor, weight: str, bias: str | None, counts: Tensor, which: slice | None) -> Tensor:
-        w, b = self._of(x, which, weight, bias)
-        y = grouped_linear(x, w, counts, b)
-        for first, second, scale in self._low_rank.get(weight, ()):
-            inner = grouped_linear(x, _some(first, which, x.dtype), counts)
-            y = y + grouped_linear(inner, _some(second, which, x.dtype), counts) * scale
-        return y
+    def _linear(self, weight: str, bias: str | None) -> Linear:
+        return Linear(
+            getattr(self, weight), None if bias is None else getattr(self, bias), not self._preset.transposed,
+            self._low_rank.get(weight, ()),
+        )  # fmt: skip
 
     def enter_mesh(self, mesh: Any) -> None:
         """See :meth:`zoo.moe.dispatch.Dispatcher.enter_mesh`."""
         self.declare()
         self._dispatch.enter_mesh(mesh, self.expert_parameters())
 
-    def declare(self) -> None:
-        """Say which experts of all the parameters have, unless somebody has taken them over already."""
-        for parameter in self.parameters():
-            if type(parameter) is not nn.Parameter:
-                continue
-            mark_expert(parameter)
-            if self.ep_size == 1:
-                continue
-            shape = (self.num_experts, *parameter.shape[1:])
-            declare_split(parameter, [AXIS], shape=shape, offsets=(self._dispatch.first, *(0 for _ in shape[1:])))
+    def _parts(self) -> Iterator[Tensor]:
+        """Those that nobody has taken over already."""
+        return (parameter for parameter in self.parameters() if type(parameter) is nn.Parameter)
 
     @property
     def expert_ranks(self) -> Communicator | None:
@@ -156,32 +134,6 @@ class ParallelExperts(CountedLayer):
                     "parallelise(get_peft_model(model, config), ep_size=...)."
                 )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Of a whole tensor this rank takes its own experts."""
-        mine = slice(self._dispatch.first, self._dispatch.first + self._dispatch.num_local)
-        taken = dict(state_dict)
-        for name, parameter in self.named_parameters(recurse=False):
-            given = state_dict.get(prefix + name)
-            if given is not None and given.shape == (self.num_experts, *parameter.shape[1:]):
-                taken[prefix + name] = given[mine]
-        super()._load_from_state_dict(taken, prefix, *args, **kwargs)
-        self.declare()  # assign=True makes other parameters
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelExperts:
-        """``to`` and its kind."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.declare()  # to_empty makes other parameters
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of copies and pickles."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.declare()
-
-
-def _some(weight: Tensor, which: slice | None, dtype: torch.dtype) -> Tensor:
-    return (weight if which is None else weight[which]).to(dtype)  # a slice of all would copy its gradient once more
-
 
 class _Rows:
     """A module of experts as the dispatcher calls it."""
@@ -193,8 +145,7 @@ class _Rows:
         return self._module.rows(x, counts)
 
     def part(self, chunk: int, chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
-        size = self._module._dispatch.num_local // chunks
-        return functools.partial(self._module.rows, which=slice(chunk * size, (chunk + 1) * size))
+        return functools.partial(self._module.rows, which=self._module.chunk(chunk, chunks))
 
 
 def _name_of(module: nn.Module, preset: ExpertsPreset) -> str | None:
@@ -245,13 +196,7 @@ def convert(
     """
     parameters = sizes_of(module, preset)
     num_experts = parameters[preset.up].shape[0]
-    if num_experts % ep_size:
-        fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-        raise ValueError(
-            f"ep_size={ep_size} for the {num_experts} experts of {type(module).__name__}; every rank has the same "
-            f"number of experts, so that ep_size is one of {fitting}."
-        )
-    num_local = num_experts // ep_size
+    num_local = check_ep_size(num_experts, ep_size, f" of {type(module).__name__}")
     first = ep_rank * num_local
     dispatch = Dispatcher(num_experts, num_local, first, chunks=chunks)
     bias = None if preset.balance_bias is None else _buffer(around, preset.balance_bias)
@@ -263,6 +208,9 @@ def convert(
     module.__class__ = _class_of(cls)
     module.__dict__.update(
         num_experts=num_experts,
+        num_local=num_local,
+        first=first,
+        _whole=True,
         _preset=preset,
         _dispatch=dispatch,
         _bias=bias,
