@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import ROOT, table
-from benchmarks.zero.launch import environment
+from benchmarks.launch import environment
 from tests.checkpointing.model_disk import ENTRIES, ModelDisk, ModelSink, Node
 
 from zoo.layout import StateSlice

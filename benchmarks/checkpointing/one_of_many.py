@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.common import ROOT, table
-from benchmarks.zero.launch import environment
+from benchmarks.launch import environment
 
 from zoo import sim
 from zoo.checkpointing import load, save

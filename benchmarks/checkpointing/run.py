@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.checkpointing.contenders import CONTENDERS
 from benchmarks.common import ROOT, machine, remarks, table
-from benchmarks.zero.launch import run_ranks
+from benchmarks.launch import run_ranks
 
 RAW = ROOT / "build" / "benchmarks" / "checkpointing.json"
 PAGE = Path(__file__).with_name("RESULTS.md")
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             spec = {"folder": folder, "names": args.contenders, "num_bytes": args.num_bytes, "rounds": args.rounds}
-            ranks = run_ranks(spec, 2, args.timeout, None, "benchmarks.checkpointing.worker")
+            ranks = run_ranks("benchmarks.checkpointing.worker", spec, 2, args.timeout)
         raw = {"spec": spec, "ranks": ranks, "machine": machine(["torch", "deepspeed"])}
         RAW.parent.mkdir(parents=True, exist_ok=True)
         RAW.write_text(json.dumps(raw))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.checkpointing.contenders import CONTENDERS, Contender, State
-from benchmarks.zero.launch import answer
-from benchmarks.zero.worker import reset_peak, status_bytes
+from benchmarks.launch import answer
+from benchmarks.process import reset_peak, status_bytes
 
 NUM_TENSORS = 100
 

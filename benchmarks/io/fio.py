@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.io.launch import ContenderError
 from benchmarks.io.points import Point
+from benchmarks.launch import ContenderError
 
 ABSENT = "fio is not installed (a system package, e.g. apt-get install fio): there is nothing to take ratios to"
 

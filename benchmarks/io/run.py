@@ -20,13 +20,20 @@ from typing import Any
 from benchmarks.common import ROOT, machine
 from benchmarks.io import files, fio
 from benchmarks.io.contenders import Contender, contenders
-from benchmarks.io.launch import ContenderError, run_worker
 from benchmarks.io.points import Grid, Point, best_point
 from benchmarks.io.report import CONTROL, console, write_page
+from benchmarks.launch import ContenderError, run_ranks, threads_as_given
 
 SECTIONS = ("write", "read", "new", "gil")
 DEFAULT_RAW = ROOT / "build" / "benchmarks" / "io.json"
 PROBE_TIMEOUT_S = 1800.0  # DeepSpeed compiles its extension on first use
+
+
+def run_tasks(tasks: list[dict[str, Any]], timeout_s: float, *, go_on: bool = True) -> list[dict[str, Any]]:
+    """One figure a task, of one fresh process with as many threads as it likes; see the worker for ``go_on``."""
+    spec = {"tasks": tasks, "go_on": go_on}
+    found: list[dict[str, Any]] = run_ranks("benchmarks.io.worker", spec, 1, timeout_s, threads_as_given())[0]
+    return found
 
 
 class Run:
@@ -74,7 +81,7 @@ class Run:
         asked = [name for name, c in self.contenders.items() if c.needs]
         self.say("looking for " + ", ".join(sorted({self.contenders[name].needs for name in asked})))
         tasks = [{"contender": name, "op": "probe", "point": Point().to_json()} for name in asked]
-        figures = run_worker(tasks, PROBE_TIMEOUT_S, go_on=True) if tasks else []
+        figures = run_tasks(tasks, PROBE_TIMEOUT_S) if tasks else []
         wrong = {name: f["error"] for name, f in zip(asked, figures, strict=True) if "error" in f}
         if fio.find_fio() is None:
             wrong |= {name: fio.ABSENT for name, c in self.contenders.items() if c.engine is not None}
@@ -104,7 +111,7 @@ class Run:
                 figures[i] = {"error": str(error)}
         if others:
             try:
-                found = run_worker([tasks[i] for i in others], 120.0 + 60 * len(others), go_on=len(others) > 1)
+                found = run_tasks([tasks[i] for i in others], 120.0 + 60 * len(others), go_on=len(others) > 1)
             except ContenderError as error:
                 found = [{"error": str(error)}] * len(others)
             figures |= dict(zip(others, found, strict=True))
@@ -240,7 +247,7 @@ class Run:
                 self.say(f"gil: round {number + 1}/{self.args.gil_rounds}, {' '.join(batch[0])}")
                 tasks = [self.gil_task(name, direction, self.folder / "read") for name, direction in batch]
                 try:
-                    figures = run_worker(tasks, 120.0 + 60 * len(tasks), go_on=True)
+                    figures = run_tasks(tasks, 120.0 + 60 * len(tasks))
                 except ContenderError as error:
                     figures = [{"error": str(error)}] * len(tasks)
                 keys = [f"{name} {direction}" for name, direction in batch]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +14,7 @@ from benchmarks.io import files
 from benchmarks.io.contenders import DIRECT, Session, contenders
 from benchmarks.io.gil import measure_control, measure_gil
 from benchmarks.io.points import Point
+from benchmarks.launch import answer
 
 WARM_UP_BYTES = 64 << 20
 CACHED_LIMIT = 0.01
@@ -114,9 +112,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         session.close()
 
 
-def main() -> None:
-    """``worker SPEC OUT``: a JSON spec with "tasks"; one figure a task goes to OUT, or with "go_on" its error."""
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+def measure_all(spec: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    """One figure for each of the "tasks"; with "go_on" an {"error": …} for those that fail."""
     figures = []
     for task in spec["tasks"]:
         try:
@@ -125,10 +122,8 @@ def main() -> None:
             if not spec.get("go_on"):
                 raise
             figures.append({"error": f"{type(error).__name__}: {error}"})
-    out.write_text(json.dumps(figures))
-    sys.stdout.flush()
-    os._exit(0)  # some libraries hang or complain at exit; nothing is left to do
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    answer(measure_all, joins=False)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.moe.contenders import CONTENDERS, NotMeasuredError
 from benchmarks.moe.shapes import Shape, Weights, gradient, tokens
 from benchmarks.moe.speed import step_of
-from benchmarks.zero.worker import reset_peak, status_bytes
+from benchmarks.process import reset_peak, status_bytes
 
 FEW = 64
 """Tokens of the steps before, in which libraries allocate what they keep."""

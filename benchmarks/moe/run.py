@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, machine
+from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.moe import contenders, parallel, report
 from benchmarks.moe.shapes import ROUTINGS, Shape
-from benchmarks.zero.launch import ContenderError, run_ranks
 
 RAW = ROOT / "build" / "benchmarks" / "moe.json"
 WORKER = "benchmarks.moe.worker"
@@ -39,7 +39,7 @@ def run_speed(args: argparse.Namespace) -> list[dict[str, Any]]:
             "threads": args.threads, "names": list(contenders.CONTENDERS),
         }  # fmt: skip
         variables = {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
-        records.append(run_ranks(spec, 1, args.timeout, variables, WORKER)[0])
+        records.append(run_ranks(WORKER, spec, 1, args.timeout, variables)[0])
         print(report.line(records[-1]), flush=True)
     return records
 
@@ -51,7 +51,7 @@ def run_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
         for routing in ("even", "all"):
             for name in contenders.CONTENDERS:
                 spec = {"section": "memory", "shape": shape.record(), "routing": routing, "name": name}
-                figures = run_ranks(spec, 1, args.timeout, None, WORKER)[0]
+                figures = run_ranks(WORKER, spec, 1, args.timeout)[0]
                 records.append({"shape": shape.record(), "routing": routing, "name": name, **figures})
         print(f"memory: {experts} experts done", file=sys.stderr, flush=True)
     return records
@@ -66,7 +66,7 @@ def run_parallel(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
                 "section": "parallel", "shape": shape.record(), "routing": routing, "rounds": 3 * args.rounds,
                 "names": list(parallel.CONTENDERS),
             }  # fmt: skip
-            records.append(run_ranks(spec, 2, args.timeout, None, WORKER))
+            records.append(run_ranks(WORKER, spec, 2, args.timeout))
             print(report.parallel_line(records[-1]), flush=True)
     return records
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.launch import answer
 from benchmarks.moe import memory, parallel, speed
 from benchmarks.moe.shapes import Shape
-from benchmarks.zero.launch import answer
 
 
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:

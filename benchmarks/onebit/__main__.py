@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, Spread, machine, remarks, table
-from benchmarks.onebit.launch import start
+from benchmarks.launch import start
 from benchmarks.onebit.link import LinkError, cable
 from benchmarks.onebit.steps import LAYERS, PLAIN, ROWS, WIDTH
 from benchmarks.onebit.worker import GLOO

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.launch import start
 from benchmarks.onebit.contenders import ADAMW, BASE, CLASSES, LOCAL, ZERO_ONE
-from benchmarks.onebit.launch import start
 from benchmarks.onebit.link import LinkError, cable
 
 from zoo.optim.sync_policy import ZeroOneSchedule

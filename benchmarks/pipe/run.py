@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, machine
+from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.pipe import report
 from benchmarks.pipe.contenders import BOTH, CONTENDERS
 from benchmarks.pipe.model import Shape
 from benchmarks.pipe.step import check_losses
 from benchmarks.pipe.timeline import SCHEDULES
-from benchmarks.zero.launch import ContenderError, run_ranks
 
 RAW = ROOT / "build" / "benchmarks" / "pipe.json"
 WORKER = "benchmarks.pipe.worker"
@@ -25,7 +25,7 @@ SLEEPS = (("1f1b", 4), ("interleaved_1f1b", 4), ("zb_h1", 4), ("zb_v", 4), ("1f1
 def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All contenders in turn, in one process group of two."""
     spec = {"section": "step", "shape": shape_of(args).record(), "rounds": args.rounds, "names": args.contenders}
-    ranks = run_ranks(spec, 2, args.timeout, None, WORKER)
+    ranks = run_ranks(WORKER, spec, 2, args.timeout)
     check_losses(ranks)
     return ranks
 
@@ -39,9 +39,9 @@ def run_memory(args: argparse.Namespace) -> list[dict[str, list[dict[str, Any]]]
             if name != BOTH:
                 print(f"\rmemory {number + 1}/{args.memory_rounds} {name:<20}", end="", file=sys.stderr, flush=True)
                 spec = {"section": "memory", "shape": shape_of(args).record(), "name": name, "tensors": False}
-                figures[name] = run_ranks(spec, 2, args.timeout, None, WORKER)
+                figures[name] = run_ranks(WORKER, spec, 2, args.timeout)
                 if not number:  # the same in every round
-                    counted = run_ranks({**spec, "tensors": True}, 2, args.timeout, None, WORKER)
+                    counted = run_ranks(WORKER, {**spec, "tensors": True}, 2, args.timeout)
                     figures[name] = [{**a, **b} for a, b in zip(figures[name], counted, strict=True)]
         rounds.append(figures)
     print(file=sys.stderr)
@@ -53,7 +53,7 @@ def run_timeline(args: argparse.Namespace) -> list[dict[str, Any]]:
     shape, records = shape_of(args), []
     for schedule in args.schedules:
         spec = {"section": "timeline", "shape": shape.record(), "schedule": schedule, "rounds": 2 * args.rounds}
-        ranks = run_ranks(spec, 2, args.timeout, None, WORKER)
+        ranks = run_ranks(WORKER, spec, 2, args.timeout)
         records.append({**spec, "micro_batches": shape.micro_batches, "ranks": ranks})
         print(report.timeline_line(records[-1]), flush=True)
     return records
@@ -65,7 +65,7 @@ def run_sleeps(args: argparse.Namespace) -> list[dict[str, Any]]:
     for schedule, size in SLEEPS:
         if schedule in args.schedules:
             spec = {"section": "sleeps", "schedule": schedule, "micro_batches": 2 * size, "rounds": args.sleep_rounds}
-            records.append({**spec, "ranks": run_ranks(spec, size, args.timeout, None, WORKER)})
+            records.append({**spec, "ranks": run_ranks(WORKER, spec, size, args.timeout)})
             print(report.timeline_line(records[-1]), flush=True)
     return records
 

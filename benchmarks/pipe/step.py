@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from benchmarks.pipe.contenders import BOTH, CONTENDERS, SERIAL, NotMeasuredError, Step
 from benchmarks.pipe.model import Shape
-from benchmarks.zero.worker import reset_peak, status_bytes, warm_up
+from benchmarks.process import reset_peak, status_bytes, warm_up
 from torch.profiler import ProfilerActivity, profile
 
 NUM_CHECKED = 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.launch import answer
 from benchmarks.pipe import step, timeline
 from benchmarks.pipe.model import Shape
-from benchmarks.zero.launch import answer
 
 
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, Spread, table
-from benchmarks.zero.launch import ContenderError, Server
+from benchmarks.launch import ContenderError, Server
+from benchmarks.zero.workloads import WORKER
 
 CONTENDERS = ("ddp", "zoo0", "zoo1", "zoo2", "zoo3")
 WHATS = ("gpt", "tiny1", "tiny2", "host")
@@ -62,7 +63,7 @@ def variables(checkout: Path | None) -> dict[str, str]:
 def measure(args: argparse.Namespace) -> Rounds:
     """All rounds: ``rounds[i][f"{which checkout} {name}"]`` is a list with one dict a rank."""
     other = args.other.resolve() if args.other is not None else None
-    servers = {THIS: Server(), OTHER: Server(variables(other))}
+    servers = {THIS: Server(WORKER), OTHER: Server(WORKER, variables(other))}
     rounds: Rounds = []
     for number in range(args.rounds):
         figures: dict[str, list[dict[str, Any]]] = {}

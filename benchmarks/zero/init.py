@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from benchmarks.common import ROOT, Spread, machine, remarks, table
-from benchmarks.zero.launch import ContenderError, run_ranks
-from benchmarks.zero.workloads import GPT
+from benchmarks.launch import ContenderError, run_ranks
+from benchmarks.zero.workloads import GPT, WORKER
 from torch import nn
 
 MIB = 1 << 20
@@ -169,7 +169,7 @@ def bytes_in_files(folder: str) -> int:
 
 def measure_init(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Seconds, growth of the resident set, bytes in files and digests of one construction."""
-    from benchmarks.zero.worker import reset_peak, status_bytes, warm_up
+    from benchmarks.process import reset_peak, status_bytes, warm_up
 
     contender = CONTENDERS[spec["contender"]]
     layers, width, *caps = SIZES[spec["size"]]
@@ -212,7 +212,7 @@ def measure(rounds: int, folder: str, quick: bool, names: list[str]) -> dict[str
             print(f"\rround {number + 1}/{rounds} {name:<14}", end="", file=sys.stderr, flush=True)
             spec = {"section": "init", "contender": name, "folder": folder, "size": size}
             try:
-                figures[name] = run_ranks(spec, CONTENDERS[name].size, 300, CONTENDERS[name].variables)
+                figures[name] = run_ranks(WORKER, spec, CONTENDERS[name].size, 300, CONTENDERS[name].variables)
             except ContenderError as error:
                 raw["failures"][name] = error.last
                 print(f"\n{name} failed: {error}", file=sys.stderr, flush=True)

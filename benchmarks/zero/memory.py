@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, machine, remarks, table
-from benchmarks.zero.launch import environment
+from benchmarks.launch import environment
 
 CONTENDERS = ("ddp", "fsdp2", "zoo1", "zoo2", "zoo3", "zoo3_layer")
 RANKS, STEPS, LENGTH = 2, 3, 128

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from benchmarks.common import ROOT, Spread, machine, remarks, table
-from benchmarks.zero.launch import ContenderError, run_ranks
-from benchmarks.zero.workloads import WORKLOADS, Workload
+from benchmarks.launch import ContenderError, run_ranks
+from benchmarks.zero.workloads import WORKER, WORKLOADS, Workload
 
 LR = 1e-4
 AIO = {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
@@ -162,7 +162,7 @@ def measure(rounds: int, folder: str, names: list[str]) -> dict[str, Any]:
             print(f"\rround {number + 1}/{rounds} {name:<20}", end="", file=sys.stderr, flush=True)
             try:
                 spec = {"section": "offload", "contender": name, "folder": folder}
-                figures[name] = run_ranks(spec, 1, timeout_s=240)[0]
+                figures[name] = run_ranks(WORKER, spec, 1, timeout_s=240)[0]
             except ContenderError as error:
                 raw["failures"][name] = str(error)
                 print(f"\n{name} failed: {error}", file=sys.stderr, flush=True)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from benchmarks.common import Spread, machine, remarks, table
-from benchmarks.zero.launch import run_ranks
+from benchmarks.launch import run_ranks
+from benchmarks.zero.workloads import WORKER
 from torch import nn
 
 NUM_ROWS, WIDTH, NUM_TOKENS = 50_000, 64, 512
@@ -81,7 +82,7 @@ def measure_rows(spec: dict[str, Any], rank: int) -> dict[str, Any]:
 def measure(num_rows: int, num_steps: int) -> dict[int, list[dict[str, Any]]]:
     """By stage, the figures of each rank."""
     more = {"num_rows": num_rows, "num_steps": num_steps, "num_warmup": 3}
-    return {stage: run_ranks({"section": "rows", "stage": stage, **more}, 2, timeout_s=300) for stage in STAGES}
+    return {stage: run_ranks(WORKER, {"section": "rows", "stage": stage, **more}, 2, timeout_s=300) for stage in STAGES}
 
 
 def figures(raw: dict[int, list[dict[str, Any]]]) -> str:

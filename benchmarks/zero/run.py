@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, machine
+from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero.contenders import CONTENDERS
 from benchmarks.zero.host import HOST_CONTENDERS
-from benchmarks.zero.launch import ContenderError, run_ranks
 from benchmarks.zero.report import console, write_page
+from benchmarks.zero.workloads import WORKER
 
 SECTIONS = ("host", "tiny1", "tiny2", "gpt1", "gpt2", "states")
 MEMORY_ONLY = ("ddp-view", "ddp-zero")  # peers of the memory table; at other workloads they would say nothing new
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 continue
             print(f"\rround {number + 1}/{args.rounds} {section} {name:<12}", end="", file=sys.stderr, flush=True)
             try:
-                figures.setdefault(section, {})[name] = run_ranks(spec, size)
+                figures.setdefault(section, {})[name] = run_ranks(WORKER, spec, size)
             except ContenderError as error:
                 raw["failures"][f"{section} {name}"] = str(error)
                 print(f"\n{section} {name} failed: {error}", file=sys.stderr, flush=True)

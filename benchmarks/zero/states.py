@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.zero.worker import reset_peak, status_bytes, warm_up
+from benchmarks.process import reset_peak, status_bytes, warm_up
 from benchmarks.zero.workloads import WORKLOADS
 
 K = 12

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero.contenders import Step, engine_step, import_deepspeed, train_step
-from benchmarks.zero.launch import ContenderError, run_ranks
-from benchmarks.zero.workloads import GPT, WORKLOADS, Workload, byte_batch, cross_entropy
+from benchmarks.zero.workloads import GPT, WORKER, WORKLOADS, Workload, byte_batch, cross_entropy
 
 NODES, LOCAL = 2, 4
 CONTEXT = 16  # tokens change no byte of what is sent
@@ -166,7 +166,7 @@ def measure(rounds: int, quick: bool) -> dict[str, Any]:
                 continue
             print(f"\rround {number + 1}/{rounds} {name:<50}", end="", file=sys.stderr, flush=True)
             try:
-                figures[name] = run_ranks({"section": "traffic", "contender": name, **more}, 2, timeout_s=240)
+                figures[name] = run_ranks(WORKER, {"section": "traffic", "contender": name, **more}, 2, timeout_s=240)
             except ContenderError as error:
                 raw["failures"][name] = error.last
                 print(f"\n{name} failed: {error}", file=sys.stderr, flush=True)

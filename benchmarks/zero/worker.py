@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import re
-import sys
 import time
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.launch import answer
+from benchmarks.process import reset_peak, status_bytes, warm_up
 from benchmarks.zero.contenders import CONTENDERS
 from benchmarks.zero.workloads import Workload, workload_of
-
-
-def status_bytes(key: str) -> int:
-    """A line of /proc/self/status in bytes, e.g. VmRSS or VmHWM."""
-    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
-def reset_peak() -> int:
-    """Start a new peak of the resident set; returns its size now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
-
-
-def join(rank: int, size: int, store: str) -> None:
-    """One gloo group over a file; the unsharded processes use it for a barrier only."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-
-
-def warm_up() -> None:
-    """Let libraries allocate what they keep: arithmetic, backward, an optimizer step and collectives, all small."""
-    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.randn(8, 64)).square().mean().backward()
-    optimizer.step()
-    tensor = torch.ones(4096)
-    dist.all_reduce(tensor)
-    dist.all_gather_into_tensor(torch.empty(4096 * dist.get_world_size()), tensor)
-    dist.barrier()
 
 
 def agree_steps(workload: Workload, step_s: float, budget_s: float) -> int:
@@ -92,84 +56,39 @@ def measure_step(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
-def measure(spec: dict[str, Any], out: Path, rank: int, size: int) -> None:
-    """Figures of what ``spec`` says, with "section", "contender", …, go to OUT/rank<r>.json. Ends the process."""
-    join(rank, size, str(out / "store"))
-    if spec["section"] == "step":
-        figures = measure_step(spec, rank)
-    elif spec["section"] == "host":
+def measure(spec: dict[str, Any], rank: int) -> Any:
+    """Figures of what ``spec`` says, with "section", "contender", …"""
+    section = spec["section"]
+    if section == "step":
+        return measure_step(spec, rank)
+    if section == "host":
         from benchmarks.zero.host import measure_host
 
-        figures = measure_host(spec["contender"])
-    elif spec["section"] == "unit":
+        return measure_host(spec["contender"])
+    if section == "unit":
         from benchmarks.zero.host import measure_unit
 
-        figures = measure_unit(spec["stage"])
-    elif spec["section"] == "offload":
+        return measure_unit(spec["stage"])
+    if section == "offload":
         from benchmarks.zero.offload import measure_offload
 
-        figures = measure_offload(spec, rank)
-    elif spec["section"] == "traffic":
+        return measure_offload(spec, rank)
+    if section == "traffic":
         from benchmarks.zero.traffic import measure_traffic
 
-        figures = measure_traffic(spec, rank)
-    elif spec["section"] == "rows":
+        return measure_traffic(spec, rank)
+    if section == "rows":
         from benchmarks.zero.rows import measure_rows
 
-        figures = measure_rows(spec, rank)
-    elif spec["section"] == "init":
+        return measure_rows(spec, rank)
+    if section == "init":
         from benchmarks.zero.init import measure_init
 
-        figures = measure_init(spec, rank)
-    else:
-        from benchmarks.zero.states import measure_states
+        return measure_init(spec, rank)
+    from benchmarks.zero.states import measure_states
 
-        figures = measure_states(spec["stage"], rank)
-    (out / f"rank{rank}.json").write_text(json.dumps(figures))
-    dist.barrier()
-    os._exit(0)  # some libraries hang or complain at exit; nothing is left to do
-
-
-def serve() -> None:
-    """For each line of stdin, a JSON [spec, size, OUT], fork the ranks, and write a line when all of them are over.
-
-    Imports take longer than short measurements, and are made once here. A rank is a process of its own all the same.
-    """
-    import torch.nn.parallel
-
-    import zoo.zero  # noqa: F401
-
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        spec, size, out = json.loads(line)
-        children = []
-        for rank in range(size):
-            child = os.fork()
-            if child == 0:
-                with (Path(out) / f"log{rank}").open("w") as log:
-                    os.dup2(log.fileno(), 1)
-                    os.dup2(log.fileno(), 2)
-                os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
-                os.environ["LOCAL_WORLD_SIZE"] = str(size)
-                try:
-                    measure(spec, Path(out), rank, size)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
-            children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
-        print("over", flush=True)
-
-
-def main() -> None:
-    """``worker SPEC OUT`` measures as one rank; ``worker --serve`` see :func:`serve`."""
-    if sys.argv[1] == "--serve":
-        serve()
-        return
-    measure(json.loads(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return measure_states(spec["stage"], rank)
 
 
 if __name__ == "__main__":
-    main()
+    answer(measure)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+WORKER = "benchmarks.zero.worker"
 NUM_TINY, TINY_WIDTH = 200, 64
 
 

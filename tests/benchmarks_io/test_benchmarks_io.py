@@ -10,10 +10,10 @@ import pytest
 import torch
 from benchmarks.io import figures, files, fio
 from benchmarks.io.contenders import contenders
-from benchmarks.io.launch import ContenderError
 from benchmarks.io.points import Grid, Point, best_point
 from benchmarks.io.report import console, write_page
 from benchmarks.io.run import parser, size
+from benchmarks.launch import ContenderError
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.onebit.launch import start
+from benchmarks.launch import start
 from benchmarks.onebit.optimizers import LOCAL, MOMENTUM, SCHEDULES, VARIANCE, counts_of, published, share_of, steps_of
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.common import ROOT
+from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero import compare, init, memory, traffic
-from benchmarks.zero.launch import ContenderError, run_ranks
-from benchmarks.zero.workloads import GPT
+from benchmarks.zero.workloads import GPT, WORKER
 from torch import nn
 
 FIGURES = {"wall_s": 1.0, "cpu_s": 0.5, "losses": [2.0, 1.0], "inter_bytes": 3000}
@@ -96,7 +96,7 @@ def test_a_wrong_parameter_and_an_allocation_that_failed_show_in_the_table() -> 
 @pytest.mark.slow
 def test_one_process_measures_a_construction_under_a_cap(tmp_path: Path) -> None:
     spec = {"section": "init", "contender": "zoo-nvme", "folder": str(tmp_path), "size": "quick"}
-    figures = run_ranks(spec, 1, 120, init.CONTENDERS["zoo-nvme"].variables)[0]
+    figures = run_ranks(WORKER, spec, 1, 120, init.CONTENDERS["zoo-nvme"].variables)[0]
     assert figures["error"] == ""
     torch.manual_seed(0)
     layers, width, *_ = init.SIZES["quick"]
