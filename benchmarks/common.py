@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,22 @@ def machine(packages: Sequence[str]) -> dict[str, Any]:
         **versions,
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
     }
+
+
+def keep(raw: Any, path: Path) -> None:
+    """Raw figures go there as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(raw))
+
+
+def facts(about: Mapping[str, Any]) -> str:
+    """What :func:`machine` gives, as a list."""
+    return "\n".join(f"- {key}: {value}" for key, value in about.items())
+
+
+def write_page(page: Path, text: str) -> None:
+    """The page anew, whose remarks stay."""
+    page.write_text(f"{text.rstrip()}\n\n{remarks(page)}", encoding="utf-8")
 
 
 def remarks(page: Path) -> str:

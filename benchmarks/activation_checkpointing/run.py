@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from benchmarks.activation_checkpointing.contenders import Block, Checkpoint, Tiny, contenders, step
 from benchmarks.activation_checkpointing.memory import Peak
-from benchmarks.common import Spread, machine, remarks, table
+from benchmarks.common import Spread, facts, machine, remarks, table
 from torch import nn
 
 PAGE = Path(__file__).with_name("RESULTS.md")
@@ -108,7 +108,7 @@ def page(
         f"({ratio(times, a, b).text(3)}, target {TARGET})"
         for a, b in pairs
     ]
-    facts = "\n".join(f"- {key}: {value}" for key, value in machine(["torch"]).items())
+    about = facts(machine(["torch"]))
     header = [
         "contender", "CPU of a step, ms", "of no checkpoint", "of torch", "peak of tensors, MiB", "of no checkpoint",
         "CPU of a call, µs",
@@ -117,7 +117,7 @@ def page(
 
 Written by `python -m benchmarks.activation_checkpointing`.
 
-{facts}
+{about}
 
 ## Targets
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpointing.contenders import CONTENDERS
-from benchmarks.common import ROOT, machine, remarks, table
+from benchmarks.common import ROOT, facts, keep, machine, table, write_page
 from benchmarks.launch import run_ranks
 
 RAW = ROOT / "build" / "benchmarks" / "checkpointing.json"
@@ -105,10 +105,8 @@ def main(argv: list[str] | None = None) -> None:
             spec = {"folder": folder, "names": args.contenders, "num_bytes": args.num_bytes, "rounds": args.rounds}
             ranks = run_ranks("benchmarks.checkpointing.worker", spec, 2, args.timeout)
         raw = {"spec": spec, "ranks": ranks, "machine": machine(["torch", "deepspeed"])}
-        RAW.parent.mkdir(parents=True, exist_ok=True)
-        RAW.write_text(json.dumps(raw))
+        keep(raw, RAW)
     print(tables(raw))
     if args.write_results:
-        head = ["# Checkpoints", "", "Written by `python -m benchmarks.checkpointing`.", ""]
-        head += [f"- {key}: {value}" for key, value in raw["machine"].items()]
-        PAGE.write_text("\n".join([*head, "", tables(raw), "", remarks(PAGE)]).rstrip() + "\n")
+        head = "# Checkpoints\n\nWritten by `python -m benchmarks.checkpointing`."
+        write_page(PAGE, f"{head}\n\n{facts(raw['machine'])}\n\n{tables(raw)}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import ROOT, machine, remarks, table
+from benchmarks.common import ROOT, keep, machine, table, write_page
 
 from zoo.kernels import loading
 from zoo.kernels.packed_linear import PackedWeight, pack_weight, packed_linear
@@ -240,12 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = {(*r["shape"], r["tokens"], r["threads"]): r for r in [*old["records"], *records]}
     records = [cells[cell] for cell in sorted(cells, key=lambda c: (SHAPES.index(c[:2]), c))]
     about["load of the machine"] = f"{min(loads):.1f} to {max(loads):.1f} (of {os.cpu_count()} cores)"
-    RAW.parent.mkdir(parents=True, exist_ok=True)
-    RAW.write_text(json.dumps({"about": {"loads": loads}, "records": records}))
+    keep({"about": {"loads": loads}, "records": records}, RAW)
     text = page(records, about)
     print(text)
     if args.write_results:
-        PAGE.write_text(f"{text}\n{remarks(PAGE)}")
+        write_page(PAGE, text)
     return 0
 
 

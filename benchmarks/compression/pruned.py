@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Spread, machine, remarks, table
+from benchmarks.common import Spread, machine, table, write_page
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -135,7 +135,7 @@ def main() -> None:
     found = table(header, rows)
     print(found)
     facts = ", ".join(f"{key} {value}" for key, value in machine(["torch", "zoo-compression"]).items())
-    PAGE.write_text(f"{INTRODUCTION}\n{found}\n\n{facts}\n\n{remarks(PAGE)}")
+    write_page(PAGE, f"{INTRODUCTION}\n{found}\n\n{facts}")
 
 
 if __name__ == "__main__":

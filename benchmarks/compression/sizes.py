@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import ROOT, machine, remarks, table
+from benchmarks.common import ROOT, facts, keep, machine, table, write_page
 from benchmarks.compression import training
 from benchmarks.compression.jobs import JOBS, Job, MissingError
 from torch import nn
@@ -212,14 +212,13 @@ def main() -> None:
             found = {**raw[name]["found"], **found}
         relative = name in ("bytes", "smollm2")
         raw[name] = {"unit": job.unit, "lower": job.lower, "relative": relative, "found": found}
-        RAW.parent.mkdir(parents=True, exist_ok=True)
-        RAW.write_text(json.dumps(raw))
+        keep(raw, RAW)
     raw = json.loads(RAW.read_text())
     text = "\n".join(of_job(name, raw[name]) for name in JOBS if name in raw)
     print(text)
     if args.write_results:
         draw(raw)
-        about = "\n".join(f"- {key}: {value}" for key, value in machine(["torch", "torchao", "transformers"]).items())
+        about = facts(machine(["torch", "torchao", "transformers"]))
         intro = (
             "Written by `python -m benchmarks.compression.sizes`. Weights of linear layers (a tied head stays) are "
             "rounded after training, in groups with fp32 scales, and models computed in fp32. *nearest*: each weight "
@@ -230,7 +229,7 @@ def main() -> None:
             f"count {training.KEPT_BITS} bits, and one bit an element says which they are."
         )
         intro += f"\n\n![a plot for each job](sizes.png)\n\n{about}"
-        PAGE.write_text(f"# Quality at a size\n\n{intro}\n\n{text}\n{remarks(PAGE)}")
+        write_page(PAGE, f"# Quality at a size\n\n{intro}\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from benchmarks.common import machine, remarks, table
+from benchmarks.common import machine, table, write_page
 from torch import Tensor, nn
 
 from zoo.compression import CompressionScheduler, xtc
@@ -143,7 +143,7 @@ def main() -> None:
     print(drawn)
     facts = ", ".join(f"{key} {value}" for key, value in machine(["torch", "zoo-compression", "scikit-learn"]).items())
     said = INTRODUCTION.format(seeds=options.seeds, teacher=text(teachers), steps=options.steps)
-    PAGE.write_text(f"{said}\n{drawn}\n\n{facts}\n\n{remarks(PAGE)}")
+    write_page(PAGE, f"{said}\n{drawn}\n\n{facts}")
 
 
 def text(values: list[float]) -> str:

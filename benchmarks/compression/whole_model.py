@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Spread, machine, remarks, table
+from benchmarks.common import Spread, machine, table, write_page
 from torch import nn
 
 from zoo.compression.packed import pack_model
@@ -132,7 +132,7 @@ def main() -> None:
     ])  # fmt: skip
     print(text)
     if options.write_results:
-        PAGE.write_text(f"{text}\n{remarks(PAGE)}")
+        write_page(PAGE, text)
 
 
 if __name__ == "__main__":

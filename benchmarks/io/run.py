@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, machine
+from benchmarks.common import ROOT, keep, machine
 from benchmarks.io import files, fio
 from benchmarks.io.contenders import Contender, contenders
 from benchmarks.io.points import Grid, Point, best_point
@@ -73,8 +73,7 @@ class Run:
 
     def save(self) -> None:
         """The raw figures so far."""
-        self.args.raw.parent.mkdir(parents=True, exist_ok=True)
-        self.args.raw.write_text(json.dumps(self.raw))
+        keep(self.raw, self.args.raw)
 
     def probe(self) -> None:
         """Leave out who is not installed or does not work here, and say so."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Spread, remarks, table
+from benchmarks.common import Spread, facts, table, write_page
 from benchmarks.moe.contenders import BARE, FRESH
 from benchmarks.moe.parallel import CONTENDERS as PARALLEL
 from benchmarks.moe.shapes import Shape
@@ -198,8 +198,7 @@ PARALLELISM = (
 
 def write(raw: dict[str, Any], page: Path = PAGE) -> None:
     """The page; its remarks stay."""
-    facts = "\n".join(f"- {key}: {value}" for key, value in raw["machine"].items())
-    page.write_text(
-        f"# Mixture of experts on the CPU\n\nWritten by `python -m benchmarks.moe`.\n\n{facts}\n\n{tables(raw)}\n\n"
-        f"{remarks(page)}"
+    about = facts(raw["machine"])
+    write_page(
+        page, f"# Mixture of experts on the CPU\n\nWritten by `python -m benchmarks.moe`.\n\n{about}\n\n{tables(raw)}"
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, machine
+from benchmarks.common import ROOT, keep, machine
 from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.moe import contenders, parallel, report
 from benchmarks.moe.shapes import ROUTINGS, Shape
@@ -115,8 +115,7 @@ def main(argv: list[str] | None = None) -> None:
                     print(f"{name} failed: {error}", file=sys.stderr, flush=True)
                     raise SystemExit(1) from error
                 if not args.quick:
-                    args.raw.parent.mkdir(parents=True, exist_ok=True)
-                    args.raw.write_text(json.dumps(raw))
+                    keep(raw, args.raw)
     print(report.tables(raw))
     if args.write_results:
         report.write(raw)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.common import ROOT, Spread, facts, keep, machine, table, write_page
 from benchmarks.launch import start
 from benchmarks.onebit.link import LinkError, cable
 from benchmarks.onebit.steps import LAYERS, PLAIN, ROWS, WIDTH
@@ -63,7 +62,7 @@ def summary(found: dict[str, list[dict[str, float]]], base: str) -> dict[str, tu
 
 def write(raw: dict[str, Any]) -> None:
     """The page; remarks stay."""
-    about = "\n".join(f"- {key}: {value}" for key, value in raw["about"].items())
+    about = facts(raw["about"])
     parts = [section(name, found, raw["numel"]) for name, found in raw["links"].items()]
     intro = (
         f"Written by `python -m benchmarks.onebit`. The mean of {raw['numel']:,} fp32 numbers on two gloo ranks, "
@@ -71,7 +70,7 @@ def write(raw: dict[str, Any]) -> None:
         "(smallest–largest). All work in place; a compressed mean includes the commit of its error, gloo's is a sum. "
         f"The small model: {LAYERS} layers of {WIDTH}×{WIDTH}, DistributedDataParallel, {ROWS} rows a rank, SGD."
     )
-    PAGE.write_text(f"# Compressed communication\n\n{intro}\n\n{about}\n\n" + "\n".join(parts) + f"\n{remarks(PAGE)}")
+    write_page(PAGE, f"# Compressed communication\n\n{intro}\n\n{about}\n\n" + "\n".join(parts))
 
 
 def main() -> None:
@@ -94,8 +93,7 @@ def main() -> None:
         "about": machine(["torch"]), "numel": args.numel, "rounds": args.rounds, "threads": args.threads, "links":
         links,
     }  # fmt: skip
-    RAW.parent.mkdir(parents=True, exist_ok=True)
-    RAW.write_text(json.dumps(raw))
+    keep(raw, RAW)
     for name, found in links.items():
         print(section(name, found, args.numel))
     if args.write_results:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.common import ROOT, Spread, facts, keep, machine, table, write_page
 from benchmarks.launch import start
 from benchmarks.onebit.contenders import ADAMW, BASE, CLASSES, LOCAL, ZERO_ONE
 from benchmarks.onebit.link import LinkError, cable
@@ -146,7 +146,7 @@ def report(raw: Mapping[str, Any]) -> str:
 
 def intro(raw: Mapping[str, Any]) -> str:
     """Head of the page."""
-    about = "\n".join(f"- {key}: {value}" for key, value in raw["about"].items())
+    about = facts(raw["about"])
     return (
         "Written by `python -m benchmarks.onebit.optimizers`. Stage 0 on two gloo ranks, 1 thread each, fp32; "
         "contenders make a step each in turns, ratios are of one round: median (smallest–largest). *MB counted*: what "
@@ -178,15 +178,14 @@ def measure_job(job: str, steps: int, seeds: int) -> list[Any]:
     for name in CLASSES:
         arguments = ["--job", job, "--steps", str(steps), "--seeds", *map(str, range(seeds)), "--only", name]
         found += start("benchmarks.onebit.converge", arguments, [()] * 2)
-        keep({job: found})
+        keep_also({job: found})
     return found
 
 
-def keep(more: Mapping[str, Any]) -> dict[str, Any]:
+def keep_also(more: Mapping[str, Any]) -> dict[str, Any]:
     """Everything measured so far, this too; a run that is cut off loses one contender."""
     raw = {**(json.loads(RAW.read_text()) if RAW.exists() else {}), **more}
-    RAW.parent.mkdir(parents=True, exist_ok=True)
-    RAW.write_text(json.dumps(raw))
+    keep(raw, RAW)
     return raw
 
 
@@ -203,16 +202,16 @@ def main() -> None:
     parser.add_argument("--write-results", action="store_true", help="write OPTIMIZERS.md (its remarks are kept)")
     args = parser.parse_args()
     if "steps" in args.parts:
-        keep({"links": measure_links(args)})
+        keep_also({"links": measure_links(args)})
     if "bytes" in args.parts:
         measure_job("bytes", args.bytes_steps, 1)
     if "digits" in args.parts:
         measure_job("digits", args.digits_steps, 2)
-    raw = keep({"about": machine(["torch", "scikit-learn", "torchft"])})
+    raw = keep_also({"about": machine(["torch", "scikit-learn", "torchft"])})
     text = report(raw)
     print(text)
     if args.write_results:
-        PAGE.write_text(f"# Optimizers that compress\n\n{intro(raw)}\n\n{text}\n{remarks(PAGE)}")
+        write_page(PAGE, f"# Optimizers that compress\n\n{intro(raw)}\n\n{text}")
 
 
 if __name__ == "__main__":

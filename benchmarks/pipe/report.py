@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import remarks, table
+from benchmarks.common import facts, table, write_page
 from benchmarks.pipe.contenders import BOTH, CONTENDERS, SERIAL
 from benchmarks.pipe.model import Shape
 from benchmarks.pipe.timeline import compare, own_ratios
@@ -209,8 +209,5 @@ TIMELINE = (
 
 def write(raw: Mapping[str, Any], page: Path = PAGE) -> None:
     """The page; its remarks stay."""
-    facts = "\n".join(f"- {key}: {value}" for key, value in raw["machine"].items())
-    page.write_text(
-        f"# Pipelines on the CPU\n\nWritten by `python -m benchmarks.pipe`.\n\n{facts}\n\n{tables(raw)}\n\n"
-        f"{remarks(page)}"
-    )
+    about = facts(raw["machine"])
+    write_page(page, f"# Pipelines on the CPU\n\nWritten by `python -m benchmarks.pipe`.\n\n{about}\n\n{tables(raw)}")

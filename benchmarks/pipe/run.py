@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, machine
+from benchmarks.common import ROOT, keep, machine
 from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.pipe import report
 from benchmarks.pipe.contenders import BOTH, CONTENDERS
@@ -104,8 +104,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 def save(args: argparse.Namespace, raw: dict[str, Any]) -> None:
     """Keep the figures."""
     if not args.quick:
-        args.raw.parent.mkdir(parents=True, exist_ok=True)
-        args.raw.write_text(json.dumps(raw))
+        keep(raw, args.raw)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, Spread, table
+from benchmarks.common import ROOT, Spread, keep, table
 from benchmarks.launch import ContenderError, Server
 from benchmarks.zero.workloads import WORKER
 
@@ -76,8 +76,7 @@ def measure(args: argparse.Namespace) -> Rounds:
                     figures[f"{which} {name}"] = servers[which].run(spec, size)
                 except ContenderError as error:
                     print(f"\n{which} {name} failed: {error}", file=sys.stderr, flush=True)
-        args.raw.parent.mkdir(parents=True, exist_ok=True)
-        args.raw.write_text(json.dumps(rounds))
+        keep(rounds, args.raw)
     for server in servers.values():
         server.close()
     print(file=sys.stderr)

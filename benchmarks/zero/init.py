@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.common import ROOT, Spread, facts, keep, machine, table, write_page
 from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero.workloads import GPT, WORKER
 from torch import nn
@@ -271,17 +271,17 @@ def main() -> None:
     args = parser.parse_args()
     raw = json.loads(RAW.read_text()) if args.report_only else measure(args.rounds, args.folder, args.quick, args.only)
     if not args.report_only and not args.quick:
-        RAW.parent.mkdir(parents=True, exist_ok=True)
-        RAW.write_text(json.dumps(raw))
+        keep(raw, RAW)
     print(report(raw))
     if args.write_results:
-        facts = "\n".join(f"- {key}: {value}" for key, value in raw["machine"].items())
-        PAGE.write_text(
+        about = facts(raw["machine"])
+        write_page(
+            PAGE,
             "# Init: a model several times larger than the memory cap\n\nWritten by `python -m benchmarks.zero.init`, "
             f"{len(raw['rounds'])} rounds; medians (lowest–highest), of 2 ranks the larger figure. A GPT of "
             f"{raw['numel']:,} parameters in fp32, {raw['numel'] * 4 / MIB:.0f} MiB, whose `__init__` draws its "
             "matrices anew with `nn.init.normal_` after its layers were built.\n\n"
-            f"{facts}\n\n{report(raw)}\n\n{remarks(PAGE)}"
+            f"{about}\n\n{report(raw)}",
         )
 
 

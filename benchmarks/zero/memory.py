@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, machine, remarks, table
+from benchmarks.common import ROOT, facts, machine, remarks, table
 from benchmarks.launch import environment
 
 CONTENDERS = ("ddp", "fsdp2", "zoo1", "zoo2", "zoo3", "zoo3_layer")
@@ -147,7 +147,7 @@ def page(text: str) -> str:
     """MEMORY.md with this table."""
     first, _, rest = (__doc__ or "").partition("::")
     told = rest.rpartition("MEMORY.md\n")[2].strip()
-    lines = "\n".join(f"- {key}: {value}" for key, value in machine(("torch", "transformers")).items())
+    lines = facts(machine(("torch", "transformers")))
     return (
         f"# Memory of a model of real size\n\nWritten by `python -m benchmarks.zero.memory`. {first.strip()}\n\n"
         f"{lines}\n\n{told}\n\n{text}\n\n{remarks(RESULTS)}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.common import ROOT, Spread, facts, keep, machine, table, write_page
 from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero.workloads import WORKER, WORKLOADS, Workload
 
@@ -166,8 +166,7 @@ def measure(rounds: int, folder: str, names: list[str]) -> dict[str, Any]:
             except ContenderError as error:
                 raw["failures"][name] = str(error)
                 print(f"\n{name} failed: {error}", file=sys.stderr, flush=True)
-            RAW.parent.mkdir(parents=True, exist_ok=True)
-            RAW.write_text(json.dumps(raw))
+            keep(raw, RAW)
     print(file=sys.stderr)
     return raw
 
@@ -233,12 +232,13 @@ def main() -> None:
     text = report(raw)
     print(text)
     if args.write_results:
-        facts = "\n".join(f"- {key}: {value}" for key, value in raw["machine"].items())
-        PAGE.write_text(
+        about = facts(raw["machine"])
+        write_page(
+            PAGE,
             "# Offloading: a step with its states on the host and on NVMe\n\nWritten by `python -m benchmarks.zero."
             f"offload`, {len(raw['rounds'])} rounds; medians (lowest–highest). 38 M parameters in bf16, masters and "
             "two moments in fp32, stage 3, one process of one thread, batch 1 x 128.\n\n"
-            f"{facts}\n\n{text}\n\n{remarks(PAGE)}"
+            f"{about}\n\n{text}",
         )
 
 

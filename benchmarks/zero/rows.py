@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Spread, machine, remarks, table
+from benchmarks.common import Spread, facts, machine, table, write_page
 from benchmarks.launch import run_ranks
 from benchmarks.zero.workloads import WORKER
 from torch import nn
@@ -113,14 +113,15 @@ def main() -> None:
     found = figures(measure(2000, 8) if args.quick else measure(NUM_ROWS, args.steps))
     print(found)
     if args.write_results:
-        facts = "\n".join(f"- {key}: {value}" for key, value in machine(["torch"]).items())
-        PAGE.write_text(
+        about = facts(machine(["torch"]))
+        write_page(
+            PAGE,
             "# Gradients of an embedding as rows\n\nWritten by `python -m benchmarks.zero.rows`, medians of "
-            f"{args.steps - 3} steps; ratios are taken step by step (median, quartiles).\n\n{facts}\n\n2 gloo "
+            f"{args.steps - 3} steps; ratios are taken step by step (median, quartiles).\n\n{about}\n\n2 gloo "
             f"processes of one thread train a table of {NUM_ROWS:,} x {WIDTH} in fp32 and a small layer with "
             f"`zoo.optim.AdamW` on {NUM_TOKENS} drawn tokens each. A step is forward, backward and update. All train "
             "to the same bits, which is checked. At stages 1 and 2 new parameters are gathered whole, at stage 3 all "
-            f"parameters are gathered for forward.\n\n{found}\n\n{remarks(PAGE)}"
+            f"parameters are gathered for forward.\n\n{found}",
         )
 
 

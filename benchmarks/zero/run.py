@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, machine
+from benchmarks.common import ROOT, keep, machine
 from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero.contenders import CONTENDERS
 from benchmarks.zero.host import HOST_CONTENDERS
@@ -73,8 +73,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             except ContenderError as error:
                 raw["failures"][f"{section} {name}"] = str(error)
                 print(f"\n{section} {name} failed: {error}", file=sys.stderr, flush=True)
-            args.raw.parent.mkdir(parents=True, exist_ok=True)
-            args.raw.write_text(json.dumps(raw))
+            keep(raw, args.raw)
     print(file=sys.stderr)
     return raw
 

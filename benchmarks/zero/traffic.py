@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import ROOT, Spread, machine, remarks, table
+from benchmarks.common import ROOT, Spread, facts, keep, machine, table
+from benchmarks.common import write_page as write
 from benchmarks.launch import ContenderError, run_ranks
 from benchmarks.zero.contenders import Step, engine_step, import_deepspeed, train_step
 from benchmarks.zero.workloads import GPT, WORKER, WORKLOADS, Workload, byte_batch, cross_entropy
@@ -233,19 +234,19 @@ def seconds_table(raw: dict[str, Any]) -> str:
 
 def write_page(raw: dict[str, Any], page: Path) -> None:
     """The page; what stands under "Remarks" stays."""
-    facts = "\n".join(f"- {key}: {value}" for key, value in raw["machine"].items())
+    about = facts(raw["machine"])
     size = raw["bytes"]["stage 3"]["M"]
-    page.write_text(
+    write(
+        page,
         "# ZeRO++ and MiCS: what a step sends, and what sending less costs\n\nWritten by `python -m benchmarks.zero."
-        f"traffic`, {len(raw['rounds'])} rounds; medians (lowest–highest).\n\n{facts}\n\n"
+        f"traffic`, {len(raw['rounds'])} rounds; medians (lowest–highest).\n\n{about}\n\n"
         f"## Bytes\n\n{NODES} nodes of {LOCAL} simulated ranks train a GPT of {size // 2:,} parameters in bf16 (M = "
         f"{size:,} bytes); bytes that each rank sends in its second step, by `optimizer.comm.log`. Nothing is kept "
         "gathered between forward and backward (`max_live_parameters=0`) and no parameter is resident "
         "(`param_persistence_threshold=0`), except in the last two lines. A message counts as going straight to its "
         f"receiver.\n\n{bytes_table(raw)}\n\n## Seconds\n\n2 gloo processes of one thread, each declared a node "
         "(`ranks_per_node=1`), over loopback; 38 M parameters in bf16, batch 1 x 128 a rank, the same two options. "
-        f"hpZ has no meaning here: a node of one rank has nobody to gather from.\n\n{seconds_table(raw)}\n\n"
-        f"{remarks(page)}"
+        f"hpZ has no meaning here: a node of one rank has nobody to gather from.\n\n{seconds_table(raw)}",
     )
 
 
@@ -258,8 +259,7 @@ def main() -> None:
     args = parser.parse_args()
     raw = json.loads(RAW.read_text()) if args.report_only else measure(args.rounds, args.quick)
     if not args.report_only and not args.quick:
-        RAW.parent.mkdir(parents=True, exist_ok=True)
-        RAW.write_text(json.dumps(raw))
+        keep(raw, RAW)
     print(bytes_table(raw), seconds_table(raw), sep="\n\n")
     if args.write_results:
         write_page(raw, PAGE)
