@@ -16,6 +16,7 @@ from tests.zero.micro_batches import WIDTH, Case, Model, build, cases, data, dri
 from torch import nn
 
 from zoo import sim
+from zoo.shard.parameters import Presence
 from zoo.shard.runtime.window import Window
 from zoo.zero import ShardedModel, ZeroOptimizer
 
@@ -46,9 +47,9 @@ def watching(sharded: ShardedModel) -> Iterator[Callable[[], tuple[int, int, int
 
         def counting(**options: Any) -> None:
             nonlocal most, needed, gathers
-            gathers += not (bucket.parameters.live or bucket.parameters.coming)
+            gathers += bucket.parameters.presence is Presence.SHARDED
             gather(**options)
-            whole = [b for b in partitioned if b.parameters.live or b.parameters.coming]
+            whole = [b for b in partitioned if b.parameters.presence is not Presence.SHARDED]
             # What a backward has opened is in use until it is past its first use.
             used = [b for b in whole if b is bucket or b.active or b in opened]
             most, needed = max(most, sum(b.num_bytes for b in whole)), max(needed, sum(b.num_bytes for b in used))
@@ -297,7 +298,7 @@ def test_after_an_exception_the_next_correct_step_is_correct(stage: int, place: 
             raise AssertionError("the exception vanished")
         del kept
         assert not any(b.leases or b.active for b in optimizer.buckets)
-        assert not any(b.parameters.live or b.parameters.coming for b in optimizer.buckets if b.partitioned)
+        assert all(b.parameters.presence is Presence.SHARDED for b in optimizer.buckets if b.partitioned)
         if place in ("backward", "backward_weights", "caught"):
             with pytest.raises(RuntimeError, match=r"ended with an exception.*zero_grad"):
                 optimizer.step()

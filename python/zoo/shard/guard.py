@@ -75,7 +75,7 @@ def _refuse(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     touched = sharded_in((args, kwargs or {}))
-    hidden = {p._zoo_bucket: p for p in touched if p._zoo_bucket.parameters.hidden}
+    hidden = {p._zoo_bucket: p for p in touched if p._zoo_bucket.parameters.refused}
     # In a forward the running unit takes them as its own, all in the same order on every rank.
     in_order = sorted(hidden.items(), key=lambda item: item[0].index)
     if hidden and all(bucket.take_external(p._zoo_slot) for bucket, p in in_order):
@@ -184,7 +184,7 @@ def _detach(self: Any) -> torch.Tensor:
     if sys._getframe(1).f_code is SAVES and split_for_torch(self):
         bucket = type(self)._zoo_bucket
         return bucket.owner().rows(bucket, self._zoo_slot)  # type: ignore[no-any-return]
-    if type(self)._zoo_bucket.parameters.hidden and not torch.compiler.is_compiling():
+    if type(self)._zoo_bucket.parameters.refused and not torch.compiler.is_compiling():
         nothing = nothing_of(self)
         if nothing is not None:
             return nothing

@@ -1,10 +1,12 @@
 """The parameters of one bucket: whole while they are used, this rank's shard in its tier in between.
 
-Legend: see ``buckets.py``.
+They are *sharded*; *unsharding*, while a gather is under way; *hidden*, where they are whole and the model's are
+refused to everybody; and *shown*, while somebody uses them. Legend: see ``buckets.py``.
 """
 
 from __future__ import annotations
 
+import enum
 import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,25 +26,34 @@ if TYPE_CHECKING:
 _VERSION: Any = attrgetter("_version")
 
 
+class Presence(enum.Enum):
+    """What of a bucket's parameters is on this rank now."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    HIDDEN = "hidden"
+    SHOWN = "shown"
+
+
+_SHARDED, _UNSHARDING, _HIDDEN, _SHOWN = Presence
+
+
 class BucketParameters:
     """The buffers of a bucket's parameters on this rank.
 
     Attributes:
-        full: (P,) parameters; the model's are views of it. Where the bucket is partitioned its storage is empty between
-            ``release`` and ``gather``.
+        presence: what is here; ``full`` holds valid parameters where they are hidden or shown.
+        full: (P,) parameters; the model's are views of it. Its storage is empty while they are sharded.
         shard: this rank's parameters where they are partitioned, wherever and however it keeps them; a view of ``full``
             elsewhere.
         secondary: (P / ranks of a secondary group,) hpZ: a part of what forward gathered, for backward.
-        live: ``full`` holds valid parameters.
-        coming: a gather is under way.
-        hidden: the model's parameters are refused to everybody.
     """
 
     def __init__(self, bucket: Bucket, source: RoleBuffer | None = None) -> None:
         self.bucket = bucket
         self._routes = bucket.routes
         self._route = self._routes.gather
-        self.live, self.coming, self.hidden = True, False, False
+        self.presence = _SHOWN
         self.secondary: torch.Tensor | None = None
         self._aliases: dict[int, torch.Tensor] = {}  # by slot: what was made of `parameter.data`
         self._handle: Handle | None = None
@@ -91,9 +102,25 @@ class BucketParameters:
 
     # Whole -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def live(self) -> bool:
+        """They are whole, hidden or shown."""
+        return self.presence is _SHOWN or self.presence is _HIDDEN
+
+    @property
+    def refused(self) -> bool:
+        """The model's parameters are refused to everybody."""
+        return self.presence is not _SHOWN
+
+    def _expect(self, expected: Presence, what: str) -> None:
+        if self.presence is not expected:
+            raise AssertionError(
+                f"{what} of {self.bucket.label}: they are {self.presence.value}, not {expected.value}."
+            )
+
     def unshard(self, *, exact: bool = False) -> None:
         """Start gathering the parameters, if they are neither here nor on their way; ``exact``: see :meth:`wait`."""
-        if self.live or self.coming:
+        if self.presence is not _SHARDED:
             return
         if self.bucket.votes is not None and not exact:
             self.bucket.votes.unshard(self.bucket)
@@ -110,7 +137,8 @@ class BucketParameters:
             self._routes.gather.start(spare, shard.read().to(device), self._label).wait()
 
     def unshard_now(self, *, exact: bool = False) -> None:
-        """Start gathering, on all ranks."""
+        """Start gathering what is sharded, on all ranks."""
+        self._expect(_SHARDED, "a gather of the parameters")
         self._route = self._routes.exact if exact else self._routes.gather
         self._guard.open()
         self.bucket.memory.fill(self._storage, self.bucket.num_bytes)
@@ -124,7 +152,7 @@ class BucketParameters:
             self._handle = packed.start(self.full, self._label)
         else:
             self._gather_from_tier(self.shard)
-        self.coming = True
+        self.presence = _UNSHARDING
 
     def _gather_from_tier(self, shard: RoleBuffer) -> None:
         low, high = self.bucket.own_range()
@@ -156,19 +184,19 @@ class BucketParameters:
         """
         if exact and self.rounds and not self.bucket.active and self._route is not self._routes.exact:
             self.reshard()
-        if not self.live:
-            if not self.coming:
-                self.unshard(exact=exact)
+        if self.presence is _SHARDED:
+            self.unshard(exact=exact)
+        if self.presence is _UNSHARDING:
             self.finish_unshard()
-        if self.hidden:
-            self.hidden = False
+        if self.presence is _HIDDEN:
+            self.presence = _SHOWN
             self._guard.show()
 
     def hide(self) -> None:
         """Refuse the parameters to everybody until the next ``wait``; their memory stays."""
-        if not self.hidden:
+        if self.presence is _SHOWN:
             self._guard.hide()
-            self.hidden = True
+            self.presence = _HIDDEN
 
     def advance(self) -> None:
         """A gather that has two stages, and has been under way for a while, goes on to the second."""
@@ -185,7 +213,6 @@ class BucketParameters:
         try:
             self.shard.finish(future)
         except OffloadError:
-            self.coming = False
             self._drop_full()  # nothing of it is valid
             raise
         if self.shard.pack is not None:
@@ -199,13 +226,14 @@ class BucketParameters:
         self._handle = self._route.start(self.full, own, self._label)
 
     def finish_unshard(self) -> None:
-        """Wait for a gather that is under way."""
+        """Wait for the gather that is under way."""
+        self._expect(_UNSHARDING, "waiting for a gather of the parameters")
         if self._reading is not None:
             self._exchange()
-        handle, self._handle, self.coming = self._handle, None, False
+        handle, self._handle, self.presence = self._handle, None, _SHARDED  # unless it ends well
         if handle is not None:
             handle.wait()
-        self.live = True
+        self.presence = _HIDDEN
 
     def reshard(self, *, again: bool = False) -> None:
         """Free the gathered parameters; this rank keeps its shard.
@@ -214,9 +242,9 @@ class BucketParameters:
         """
         if not self.bucket.partitioned:
             return
-        if self.coming:
+        if self.presence is _UNSHARDING:
             self.finish_unshard()
-        if self.live:
+        if self.presence is not _SHARDED:
             kept = self.bucket.placements.secondary
             group = kept.split if kept is not None else None
             if again and group is not None and self.secondary is None:
@@ -239,8 +267,9 @@ class BucketParameters:
         self._guard.close()
         if self._samples is not None:
             self._samples.forget()
-        self.live = False
-        self.hide()
+        if self.presence is _SHOWN:
+            self._guard.hide()
+        self.presence = _SHARDED
 
     def drop(self) -> None:
         """Keep nothing: neither whole nor this rank's shard."""

@@ -514,9 +514,8 @@ class ShardedModel:
         ]
         for bucket in self.buckets:
             parameters = bucket.parameters
-            here = "whole" if not bucket.partitioned else "unsharded" if parameters.live else "sharded"
-            if parameters.coming:
-                here = "unsharding"
+            here = "unsharded" if parameters.live else parameters.presence.value
+            here = here if bucket.partitioned else "whole"
             gradients = bucket.gradients
             state = "none" if gradients is None else "reduced" if gradients.reduced else gradients.phase.value
             rows.append(

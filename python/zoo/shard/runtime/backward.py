@@ -31,6 +31,7 @@ import torch
 from zoo.comm import Communicator, Recovery
 from zoo.shard.buckets import Bucket
 from zoo.shard.gradients import Phase as GradientPhase
+from zoo.shard.parameters import Presence
 from zoo.shard.runtime.contexts import FAILED, Context, Contexts, Part, Phase, Unit
 from zoo.shard.runtime.graph_tasks import GraphTasks, follow
 from zoo.shard.runtime.reductions import Reductions
@@ -548,7 +549,7 @@ class Backward:
             for bucket in context.calls[position].partitioned:
                 ahead += bucket.num_bytes
                 if ahead <= budget and (bucket.parameters.live or self._residency.may_prefetch(bucket, under_way)):
-                    under_way.setdefault(bucket, bucket.parameters.coming)
+                    under_way.setdefault(bucket, bucket.parameters.presence is Presence.UNSHARDING)
                     bucket.parameters.unshard()
                     self._residency.note_prefetched(bucket)
             position -= 1

@@ -22,6 +22,7 @@ import torch
 
 from zoo.comm import Communicator
 from zoo.shard.buckets import Bucket
+from zoo.shard.parameters import Presence
 
 DONE = 2**62
 
@@ -58,7 +59,7 @@ class GatherVotes:
 
     def _serve(self, bucket: Bucket) -> None:
         parameters = bucket.parameters
-        if parameters.coming:
+        if parameters.presence is Presence.UNSHARDING:
             parameters.wait()
         if parameters.live:
             parameters.give()

@@ -474,7 +474,7 @@ class Runtime:
         """Make a bucket whole and keep it so; returns what :meth:`let_go` needs. Collective."""
         parameters = bucket.parameters
         stays = parameters.live and (bucket.active > 0 or not parameters.rounds)
-        before = (stays, parameters.hidden)
+        before = (stays, parameters.refused)
         parameters.wait(exact=True)
         bucket.active += 1
         if bucket not in self.held:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from zoo.plan import Action, Actions, Kind, Moment
 from zoo.shard.buckets import Bucket
+from zoo.shard.parameters import Presence
 from zoo.shard.runtime.backward import Backward
 from zoo.shard.runtime.contexts import Context, Contexts, Part
 from zoo.shard.runtime.residency import Residency
@@ -252,7 +253,7 @@ class _Planned(Residency):
         self._buckets = by_index
 
     def _whole_bytes(self) -> int:
-        return sum(b.num_bytes for b in self._used if b.live)
+        return sum(b.num_bytes for b in self._used if b.presence is not Presence.SHARDED)
 
 
 class _Unit:
@@ -268,19 +269,19 @@ class _Unit:
 class _StandIn:
     """What the policy needs of a bucket, and of its parameters."""
 
-    partitioned, coming, gradients = True, False, None
+    partitioned, gradients = True, None
 
     def __init__(self, planner: _Planner, bucket: Bucket) -> None:
         self._planner, self._bucket = planner, bucket
         self.index, self.spec, self.num_bytes = bucket.index, bucket.spec, bucket.num_bytes
         self.leases, self.active, self.context_serial = 0, 0, -1
         self.parameters = self
-        self.live = False
+        self.presence = Presence.SHARDED
         self.secondary: bool | None = None
 
     def unshard(self) -> None:
-        if not self.live:
-            self.live = True
+        if self.presence is Presence.SHARDED:
+            self.presence = Presence.HIDDEN
             self._planner.gathers.append((self._bucket, self.secondary is not None))
             self._planner.note(Kind.PREFETCH if self._planner.ahead else Kind.UNSHARD, self._bucket)
 
@@ -288,12 +289,16 @@ class _StandIn:
         self.unshard()
 
     def reshard(self, *, again: bool = False) -> None:
-        if self.live:
-            self.live = False
+        if self.presence is not Presence.SHARDED:
+            self.presence = Presence.SHARDED
             self._planner.note(Kind.RESHARD, self._bucket)
             if again and self._bucket.secondary_bytes():
                 self.secondary = True
                 self._planner.secondary.add(self._bucket)
+
+    @property
+    def live(self) -> bool:
+        return self.presence is not Presence.SHARDED
 
     def drop_secondary(self) -> None:
         self.secondary = None

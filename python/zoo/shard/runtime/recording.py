@@ -14,6 +14,7 @@ from zoo.plan import Action, Actions, Collective, Kind, Moment
 from zoo.shard.buckets import Bucket
 from zoo.shard.collectives.routes import Hop
 from zoo.shard.collectives.rows import RowReduce
+from zoo.shard.parameters import Presence
 
 if TYPE_CHECKING:
     from zoo.shard.runtime.hooks import Runtime
@@ -94,7 +95,7 @@ class _Recorder:
         parameters, itemsize = bucket.parameters, bucket.spec.dtype.itemsize
 
         def unshard(*, exact: bool = False) -> None:
-            if not (parameters.live or parameters.coming):
+            if parameters.presence is Presence.SHARDED:
                 kept = parameters.secondary is not None and not (exact and parameters.rounds)
                 if exact and parameters.rounds:
                     hops = bucket.routes.exact.hops(bucket.layout.size, itemsize)
@@ -114,7 +115,7 @@ class _Recorder:
 
     def _reshard(self, bucket: Bucket, method: Callable[..., None]) -> Callable[..., None]:
         def reshard(*, again: bool = False) -> None:
-            there = bucket.parameters.live or bucket.parameters.coming
+            there = bucket.parameters.presence is not Presence.SHARDED
             method(again=again)
             if there:
                 self._note(Kind.RESHARD, bucket)

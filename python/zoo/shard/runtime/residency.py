@@ -12,7 +12,10 @@ from collections.abc import Collection, Hashable, Sequence
 from itertools import islice
 
 from zoo.shard.buckets import Bucket
+from zoo.shard.parameters import Presence
 from zoo.shard.runtime.orders import Orders
+
+_SHARDED, _UNSHARDING = Presence.SHARDED, Presence.UNSHARDING
 
 REUSE_WINDOW = 4
 """A bucket that one of the next so many acquisitions of the recorded order needs again is not released in between."""
@@ -71,7 +74,7 @@ class Residency:
     def claim(self, bucket: Bucket) -> None:
         """A unit that is about to run needs ``bucket``: begin to gather it unless it is here."""
         parameters = bucket.parameters
-        if parameters.live or parameters.coming:
+        if parameters.presence is not _SHARDED:
             self.unkeep(bucket)
             self._ahead.pop(bucket, None)
         else:
@@ -84,7 +87,9 @@ class Residency:
         """Gather what the recorded order needs next."""
         ahead = 0
         soon: list[Bucket] = []
-        under_way = [bucket for bucket in self._ahead if bucket.parameters.coming]  # for a unit's time by now
+        under_way = [
+            bucket for bucket in self._ahead if bucket.parameters.presence is _UNSHARDING
+        ]  # for a unit's time by now
         for index in self.orders.upcoming():
             bucket = self._buckets[index]
             ahead += bucket.num_bytes
@@ -106,7 +111,7 @@ class Residency:
             keep: a backward will need it.
             again: what hpZ keeps of it is to be kept.
         """
-        if not (bucket.parameters.live or bucket.parameters.coming):
+        if bucket.parameters.presence is _SHARDED:
             return  # its gather failed
         if self.window_bytes is not None:
             self._rest(bucket, again=again)
@@ -122,7 +127,7 @@ class Residency:
 
     def put_back(self, bucket: Bucket) -> None:
         """Backward is past the first use of ``bucket`` in one forward; another forward waits for its own backward."""
-        if not bucket.partitioned or bucket.active or not (bucket.parameters.live or bucket.parameters.coming):
+        if not bucket.partitioned or bucket.active or bucket.parameters.presence is _SHARDED:
             return
         if self.window_bytes is not None:
             self._rest(bucket, again=True)
@@ -135,7 +140,7 @@ class Residency:
         if bucket.num_bytes > self.keep_bytes:
             bucket.parameters.reshard(again=again)
             return
-        if bucket.parameters.coming:
+        if bucket.parameters.presence is _UNSHARDING:
             bucket.parameters.finish_unshard()
         bucket.parameters.hide()
         if bucket not in self._kept:
@@ -166,7 +171,7 @@ class Residency:
         self._kept_bytes = 0
         for bucket in self._buckets:
             parameters = bucket.parameters
-            if bucket.partitioned and not bucket.active and (parameters.live or parameters.coming):
+            if bucket.partitioned and not bucket.active and parameters.presence is not _SHARDED:
                 parameters.reshard()
             if parameters.secondary is not None:
                 parameters.drop_secondary()
@@ -178,13 +183,13 @@ class Residency:
         self.unkeep(bucket)
         if self.window_bytes is not None:
             self._ahead.pop(bucket, None)
-            if not (bucket.parameters.live or bucket.parameters.coming):
+            if bucket.parameters.presence is _SHARDED:
                 self._make_room(bucket)
         bucket.parameters.wait()
 
     def finish(self, bucket: Bucket, *, again: bool) -> None:
         """A driven backward is past the first use of ``bucket``; ``again``: there are others to come."""
-        if bucket.active or not (bucket.parameters.live or bucket.parameters.coming):
+        if bucket.active or bucket.parameters.presence is _SHARDED:
             return
         if self.window_bytes is not None:
             self._rest(bucket, again=again)
@@ -203,17 +208,17 @@ class Residency:
 
     def may_prefetch(self, bucket: Bucket, soon: Collection[Bucket]) -> bool:
         """Whether there is room for ``bucket``; in a window room is made for it, except of what is needed ``soon``."""
-        if self.window_bytes is None or bucket.parameters.coming:
+        if self.window_bytes is None or bucket.parameters.presence is _UNSHARDING:
             return True
         return self._make_room(bucket, spare=soon, must=False)
 
     def note_prefetched(self, bucket: Bucket) -> None:
         """Backward has begun to gather ``bucket``: in a window it may have to make room again."""
-        if self.window_bytes is not None and bucket.parameters.coming:
+        if self.window_bytes is not None and bucket.parameters.presence is _UNSHARDING:
             self._ahead[bucket] = None
 
     def _whole_bytes(self) -> int:
-        return sum(b.num_bytes for b in self._buckets if b.partitioned and (b.parameters.live or b.parameters.coming))
+        return sum(b.num_bytes for b in self._buckets if b.partitioned and b.parameters.presence is not _SHARDED)
 
     def _make_room(self, bucket: Bucket, *, spare: Collection[Bucket] = (), must: bool = True) -> bool:
         """Release what rests, the latest first, until ``bucket`` fits; with ``must`` as far as possible, or nothing."""

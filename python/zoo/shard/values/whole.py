@@ -36,7 +36,7 @@ def _whole(bucket: Bucket) -> Iterator[list[torch.Tensor]]:
     """A view of each parameter of a bucket, which is gathered for as long."""
     parameters = bucket.parameters
     stays = parameters.live and not (parameters.rounds and not bucket.active)
-    hidden = parameters.hidden
+    hidden = parameters.refused
     parameters.wait(exact=True)
     try:
         yield bucket.views(parameters.full)

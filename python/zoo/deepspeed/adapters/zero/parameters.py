@@ -82,10 +82,9 @@ def ds_numel(parameter: Any) -> int:
 
 def ds_status(parameter: Any) -> ZeroParamStatus:
     """Whether it is whole here now."""
-    parameters = parameter._zoo_bucket.parameters
-    if parameters.live:
-        return ZeroParamStatus.AVAILABLE
-    return ZeroParamStatus.INFLIGHT if parameters.coming else ZeroParamStatus.NOT_AVAILABLE
+    presence = parameter._zoo_bucket.parameters.presence.value
+    known = {"sharded": ZeroParamStatus.NOT_AVAILABLE, "unsharding": ZeroParamStatus.INFLIGHT}
+    return known.get(presence, ZeroParamStatus.AVAILABLE)
 
 
 def ds_tensor(parameter: Any) -> torch.Tensor:
